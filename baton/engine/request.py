@@ -1,0 +1,171 @@
+"""The engine's vocabulary: a request as it enters, its states, and what comes out. Read this first.
+
+    submit ──► WAITING ──► RUNNING (prefill chunks) ──► RUNNING (decode) ──► FINISHED
+                  ▲                    │      └─ hold ──► HELD (leased to a taker) ──► FINISHED
+    admit ──► FETCHING ── start ──►    │
+                  └────── PARKED ◄─────┘  preemption, lost stream, drain
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from kvtransfer.layout import BlockRef
+
+
+class Key(NamedTuple):
+    """Names one attempt at one request; every command and every output carries it."""
+
+    request_id: str
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Resolved: nothing is unset any more. temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1  # choices
+    logprobs: int | None = None  # chosen and that many best; None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A checked request. `token_ids` is the prompt, and after a migration the output so far behind it (then n is 1)."""
+
+    key: Key
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()  # with the end-of-sequence ids unless ignore_eos
+    span_hashes: tuple[bytes, ...] = ()  # of token_ids, one per full 64 tokens
+    chain_parent: bytes = b"\0" * 32  # parent of the next span
+    priority: int = 0
+    deadline: float = float("inf")  # time.monotonic()
+    traceparent: str = ""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    FETCHING = "fetching"
+    RUNNING = "running"
+    HELD = "held"
+    PARKED = "parked"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = 1
+    LENGTH = 2
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-softmax of the raw logits: the chosen token and the k best, best first."""
+
+    chosen: tuple[int, float]
+    top: tuple[tuple[int, float], ...]
+
+
+# ---- what a step gives out ----
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """KV of a held prefill is written up to here, all layers below `upto_layer` of it; the event after the last write has passed."""
+
+    key: Key
+    upto_token: int
+    upto_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    choice: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    key: Key
+    first_tokens: tuple[FirstToken, ...]
+    queue_s: float
+    prefill_s: float
+    num_cached_tokens: int
+    num_chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Tokens of one choice, in order; `first_index` is the output index of the first."""
+
+    key: Key
+    choice: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReport:
+    decode_queue_s: float = 0.0  # started to first launched step
+    first_step_s: float = 0.0
+    decode_s: float = 0.0
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """Exactly one per key. `error` is empty when the request finished by itself."""
+
+    key: Key
+    error: str = ""  # cancelled | deadline | failed
+    message: str = ""
+    report: DecodeReport = field(default_factory=DecodeReport)
+
+
+Output = Progress | PrefillDone | TokenRun | RequestEnded
+
+
+# ---- answers from the ledger ----
+
+
+class Refusal(Exception):
+    """The ledger says no, at once. `reason`: kv_full | queue_full | draining | too_long."""
+
+    def __init__(self, reason: str, retry_after_s: float = 0.1):
+        super().__init__(reason)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Blocks of the whole prompt, set aside for a held prefill; the first `num_cached_tokens` are ready now."""
+
+    blocks: tuple[BlockRef, ...]
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    step: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_blocks_total: int
+    blocks_by_holder: dict[str, int]  # quarantined, fetching, leased, running, cached, free
+    tokens_per_s: float

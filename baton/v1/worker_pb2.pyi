@@ -1,0 +1,483 @@
+from baton.v1 import inference_pb2 as _inference_pb2
+from baton.v1 import kv_pb2 as _kv_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Key(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id")
+    PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    protocol_min: int
+    protocol_max: int
+    features: _containers.RepeatedScalarFieldContainer[str]
+    instance: bytes
+    epoch: int
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    model_identity: bytes
+    tokenizer_digest: bytes
+    layout: _kv_pb2.KVLayout
+    numerics_class: str
+    limits: Limits
+    model: ModelCard
+    endpoints: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Endpoint]
+    host_id: str
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size")
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    def __init__(self, max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class ModelCard(_message.Message):
+    __slots__ = ("name", "family", "context", "vocab_size", "dtype", "quantization", "kv_dtype", "attention", "transports")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    family: str
+    context: int
+    vocab_size: int
+    dtype: str
+    quantization: str
+    kv_dtype: str
+    attention: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RequestSpec(_message.Message):
+    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_HASHES_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_PARENT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_prompt_tokens: int
+    span_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    chain_parent: bytes
+    sampling: WorkerSampling
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    priority: int
+    traceparent: str
+    budget_ms: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class WorkerSampling(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    n: int
+    logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("key", "spec")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    spec: RequestSpec
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("key", "spec", "taker")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    TAKER_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    spec: RequestSpec
+    taker: _kv_pb2.Taker
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., taker: _Optional[_Union[_kv_pb2.Taker, _Mapping]] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("key", "handle", "ticket")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    handle: bytes
+    ticket: bytes
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("choice", "token_id", "logprobs", "finished", "finish_reason")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token_id: int
+    logprobs: _inference_pb2.Logprobs
+    finished: bool
+    finish_reason: _inference_pb2.FinishReason
+    def __init__(self, choice: _Optional[int] = ..., token_id: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.Logprobs, _Mapping]] = ..., finished: bool = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("key", "first_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("key", "lease_id", "spans", "taker", "budget_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    TAKER_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    lease_id: bytes
+    spans: SpanChain
+    taker: _kv_pb2.Taker
+    budget_ms: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ..., spans: _Optional[_Union[SpanChain, _Mapping]] = ..., taker: _Optional[_Union[_kv_pb2.Taker, _Mapping]] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class SpanChain(_message.Message):
+    __slots__ = ("hashes",)
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
+
+class Attach(_message.Message):
+    __slots__ = ("key", "previous_attempt", "next_index", "budget_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    previous_attempt: int
+    next_index: _containers.RepeatedScalarFieldContainer[int]
+    budget_ms: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., previous_attempt: _Optional[int] = ..., next_index: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+
+class RenewLease(_message.Message):
+    __slots__ = ("key", "lease_id")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    lease_id: bytes
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ...) -> None: ...
+
+class Subscribe(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("hello", "admit", "prefill", "fetch", "start", "offer", "cancel", "attach", "renew_lease", "subscribe")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    RENEW_LEASE_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    admit: Admit
+    prefill: Prefill
+    fetch: Fetch
+    start: Start
+    offer: Offer
+    cancel: Cancel
+    attach: Attach
+    renew_lease: RenewLease
+    subscribe: Subscribe
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ...) -> None: ...
+
+class Granted(_message.Message):
+    __slots__ = ("key", "num_cached_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    num_cached_tokens: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("key", "reason", "retry_after_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    reason: str
+    retry_after_ms: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., reason: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class Accepted(_message.Message):
+    __slots__ = ("key", "lease_id", "handle", "ticket", "num_cached_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    lease_id: bytes
+    handle: bytes
+    ticket: bytes
+    num_cached_tokens: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ..., handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    queue_s: float
+    prefill_s: float
+    num_cached_tokens: int
+    num_chunks: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
+
+class Offered(_message.Message):
+    __slots__ = ("key", "lease_id", "handle", "ticket")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    lease_id: bytes
+    handle: bytes
+    ticket: bytes
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ..., handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
+
+class NotHere(_message.Message):
+    __slots__ = ("key", "num_matched_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    num_matched_tokens: int
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_matched_tokens: _Optional[int] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("key", "num_tokens", "num_bytes", "transport", "transfer_s", "after_last_ready_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
+    AFTER_LAST_READY_S_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    num_tokens: int
+    num_bytes: int
+    transport: str
+    transfer_s: float
+    after_last_ready_s: float
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., transfer_s: _Optional[float] = ..., after_last_ready_s: _Optional[float] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("keys", "key_index", "choice", "first_index", "num_ids", "token_ids", "logprobs", "has_logprobs", "finish_reason")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    KEY_INDEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NUM_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HAS_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedCompositeFieldContainer[Key]
+    key_index: _containers.RepeatedScalarFieldContainer[int]
+    choice: _containers.RepeatedScalarFieldContainer[int]
+    first_index: _containers.RepeatedScalarFieldContainer[int]
+    num_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
+    has_logprobs: _containers.RepeatedScalarFieldContainer[bool]
+    finish_reason: _containers.RepeatedScalarFieldContainer[_inference_pb2.FinishReason]
+    def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ..., key_index: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., first_index: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., finish_reason: _Optional[_Iterable[_Union[_inference_pb2.FinishReason, str]]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_BY_HOLDER_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    num_running: int
+    num_waiting: int
+    num_blocks_free: int
+    num_blocks_total: int
+    num_waiting_tokens: int
+    tokens_per_s: float
+    state: str
+    blocks_by_holder: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BlockEvents(_message.Message):
+    __slots__ = ("epoch", "seq", "snapshot", "sealed", "evicted", "touched")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    TOUCHED_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    seq: int
+    snapshot: bool
+    sealed: _containers.RepeatedScalarFieldContainer[bytes]
+    evicted: _containers.RepeatedScalarFieldContainer[bytes]
+    touched: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., snapshot: bool = ..., sealed: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ..., touched: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class DecodeReport(_message.Message):
+    __slots__ = ("kv_wait_s", "decode_queue_s", "first_step_s", "decode_s", "num_steps", "num_preemptions")
+    KV_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    kv_wait_s: float
+    decode_queue_s: float
+    first_step_s: float
+    decode_s: float
+    num_steps: int
+    num_preemptions: int
+    def __init__(self, kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+
+class Ended(_message.Message):
+    __slots__ = ("key", "code", "reason", "message", "retry_after_ms", "decode")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    code: int
+    reason: str
+    message: str
+    retry_after_ms: int
+    decode: DecodeReport
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ...) -> None: ...
+
+class Parked(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: Key
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("hello", "granted", "refused", "accepted", "done", "offered", "not_here", "fetched", "step_output", "block_events", "ended", "load", "parked")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    OFFERED_FIELD_NUMBER: _ClassVar[int]
+    NOT_HERE_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
+    STEP_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    granted: Granted
+    refused: Refused
+    accepted: Accepted
+    done: Done
+    offered: Offered
+    not_here: NotHere
+    fetched: Fetched
+    step_output: StepOutput
+    block_events: BlockEvents
+    ended: Ended
+    load: Load
+    parked: Parked
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., not_here: _Optional[_Union[NotHere, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., step_output: _Optional[_Union[StepOutput, _Mapping]] = ..., block_events: _Optional[_Union[BlockEvents, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,140 @@
+"""How KV lies in a worker's pool, and when two workers' KV may feed each other. Plain Python, no protobuf.
+
+Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after the other within a block, scales of a
+quantized form at the end of the same block.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtransfer.naming import SPAN_TOKENS
+
+LAYOUT_VERSION = 1
+ELEMENT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int4": 4}
+SCALE_BYTES = {"int8": 2, "int4": 4}  # per (layer, k|v, kv head, token): fp16 scale; int4 adds an fp16 zero point
+LOSSINESS = {"fp32": 0, "bf16": 1, "fp16": 1, "fp8_e4m3": 2, "fp8_e5m2": 2, "int8": 2, "int4": 3}
+
+
+class BlockRef(NamedTuple):
+    """A block of a pool as it was when it was handed out: reuse bumps the generation."""
+
+    block_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    kind: str  # paged | window | state
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    form: str  # stored form, a key of ELEMENT_BITS
+    block_size: int  # tokens; divides 64 or is a multiple of it
+
+    def __post_init__(self):
+        if self.form not in ELEMENT_BITS:
+            raise ValueError(f"kv form {self.form!r}: one of {', '.join(ELEMENT_BITS)}")
+        if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
+            raise ValueError(f"block size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
+
+    @property
+    def row_bytes(self) -> int:
+        """One token of one head of K or of V, without its scale."""
+        return self.head_dim * ELEMENT_BITS[self.form] // 8
+
+    @property
+    def cell_bytes(self) -> int:
+        """One (layer, k|v, kv head) of one block, without scales: block_size rows, contiguous."""
+        return self.block_size * self.row_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.cell_bytes
+
+    @property
+    def scale_bytes(self) -> int:
+        """All scales of one block, after its rows, in the order [layer][k|v][kv_head][token]."""
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * SCALE_BYTES.get(self.form, 0)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.head_bytes + self.scale_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    groups: tuple[KVGroup, ...]
+    version: int = LAYOUT_VERSION
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(group.block_bytes for group in self.groups)
+
+    @property
+    def block_size(self) -> int:
+        return self.groups[0].block_size
+
+    @property
+    def fingerprint(self) -> bytes:
+        return hashlib.sha256(repr(self).encode()).digest()[:16]
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    transport: str
+    address: str
+    host_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank of a source holds: the layers and heads of a group, and where it is reached."""
+
+    group: int
+    layers: range
+    heads: range
+    endpoints: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVHandle:
+    """The baton: everything a taker needs to pull one prompt's KV. Opaque bytes to the gateway."""
+
+    source_instance: bytes
+    source_epoch: int
+    lease_id: bytes
+    model_identity: bytes
+    numerics_class: str
+    layout: KVLayout
+    parts: tuple[Part, ...]
+    num_tokens: int
+    span_hashes: tuple[bytes, ...]
+    chain_parent: bytes
+    blocks: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NumericsClass:
+    """KV of two workers is interchangeable bit for bit exactly when these are equal."""
+
+    identity: str  # ModelIdentity, hex
+    weights: str  # weight form
+    compute: str  # compute dtype
+    kv_form: str
+    tp: int = 1
+    batch_invariant: bool = True
+    extra: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        mode = "exact" if self.batch_invariant else "fast"
+        return "/".join((self.identity[:16], self.weights, self.compute, self.kv_form, f"tp{self.tp}", mode, *self.extra))
+
+    @classmethod
+    def parse(cls, text: str) -> "NumericsClass":
+        identity, weights, compute, kv_form, tp, mode, *extra = text.split("/")
+        return cls(identity, weights, compute, kv_form, int(tp.removeprefix("tp")), mode == "exact", tuple(extra))

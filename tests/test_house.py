@@ -1,0 +1,132 @@
+"""The house: imports point down and never sideways, no circle, no file beyond 400 lines, no code in data."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 400
+
+# room -> what it may import from the repository. Rooms are matched longest prefix first.
+ROOMS = {
+    "baton.v1": (),
+    "kvtransfer": ("baton.v1",),
+    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout"),
+    "baton.training": ("baton.engine",),
+    "baton.service": ("baton.v1",),
+    "gateway": ("baton.service", "baton.v1", "kvtransfer.naming"),
+    "baton.worker": ("baton.engine", "kvtransfer", "baton.service", "baton.v1"),
+    "prefill_worker": ("baton.worker", "baton.service"),
+    "decode_worker": ("baton.worker", "baton.service"),
+    "baton.cli": ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"),
+}
+# room -> third-party packages that it does without.
+WITHOUT = {
+    "kvtransfer": ("redis", "opentelemetry", "torch", "grpc"),
+    "baton.engine": ("grpc", "google.protobuf", "redis", "opentelemetry"),
+    "baton.training": ("grpc", "google.protobuf", "redis", "opentelemetry", "transformers"),
+    "baton.service": ("torch", "redis", "transformers"),
+    "gateway": ("torch", "transformers"),
+    "baton.worker": ("redis",),
+}
+PLAIN = ("kvtransfer.naming", "kvtransfer.layout")  # standard library only
+NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
+
+
+def sources() -> dict[str, Path]:
+    tops = ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")
+    paths = [path for top in tops for path in (ROOT / top).rglob("*.py") if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
+    return {module_name(path): path for path in paths}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str | None:
+    rooms = [room for room in ROOMS if module == room or module.startswith(room + ".")]
+    return max(rooms, key=len) if rooms else None
+
+
+def within(module: str, prefixes) -> bool:
+    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
+
+
+def imports(path: Path) -> set[str]:
+    """Every imported module, function-local imports too; `from a import b` counts as a.b where that is a module."""
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names if is_module(f"{base}.{alias.name}"))
+    return found
+
+
+def is_module(name: str) -> bool:
+    path = ROOT / Path(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()
+
+
+SOURCES = sources()
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_imports_point_down(module):
+    room = room_of(module)
+    if room is None:
+        assert module == "baton", f"{module} stands in no room"
+        return
+    for name in imports(SOURCES[module]):
+        own = name == "baton" or name == room or name.startswith(room + ".")
+        repository = name.split(".")[0] in {"baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"}
+        if repository and not own:
+            prefix_only = any(allowed.startswith(name + ".") for allowed in ROOMS[room])
+            assert within(name, ROOMS[room]) or prefix_only, f"{module} ({room}) may not import {name}"
+        assert not within(name, WITHOUT.get(room, ())), f"{module}: {room} does without {name}"
+        assert not within(name, NO_CODE_IN_DATA), f"{module} imports {name}: no code in data"
+        if module in PLAIN and repository:
+            assert name in PLAIN or name == "kvtransfer", f"{module} is plain Python, imports {name}"
+
+
+def test_no_import_circle():
+    graph = {module: {name for name in imports(path) if name in SOURCES and name != module} for module, path in SOURCES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]):
+        assert module not in trail, " -> ".join([*trail[trail.index(module) :], module])
+        if module not in done:
+            for name in sorted(graph[module]):
+                if not module.startswith(name + "."):  # importing one's own package's __init__ is no circle
+                    visit(name, [*trail, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_a_file_owns_one_noun(module):
+    num_lines = len(SOURCES[module].read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{SOURCES[module].relative_to(ROOT)} has {num_lines} lines, at most {MAX_LINES}"
+
+
+def test_kvtransfer_init_is_empty():
+    assert (ROOT / "kvtransfer" / "__init__.py").read_text().strip() == ""
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES))
+def test_no_unsafe_loading(module):
+    """`torch.load`, `eval`, `exec` and `yaml.load` run code that lies in data."""
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in {"torch.load", "eval", "exec", "yaml.load"}, f"{module}:{node.lineno} calls {name}"
