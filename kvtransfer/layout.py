@@ -132,7 +132,8 @@ class NumericsClass:
 
     def __str__(self) -> str:
         mode = "exact" if self.batch_invariant else "fast"
-        return "/".join((self.identity[:16], self.weights, self.compute, self.kv_form, f"tp{self.tp}", mode, *self.extra))
+        fields = (self.identity[:16], self.weights, self.compute, self.kv_form, f"tp{self.tp}", mode)
+        return "/".join((*fields, *self.extra))
 
     @classmethod
     def parse(cls, text: str) -> "NumericsClass":

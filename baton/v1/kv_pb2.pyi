@@ -128,16 +128,20 @@ class Range(_message.Message):
     def __init__(self, token_begin: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("ticket", "token_begin", "layout", "transport")
+    __slots__ = ("ticket", "token_begin", "layout", "transport", "taker_instance", "taker_epoch")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BEGIN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TAKER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TAKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     token_begin: int
     layout: KVLayout
     transport: str
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., token_begin: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., transport: _Optional[str] = ...) -> None: ...
+    taker_instance: bytes
+    taker_epoch: int
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., token_begin: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., transport: _Optional[str] = ..., taker_instance: _Optional[bytes] = ..., taker_epoch: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ("range", "generations", "digests", "payload_bytes")

@@ -1,0 +1,119 @@
+"""The order of a dialogue, the same for both sides.
+
+    taker                                   source
+      │ ── Want{ticket, token_begin} ──────► │  ticket checked before anything else
+      │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp
+      │  room made, bytes in place, digested │
+      │ ── Ack{range} ─────────────────────► │  lease alive? generations still the same?
+      │ ◄──────────── Confirm{range} ─────── │
+      │  verified(tokens of which all layers are confirmed)
+      │ ── End{ok} ────────────────────────► │  the lease may end
+    Renew goes both ways every second: the taker's keeps the lease alive, the answer shows that the source is.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+
+from baton.v1 import kv_pb2
+from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.leases import Watermark
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.wire import Range
+
+RENEW_S = 1.0
+LAST_WORDS_S = 1.0
+MAX_RANGE_BYTES = 8 << 20  # one Ready: big enough to hide a frame, small enough that both sides work at once
+MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small a token is
+
+
+class Cursor:
+    """How far a dialogue has come: all layers of the tokens below `token`, and `layer` layers of those up to
+    `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few layers
+    at a time over one stretch of tokens until it has them all."""
+
+    def __init__(self, token_begin: int, num_tokens: int, num_layers: int):
+        """Raises ProtocolError when `token_begin` is not the end of a span or of the prompt."""
+        if not 0 <= token_begin <= num_tokens or (token_begin % SPAN_TOKENS and token_begin != num_tokens):
+            raise ProtocolError(f"token {token_begin} of {num_tokens}: a dialogue begins where a span does")
+        self.token = self.token_end = token_begin
+        self.layer = 0
+        self.num_tokens = num_tokens
+        self.num_layers = num_layers
+
+    @property
+    def done(self) -> bool:
+        return self.token == self.num_tokens
+
+    def upcoming(self, mark: Watermark, token_bytes: int) -> Range | None:
+        """The next range that the watermark allows, of about MAX_RANGE_BYTES; `token_bytes`: all layers of a token."""
+        if self.token_end > self.token:  # a stretch of tokens that has its first layers
+            ready = self.num_layers if mark.full_token >= self.token_end else mark.upto_layer
+            return self._layers(self.token_end, ready, token_bytes)
+        if mark.full_token > self.token:
+            step = max(1, min(MAX_RANGE_TOKENS, MAX_RANGE_BYTES // token_bytes) // SPAN_TOKENS) * SPAN_TOKENS
+            return Range(self.token, min(mark.full_token, self.token + step), 0, self.num_layers)
+        return self._layers(mark.upto_token, mark.upto_layer, token_bytes)
+
+    def _layers(self, token_end: int, ready: int, token_bytes: int) -> Range | None:
+        if token_end <= self.token or ready <= self.layer:
+            return None
+        layer_bytes = max(1, token_bytes * (token_end - self.token) // self.num_layers)
+        step = max(1, MAX_RANGE_BYTES // layer_bytes)
+        return Range(self.token, token_end, self.layer, min(ready, self.layer + step))
+
+    def take(self, moved: Range) -> None:
+        """Goes on by `moved`. Raises ProtocolError unless it follows what came before."""
+        if self.token_end > self.token:
+            follows = moved[:3] == (self.token, self.token_end, self.layer)
+        else:
+            end = moved.token_end
+            aligned = self.token < end <= self.num_tokens and (end % SPAN_TOKENS == 0 or end == self.num_tokens)
+            follows = aligned and (moved.token_begin, moved.layer_begin) == (self.token, 0)
+        if not follows or not moved.layer_begin < moved.layer_end <= self.num_layers:
+            raise ProtocolError(f"{moved} does not follow token {self.token}..{self.token_end}, layer {self.layer} "
+                                f"of {self.num_tokens} tokens, {self.num_layers} layers")  # fmt: skip
+        if moved.layer_end == self.num_layers:
+            self.token = self.token_end = moved.token_end
+            self.layer = 0
+        else:
+            self.token_end, self.layer = moved.token_end, moved.layer_end
+
+
+def end_frame(status: str = "ok", message: str = "") -> kv_pb2.KVFrame:
+    return kv_pb2.KVFrame(end=kv_pb2.End(status=status, message=message[:500]))
+
+
+def renew_frame() -> kv_pb2.KVFrame:
+    return kv_pb2.KVFrame(renew=kv_pb2.Renew())
+
+
+async def converse(listening: Coroutine, *others: Coroutine) -> None:
+    """Runs the parts of one side until `listening` returns or any of them fails, and raises what failed. All have
+    ended when this does, whatever cancels the waiting: a thread of theirs may still be writing."""
+    tasks = [asyncio.create_task(part) for part in (listening, *others)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0] not in done and any(isinstance(task.exception(), PeerLost) for task in done):
+            # A broken line is noticed in sending first; why it broke may still be there to be read.
+            await asyncio.wait(tasks[:1], timeout=LAST_WORDS_S)
+        for task in tasks:
+            if task.done():
+                return task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await _settled(tasks)
+
+
+async def _settled(tasks: list[asyncio.Task]) -> None:
+    cancelled = False
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            cancelled = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen
+    if cancelled:
+        raise asyncio.CancelledError

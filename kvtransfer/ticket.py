@@ -1,0 +1,49 @@
+"""Who may pull a lease: tickets that only the source's process can mint and check."""
+
+import hmac
+import secrets
+import struct
+
+from google.protobuf.message import DecodeError
+
+from baton.v1 import kv_pb2
+from kvtransfer.errors import ProtocolError, TicketRefused
+
+_DOMAIN = b"baton-ticket-1"
+
+
+class TicketMint:
+    """`key`: 32 random bytes that die with the process, so a ticket never outlives the pool that it opens."""
+
+    def __init__(self, key: bytes | None = None):
+        self._key = key or secrets.token_bytes(32)
+
+    def mint(self, lease_id: bytes, taker_instance: bytes, taker_epoch: int) -> bytes:
+        """A ticket of its own fetch id; the same taker may show it again to go on after a broken line."""
+        ticket = kv_pb2.Ticket(
+            lease_id=lease_id, taker_instance=taker_instance, taker_epoch=taker_epoch, fetch_id=secrets.token_bytes(16)
+        )
+        ticket.mac = self._mac(ticket)
+        return ticket.SerializeToString()
+
+    def check(self, ticket: kv_pb2.Ticket, lease_id: bytes, taker_instance: bytes, taker_epoch: int) -> None:
+        """Raises TicketRefused unless this process minted `ticket` for exactly this lease and this taker."""
+        if not hmac.compare_digest(ticket.mac, self._mac(ticket)):
+            raise TicketRefused("the ticket was not minted by this process: ask for another Offer")
+        if ticket.lease_id != lease_id:
+            raise TicketRefused("the ticket is for another lease")
+        if (ticket.taker_instance, ticket.taker_epoch) != (taker_instance, taker_epoch):
+            raise TicketRefused("the ticket is another taker's: every taker needs its own Offer")
+
+    def _mac(self, ticket: kv_pb2.Ticket) -> bytes:
+        fields = (ticket.lease_id, ticket.taker_instance, struct.pack("<Q", ticket.taker_epoch), ticket.fetch_id)
+        message = _DOMAIN + b"".join(struct.pack("<I", len(part)) + part for part in fields)
+        return hmac.digest(self._key, message, "sha256")
+
+
+def parse_ticket(data: bytes) -> kv_pb2.Ticket:
+    """Raises ProtocolError for bytes that are no ticket."""
+    try:
+        return kv_pb2.Ticket.FromString(data)
+    except DecodeError as exc:
+        raise ProtocolError("these bytes are no ticket") from exc
