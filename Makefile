@@ -1,0 +1,74 @@
+# Everything from a clone: `make demo`, `make test`. Stamps in .stamps/ make second runs start in seconds.
+#
+#   TORCH_ARGS   pip arguments for torch, for instance an index of CPU builds
+#   PYTEST_ARGS  arguments for pytest
+#   SKIP_REDIS=1 skip the tests that need redis-server instead of failing them
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+PROTOC_VENV := .venv-protoc
+STAMPS := .stamps
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+NODE_CLIENT := tests/clients/node
+
+.PHONY: setup demo test protos clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMPS)/install
+
+demo: setup
+	$(PY) -m baton.cli.demo
+
+test: setup $(STAMPS)/protoc system-packages node-packages
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_ARGS)
+
+protos: $(STAMPS)/protoc
+	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. \
+		protos/baton/v1/*.proto
+
+clean:
+	rm -rf $(VENV) $(PROTOC_VENV) $(STAMPS) *.egg-info build dist $(NODE_CLIENT)/node_modules
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS):
+	@mkdir -p $@
+
+$(STAMPS)/venv: | $(STAMPS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11" >&2; exit 2; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "install python3-venv" >&2; exit 2; }
+	@touch $@
+
+# torch first and alone, so that TORCH_ARGS (an index of its own) touches nothing else.
+$(STAMPS)/torch: $(STAMPS)/venv
+	@echo "installing torch"
+	@$(PIP) install $(TORCH_ARGS) 'torch>=2.11,<2.14'
+	@touch $@
+
+$(STAMPS)/install: pyproject.toml $(STAMPS)/torch
+	@echo "installing baton"
+	@$(PIP) install --editable '.[test]'
+	@touch $@
+
+# The code generator needs an older protobuf than the runtime: it lives apart.
+$(STAMPS)/protoc: | $(STAMPS)/venv
+	@echo "installing the code generator"
+	@test -x $(PROTOC_VENV)/bin/python || $(PYTHON) -m venv $(PROTOC_VENV)
+	@$(PROTOC_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'grpcio-tools==1.71.2' 'setuptools<81'
+	@touch $@
+
+.PHONY: system-packages node-packages
+system-packages:
+	@.ci/system-packages
+
+node-packages: $(STAMPS)/node
+
+$(STAMPS)/node: $(wildcard $(NODE_CLIENT)/package.json $(NODE_CLIENT)/package-lock.json) | $(STAMPS) system-packages
+	@if test -f $(NODE_CLIENT)/package.json && command -v npm >/dev/null; then \
+		echo "installing the Node client's packages"; \
+		cd $(NODE_CLIENT) && if test -f package-lock.json; then npm ci --silent; else npm install --silent; fi; \
+	fi
+	@touch $@

@@ -1,0 +1,173 @@
+"""One map from what went wrong to what the caller sees: a gRPC status with google.rpc details, and back."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+DOMAIN = "baton"
+_DETAILS_KEY = "grpc-status-details-bin"
+_MAX_MESSAGE_CHARS = 1000  # metadata is limited to 8 KiB, and percent-encoding triples a character
+
+
+class BatonError(Exception):
+    """An ending that a caller sees. `reason` is UPPER_SNAKE and stable; `message` is one line for people."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        field: str | None = None,
+        retry_after_s: float | None = None,
+        code: grpc.StatusCode | None = None,
+    ):
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+        self.reason = reason or type(self).reason
+        self.code = code or type(self).code
+
+
+class InvalidRequest(BatonError):
+    """A field of the request is not acceptable; it never will be."""
+
+    code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message if message.startswith(field) else f"{field}: {message}", field=field)
+
+
+class NotFound(BatonError):
+    code, reason = grpc.StatusCode.NOT_FOUND, "NOT_FOUND"
+
+
+class AlreadyExists(BatonError):
+    code, reason = grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"
+
+
+class Overloaded(BatonError):
+    """Not now: come back after `retry_after_s`."""
+
+    code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"
+
+    def __init__(self, message: str, retry_after_s: float, reason: str | None = None):
+        super().__init__(message, retry_after_s=retry_after_s, reason=reason)
+
+
+class Unavailable(BatonError):
+    code, reason = grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float | None = None, reason: str | None = None):
+        super().__init__(message, retry_after_s=retry_after_s, reason=reason)
+
+
+class DeadlineExceeded(BatonError):
+    code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
+
+
+class Cancelled(BatonError):
+    code, reason = grpc.StatusCode.CANCELLED, "CANCELLED"
+
+
+class FailedPrecondition(BatonError):
+    """Versions, models or layouts do not fit; trying again changes nothing."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"
+
+
+class DataLoss(BatonError):
+    code, reason = grpc.StatusCode.DATA_LOSS, "DATA_LOSS"
+
+
+class Internal(BatonError):
+    """A bug of ours."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[BatonError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequest,
+        NotFound,
+        AlreadyExists,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        FailedPrecondition,
+        DataLoss,
+        Internal,
+    )
+}
+
+
+async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> NoReturn:
+    """End the call with the error's code and google.rpc details (ErrorInfo, BadRequest, RetryInfo)."""
+    status = to_status(error)
+    await context.abort(error.code, status.message, trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
+    raise AssertionError("abort returned")
+
+
+def to_status(error: BatonError) -> status_pb2.Status:
+    """The google.rpc.Status that says the same."""
+    status = status_pb2.Status(code=error.code.value[0], message=error.message[:_MAX_MESSAGE_CHARS])
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.field is not None:
+        bad_request = error_details_pb2.BadRequest()
+        bad_request.field_violations.add(field=error.field, description=status.message)
+        status.details.add().Pack(bad_request)
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(retry)
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError) -> BatonError:
+    """The BatonError that a peer's call ended with; a status of the transport (no details) is kept by its code."""
+    try:
+        details = _details(error)
+    except DecodeError:  # a peer's bytes are not trusted
+        details = {}
+    return from_code(error.code(), error.details() or error.code().name, **details)
+
+
+def from_code(
+    code: grpc.StatusCode | int,
+    message: str,
+    *,
+    reason: str | None = None,
+    field: str | None = None,
+    retry_after_s: float | None = None,
+) -> BatonError:
+    """A BatonError of the class that belongs to `code` (a StatusCode or a google.rpc.Code number)."""
+    if isinstance(code, int):
+        known = code in code_pb2.Code.values() and code != code_pb2.OK
+        code = grpc.StatusCode[code_pb2.Code.Name(code)] if known else grpc.StatusCode.INTERNAL
+    kind = _CLASSES.get(code, BatonError)
+    error = kind.__new__(kind)
+    reason = reason or (code.name if kind is BatonError else kind.reason)
+    BatonError.__init__(error, message, reason=reason, field=field, retry_after_s=retry_after_s, code=code)
+    return error
+
+
+def _details(error: grpc.RpcError) -> dict[str, object]:
+    packed = [value for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY]
+    found: dict[str, object] = {}
+    for detail in status_pb2.Status.FromString(packed[0]).details if packed else ():
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            found["reason"] = error_details_pb2.ErrorInfo.FromString(detail.value).reason
+        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
+            violations = error_details_pb2.BadRequest.FromString(detail.value).field_violations
+            found["field"] = violations[0].field if violations else None
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            delay = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay
+            found["retry_after_s"] = delay.seconds + delay.nanos / 1e9
+    return found

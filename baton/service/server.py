@@ -1,0 +1,160 @@
+"""What makes an object a gRPC process: server options, a port or one clear line, health, reflection, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message is one line."""
+
+
+class AddressInUse(ListenError):
+    """Somebody else listens there."""
+
+
+def make_server(
+    *,
+    max_concurrent_rpcs: int | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> grpc.aio.Server:
+    """A server that accepts our clients' keepalive and refuses larger messages than `max_message_bytes`."""
+    options = (
+        # Clients ping every 2 s; against the default minimum that would be GOAWAY too_many_pings on healthy streams.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", 10_000),  # finds clients that vanished without a FIN
+        ("grpc.http2.ping_timeout_ms", 5000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_metadata_size", 8192),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
+    )
+    return grpc.aio.server(
+        interceptors=tuple(interceptors), options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
+    )
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Listen on "host:port" (port 0: the system chooses) and return the port. Raises AddressInUse or ListenError."""
+    _try_listening(address)  # gRPC would say it over many lines on stderr, and name no errno
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ListenError(f"cannot listen on {address}: {str(error).splitlines()[0]}") from None
+    if not port:
+        raise ListenError(f"cannot listen on {address}")
+    return port
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port" or "[v6]:port". Raises ListenError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ListenError(f"{address!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _try_listening(address: str) -> None:
+    host, port = split_address(address)
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen(1)
+    except socket.gaierror as error:
+        raise ListenError(f"cannot listen on {address}: {host}: {error.strerror}") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUse(f"{address} is in use: stop what listens there or choose another address") from None
+        raise ListenError(f"cannot listen on {address}: {error.strerror}") from None
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1 with a Watch that streams every change. "" is the process, other names are services.
+
+    Belongs to the server's event loop: call `set` from there."""
+
+    def __init__(self, server: grpc.aio.Server):
+        self._status: dict[str, int] = {"": _NOT_SERVING}
+        self._changed = asyncio.Event()
+        health_pb2_grpc.add_HealthServicer_to_server(self, server)
+
+    def set(self, service: str, serving: bool) -> None:
+        """Say whether `service` serves; those who watch it are told."""
+        status = _SERVING if serving else _NOT_SERVING
+        if self._status.get(service) != status:
+            self._status[service] = status
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def shut_down(self) -> None:
+        """Nothing serves any more: call it before draining."""
+        for service in tuple(self._status):
+            self.set(service, False)
+
+    async def Check(self, request, context) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        status = self._status.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request, context) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
+        told = None
+        while True:
+            changed, status = self._changed, self._status.get(request.service, _SERVICE_UNKNOWN)
+            if status != told:
+                told = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            await changed.wait()
+
+
+def enable_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Let tools list `service_names` (full names), health and reflection itself."""
+    names = (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: bool = False) -> int:
+    """Run `main(stop)` to its end and return its exit status (None is 0).
+
+    The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process."""
+    loop_factory = None
+    if use_uvloop:
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(_with_signals(main)) or 0
+
+
+async def _with_signals(main: Callable[[asyncio.Event], Awaitable[int | None]]) -> int | None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def on_signal() -> None:
+        stop.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    return await main(stop)

@@ -1,0 +1,211 @@
+"""Settings of a process: file < environment < flags, into a frozen dataclass. Every source is checked alike.
+
+A field `block_size` is `block_size = 32` in the TOML file, BATON_BLOCK_SIZE in the environment and `--block-size` as a
+flag. Fields are str, int, float, bool, Path, tuple[str, ...] (commas between), or one of these or None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.metadata
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+_ENV = "BATON_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+T = TypeVar("T")
+
+
+class SettingsError(Exception):
+    """One line that names the setting and what to do; the process exits with status 2."""
+
+
+def option(help: str, default: Any = dataclasses.MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    """A field of a settings class; without a default it must be given. `choices` are the values it may have."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser with --help and --version that accepts no abbreviated flags; wrong use exits with status 2."""
+    parser = argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
+    add_version(parser)
+    return parser
+
+
+def add_version(parser: argparse.ArgumentParser) -> None:
+    """`--version` of the installed package."""
+    try:
+        number = importlib.metadata.version("baton")
+    except importlib.metadata.PackageNotFoundError:
+        number = "(not installed)"
+    parser.add_argument("--version", action="version", version=f"baton {number}")
+
+
+def add_flags(
+    parser: argparse._ActionsContainer,
+    cls: type,
+    prefix: str = "",
+    *,
+    skip: tuple[str, ...] = (),
+    hidden: bool = False,
+) -> None:
+    """A flag for each field of `cls` but `skip`, `--PREFIXfield-name`; what is not given leaves no trace in the
+    namespace. `hidden` flags are not in the help."""
+    for field, kind in _fields(cls).values():
+        if field.name in skip:
+            continue
+        shared = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
+        shared["help"] = argparse.SUPPRESS if hidden else _help(field)
+        flag = f"--{prefix}{_dashed(field.name)}"
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+        else:
+            metavar = field.metadata.get("metavar") or "|".join(field.metadata.get("choices", ())) or None
+            parser.add_argument(flag, metavar=metavar, **shared)
+
+
+def _help(field: dataclasses.Field) -> str:
+    default, help = field.default, field.metadata.get("help", "").replace("%", "%%")
+    if default in (dataclasses.MISSING, None, ()):
+        return help
+    return f"{help} (default: {','.join(default) if isinstance(default, tuple) else default})"
+
+
+def load_settings(
+    cls: type[T],
+    flags: argparse.Namespace | Mapping[str, object],
+    env: Mapping[str, str] | None = None,
+    file: Path | str | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> T:
+    """Build `cls` from `defaults` (a role's own) < `file` (TOML) < `env` < `flags`. Raises SettingsError."""
+    values = dict(defaults or {})
+    values.update(_from_file(cls, file))
+    values.update(_from_env(cls, os.environ if env is None else env))
+    values.update(given(cls, flags))
+    for field, _ in _fields(cls).values():
+        if field.name not in values and field.default is dataclasses.MISSING:
+            raise SettingsError(f"--{_dashed(field.name)} is missing")
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """The fields of `cls` that were given as flags, parsed. Raises SettingsError."""
+    flags = vars(flags) if isinstance(flags, argparse.Namespace) else flags
+    return {
+        name: _parse(field, kind, flags[prefix + name], f"--{prefix}{_dashed(name)}")
+        for name, (field, kind) in _fields(cls).items()
+        if prefix + name in flags
+    }
+
+
+def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
+    """Flags that say `values` (fields of `cls`) to another process; None is left out."""
+    argv = []
+    for name, (_, kind) in _fields(cls).items():
+        value = values.get(name)
+        if kind is bool and value is not None:
+            argv.append(f"--{'' if value else 'no-'}{_dashed(name)}")
+        elif value is not None:
+            argv.append(f"--{_dashed(name)}={','.join(value) if isinstance(value, tuple) else value}")
+    return argv
+
+
+def _from_file(cls: type, file: Path | str | None) -> dict[str, object]:
+    if file is None:
+        return {}
+    try:
+        table = tomllib.loads(Path(file).read_text())
+    except OSError as error:
+        raise SettingsError(f"{file}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"{file}: not TOML: {error}") from None
+    fields, values = _fields(cls), {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in fields:
+            raise SettingsError(f"{file}: unknown setting {key!r}{_nearest(name, fields)}")
+        field, kind = fields[name]
+        values[name] = _parse(field, kind, value, f"{file}: {key}")
+    return values
+
+
+def _from_env(cls: type, env: Mapping[str, str]) -> dict[str, object]:
+    """The environment is shared by processes of several roles, so a name that resembles none of ours is not ours."""
+    fields, values = _fields(cls), {}
+    for key in sorted(env):
+        if not key.startswith(_ENV):
+            continue
+        name = key.removeprefix(_ENV).lower()
+        if name in fields:
+            values[name] = _parse(*fields[name], env[key], key)
+        elif nearest := difflib.get_close_matches(name, fields, 1, 0.85):
+            raise SettingsError(f"unknown setting {key}; did you mean {_ENV}{nearest[0].upper()}?")
+    return values
+
+
+def _nearest(name: str, fields: Mapping[str, object]) -> str:
+    nearest = difflib.get_close_matches(name, fields, 1, 0.6)
+    return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(fields)}"
+
+
+def _fields(cls: type) -> dict[str, tuple[dataclasses.Field, Any]]:
+    """Field and the type to parse, without `| None`."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: (field, _plain(hints[field.name])) for field in dataclasses.fields(cls) if field.init}
+
+
+def _plain(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return hint
+
+
+def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> object:
+    if kind in (int, float, str, Path) and not isinstance(value, bool):
+        parsed = _parse_scalar(kind, value, where)
+    elif kind is bool:
+        parsed = _parse_bool(value, where)
+    elif typing.get_origin(kind) is tuple and isinstance(value, (str, list, tuple)):
+        parts = value.split(",") if isinstance(value, str) else [str(part) for part in value]
+        parsed = tuple(part.strip() for part in parts if part.strip())
+    else:
+        raise SettingsError(f"{where}: {value!r} has the wrong type")
+    choices = field.metadata.get("choices", ())
+    for part in parsed if isinstance(parsed, tuple) else (parsed,):
+        if choices and part not in choices:
+            raise SettingsError(f"{where}: {part!r} is none of {', '.join(choices)}")
+    return parsed
+
+
+def _parse_scalar(kind: type, value: object, where: str) -> object:
+    try:
+        if kind is int and not isinstance(value, (int, str)):
+            raise ValueError
+        return kind(value)
+    except (ValueError, TypeError):
+        what = {int: "a whole number", float: "a number"}.get(kind, "a text")
+        raise SettingsError(f"{where}: {value!r} is not {what}") from None
+
+
+def _parse_bool(value: object, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).lower()
+    if text not in _TRUE + _FALSE:
+        raise SettingsError(f"{where}: {value!r} is neither true nor false")
+    return text in _TRUE
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,114 @@
+"""Errors over a real connection: what one process aborts with is what the other reads."""
+
+import grpc
+import pytest
+
+from baton.service import errors
+from baton.service.client import open_channel
+from baton.service.server import bind, make_server
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from tests.client import read_error
+
+
+class Refusing(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, error):
+        self.error = error
+
+    async def Tokenize(self, request, context):
+        await errors.abort(context, self.error)
+
+    async def Generate(self, request, context):
+        yield pb.GenerateResponse(text="first")
+        await errors.abort(context, self.error)
+
+
+CASES = [
+    errors.InvalidRequest("sampling.top_p", "must be in (0, 1]"),
+    errors.NotFound("model 'x' is not served here"),
+    errors.AlreadyExists("request_id 'a' is in use"),
+    errors.Overloaded("no decode credit", 0.25, reason="KV_FULL"),
+    errors.Unavailable("no worker", retry_after_s=1.5, reason="NO_WORKER"),
+    errors.Unavailable("draining"),
+    errors.DeadlineExceeded("too late"),
+    errors.Cancelled("client went away"),
+    errors.FailedPrecondition("layouts differ"),
+    errors.DataLoss("digest mismatch ü"),
+    errors.Internal("a bug"),
+]
+
+
+async def call(error, streaming: bool) -> grpc.RpcError:
+    server = make_server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(Refusing(error), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with open_channel(f"127.0.0.1:{port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            with pytest.raises(grpc.RpcError) as raised:
+                if streaming:
+                    async for _ in stub.Generate(pb.GenerateRequest()):
+                        pass
+                else:
+                    await stub.Tokenize(pb.TokenizeRequest())
+            return raised.value
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("error", CASES, ids=lambda error: f"{type(error).__name__}-{error.reason}")
+async def test_round_trip(error, streaming):
+    got = errors.from_rpc_error(await call(error, streaming))
+    assert type(got) is type(error)
+    assert (got.code, got.reason, got.message, got.field) == (error.code, error.reason, error.message, error.field)
+    assert got.retry_after_s == error.retry_after_s
+
+
+async def test_public_details_are_google_rpc():
+    refused = read_error(await call(errors.InvalidRequest("n", "must be at most 8"), streaming=False))
+    assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.fields == ("n",) and refused.reason == "INVALID_REQUEST"
+    assert refused.message == "n: must be at most 8"
+    refused = read_error(await call(errors.Overloaded("full", 0.1), streaming=True))
+    assert refused.retry_after_s == pytest.approx(0.1)
+
+
+async def test_long_message_still_arrives():
+    got = errors.from_rpc_error(await call(errors.Internal("ü" * 5000), streaming=False))
+    assert got.code is grpc.StatusCode.INTERNAL and got.message == "ü" * 1000
+
+
+async def test_transport_error_keeps_its_code():
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(grpc.RpcError) as raised:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=5)
+    got = errors.from_rpc_error(raised.value)
+    assert isinstance(got, errors.Unavailable) and got.reason == "UNAVAILABLE" and got.message
+
+
+@pytest.mark.parametrize(
+    "code, kind", [(8, errors.Overloaded), (4, errors.DeadlineExceeded), (15, errors.DataLoss), (0, errors.Internal)]
+)
+def test_from_number(code, kind):
+    assert type(errors.from_code(code, "x")) is kind
+
+
+def test_unmapped_code_is_kept():
+    got = errors.from_code(grpc.StatusCode.ABORTED, "poison")
+    assert got.code is grpc.StatusCode.ABORTED and got.reason == "ABORTED"
+
+
+async def test_foreign_details_are_no_trust():
+    class Broken(grpc.RpcError):
+        def code(self):
+            return grpc.StatusCode.INTERNAL
+
+        def details(self):
+            return "x"
+
+        def trailing_metadata(self):
+            return (("grpc-status-details-bin", b"\xff\xff\xff"),)
+
+    assert errors.from_rpc_error(Broken()).reason == "INTERNAL"

@@ -1,0 +1,75 @@
+"""Codec, logs and the health probe."""
+
+import asyncio
+import logging
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from baton.service import codec, logs, probe
+from baton.service.server import Health, bind, make_server
+
+
+def test_key_both_ways():
+    assert codec.key_from_proto(codec.key_to_proto(("a", 3))) == ("a", 3)
+
+
+def test_budget_is_a_duration():
+    assert codec.budget_ms(time.monotonic() - 1) == 0
+    assert 9_000 < codec.budget_ms(time.monotonic() + 10) <= 10_000
+    assert codec.budget_ms(float("inf")) == (1 << 32) - 1
+    assert codec.deadline_of(5000) == pytest.approx(time.monotonic() + 5, abs=2)
+
+
+def test_one_line_a_record(capsys):
+    kept = logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        logs.setup("decode", "info")
+        logging.getLogger("x").info("ready %s", logs.fields(grpc="h:1", why="two words", none=""))
+        logging.getLogger("x").debug("not shown")
+        try:
+            raise ValueError("of\ntwo lines")
+        except ValueError:
+            logging.getLogger("x").exception("failed")
+    finally:
+        logging.getLogger().handlers[:], level = kept
+        logging.getLogger().setLevel(level)
+    first, second = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r'\d\d:\d\d:\d\d\.\d{3} decode INFO ready grpc=h:1 why="two words" none=""', first)
+    assert "failed | Traceback" in second and "of | two lines" in second
+
+
+def test_unknown_level():
+    with pytest.raises(ValueError, match="loud"):
+        logs.setup("decode", "loud")
+
+
+async def test_probe(capsys):
+    server = make_server()
+    health, port = Health(server), bind(server, "127.0.0.1:0")
+    await server.start()
+    target = f"127.0.0.1:{port}"
+    assert await asyncio.to_thread(probe.main, [target]) == 1
+    health.set("", True)
+    assert await asyncio.to_thread(probe.main, [target]) == 0
+    assert await asyncio.to_thread(probe.main, [target, "--service", "none.such"]) == 1
+    await server.stop(0)
+    assert await asyncio.to_thread(probe.main, [target]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["NOT_SERVING", "SERVING", "NOT_FOUND", "UNAVAILABLE"]
+
+
+@pytest.mark.parametrize("argv", [[], ["h:1", "--what"]])
+def test_probe_wrong_use(argv):
+    done = subprocess.run([sys.executable, "-m", "baton.service.probe", *argv], capture_output=True)
+    assert done.returncode == 2
+
+
+def test_service_loads_no_torch():
+    names = "errors server client codec telemetry logs settings probe".split()
+    program = f"import sys; {'; '.join(f'import baton.service.{name}' for name in names)}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "redis", "opentelemetry", "transformers", "numpy"} & set(loaded)
