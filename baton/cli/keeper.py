@@ -1,0 +1,195 @@
+"""Keeps one program running as a child process: started again with growing pauses when it dies, drained at the end.
+
+A child never outlives us: it leads a process group of its own, and the kernel kills it when we die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+
+_READY = re.compile(r"ready( [a-z_]+=\S+)+")
+_LINE_BYTES = 1 << 20
+_HOLD_S = 5.0  # a start that takes longer wants to be watched
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+class StartError(Exception):
+    """A program ended before it was ready for the first time. `status` is 1 (failed) or 2 (wrong use)."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+class Keeper:
+    """One program. `await started` gives the fields of its first `ready key=value ...` line, or raises StartError."""
+
+    def __init__(
+        self, name: str, argv: list[str], *, pause_s: float = 0.5, max_pause_s: float = 30.0, settled_s: float = 60.0
+    ):
+        """A program that ran for `settled_s` is started again after `pause_s`; each earlier death doubles the pause."""
+        self.name, self.argv = name, argv
+        self._pause_s, self._max_pause_s, self._settled_s = pause_s, max_pause_s, settled_s
+        self.started: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        self.started.add_done_callback(lambda future: future.cancelled() or future.exception())  # may go unread
+        self._child: _Child | None = None
+        self._stopping = asyncio.Event()
+        self._task = asyncio.create_task(self._keep())
+
+    async def stop(self, drain_s: float) -> bool:
+        """SIGTERM; SIGKILL to its group after `drain_s`. Returns whether it went by itself."""
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+        done, _ = await asyncio.wait([self._task], timeout=drain_s)
+        if not done:
+            self.kill()
+            await asyncio.wait([self._task])
+        return bool(done)
+
+    def kill(self) -> None:
+        """SIGKILL to its group, at once."""
+        self._stopping.set()
+        self._signal(signal.SIGKILL)
+
+    async def _keep(self) -> None:
+        pause_s = self._pause_s
+        while not self._stopping.is_set():
+            begin = time.monotonic()
+            self._child = await _Child.spawn(self.argv)
+            if self._stopping.is_set():
+                self._signal(signal.SIGTERM)
+            ended = await self._live(self._child)
+            if self._stopping.is_set() or not self.started.done() or self.started.exception():
+                break
+            pause_s = self._pause_s if time.monotonic() - begin >= self._settled_s else pause_s
+            _say(f"baton: {self.name} {ended}; it starts again in {pause_s:g} s")
+            await _wait(self._stopping, pause_s)
+            pause_s = min(2 * pause_s, self._max_pause_s)
+        if not self.started.done():
+            self.started.cancel()
+
+    async def _live(self, child: _Child) -> str:
+        """From start to death; returns how it ended, in words."""
+        async for fields in child.readies():
+            if not self.started.done():
+                self.started.set_result(fields)
+        ended = await child.ended()
+        if not self.started.done() and not self._stopping.is_set():
+            reason = child.last_words()
+            self.started.set_exception(StartError(reason or f"{self.name} {ended}", 2 if child.status == 2 else 1))
+        else:
+            child.release()
+        return ended
+
+    def _signal(self, number: int) -> None:
+        if self._child is not None:
+            self._child.signal(number)
+
+
+class _Child:
+    """One life of a program. Its stderr is held back until it is ready, so that a failed start is told in one line;
+    for some seconds at most."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._process = process
+        self._held: list[str] | None = []
+        self._stderr = asyncio.create_task(self._pump_stderr())
+        self._timer = asyncio.get_running_loop().call_later(_HOLD_S, self.release)
+
+    @classmethod
+    async def spawn(cls, argv: list[str]) -> _Child:
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            limit=_LINE_BYTES,
+        )
+        return cls(process)
+
+    @property
+    def status(self) -> int | None:
+        return self._process.returncode
+
+    async def readies(self):
+        """Yields the fields of each ready line; ends with the child's stdout."""
+        async for line in _lines(self._process.stdout):
+            if _READY.fullmatch(line):
+                self.release()
+                yield dict(field.split("=", 1) for field in line.split()[1:])
+            else:
+                _say(line)
+
+    async def ended(self) -> str:
+        status = await self._process.wait()
+        self.signal(signal.SIGKILL)  # what it had started itself
+        await self._stderr
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+    def signal(self, number: int) -> None:
+        try:
+            if number == signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            elif self._process.returncode is None:
+                self._process.send_signal(number)
+        except ProcessLookupError:
+            pass
+
+    def release(self) -> None:
+        """Show what was held back, and hold nothing back any more."""
+        self._timer.cancel()
+        held, self._held = self._held, None
+        for line in held or ():
+            _say(line)
+
+    def last_words(self) -> str:
+        """The line that tells why it did not start; all of a crash; "" when it was shown already."""
+        self._timer.cancel()
+        held, self._held = self._held or [], None
+        return "\n".join(held) if any(line.startswith("Traceback") for line in held) else (held or [""])[-1]
+
+    async def _pump_stderr(self) -> None:
+        async for line in _lines(self._process.stderr):
+            if self._held is None:
+                _say(line)
+            else:
+                self._held.append(line)
+
+
+async def _lines(stream: asyncio.StreamReader):
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # longer than the limit: what it held is dropped
+            continue
+        if not line:
+            return
+        yield line.decode(errors="replace").rstrip("\r\n")
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        pass
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

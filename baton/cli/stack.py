@@ -1,0 +1,117 @@
+"""A gateway and its workers on this machine, each a child process that is kept running."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.cli.keeper import Keeper
+
+ROLES = ("prefill", "decode")
+GATEWAY_DRAIN_S, WORKER_DRAIN_S = 40.0, 15.0  # longer than they give themselves: only what hangs is killed
+SHIPPED_MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
+
+
+class PortError(Exception):
+    """One line: why the address cannot be listened on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run. `worker_options` are flags by role, `gateway_options` flags of the gateway."""
+
+    model: Path
+    listen: str = "127.0.0.1:0"
+    num_workers: Mapping[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
+    worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    gateway_options: Sequence[str] = ()
+
+
+class Stack:
+    """`fields = await stack.start()`, then `await stack.drain()`; `stack.kill()` ends it at once."""
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self._ports: list[socket.socket] = []
+        self._gateway: Keeper | None = None
+        self._workers: list[Keeper] = []
+
+    async def start(self) -> dict[str, str]:
+        """All processes in parallel; returns the fields of the gateway's ready line once it serves.
+        Raises PortError, or keeper.StartError when a process ends before it was ready."""
+        listen = self._reserve(self._plan.listen)
+        addresses = {
+            role: [self._reserve("127.0.0.1:0") for _ in range(self._plan.num_workers[role])] for role in ROLES
+        }
+        self._workers = [Keeper(name, argv) for name, argv in self._worker_programs(addresses)]
+        self._gateway = Keeper("gateway", self._gateway_argv(listen, addresses))
+        await self._all_or_first_failure()
+        return self._gateway.started.result()
+
+    async def drain(self) -> bool:
+        """The gateway first, so that running streams end well, then the workers. False when one had to be killed."""
+        well = [await self._gateway.stop(GATEWAY_DRAIN_S)] if self._gateway else []
+        well += await asyncio.gather(*(worker.stop(WORKER_DRAIN_S) for worker in self._workers))
+        self._release_ports()
+        return all(well)
+
+    async def kill(self) -> None:
+        """SIGKILL to all, at once."""
+        for keeper in self._keepers():
+            keeper.kill()
+        await asyncio.gather(*(keeper.stop(WORKER_DRAIN_S) for keeper in self._keepers()))
+        self._release_ports()
+
+    def _keepers(self) -> list[Keeper]:
+        return [*([self._gateway] if self._gateway else []), *self._workers]
+
+    async def _all_or_first_failure(self) -> None:
+        starts = [keeper.started for keeper in self._keepers()]
+        done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        for start in done:
+            if start.exception():
+                await self.kill()
+                raise start.exception()
+
+    def _worker_programs(self, addresses: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+        for role in ROLES:
+            options = self._plan.worker_options.get(role, ())
+            for index, address in enumerate(addresses[role]):
+                argv = [sys.executable, "-m", f"{role}_worker", "--model", str(self._plan.model), "--listen", address]
+                yield f"{role} worker {index}", [*argv, *options]
+
+    def _gateway_argv(self, listen: str, addresses: Mapping[str, list[str]]) -> list[str]:
+        argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]
+        for role in ROLES:
+            if addresses[role]:
+                argv += [f"--{role}-workers", ",".join(addresses[role])]
+        return [*argv, *self._plan.gateway_options]
+
+    def _reserve(self, address: str) -> str:
+        """A bound socket that never listens keeps the port ours between two lives of a process, and still lets the
+        process itself listen on it. Returns the address with its port number."""
+        host, colon, port = address.rpartition(":")
+        if not colon or not host or not port.isdecimal() or int(port) > 65535:
+            raise PortError(f"{address!r} is not HOST:PORT")
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen(1)
+                where = probe.getsockname()
+            keep = socket.socket(family, kind)
+            self._ports.append(keep)
+            keep.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            keep.bind(where)
+        except OSError as error:
+            raise PortError(f"cannot listen on {address}: {error.strerror}") from None
+        return f"{host}:{where[1]}"
+
+    def _release_ports(self) -> None:
+        for held in self._ports:
+            held.close()
