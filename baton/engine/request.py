@@ -81,7 +81,8 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """KV of a held prefill is written up to here, all layers below `upto_layer` of it; the event after the last write has passed."""
+    """KV of a held prefill is written up to here, all layers below `upto_layer`; the event after the last write has
+    passed."""
 
     key: Key
     upto_token: int

@@ -1,0 +1,328 @@
+"""The door of the engine: who may come in, with which promise of blocks, and how a key ends.
+
+    admit ─► FETCHING ─ set_aside, verified ─ start ─►┐
+               └───────────── submit ────────────────►├─ the loop's (WAITING, RUNNING) ─► end
+    accept ──────────────────────────────────────────►┘       └─ held prefill ─► HELD ─► end
+    offer ─► HELD ─► end
+
+Everything here is answered at once, on any thread, under the ledger's lock. A group in the loop is only marked or
+posted to; the loop gives its blocks back between steps.
+"""
+
+import heapq
+import time
+
+from baton.engine.config import EngineConfig
+from baton.engine.inbox import Enter, Inbox, Start, Stop
+from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.request import Acceptance, FirstToken, Key, Refusal, Request, RequestEnded, SamplingParams, State
+from baton.engine.sequence import Group, Sequence
+from kvtransfer.layout import BlockRef, KVLayout
+from kvtransfer.naming import SPAN_TOKENS
+
+FIRST_GUESS_TOKENS = 64  # output length expected before any was observed
+AVERAGE_WEIGHT = 0.05  # of one more observed output length
+CHUNKS_WAITING = 2  # held prefills accepted beyond what runs, in chunks
+
+
+class Admission:
+    """All live keys of one engine. Thread-safe: every method takes the ledger's lock."""
+
+    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, inbox: Inbox):
+        self.config = config
+        self.layout = layout
+        self.ledger = ledger
+        self.inbox = inbox
+        self.groups: dict[Key, Group] = {}
+        self.num_waiting_tokens = 0  # of prompts that wait for their first chunk
+        self._num_choices = 0  # admitted and not ended
+        self._expected_output = float(FIRST_GUESS_TOKENS)
+        self._quarantined: dict[Key, list[int]] = {}
+        self._deadlines: list[tuple[float, int, Key]] = []  # with the arrival: a key may come again
+
+    # ---- the decode side: credit first, blocks as they are announced ----
+
+    def admit(self, request: Request) -> int:
+        """Credit for the blocks that are missing here and for growth; the cached prefix is pinned. Returns the number
+        of cached tokens. Refusal: too_long, queue_full, kv_full."""
+        with self.ledger.lock:
+            self._check(request)
+            # A few more than can run: their KV arrives while others still decode.
+            room = self.config.max_num_seqs + max(2, self.config.max_num_seqs // 4)
+            if self._num_choices and self._num_choices + request.sampling.n > room:
+                raise Refusal("queue_full")
+            group = Group(request, Holder.RUNNING, State.FETCHING)
+            trunk = group.trunk
+            self._pin(trunk)
+            missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
+            credit = min(missing + self._growth(request), self.ledger.num_blocks - len(trunk.block_ids))
+            if not self.ledger.reserve(credit):
+                self.ledger.release(trunk.block_ids, Holder.RUNNING)
+                raise Refusal("kv_full")
+            trunk.reserve = credit
+            group.num_owned = len(trunk.block_ids)
+            self._num_choices += request.sampling.n
+            self._register(group)
+            return group.num_cached_tokens
+
+    def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
+        """Blocks for tokens [0, upto_token) of an admitted key: the cached ones, then new ones, held `fetching`."""
+        with self.ledger.lock:
+            group = self._fetching(key)
+            trunk = group.trunk
+            if upto_token > trunk.num_tokens:
+                raise ValueError(f"{key}: set_aside up to {upto_token} of {trunk.num_tokens} tokens")
+            wanted = self.layout.num_blocks(upto_token)
+            if (missing := wanted - len(trunk.block_ids)) > 0:
+                block_ids = self.ledger.allocate(missing, Holder.FETCHING, reserved=min(missing, trunk.reserve))
+                if block_ids is None:
+                    raise Refusal("kv_full")
+                trunk.reserve -= min(missing, trunk.reserve)
+                trunk.block_ids += block_ids
+                group.fetch_settled = False
+            return list(self.ledger.refs(trunk.block_ids[:wanted]))
+
+    def verified(self, key: Key, upto_token: int) -> None:
+        """Tokens [0, upto_token) are confirmed: fetching -> running, whole units enter the prefix cache."""
+        with self.ledger.lock:
+            group = self._fetching(key)
+            trunk = group.trunk
+            whole = upto_token >= trunk.num_tokens
+            num_owned = self.layout.num_blocks(upto_token) if whole else upto_token // self.layout.block_size
+            if num_owned > len(trunk.block_ids) or upto_token > trunk.num_tokens:
+                raise ValueError(f"{key}: verified up to {upto_token}, {len(trunk.block_ids)} blocks were set aside")
+            if num_owned > group.num_owned:
+                self.ledger.move(trunk.block_ids[group.num_owned : num_owned], Holder.FETCHING, Holder.RUNNING)
+                group.num_owned = num_owned
+                trunk.num_computed = upto_token if whole else num_owned * self.layout.block_size
+                self.seal(trunk)
+
+    def fetch_settled(self, key: Key) -> None:
+        """No byte of the key's fetch can land any more."""
+        with self.ledger.lock:
+            self.ledger.release(self._quarantined.pop(key, []), Holder.QUARANTINED)
+            if (group := self.groups.get(key)) is not None:
+                group.fetch_settled = True
+
+    def start(self, key: Key, first_tokens: tuple[FirstToken, ...]) -> None:
+        with self.ledger.lock:
+            group = self._fetching(key)
+            if group.trunk.num_computed < group.trunk.num_tokens:
+                raise ValueError(f"{key}: start before the last block was verified")
+            group.state = State.WAITING
+            group.started()
+            self.inbox.post(Start(key, tuple(first_tokens)))
+
+    def submit(self, request: Request) -> None:
+        """Prefill and decode here; admits the request unless its key was. What a fetch has brought is kept."""
+        with self.ledger.lock:
+            group = self.groups.get(request.key)
+            if group is None or group.state is not State.FETCHING:
+                self.admit(request)
+                group = self.groups[request.key]
+            self._drop_unverified(group)
+            group.state = State.WAITING
+            group.accepted_at = time.monotonic()
+            self._wait(group)
+
+    # ---- the prefill side: the whole prompt at once, leased to a taker ----
+
+    def accept(self, request: Request) -> Acceptance:
+        """Blocks for the whole prompt of a held prefill, in its queue. Refusal: too_long, queue_full, kv_full."""
+        with self.ledger.lock:
+            self._check(request)
+            group = Group(request, Holder.LEASED, State.WAITING)
+            trunk = group.trunk
+            cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
+            waiting = self.num_waiting_tokens + trunk.num_tokens - cached
+            if self.num_waiting_tokens and waiting > CHUNKS_WAITING * self.config.max_num_batched_tokens:
+                raise Refusal("queue_full")
+            self._pin(trunk)
+            missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
+            block_ids = self.ledger.allocate(missing, Holder.LEASED)
+            if block_ids is None:
+                self.ledger.release(trunk.block_ids, Holder.LEASED)
+                raise Refusal("kv_full")
+            trunk.block_ids += block_ids
+            self._register(group)
+            self._wait(group)
+            return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens)
+
+    def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
+        """A lease on the cached blocks of these spans, as many as are here; none: then no key is registered."""
+        with self.ledger.lock:
+            if key in self.groups:
+                raise ValueError(f"{key} is in use")
+            block_ids = self.ledger.find(span_hashes, len(span_hashes) * SPAN_TOKENS + 1)
+            if not block_ids or not self.ledger.share(block_ids, Holder.LEASED):
+                return Acceptance((), 0)
+            request = Request(key, (), 0, SamplingParams(), max_tokens=0)
+            group = Group(request, Holder.LEASED, State.HELD)
+            group.trunk.block_ids = block_ids
+            self._register(group)
+            return Acceptance(self.ledger.refs(block_ids), len(block_ids) * self.layout.block_size)
+
+    def release_lease(self, key: Key) -> None:
+        """The taker has all it wanted, or never will: a held prefill ends, a running one is cancelled. Idempotent."""
+        with self.ledger.lock:
+            group = self.groups.get(key)
+            if group is None or not group.is_held:
+                return
+            if group.state is State.HELD:
+                self.inbox.post(self.end(group))
+            else:
+                self.inbox.post(Stop(key))
+
+    # ---- endings ----
+
+    def cancel(self, key: Key) -> None:
+        """Any state, idempotent. A group of the loop ends between steps, any other now."""
+        with self.ledger.lock:
+            group = self.groups.get(key)
+            if group is None:
+                return
+            self.inbox.post(Stop(key) if group.in_loop else self.end(group, "cancelled"))
+
+    def end(self, group: Group, error: str = "", message: str = "") -> RequestEnded:
+        """The one place where a key ends: all it holds goes back. The caller gives the answer out."""
+        with self.ledger.lock:
+            del self.groups[group.key]
+            self.num_waiting_tokens -= group.num_waiting_tokens
+            if group.state is State.FETCHING:
+                self._give_back_fetching(group)
+            for seq in group.live:
+                self.give_back(seq)
+            group.live = []
+            if not group.is_held:
+                self._num_choices -= group.request.sampling.n
+            group.state = State.FINISHED
+            return RequestEnded(group.key, error, message, group.report())
+
+    def expired(self, now: float) -> list[Group]:
+        """Live groups whose deadline has passed. A lease has its own clock: what is held ends with it."""
+        with self.ledger.lock:
+            groups = []
+            while self._deadlines and self._deadlines[0][0] <= now:
+                _, arrival, key = heapq.heappop(self._deadlines)
+                group = self.groups.get(key)
+                if group is not None and group.arrival == arrival and group.state is not State.HELD:
+                    groups.append(group)
+            return groups
+
+    # ---- shared with the loop ----
+
+    def give_back(self, seq: Sequence) -> None:
+        """A sequence's blocks and promise; whole units of it stay in the cache."""
+        with self.ledger.lock:
+            self.ledger.release(seq.block_ids, seq.group.holder)
+            self.ledger.unreserve(seq.reserve)
+            seq.block_ids, seq.reserve, seq.num_computed, seq.num_sealed, seq.block_table = [], 0, 0, 0, None
+
+    def seal(self, seq: Sequence) -> None:
+        """Names the units whose KV is written and has passed (or is verified)."""
+        cache = self.ledger.cache
+        num_units = seq.num_computed // cache.unit_tokens
+        if num_units == seq.num_sealed or not seq.group.is_named:
+            return
+        seq.name_spans(num_units * cache.unit_tokens)
+        with self.ledger.lock:
+            for unit in range(seq.num_sealed, num_units):
+                spans = seq.hashes[unit * cache.spans_per_unit : (unit + 1) * cache.spans_per_unit]
+                block_ids = seq.block_ids[unit * cache.blocks_per_unit : (unit + 1) * cache.blocks_per_unit]
+                self.ledger.seal(tuple(spans), tuple(block_ids))
+        seq.num_sealed = num_units
+
+    def launched(self, group: Group, now: float) -> None:
+        """The group's first chunk goes out."""
+        with self.ledger.lock:
+            self.num_waiting_tokens -= group.num_waiting_tokens
+            group.num_waiting_tokens = 0
+            group.launched_at = now
+            group.state = State.RUNNING
+
+    def hold(self, group: Group) -> None:
+        """A held prefill is complete: from here on its blocks wait for release_lease alone."""
+        with self.ledger.lock:
+            group.state = State.HELD
+
+    def holdings(self) -> list[tuple[Holder, list[int]]]:
+        """Who holds which blocks, as the keys themselves have it: to compare with the ledger."""
+        held = [(Holder.QUARANTINED, block_ids) for block_ids in self._quarantined.values()]
+        for group in self.groups.values():
+            for seq in group.live:
+                num_owned = group.num_owned if group.state is State.FETCHING else len(seq.block_ids)
+                held.append((group.holder, seq.block_ids[:num_owned]))
+                held.append((Holder.FETCHING, seq.block_ids[num_owned:]))
+        return held
+
+    def num_promised(self) -> int:
+        return sum(seq.reserve for group in self.groups.values() for seq in group.live)
+
+    def observe(self, num_output: int) -> None:
+        """An output that ended by itself was this long: what growth is reserved from."""
+        self._expected_output += AVERAGE_WEIGHT * (num_output - self._expected_output)
+
+    # ---- private ----
+
+    def _check(self, request: Request) -> None:
+        """Refuses what could never run here."""
+        num_tokens, num_blocks = len(request.token_ids), self.layout.num_blocks(len(request.token_ids))
+        if request.key in self.groups:
+            raise ValueError(f"{request.key} is in use")
+        num_tails = (request.sampling.n - 1) * bool(num_tokens % self.layout.block_size)
+        if num_tokens >= self.config.max_model_len or num_blocks + num_tails > self.ledger.num_blocks:
+            raise Refusal("too_long", retry_after_s=0.0)
+
+    def _pin(self, trunk: Sequence) -> None:
+        """Takes the cached prefix. Refusal where its blocks are promised to others."""
+        block_ids = self.ledger.find(trunk.hashes, trunk.num_tokens)
+        if not self.ledger.share(block_ids, trunk.group.holder):
+            raise Refusal("kv_full")
+        trunk.block_ids = block_ids
+        trunk.num_computed = trunk.group.num_cached_tokens = len(block_ids) * self.layout.block_size
+        trunk.num_sealed = trunk.num_computed // self.ledger.cache.unit_tokens
+
+    def _growth(self, request: Request) -> int:
+        """Blocks beyond the prompt's: all choices as long as outputs were lately, and a tail for each but the first."""
+        num_tokens, n = len(request.token_ids), request.sampling.n
+        left = request.max_tokens - (num_tokens - request.num_prompt_tokens)
+        end = min(num_tokens + max(1, min(left, round(self._expected_output))), self.config.max_model_len)
+        growth = self.layout.num_blocks(end) - self.layout.num_blocks(num_tokens)
+        return n * growth + (n - 1) * bool(num_tokens % self.layout.block_size)
+
+    def _register(self, group: Group) -> None:
+        self.groups[group.key] = group
+        if group.request.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (group.request.deadline, group.arrival, group.key))
+
+    def _wait(self, group: Group) -> None:
+        """Into the loop's queue."""
+        group.num_waiting_tokens = group.trunk.remaining
+        self.num_waiting_tokens += group.num_waiting_tokens
+        self.inbox.post(Enter(group.key))
+
+    def _fetching(self, key: Key) -> Group:
+        group = self.groups.get(key)
+        if group is None or group.state is not State.FETCHING:
+            raise LookupError(f"{key} is not admitted here, or ended")
+        return group
+
+    def _drop_unverified(self, group: Group) -> None:
+        """What a fetch left unfinished goes back and is promised again; what it brought stays."""
+        trunk = group.trunk
+        num_missing = len(trunk.block_ids) - group.num_owned
+        self._give_back_fetching(group)
+        if not self.ledger.reserve(num_missing):
+            raise Refusal("kv_full")
+        trunk.reserve += num_missing
+        trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
+
+    def _give_back_fetching(self, group: Group) -> None:
+        """Blocks that a fetch may still write into are quarantined until it has settled."""
+        trunk = group.trunk
+        fetching, trunk.block_ids = trunk.block_ids[group.num_owned :], trunk.block_ids[: group.num_owned]
+        if group.fetch_settled:
+            self.ledger.release(fetching, Holder.FETCHING)
+        elif fetching:
+            self.ledger.move(fetching, Holder.FETCHING, Holder.QUARANTINED)
+            self._quarantined.setdefault(group.key, []).extend(fetching)

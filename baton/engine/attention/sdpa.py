@@ -1,0 +1,246 @@
+"""Attention through torch's fused kernel (flash attention on CPU), called so that a row's bits depend on itself alone.
+
+The kernel walks KV in blocks of 512 positions from the first one, and query rows in tiles of at most 32. Its matrix
+products add in an order that depends on their shape, so the shape is fixed: prefill gives tiles of TILE rows, as a batch
+of their own, never more (with 64 rows the kernel may repack KV in bf16 and add otherwise, with 16 in fp16).
+
+Two things may be smaller where that is measured, at start, not to change a bit: the rows of a decode token, and the last
+block of KV. On an AVX-512 machine with MKL rows may be any multiple of 4, and the last block any multiple of 64 except
+256 and 320. Tiles of TILE rows over blocks of 512 positions are what the others are compared with.
+
+Decode rows of all sequences go in one call. Queries that share a KV head are rows of the same product, so that KV is read
+once for all of them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from baton.engine.attention.base import Attention, AttentionShape, visible
+from baton.engine.batch import ForwardBatch, SeqSlice
+from baton.engine.kv.pool import KVPool
+
+TILE = {torch.float32: 32, torch.bfloat16: 32, torch.float16: 8}
+KV_BLOCK = 512  # positions the kernel reduces at a time
+KV_STEP = 64
+TILES_PER_CALL = 16  # of a prefill chunk: each call ends at the last position that its own tiles see
+WASTE_TOKENS = 1024  # padding of a decode group beyond which another call is cheaper
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the kernel: tiles [begin, end) of a group, over the first `kv_len` positions."""
+
+    begin: int
+    end: int
+    kv_len: int
+    masks: dict[int | None, Tensor]  # window -> additive, [tiles | 1, 1, rows | 1, kv_len]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Decode tokens of several sequences, a tile each; or the chunk of one sequence, cut into tiles."""
+
+    rows: slice | Tensor  # of the batch
+    query_len: int
+    tile: int  # rows, padded
+    block_table: Tensor  # int64 [sequences, blocks]
+    stale: Tensor  # rows of the gathered KV [sequences * blocks * block_size] that hold no token of their sequence
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    pool: KVPool
+    groups: tuple[Group, ...]
+
+
+class SdpaAttention(Attention):
+    """Exact wherever torch has its flash kernel."""
+
+    name = "sdpa"
+
+    def __init__(self, shape: AttentionShape):
+        super().__init__(shape)
+        self.tile = TILE[shape.dtype]
+        self.batch_invariant = has_flash(shape)
+        self.decode_rows, self.tails = safe_shapes(shape) if self.batch_invariant else (self.tile, ())
+        self._windows = set(shape.windows)
+        self._scratch = torch.empty(0)
+
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+        one_tile = self.shape.group_size <= self.tile
+        decode = [seq for seq in batch.seqs if seq.query_len == 1 and one_tile]
+        groups = [self._decode_group(seqs, pool) for seqs in similar(decode)]
+        groups += [self._chunk_group(seq, pool) for seq in batch.seqs if seq.query_len > 1 or not one_tile]
+        return Plan(pool, tuple(groups))
+
+    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+        window = self.shape.windows[layer]
+        for group in plan.groups:
+            tiles = self._tiles(q[group.rows], group)
+            k, v = self._gather(plan.pool, layer, group, q.dtype)
+            parts = []
+            for call in group.calls:
+                rows = tiles[call.begin : call.end]
+                keys, values = (x[:, :, : call.kv_len].expand(len(rows), -1, -1, -1) for x in (k, v))
+                parts.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=call.masks[window]))
+            out[group.rows] = self._tokens(parts[0] if len(parts) == 1 else torch.cat(parts), group)
+
+    # ---- the plan ----
+
+    def _padded(self, kv_len: int) -> int:
+        """The next length whose last block is safe."""
+        whole, tail = divmod(kv_len, KV_BLOCK)
+        return whole * KV_BLOCK + next(safe for safe in (0, *self.tails, KV_BLOCK) if safe >= tail)
+
+    def _decode_group(self, seqs: list[SeqSlice], pool: KVPool) -> Group:
+        """`seqs`: longest first."""
+        kv_len = self._padded(seqs[0].kv_len)
+        kv_lens = torch.tensor([seq.kv_len for seq in seqs])
+        positions = torch.arange(kv_len)
+        masks = {
+            window: self._additive(visible(kv_lens - 1, positions, window)).view(len(seqs), 1, 1, kv_len)
+            for window in self._windows
+        }
+        start = seqs[0].query_start
+        rows = slice(start, start + 1) if len(seqs) == 1 else torch.tensor([seq.query_start for seq in seqs])
+        table, stale = self._blocks(seqs, kv_lens, pool, kv_len)
+        return Group(rows, 1, self.decode_rows, table, stale, (Call(0, len(seqs), kv_len, masks),))
+
+    def _chunk_group(self, seq: SeqSlice, pool: KVPool) -> Group:
+        size = self.shape.group_size
+        positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len).repeat_interleave(size)
+        # Rows of padding stand at the last position: they are computed and thrown away.
+        positions = F.pad(positions, (0, -len(positions) % self.tile), value=seq.kv_len - 1).view(-1, 1, self.tile)
+        calls = []
+        for begin in range(0, len(positions), TILES_PER_CALL):
+            tiles = positions[begin : begin + TILES_PER_CALL]
+            kv_len = self._padded(int(tiles[-1, 0, -1]) + 1)
+            keys = torch.arange(kv_len)
+            masks = {
+                window: self._additive(visible(tiles.reshape(-1), keys, window)).view(len(tiles), 1, self.tile, kv_len)
+                for window in self._windows
+            }
+            calls.append(Call(begin, begin + len(tiles), kv_len, masks))
+        rows = slice(seq.query_start, seq.query_start + seq.query_len)
+        table, stale = self._blocks([seq], torch.tensor([seq.kv_len]), pool, calls[-1].kv_len)
+        return Group(rows, seq.query_len, self.tile, table, stale, tuple(calls))
+
+    def _blocks(self, seqs: list[SeqSlice], kv_lens: Tensor, pool: KVPool, kv_len: int) -> tuple[Tensor, Tensor]:
+        """Block table for `kv_len` positions, and what is stale in it: beyond a sequence's own blocks it repeats its first."""
+        table = torch.empty(len(seqs), -(-kv_len // pool.block_size), dtype=torch.int64)
+        for row, seq in zip(table, seqs, strict=True):
+            used = -(-seq.kv_len // pool.block_size)
+            row[:used] = seq.block_ids[:used]
+            row[used:] = seq.block_ids[0]
+        stale = torch.arange(table.shape[1] * pool.block_size) >= kv_lens.unsqueeze(1)
+        return table, stale.view(-1).nonzero().view(-1)
+
+    def _additive(self, seen: Tensor) -> Tensor:
+        return torch.zeros(seen.shape, dtype=self.shape.dtype).masked_fill_(~seen, float("-inf"))
+
+    # ---- a layer ----
+
+    def _gather(self, pool: KVPool, layer: int, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """K and V [sequences, kv_heads, positions, head_dim], zero where stale: 0 times what lies there may be NaN."""
+        heads, head_dim = 2 * self.shape.num_kv_heads, self.shape.head_dim
+        num_rows = group.block_table.numel() * pool.block_size
+        needed = heads * num_rows * head_dim
+        if self._scratch.numel() < needed or self._scratch.dtype != pool.dtype:
+            self._scratch = torch.empty(needed, dtype=pool.dtype)
+        k, v = pool.gather_padded(layer, group.block_table, self._scratch)
+        if group.stale.numel():
+            self._scratch[:needed].view(heads, num_rows, head_dim).index_fill_(1, group.stale, 0)
+        return k.to(dtype), v.to(dtype)
+
+    def _tiles(self, q: Tensor, group: Group) -> Tensor:
+        """[tokens, num_heads, head_dim] -> [tiles, kv_heads, tile, head_dim]."""
+        shape = self.shape
+        rows = q.unflatten(1, (shape.num_kv_heads, shape.group_size))
+        if group.query_len > 1:  # rows of one sequence, one after the other, whatever token they belong to
+            rows = rows.transpose(0, 1).reshape(shape.num_kv_heads, -1, shape.head_dim)
+            rows = F.pad(rows, (0, 0, 0, -rows.shape[1] % group.tile))
+            return rows.unflatten(1, (-1, group.tile)).transpose(0, 1)
+        missing = group.tile - shape.group_size
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
+    def _tokens(self, tiles: Tensor, group: Group) -> Tensor:
+        """The way back, padding left out."""
+        shape = self.shape
+        if group.query_len > 1:
+            rows = tiles.transpose(0, 1).reshape(shape.num_kv_heads, -1, shape.head_dim)
+            rows = rows[:, : group.query_len * shape.group_size].unflatten(1, (group.query_len, shape.group_size))
+            return rows.transpose(0, 1).flatten(1, 2)
+        return tiles[:, :, : shape.group_size].flatten(1, 2)
+
+
+def similar(seqs: list[SeqSlice]) -> list[list[SeqSlice]]:
+    """Decode sequences, longest first, cut where padding to the longest would cost more than another call."""
+    groups: list[list[SeqSlice]] = []
+    waste = 0
+    for seq in sorted(seqs, key=lambda seq: seq.kv_len, reverse=True):
+        if groups:
+            waste += groups[-1][0].kv_len - seq.kv_len
+        if not groups or waste > WASTE_TOKENS:
+            groups.append([])
+            waste = 0
+        groups[-1].append(seq)
+    return groups
+
+
+def has_flash(shape: AttentionShape) -> bool:
+    q, k, v, mask = probe(shape, TILE[shape.dtype])
+    try:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            return torch.equal(F.scaled_dot_product_attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    except RuntimeError:
+        return False
+
+
+def safe_shapes(shape: AttentionShape) -> tuple[int, tuple[int, ...]]:
+    """Rows to pad a decode token's queries to, and lengths of a last KV block, that keep a row's bits."""
+    tile = TILE[shape.dtype]
+    q, k, v, mask = probe(shape, tile)
+
+    def same(count: int, length: int) -> bool:
+        """Whether rows that see no further than `length` are the same in a product of that shape."""
+        visible_rows = tile * length // KV_BLOCK
+        rows = torch.arange(count) % visible_rows
+        out = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :length], v[:, :, :length], mask[rows, :length])
+        return torch.equal(out, truth[:, :, rows])
+
+    truth = F.scaled_dot_product_attention(q, k, v, mask)
+    if shape.group_size > tile:
+        return tile, tuple(tail for tail in range(KV_STEP, KV_BLOCK, KV_STEP) if same(tile, tail))
+    counts = sorted({-(-shape.group_size // step) * step for step in (4, 8, tile)})
+    decode_rows = next((count for count in counts if same(count, KV_BLOCK)), tile)
+    tails = range(KV_STEP, KV_BLOCK, KV_STEP)
+    return decode_rows, tuple(tail for tail in tails if same(tile, tail) and same(decode_rows, tail))
+
+
+def probe(shape: AttentionShape, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, mask whose sums cancel, so that another order of adding shows even after rounding to bf16.
+
+    Row i sees the first (i + 1) / num_rows of 512 positions. Four positions in a row share their key, and so their
+    weight; their values are large, small, minus large, small: what was added before is rounded at the large one's size.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def cancelling(size: int, width: int) -> Tensor:
+        """[size, width], along the first dimension."""
+        values = torch.randn(size, width, generator=generator)
+        large = torch.exp2(torch.randint(18, 22, (size // 4, width), generator=generator).float())
+        values[0 : size // 4 * 4 : 4], values[2 : size // 4 * 4 : 4] = large, -large
+        return values
+
+    head_dim = shape.head_dim
+    keys = torch.stack([cancelling(head_dim, KV_BLOCK // 4).t().repeat_interleave(4, dim=0) for _ in range(2)])
+    values = torch.stack([cancelling(KV_BLOCK, head_dim) for _ in range(2)])
+    last_seen = torch.arange(1, num_rows + 1) * KV_BLOCK // num_rows
+    mask = torch.zeros(num_rows, KV_BLOCK).masked_fill_(torch.arange(KV_BLOCK) >= last_seen.unsqueeze(1), float("-inf"))
+    q = torch.ones(1, 2, num_rows, head_dim)
+    return q.to(shape.dtype), keys.unsqueeze(0).to(shape.dtype), values.unsqueeze(0).to(shape.dtype), mask.to(shape.dtype)

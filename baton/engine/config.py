@@ -1,0 +1,69 @@
+"""Every knob of the engine, and what they come to for one model."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.engine.models.spec import ModelSpec
+from kvtransfer.layout import KVLayout
+from kvtransfer.naming import SPAN_TOKENS
+
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+MAX_POOL_BYTES = 4 << 30
+POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a worker is told. Errors are ValueError, one line naming the option."""
+
+    model: Path
+    dtype: str = "auto"  # bf16 | fp16 | fp32 | auto: the checkpoint's
+    kv_dtype: str = "auto"  # auto: as dtype
+    block_size: int = 32  # tokens
+    num_blocks: int | None = None  # None: max_num_seqs whole contexts, within a share of the memory
+    max_num_seqs: int = 64
+    max_model_len: int | None = None  # None: the model's context
+    max_num_batched_tokens: int = 512  # of one step: the chunk
+    attention: str = "auto"
+    linear: str = "auto"
+    threads: int | None = None  # None: as torch finds it
+    batch_invariant: bool = True
+
+    def __post_init__(self):
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in DTYPES:
+                raise ValueError(f"{name} {getattr(self, name)!r}: one of {', '.join(DTYPES)}")
+        if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
+            raise ValueError(f"block_size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
+        for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} {value}: at least 1")
+        # Decoding goes first: what is left must always hold one span, or prompts would never be read.
+        least = self.max_num_seqs + SPAN_TOKENS
+        if (given := self.max_num_batched_tokens) < least:
+            raise ValueError(f"max_num_batched_tokens {given}: at least max_num_seqs + {SPAN_TOKENS} = {least}")
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The config with nothing left open for this model. ValueError where they do not fit."""
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
+    max_model_len = min(config.max_model_len or spec.context, spec.context)
+    if config.max_model_len is not None and config.max_model_len > spec.context:
+        raise ValueError(f"max_model_len {config.max_model_len}: the model's context is {spec.context}")
+    layout = KVLayout((spec.kv_group(kv_dtype, config.block_size),))
+    num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_model_len)
+    if num_blocks * config.block_size < max_model_len:
+        if config.max_model_len is not None:
+            needed = layout.num_blocks(max_model_len)
+            raise ValueError(f"num_blocks {num_blocks}: one context of {max_model_len} needs {needed}")
+        max_model_len = num_blocks * config.block_size  # a request that fits alone can always go on
+    return replace(config, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len, num_blocks=num_blocks)
+
+
+def default_num_blocks(layout: KVLayout, max_num_seqs: int, max_model_len: int) -> int:
+    """Whole contexts for all sequences, or what the memory budget holds."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = min(int(physical * POOL_SHARE), MAX_POOL_BYTES)
+    return max(1, min(max_num_seqs * layout.num_blocks(max_model_len), budget // layout.block_bytes))

@@ -1,0 +1,240 @@
+"""One engine: a model, its pool of KV, and the requests it serves.
+
+    any thread   admit set_aside verified fetch_settled   accept offer release_lease   cancel   at once   (admission.py)
+    any thread   submit start                                                                   posted    (inbox.py)
+    the loop     step: commands, schedule (scheduler.py), run (runner.py), results (results.py)           (loop.py)
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from baton.engine.admission import Admission
+from baton.engine.config import EngineConfig, resolve
+from baton.engine.inbox import Command, Enter, Inbox, Start, Stop
+from baton.engine.kv.ledger import Ledger
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from baton.engine.models.loader import load_model, model_identity
+from baton.engine.models.spec import ModelSpec
+from baton.engine.rate import Rate
+from baton.engine.request import Acceptance, FirstToken, Key, LoadReport, Output, Request, RequestEnded, State
+from baton.engine.results import Results
+from baton.engine.runner import Runner
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import Scheduler, Slice
+from baton.engine.sequence import Group
+from kvtransfer.layout import BlockRef, KVLayout, NumericsClass
+
+
+class Engine:
+    """See the module. `step` and `fail` belong to one thread, the loop's; everything else is thread-safe."""
+
+    def __init__(self, config: EngineConfig, model: Model, pool: KVPool, identity: bytes, sampler: Sampler):
+        """`config` is resolved; `pool` has config.num_blocks blocks. Engine.load makes all of these from a folder."""
+        self.config = config
+        self.spec: ModelSpec = model.spec
+        self.layout: KVLayout = pool.layout
+        self.model_identity = identity
+        self.attention_name: str = model.attention.name
+        self.num_blocks = pool.num_blocks
+        self.pool = pool
+        self.ledger = Ledger(pool.num_blocks, pool.layout.block_size)
+        self.inbox = Inbox()
+        self.admission = Admission(config, pool.layout, self.ledger, self.inbox)
+        self.scheduler = Scheduler(config, pool.layout, self.ledger, self.admission)
+        self.runner = Runner(model, pool, sampler)
+        self.results = Results(config, self.scheduler, self.admission, self.runner)
+        self.step_number = 0
+        self.launched = False  # the last step computed something
+        self._outputs: list[Output] = []  # of the step in flight
+        self._rate = Rate()
+        self._stepping = threading.Lock()
+
+    @classmethod
+    def load(cls, config: EngineConfig, memory_for: Callable[[int], memoryview] | None = None) -> "Engine":
+        """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory, writable, where
+        others map it; without it torch allocates. Raises ModelError (names the file), ValueError (names the option)."""
+        config = resolve(config, ModelSpec.from_folder(config.model))
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model = load_model(
+            config.model, config.dtype, config.attention, config.linear, config.batch_invariant, config.max_model_len
+        )
+        layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+        memory = memory_for(config.num_blocks * layout.block_bytes) if memory_for is not None else None
+        pool = KVPool(layout, config.num_blocks, memory)
+        return cls(config, model, pool, model_identity(config.model), Sampler())
+
+    @property
+    def numerics_class(self) -> NumericsClass:
+        """What KV of this engine may feed: the kernels are part of it, each adds in an order of its own."""
+        return NumericsClass(
+            identity=self.model_identity.hex(),
+            weights=self.config.dtype,
+            compute=self.config.dtype,
+            kv_form=self.config.kv_dtype,
+            batch_invariant=self.config.batch_invariant,
+            extra=(self.attention_name, self.runner.model.head.name),
+        )
+
+    @property
+    def start_line(self) -> str:
+        """What was chosen and why, in one line."""
+        chosen = {"attention": self.attention_name, "linear": self.runner.model.head.name}
+        reasons = {
+            kind: ", ".join(f"not {other}: {why}" for other, why in passed_over.items())
+            for kind, passed_over in self.runner.model.reasons.items()
+        }
+        backends = "; ".join(f"{kind} {name} ({reasons[kind]})" for kind, name in chosen.items())
+        mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
+        return (
+            f"model {self.spec.name} {self.spec.family}, {self.config.dtype}, kv {self.config.kv_dtype}, "
+            f"context {self.config.max_model_len}, {self.num_blocks} blocks of {self.layout.block_size} tokens "
+            f"({mebibytes:.0f} MiB); {backends}"
+        )
+
+    # ---- answered at once ----
+
+    def admit(self, request: Request) -> int:
+        """Credit on a decode worker: the number of cached tokens; raises Refusal."""
+        return self.admission.admit(request)
+
+    def accept(self, request: Request) -> Acceptance:
+        """A held prefill: its blocks, all of them; raises Refusal."""
+        return self.admission.accept(request)
+
+    def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
+        """A lease on what is cached of these spans; ended by release_lease(key). No blocks: nothing is here."""
+        return self.admission.offer(key, span_hashes)
+
+    def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
+        """Destination blocks for tokens [0, upto_token) of an admitted key. LookupError when the key has ended."""
+        return self.admission.set_aside(key, upto_token)
+
+    def verified(self, key: Key, upto_token: int) -> None:
+        """Tokens [0, upto_token) have arrived and are confirmed. LookupError when the key has ended."""
+        self.admission.verified(key, upto_token)
+
+    def fetch_settled(self, key: Key) -> None:
+        """No byte of the key's fetch can land any more. Idempotent."""
+        self.admission.fetch_settled(key)
+        self.inbox.ring()
+
+    def cancel(self, key: Key) -> None:
+        """Ends a key in any state, once. Idempotent."""
+        self.admission.cancel(key)
+
+    def release_lease(self, key: Key) -> None:
+        """Ends a held prefill or an offer. Idempotent."""
+        self.admission.release_lease(key)
+
+    def generation(self, block_id: int) -> int:
+        return self.ledger.generation(block_id)
+
+    def block_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Span hashes (sealed, evicted) since the last call, net."""
+        return self.ledger.block_events()
+
+    def snapshot(self) -> list[bytes]:
+        """All cached span hashes."""
+        return self.ledger.snapshot()
+
+    def load_report(self) -> LoadReport:
+        return LoadReport(
+            step=self.step_number,
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_waiting_tokens=self.admission.num_waiting_tokens,
+            num_blocks_total=self.num_blocks,
+            blocks_by_holder=self.ledger.counts(),
+            tokens_per_s=self._rate.per_s(),
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless every block is held by exactly those who say so. Waits for the step in flight."""
+        with self._stepping, self.ledger.lock:
+            self.ledger.check_integrity()
+            self.ledger.check_holders(self.admission.holdings())
+            assert self.ledger.num_reserved == self.admission.num_promised()
+
+    # ---- posted to the loop ----
+
+    def submit(self, request: Request) -> None:
+        """Prefill and decode here. Admits the request unless its key was; raises Refusal."""
+        self.admission.submit(request)
+
+    def start(self, key: Key, first_tokens: tuple[FirstToken, ...]) -> None:
+        """A fetched prompt joins the batch; choices that are missing have finished with their first token."""
+        self.admission.start(key, first_tokens)
+
+    # ---- the loop's ----
+
+    def has_work(self) -> bool:
+        return bool(self.inbox) or self.scheduler.has_work()
+
+    def step(self) -> list[Output]:
+        """One step: all that it gives out."""
+        with self._stepping:
+            self._outputs = []
+            for command in self.inbox.drain():
+                self._obey(command)
+            for group in self.admission.expired(time.monotonic()):
+                self._outputs.append(self._end(group, "deadline", "the deadline has passed"))
+            slices = self.scheduler.schedule()
+            self.launched = bool(slices)
+            if slices:
+                self._launch(slices)
+            return self._outputs
+
+    def fail(self, message: str) -> list[Output]:
+        """After a step that raised: what it gave out before it did, and every key ends as failed. All blocks come back,
+        the engine goes on."""
+        with self._stepping, self.ledger.lock:
+            self._outputs += [command for command in self.inbox.drain() if isinstance(command, RequestEnded)]
+            self.scheduler.running.clear()
+            self.scheduler.waiting.clear()
+            for group in list(self.admission.groups.values()):
+                self._outputs.append(self.admission.end(group, "failed", message))
+            return self._outputs
+
+    def _launch(self, slices: list[Slice]) -> None:
+        launched_at = time.monotonic()
+        for seq, _, _ in slices:
+            if seq.group.launched_at is None and not seq.group.prefilled:
+                self.admission.launched(seq.group, launched_at)
+        drawn = self.runner.run(slices)
+        self.step_number += 1
+        self.results.collect(slices, drawn, launched_at, self._outputs)
+        self._rate.add(sum(len(samples) for _, samples in drawn))
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, RequestEnded):
+            self._outputs.append(command)
+            return
+        group = self.admission.groups.get(command.key)
+        if group is None or not (group.in_loop or isinstance(command, Stop)):
+            return
+        match command:
+            case Enter():
+                self.scheduler.add(group.trunk)
+            case Start(_, first_tokens):
+                self._start(group, first_tokens)
+            case Stop():
+                self._outputs.append(self._end(group, "cancelled"))
+
+    def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
+        if not first_tokens:
+            self._outputs.append(self.admission.end(group))
+            return
+        group.state = State.RUNNING
+        self.scheduler.fork(group.trunk, list(first_tokens), self.runner.copy_block)
+        self.scheduler.add(group.trunk)
+
+    def _end(self, group: Group, error: str, message: str = "") -> RequestEnded:
+        if group.in_loop:
+            for seq in group.live:
+                self.scheduler.remove(seq)
+        return self.admission.end(group, error, message)

@@ -1,0 +1,230 @@
+"""Who holds which block of the pool. Every block is counted once, under its strongest holder:
+
+    quarantined  >  fetching  >  leased  >  running  >  cached  >  free
+    a cancelled     bytes land   a taker    sequences   the        nobody
+    fetch's, until  in it        reads it   use it      prefix
+    no byte can                                         cache
+    land any more
+
+    quarantined + fetching + leased + running + cached + free == num_blocks            always
+    reserved (promised, not yet taken) <= cached + free                                always
+
+               allocate                  seal                    release
+        free ───────────► running ───────────────► running+cached ───────► cached ──► free (evicted, oldest first)
+          └─────────────► fetching ── verified ──►    ▲
+                             └── cancelled ──► quarantined ── settled ──► free
+
+A block may have many holders at once: several sequences, a lease, the cache. Each takes with `allocate` or `share` and
+gives back with `release`. The step gate: what a step may write is held `running` or `leased` by a sequence of the loop,
+and only the loop gives those back, between steps; so a block that a launched step may touch is never free for a fetch.
+"""
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from baton.engine.kv.prefix import PrefixCache
+from kvtransfer.layout import BlockRef
+
+
+class Holder(IntEnum):
+    FREE = 0
+    CACHED = 1
+    RUNNING = 2
+    LEASED = 3
+    FETCHING = 4
+    QUARANTINED = 5
+
+
+# A block's holders are one integer, a 20-bit count each, the strongest in the highest bits: comparing the integer with
+# the weights finds the strongest holder.
+_BITS = 20
+_WEIGHT = (0, *(1 << _BITS * (holder - 1) for holder in range(1, 6)))
+_THRESHOLDS = _WEIGHT[1:]
+_COUNT_MASK = (1 << _BITS) - 1
+
+
+class LedgerError(RuntimeError):
+    """A holder gave back what it does not hold: a bug, never a state of the world."""
+
+
+class Ledger:
+    """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
+    make several calls one. No call does more than a microsecond or so of work per block it names."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.lock = threading.RLock()
+        self.num_blocks = num_blocks
+        self.cache = PrefixCache(block_size)
+        self._words = [0] * num_blocks
+        self._generations = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: recently used memory is warm
+        self._counts = [num_blocks, 0, 0, 0, 0, 0]
+        self._reserved = 0
+
+    # ---- counts ----
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that may still be promised or taken: free or cached by nobody else, less what is reserved."""
+        return self._counts[Holder.FREE] + self._counts[Holder.CACHED] - self._reserved
+
+    @property
+    def num_reserved(self) -> int:
+        return self._reserved
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by strongest holder, strongest first."""
+        with self.lock:
+            return {holder.name.lower(): self._counts[holder] for holder in reversed(Holder)}
+
+    def generation(self, block_id: int) -> int:
+        return self._generations[block_id]
+
+    def refs(self, block_ids: Iterable[int]) -> tuple[BlockRef, ...]:
+        return tuple(BlockRef(block_id, self._generations[block_id]) for block_id in block_ids)
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """How many of these only the cache holds: sharing them takes as many from `num_available`."""
+        return sum(self._words[block_id] == _WEIGHT[Holder.CACHED] for block_id in block_ids)
+
+    # ---- promises ----
+
+    def reserve(self, num: int) -> bool:
+        """Promises `num` blocks, not yet which. False when they are not there."""
+        with self.lock:
+            if num > self.num_available:
+                return False
+            self._reserved += num
+            return True
+
+    def unreserve(self, num: int) -> None:
+        with self.lock:
+            if not 0 <= num <= self._reserved:
+                raise LedgerError(f"unreserve {num} of {self._reserved} reserved blocks")
+            self._reserved -= num
+
+    # ---- blocks ----
+
+    def allocate(self, num: int, holder: Holder, reserved: int = 0) -> list[int] | None:
+        """Takes `num` blocks for `holder`, `reserved` (<= num) of them out of an earlier promise: free ones first, then
+        the oldest of the cache. None when they are not there. Each block's generation is bumped."""
+        with self.lock:
+            if num - reserved > self.num_available:
+                return None
+            self.unreserve(reserved)
+            while len(self._free) < num:
+                for block_id in self.cache.evict():
+                    self._add(block_id, -_WEIGHT[Holder.CACHED], evicted=True)
+            block_ids = [self._free.pop() for _ in range(num)]
+            for block_id in block_ids:
+                self._generations[block_id] += 1
+                self._words[block_id] = _WEIGHT[holder]
+            self._counts[Holder.FREE] -= num
+            self._counts[holder] += num
+            return block_ids
+
+    def share(self, block_ids: Sequence[int], holder: Holder) -> bool:
+        """One more holder for blocks that have one. False when they are cached only and all of those are promised."""
+        with self.lock:
+            if self.num_idle(block_ids) > self.num_available:
+                return False
+            weight = _WEIGHT[holder]
+            for block_id in block_ids:
+                if not self._words[block_id]:
+                    raise LedgerError(f"share of free block {block_id}")
+                self._add(block_id, weight)
+            return True
+
+    def release(self, block_ids: Sequence[int], holder: Holder) -> None:
+        """One holder less, the last block first: of a chain its end is evicted first."""
+        with self.lock:
+            for block_id in reversed(block_ids):
+                self._expect(block_id, holder)
+                self._add(block_id, -_WEIGHT[holder])
+
+    def move(self, block_ids: Sequence[int], source: Holder, target: Holder) -> None:
+        with self.lock:
+            step = _WEIGHT[target] - _WEIGHT[source]
+            for block_id in block_ids:
+                self._expect(block_id, source)
+                self._add(block_id, step)
+
+    # ---- prefix cache ----
+
+    def find(self, span_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+        """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens. No holder is taken."""
+        with self.lock:
+            return self.cache.find(span_hashes, num_tokens)
+
+    def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
+        """Names the blocks of one unit, whose last write has passed and whose bytes are verified. False when the name
+        is taken: these blocks then stay private."""
+        with self.lock:
+            if any(self._words[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
+                raise LedgerError(f"seal of blocks {block_ids} that nobody holds")
+            if not self.cache.insert(spans, block_ids):
+                return False
+            for block_id in block_ids:
+                self._words[block_id] += _WEIGHT[Holder.CACHED]
+            return True
+
+    def block_events(self) -> tuple[list[bytes], list[bytes]]:
+        with self.lock:
+            return self.cache.drain_events()
+
+    def snapshot(self) -> list[bytes]:
+        with self.lock:
+            return self.cache.snapshot()
+
+    # ---- integrity ----
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless counts, words, free list, cache and promises agree."""
+        with self.lock:
+            counts = [0] * len(Holder)
+            for word in self._words:
+                counts[bisect_right(_THRESHOLDS, word)] += 1
+            assert counts == self._counts, f"counted {counts}, kept {self._counts}"
+            assert sum(self._counts) == self.num_blocks
+            available = counts[Holder.FREE] + counts[Holder.CACHED]
+            assert 0 <= self._reserved <= available, f"{self._reserved} reserved of {available}"
+            assert sorted(self._free) == [block_id for block_id, word in enumerate(self._words) if not word]
+            cached = {block_id for block_id, word in enumerate(self._words) if word & _COUNT_MASK}
+            assert cached == set(self.cache.blocks()), "cached blocks without a name, or names without blocks"
+            assert all(word & _COUNT_MASK <= 1 for word in self._words)
+            self.cache.check(lambda block_id: self._words[block_id] == _WEIGHT[Holder.CACHED])
+
+    def check_holders(self, holdings: Iterable[tuple[Holder, Sequence[int]]]) -> None:
+        """Raises AssertionError unless the holders named are exactly those counted (the cache aside)."""
+        with self.lock:
+            expected = [0] * self.num_blocks
+            for holder, block_ids in holdings:
+                for block_id in block_ids:
+                    expected[block_id] += _WEIGHT[holder]
+            for block_id, word in enumerate(self._words):
+                held = word & ~_COUNT_MASK
+                assert held == expected[block_id], f"block {block_id}: counted {held:x}, held {expected[block_id]:x}"
+
+    # ---- one block ----
+
+    def _expect(self, block_id: int, holder: Holder) -> None:
+        if not self._words[block_id] >> _BITS * (holder - 1) & _COUNT_MASK:
+            raise LedgerError(f"block {block_id} has no {holder.name.lower()} holder to give back")
+
+    def _add(self, block_id: int, step: int, evicted: bool = False) -> None:
+        """Changes a block's holders and keeps counts, free list and the cache's idle blocks in step with it."""
+        old = self._words[block_id]
+        new = self._words[block_id] = old + step
+        before, after = bisect_right(_THRESHOLDS, old), bisect_right(_THRESHOLDS, new)
+        if before == after:
+            return
+        self._counts[before] -= 1
+        self._counts[after] += 1
+        if after == Holder.FREE:
+            self._free.append(block_id)
+        elif after == Holder.CACHED:
+            self.cache.idle(block_id)
+        elif before == Holder.CACHED and not evicted:
+            self.cache.busy(block_id)

@@ -1,0 +1,122 @@
+"""The local prefix cache: sealed units of KV under the hash of their last span. The ledger counts the blocks; this
+keeps the names, the order of eviction, and what changed since the index was last told.
+
+    unit = max(64, block_size) tokens: whole spans in whole blocks
+
+    token_ids   |--- unit 0 ---|--- unit 1 ---|--- unit 2 ---|- tail -|
+    spans       |  s0          |  s1          |  s2          |  none      (block_size <= 64)
+    named by       s0             s1             s2                       a child is found only through its parents
+
+    least recent ─► [unit 2 of A][unit 1 of A][unit 0 of A][unit 1 of B] ─► most recent
+                     evicted first: a chain goes from its end, so what remains can still be found
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvtransfer.naming import SPAN_TOKENS
+
+
+class Unit:
+    """Sealed blocks of one unit. Idle blocks are held by nobody but the cache."""
+
+    __slots__ = ("spans", "block_ids", "num_idle")
+
+    def __init__(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]):
+        self.spans = spans
+        self.block_ids = block_ids
+        self.num_idle = 0
+
+
+class PrefixCache:
+    """Names and eviction order of cached units. Not thread-safe: the ledger calls it under its lock."""
+
+    def __init__(self, block_size: int):
+        self.unit_tokens = max(SPAN_TOKENS, block_size)
+        self.spans_per_unit = self.unit_tokens // SPAN_TOKENS
+        self.blocks_per_unit = self.unit_tokens // block_size
+        self._units: dict[bytes, Unit] = {}
+        self._unit_of: dict[int, Unit] = {}
+        self._idle: OrderedDict[bytes, Unit] = OrderedDict()  # least recently used first
+        # Net changes since the last drain: never more than what was told plus what is here, so no bound is needed.
+        self._sealed: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def find(self, span_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
+        """Blocks of the longest cached prefix below the last of `num_tokens`: that one is always computed."""
+        block_ids: list[int] = []
+        last = self.spans_per_unit - 1
+        for index in range((num_tokens - 1) // self.unit_tokens):
+            at = index * self.spans_per_unit + last
+            unit = self._units.get(span_hashes[at]) if at < len(span_hashes) else None
+            if unit is None:
+                break
+            block_ids.extend(unit.block_ids)
+        return block_ids
+
+    def insert(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
+        """Names a unit. False when the name is taken, or a block of it belongs to another unit already (a group's
+        choices share the full blocks before their first own token, which may lie inside a unit)."""
+        if spans[-1] in self._units or any(block_id in self._unit_of for block_id in block_ids):
+            return False
+        unit = Unit(spans, block_ids)
+        self._units[spans[-1]] = unit
+        for block_id in block_ids:
+            self._unit_of[block_id] = unit
+        for span in spans:
+            if self._evicted.pop(span, False) is False:
+                self._sealed[span] = None
+        return True
+
+    def idle(self, block_id: int) -> None:
+        """The cache is the block's last holder: its unit may be evicted, and is the most recently used."""
+        unit = self._unit_of[block_id]
+        unit.num_idle += 1
+        self._idle[unit.spans[-1]] = unit
+        self._idle.move_to_end(unit.spans[-1])
+
+    def busy(self, block_id: int) -> None:
+        """Somebody else holds the block too."""
+        unit = self._unit_of[block_id]
+        unit.num_idle -= 1
+        if not unit.num_idle:
+            del self._idle[unit.spans[-1]]
+
+    def evict(self) -> tuple[int, ...]:
+        """Forgets the least recently used unit that has an idle block; its blocks. KeyError when there is none."""
+        name, unit = self._idle.popitem(last=False)
+        del self._units[name]
+        for block_id in unit.block_ids:
+            del self._unit_of[block_id]
+        for span in unit.spans:
+            if self._sealed.pop(span, False) is False:
+                self._evicted[span] = None
+        return unit.block_ids
+
+    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
+        """Span hashes (sealed, evicted) since the last call, net: a span that came and went is in neither."""
+        sealed, evicted = list(self._sealed), list(self._evicted)
+        self._sealed, self._evicted = {}, {}
+        return sealed, evicted
+
+    def snapshot(self) -> list[bytes]:
+        """Every cached span hash."""
+        return [span for unit in self._units.values() for span in unit.spans]
+
+    def blocks(self) -> list[int]:
+        """Every cached block id."""
+        return list(self._unit_of)
+
+    def check(self, is_idle) -> None:
+        """Raises AssertionError unless names, blocks and the eviction order agree. `is_idle(block_id) -> bool`."""
+        assert len(self._unit_of) == len(self._units) * self.blocks_per_unit
+        for name, unit in self._units.items():
+            assert unit.spans[-1] == name and len(unit.spans) == self.spans_per_unit
+            assert all(self._unit_of[block_id] is unit for block_id in unit.block_ids)
+            assert unit.num_idle == sum(map(is_idle, unit.block_ids)), f"idle count of unit {name.hex()[:8]}"
+            assert (name in self._idle) == (unit.num_idle > 0)
+        assert all(self._units.get(name) is unit for name, unit in self._idle.items())
+        assert not self._sealed.keys() & self._evicted.keys()

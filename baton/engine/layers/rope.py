@@ -1,0 +1,138 @@
+"""Rotary position embedding: a token's rotation is a function of its own position and of the loaded model, never of
+what shares its batch or of how long its sequence has become.
+
+Two kinds need a choice, because transformers takes their frequencies from the longest sequence of the current call:
+
+- dynamic (NTK): position p turns with the base of a sequence of p + 1 tokens. Equal to transformers within the original
+  context, and beyond it for tokens that are decoded one by one.
+- longrope: the served context decides once, at load: short factors where it is at most the original context (the
+  default), long factors for everything where more is asked for. Equal to transformers within the original context in
+  the first case and for sequences beyond it in the second.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from baton.engine.models.spec import RopeSpec
+
+
+BLOCK = 64  # rows of the tables computed at a time
+
+
+class Rope:
+    """Cosines and sines of every position that can be served, fp32."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, max_model_len: int):
+        self.half = head_dim // 2
+        scale = attention_scale(spec)
+        blocks = []
+        # In blocks of a fixed size, so that the bits of a row depend neither on the length of the table nor on how many
+        # threads made it: vector and scalar code of cos, sin and pow differ in the last bit.
+        for begin in range(0, max_model_len, BLOCK):
+            positions = torch.arange(begin, begin + BLOCK, dtype=torch.float32).unsqueeze(1)
+            angles = positions * frequencies(spec, head_dim, positions, max_model_len)
+            blocks.append(torch.stack((angles.cos() * scale, angles.sin() * scale)))
+        cos, sin = torch.cat(blocks, dim=1)
+        self._cos = torch.cat((cos, cos), dim=1).unsqueeze(1)
+        self._sin = torch.cat((-sin, sin), dim=1).unsqueeze(1)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """int64 [T] -> cos, sin [T, 1, head_dim]; once per step, for all layers."""
+        return self._cos[positions].to(dtype), self._sin[positions].to(dtype)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [T, heads, head_dim]: the first half of a head pairs with the second."""
+        swapped = torch.cat((x[..., self.half :], x[..., : self.half]), dim=-1)
+        return torch.addcmul(x * cos, swapped, sin)
+
+
+def frequencies(spec: RopeSpec, head_dim: int, positions: Tensor, max_model_len: int) -> Tensor:
+    """Angle per step of position, fp32 [head_dim / 2], or [P, head_dim / 2] where each of positions [P, 1] has its own."""
+    plain = 1.0 / _powers(spec.theta, head_dim)
+    if spec.kind == "linear":
+        return plain / spec.parameters["factor"]
+    if spec.kind == "dynamic":
+        return _dynamic(spec, head_dim, positions)
+    if spec.kind == "yarn":
+        return _yarn(spec, head_dim)
+    if spec.kind == "longrope":
+        return 1.0 / (_longrope_factors(spec, head_dim, max_model_len) * _powers(spec.theta, head_dim))
+    if spec.kind == "llama3":
+        return _llama3(spec, plain)
+    return plain
+
+
+def attention_scale(spec: RopeSpec) -> float:
+    """What yarn and longrope multiply cosines and sines by, to keep the attention's entropy."""
+    parameters = spec.parameters
+    if spec.kind not in ("yarn", "longrope"):
+        return 1.0
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = _stretch(spec)
+    if spec.kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(spec.original_context)) if factor > 1 else 1.0
+    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def _powers(base: float, head_dim: int) -> Tensor:
+    return base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+def _stretch(spec: RopeSpec) -> float:
+    return spec.parameters.get("factor") or spec.max_position_embeddings / spec.original_context
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _dynamic(spec: RopeSpec, head_dim: int, positions: Tensor) -> Tensor:
+    """Longer sequences get a larger base: one row of frequencies per position."""
+    original, factor = spec.max_position_embeddings, spec.parameters["factor"]
+    lengths = (positions + 1).clamp_(min=original)
+    bases = spec.theta * (factor * lengths / original - (factor - 1)) ** (head_dim / (head_dim - 2))
+    return 1.0 / bases ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+
+
+def _longrope_factors(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
+    name = "long_factor" if max_model_len > spec.original_context else "short_factor"
+    factors = torch.tensor(spec.parameters[name], dtype=torch.float32)
+    if factors.numel() != head_dim // 2:
+        raise ValueError(f"{name} of longrope has {factors.numel()} entries, head_dim {head_dim} needs {head_dim // 2}")
+    return factors
+
+
+def _yarn(spec: RopeSpec, head_dim: int) -> Tensor:
+    """Fast dimensions keep their frequency, slow ones are interpolated, with a ramp between."""
+    parameters = spec.parameters
+
+    def dimension_of(num_rotations: float) -> float:
+        length = spec.original_context / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(length) / (2 * math.log(spec.theta))
+
+    low = dimension_of(parameters.get("beta_fast") or 32)
+    high = dimension_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp_(0, 1)
+    powers = _powers(spec.theta, head_dim)
+    return (1.0 / (_stretch(spec) * powers)) * (1 - kept) + (1.0 / powers) * kept
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Wavelengths beyond the original context are stretched, short ones kept, those between blended."""
+    factor = spec.parameters["factor"]
+    low, high = spec.parameters["low_freq_factor"], spec.parameters["high_freq_factor"]
+    wavelength = 2 * math.pi / plain
+    blend = (spec.original_context / wavelength - low) / (high - low)
+    blended = (1 - blend) * plain / factor + blend * plain
+    stretched = torch.where(wavelength > spec.original_context / low, plain / factor, blended)
+    return torch.where(wavelength < spec.original_context / high, plain, stretched)

@@ -1,0 +1,66 @@
+"""The engine's own thread: commands, a step, outputs, again. Its beat is the health of the worker."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from baton.engine.engine import Engine
+from baton.engine.request import Output
+
+IDLE_BEAT_S = 0.25  # an idle loop still looks at deadlines and says that it lives
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step, and
+    must neither block nor raise; submit, start, cancel and the like wake it by themselves."""
+
+    def __init__(self, engine: Engine, on_outputs: Callable[[list[Output]], None]):
+        self.engine = engine
+        self.last_beat = time.monotonic()  # a stalled step leaves it behind
+        self._on_outputs = on_outputs
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    @property
+    def step_number(self) -> int:
+        """Steps that have passed since the engine was made."""
+        return self.engine.step_number
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Lets the running step end; keys that still live stay as they are. Idempotent."""
+        self._stopping.set()
+        self.engine.inbox.ring()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        if self.engine.config.threads is not None:
+            torch.set_num_threads(self.engine.config.threads)
+        while not self._stopping.is_set():
+            self.last_beat = time.monotonic()
+            outputs = self._step()
+            if outputs:
+                self._on_outputs(outputs)
+            elif not self.engine.launched:
+                # Nothing to compute, or all that waits lacks blocks: whoever gives some back rings.
+                self.engine.inbox.wait(IDLE_BEAT_S)
+
+    def _step(self) -> list[Output]:
+        try:
+            return self.engine.step()
+        except Exception as error:  # whatever it was, its keys end and the next ones are served
+            logger.exception("engine step %d failed", self.engine.step_number)
+            reason = " ".join(str(error).split())
+            return self.engine.fail(f"engine step failed: {type(error).__name__}: {reason}")

@@ -1,0 +1,81 @@
+"""What a step gives out: progress of held prefills, first tokens, runs of tokens, endings."""
+
+import time
+
+from baton.engine.admission import Admission
+from baton.engine.config import EngineConfig
+from baton.engine.request import FirstToken, Output, PrefillDone, Progress, TokenRun
+from baton.engine.runner import Drawn, Runner
+from baton.engine.sampling.sampler import Sampled
+from baton.engine.scheduler import Scheduler, Slice
+from baton.engine.sequence import Group, Sequence
+
+
+class Results:
+    """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
+
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, admission: Admission, runner: Runner):
+        self.config = config
+        self.scheduler = scheduler
+        self.admission = admission
+        self.runner = runner
+        self.num_layers = runner.pool.layout.groups[0].num_layers
+
+    def collect(self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output]) -> None:
+        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back."""
+        for seq, _, end in slices:
+            seq.num_computed = end
+            self.admission.seal(seq)
+            group = seq.group
+            if not group.prefilled:
+                group.num_chunks += 1
+                if group.is_held:
+                    outputs.append(Progress(group.key, end, self.num_layers))
+        stepped: dict[Group, None] = {}  # in order
+        for seq, samples in drawn:
+            if not seq.group.prefilled:
+                self._first_tokens(seq, samples, outputs)
+                continue
+            stepped[seq.group] = None
+            outputs.append(self._next_token(seq, samples[0]))
+        for group in stepped:
+            group.stepped(launched_at)
+            if not group.live:
+                outputs.append(self.admission.end(group))
+
+    def _next_token(self, seq: Sequence, sample: Sampled) -> TokenRun:
+        first_index = seq.num_output
+        finish_reason = seq.finish_reason(sample.token_id, self.config.max_model_len)
+        seq.token_ids.append(sample.token_id)
+        if finish_reason is not None:
+            self._finish(seq)
+        logprobs = () if sample.logprobs is None else (sample.logprobs,)
+        return TokenRun(seq.group.key, seq.choice, first_index, (sample.token_id,), logprobs, finish_reason)
+
+    def _finish(self, seq: Sequence) -> None:
+        """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""
+        self.scheduler.remove(seq)
+        self.admission.give_back(seq)
+        self.admission.observe(seq.num_output)
+        seq.group.live.remove(seq)
+
+    def _first_tokens(self, trunk: Sequence, samples: list[Sampled], outputs: list[Output]) -> None:
+        """The prompt is read. A held prefill waits for its taker; any other goes on with the choices that do."""
+        group = trunk.group
+        firsts = tuple(self._first_token(trunk, choice, sample) for choice, sample in enumerate(samples))
+        prefill_s = time.monotonic() - group.launched_at
+        queue_s = group.launched_at - group.accepted_at
+        outputs.append(PrefillDone(group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks))
+        group.started()
+        if group.is_held:
+            self.scheduler.remove(trunk)
+            self.admission.hold(group)
+        elif going_on := [first for first in firsts if first.finish_reason is None]:
+            self.scheduler.fork(trunk, going_on, self.runner.copy_block)
+        else:
+            self.scheduler.remove(trunk)
+            outputs.append(self.admission.end(group))
+
+    def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:
+        finish_reason = trunk.finish_reason(sample.token_id, self.config.max_model_len)
+        return FirstToken(choice, sample.token_id, sample.logprobs, finish_reason)

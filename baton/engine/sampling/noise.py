@@ -1,0 +1,62 @@
+"""Counter-based noise: a function of (seed, choice, position, token id) and of nothing else.
+
+Drawing a token is argmax(score + Gumbel noise), so whoever draws the token at a position, on whatever worker, alone or
+in a batch, with a draft or without, draws the same one. The bits are SplitMix64's: the generator seeded with the key of
+(seed, choice, position), at index token id. Integers wrap at 64 bits alike in Python and torch.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+MASK = (1 << 64) - 1
+
+
+def noise_key(seed: int, choice: int, position: int) -> int:
+    """64 bits, as the signed integer that torch wants. `position`: index in the whole sequence of the token drawn."""
+    key = _mix(seed & MASK)
+    for part in (choice, position):
+        key = _mix((key + GOLDEN * (part + 1)) & MASK)
+    return _signed(key)
+
+
+def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
+    """fp64 in (0, 1), 53 bits. `keys` broadcasts against int64 `token_ids`."""
+    x = (token_ids + 1) * _signed(GOLDEN) + keys
+    x ^= _shifted(x, 30)
+    x *= _signed(MIX_1)
+    x ^= _shifted(x, 27)
+    x *= _signed(MIX_2)
+    x ^= _shifted(x, 31)
+    return _shifted(x, 11).double().add_(0.5).mul_(2.0**-53)
+
+
+def gumbel(uniforms: Tensor) -> Tensor:
+    """Gumbel noise of uniforms, in their precision. Small uniforms are the winners: that end has the resolution."""
+    return torch.log1p(-uniforms).neg_().log_().neg_()
+
+
+def noise(seed: int, choice: int, position: int, token_id: int) -> float:
+    """The noise of one token, in plain Python: what the vectors above compute."""
+    key = noise_key(seed, choice, position) & MASK
+    drawn = ((_mix((key + GOLDEN * token_id) & MASK) >> 11) + 0.5) * 2.0**-53
+    return -math.log(-math.log1p(-drawn))
+
+
+def _mix(x: int) -> int:
+    x = (x + GOLDEN) & MASK
+    x = ((x ^ (x >> 30)) * MIX_1) & MASK
+    x = ((x ^ (x >> 27)) * MIX_2) & MASK
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits of the 64 bits as they are: torch shifts the sign in."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

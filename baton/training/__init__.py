@@ -1,0 +1,1 @@
+"""Makes the demo model: corpus, tokenizer, target, draft, export, evaluation."""

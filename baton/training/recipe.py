@@ -1,0 +1,131 @@
+"""The recipe of the demo model: tokenizer, target, draft, evaluation, in this order, each step kept when done."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from baton.training.batches import Batches
+from baton.training.corpus import HELD_OUT, Corpus, gather
+from baton.training.evaluate import evaluate
+from baton.training.export import export, load
+from baton.training.files import save_atomically, save_text
+from baton.training.model import Llama, ModelConfig
+from baton.training.tokenizer import load_tokenizer, train_tokenizer
+from baton.training.trainer import Loss, Plan, Trainer, distillation_loss, next_token_loss
+
+TARGET = ModelConfig(4096, 256, 704, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=64)
+"""6.2 M parameters, 1.0 M of them the embedding."""
+
+DRAFT = ModelConfig(4096, 96, 384, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32)
+"""0.69 M parameters, 0.39 M of them the embedding; two layers, the least that can copy from the context."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Two shapes (of one vocabulary), how each is trained, and how much text is read."""
+
+    target: ModelConfig
+    draft: ModelConfig
+    target_plan: Plan
+    draft_plan: Plan
+    num_function_heads: int = 50
+    max_corpus_bytes: int | None = None
+    compiled: bool = False
+
+
+def full(minutes: float) -> Recipe:
+    """The recipe of the committed model, stretched or shrunk to `minutes`."""
+    return Recipe(
+        TARGET,
+        DRAFT,
+        target_plan=Plan(minutes=0.8 * minutes, max_tokens=30_000_000),
+        draft_plan=Plan(minutes=0.18 * minutes, max_tokens=30_000_000),
+        # A third more tokens a second, after a minute of compiling; needs a C++ compiler.
+        compiled=shutil.which("g++") is not None,
+    )
+
+
+def quick(minutes: float = 0.6) -> Recipe:
+    """Every step of the full recipe at a size that teaches nothing, for trying the command."""
+    shape = {"vocab_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_length": 256}
+    plan = {"max_tokens": 10_000_000, "batch_tokens": 2048, "lengths": ((0.0, 128), (0.8, 256))}
+    return Recipe(
+        ModelConfig(hidden_size=64, intermediate_size=176, num_layers=2, **shape),
+        ModelConfig(hidden_size=32, intermediate_size=96, num_layers=1, **shape),
+        target_plan=Plan(minutes=0.7 * minutes, **plan),
+        draft_plan=Plan(minutes=0.3 * minutes, **plan),
+        num_function_heads=5,
+        max_corpus_bytes=200_000,
+    )
+
+
+def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
+    """Make everything in `out`: target/, draft/, held_out.txt and evaluation.json; returns the evaluation's figures.
+
+    State for resuming is kept in `out/.training` and removed at the end.  Raises OSError if `out` cannot be written,
+    ValueError if the corpus is too small.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    run = Run(recipe, out, out / ".training", seed)
+    target_figures = run.train_target()
+    target = load(out / "target")  # the exported weights, rounded to bf16, are what the draft learns to follow
+    draft_figures = run.train_draft(target)
+    figures = evaluate(target, load(out / "draft"), run.tokenizer, run.corpus.held_out, recipe.num_function_heads)
+    record = {
+        "evaluation": figures,
+        "target": target_figures,
+        "draft": draft_figures,
+        "corpus": run.corpus.manifest(),
+        "seed": seed,
+        "torch": torch.__version__,
+    }
+    save_text(out / "evaluation.json", json.dumps(record, indent=2) + "\n")
+    save_text(out / "held_out.txt", "\n".join(HELD_OUT) + "\n")
+    shutil.rmtree(run.work)
+    return figures
+
+
+class Run:
+    """One run of a recipe: results go to `out`, what a resumed run needs to `work`."""
+
+    def __init__(self, recipe: Recipe, out: Path, work: Path, seed: int = 0) -> None:
+        self.recipe, self.out, self.work, self.seed = recipe, out, work, seed
+        self.corpus: Corpus = gather(max_bytes=recipe.max_corpus_bytes)
+        self.tokenizer = self._tokenizer()
+        self.batches = Batches(self.tokenizer, self.corpus, seed)
+
+    def train_target(self) -> dict:
+        """Train and export the target; returns its figures."""
+        return self._train("target", self.recipe.target, self.recipe.target_plan, next_token_loss)
+
+    def train_draft(self, target: Llama) -> dict:
+        """Train the draft to imitate the target, export it; returns its figures."""
+        return self._train(
+            "draft", self.recipe.draft, self.recipe.draft_plan, lambda draft: distillation_loss(draft, target)
+        )
+
+    def _train(self, name: str, config: ModelConfig, plan: Plan, make_loss: Callable[[Llama], Loss]) -> dict:
+        torch.manual_seed(self.seed)
+        model = Llama(config)
+        loss = make_loss(model)
+        if self.recipe.compiled:
+            loss = torch.compile(loss, dynamic=False)
+        figures = Trainer(model, loss, self.batches, plan, self.work / f"{name}.pt").run(name)
+        export(model, self.tokenizer, self.out / name)
+        return {"num_parameters": model.num_parameters(), **figures}
+
+    def _tokenizer(self) -> Tokenizer:
+        path = self.work / "tokenizer.json"
+        if not path.exists():
+            texts = (document.text for document in self.corpus.library)
+            tokenizer = train_tokenizer(texts, self.recipe.target.vocab_size)
+            save_atomically(path, lambda temporary: tokenizer.save(str(temporary)))
+        return load_tokenizer(self.work)

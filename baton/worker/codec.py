@@ -1,0 +1,168 @@
+"""Between the session's protobuf and the engine's vocabulary. What a peer sent is checked: ValueError names the field."""
+
+import math
+from collections.abc import Iterable
+
+from baton.engine.request import (
+    DecodeReport,
+    FinishReason,
+    FirstToken,
+    Key,
+    LoadReport,
+    Request,
+    SamplingParams,
+    TokenLogprobs,
+)
+from baton.service.codec import deadline_of, key_to_proto
+from baton.v1 import inference_pb2, worker_pb2 as pb
+from baton.worker.endings import Status
+from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
+
+HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
+_NO_BIAS: tuple[tuple[int, float], ...] = ()
+
+
+def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
+    """A Request whose deadline counts from now on this process's clock."""
+    token_ids = tuple(spec.token_ids)
+    if not 1 <= spec.num_prompt_tokens <= len(token_ids):
+        raise ValueError(f"num_prompt_tokens is {spec.num_prompt_tokens} of {len(token_ids)} token_ids")
+    if max(token_ids) >= vocab_size:
+        raise ValueError(f"token_ids: {max(token_ids)} is not below the vocabulary's {vocab_size}")
+    sampling = _sampling_of(spec.sampling)
+    if sampling.n != 1 and len(token_ids) != spec.num_prompt_tokens:
+        raise ValueError(f"n is {sampling.n}, but a sequence that goes on has one choice")
+    if spec.max_tokens <= len(token_ids) - spec.num_prompt_tokens:
+        raise ValueError(f"max_tokens is {spec.max_tokens}: nothing is left to produce")
+    return Request(
+        key=key,
+        token_ids=token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        sampling=sampling,
+        max_tokens=spec.max_tokens,
+        min_tokens=spec.min_tokens,
+        stop_token_ids=frozenset(spec.stop_token_ids),
+        span_hashes=_span_hashes_of(spec.span_hashes, len(token_ids) // SPAN_TOKENS),
+        chain_parent=_hash_of(spec.chain_parent, "chain_parent"),
+        priority=spec.priority,
+        deadline=deadline_of(spec.budget_ms),
+        traceparent=spec.traceparent,
+    )
+
+
+def _sampling_of(sampling: pb.WorkerSampling) -> SamplingParams:
+    numbers = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+    }
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"sampling.{name} is {value}")
+    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
+        raise ValueError("sampling: temperature below 0, top_p outside (0, 1] or repetition_penalty not above 0")
+    return SamplingParams(
+        **numbers,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        logit_bias=tuple(sorted(sampling.logit_bias.items())) if sampling.logit_bias else _NO_BIAS,
+        n=sampling.n or 1,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+
+
+def _span_hashes_of(hashes: Iterable[bytes], num_spans: int) -> tuple[bytes, ...]:
+    hashes = tuple(hashes)
+    if len(hashes) != num_spans:
+        raise ValueError(f"span_hashes: {len(hashes)} for {num_spans} full spans")
+    for value in hashes:
+        _hash_of(value, "span_hashes")
+    return hashes
+
+
+def _hash_of(value: bytes, field: str) -> bytes:
+    if len(value) != HASH_BYTES:
+        raise ValueError(f"{field}: a hash has {HASH_BYTES} bytes, got {len(value)}")
+    return value
+
+
+def chain_of(chain: pb.SpanChain) -> tuple[bytes, ...]:
+    """The hashes of an Offer; at least one."""
+    if not chain.hashes:
+        raise ValueError("spans.hashes is empty")
+    return _span_hashes_of(chain.hashes, len(chain.hashes))
+
+
+# ---- tokens ----
+
+
+def logprobs_to_proto(entry: TokenLogprobs) -> inference_pb2.Logprobs:
+    top = [inference_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top]
+    chosen = inference_pb2.TokenLogprob(token_id=entry.chosen[0], logprob=entry.chosen[1])
+    return inference_pb2.Logprobs(chosen=chosen, top=top)
+
+
+def _logprobs_of(entry: inference_pb2.Logprobs) -> TokenLogprobs:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return TokenLogprobs((entry.chosen.token_id, entry.chosen.logprob), top)
+
+
+def first_token_to_proto(first: FirstToken) -> pb.FirstToken:
+    message = pb.FirstToken(choice=first.choice, token_id=first.token_id)
+    if first.logprobs is not None:
+        message.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
+    if first.finish_reason is not None:
+        message.finished = True
+        message.finish_reason = first.finish_reason.value
+    return message
+
+
+def first_token_of(first: pb.FirstToken) -> FirstToken:
+    logprobs = _logprobs_of(first.logprobs) if first.HasField("logprobs") else None
+    reason = FinishReason(first.finish_reason) if first.finish_reason else None
+    return FirstToken(first.choice, first.token_id, logprobs, reason)
+
+
+# ---- endings and load ----
+
+
+def ended(key: Key, status: Status, report: DecodeReport | None, kv_wait_s: float) -> pb.Event:
+    message = pb.Ended(
+        key=key_to_proto(key),
+        code=status.code,
+        reason=status.reason,
+        message=status.message,
+        retry_after_ms=round(status.retry_after_s * 1000),
+    )
+    if report is not None:
+        message.decode.kv_wait_s = kv_wait_s
+        message.decode.decode_queue_s = report.decode_queue_s
+        message.decode.first_step_s = report.first_step_s
+        message.decode.decode_s = report.decode_s
+        message.decode.num_steps = report.num_steps
+        message.decode.num_preemptions = report.num_preemptions
+    return pb.Event(ended=message)
+
+
+def refused(key: Key, reason: str, retry_after_s: float) -> pb.Event:
+    return pb.Event(
+        refused=pb.Refused(key=key_to_proto(key), reason=reason, retry_after_ms=round(retry_after_s * 1000))
+    )
+
+
+def load_to_proto(report: LoadReport, state: str) -> pb.Load:
+    blocks = [report.blocks_by_holder[holder] for holder in HOLDERS]
+    return pb.Load(
+        step=report.step,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        num_waiting_tokens=report.num_waiting_tokens,
+        num_blocks_free=report.blocks_by_holder["free"] + report.blocks_by_holder["cached"],
+        num_blocks_total=report.num_blocks_total,
+        tokens_per_s=report.tokens_per_s,
+        state=state,
+        blocks_by_holder=blocks,
+    )

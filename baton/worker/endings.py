@@ -1,0 +1,74 @@
+"""How a key ends: one status, whatever went wrong, in the words of google.rpc.Code and a stable reason."""
+
+from typing import NamedTuple
+
+from google.rpc import code_pb2
+
+from baton.engine.request import Refusal, RequestEnded
+from kvtransfer import errors
+
+
+class Status(NamedTuple):
+    """`code` is a google.rpc.Code number; 0 is ok."""
+
+    code: int
+    reason: str = ""
+    message: str = ""
+    retry_after_s: float = 0.0
+
+
+OK = Status(code_pb2.OK)
+CANCELLED = Status(code_pb2.CANCELLED, "CANCELLED", "cancelled")
+DEADLINE = Status(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the budget of this request is used up")
+STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session it came through is gone")
+LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody took the KV of this prompt in time")
+SLOW_READER = Status(code_pb2.RESOURCE_EXHAUSTED, "SLOW_READER", "too many tokens of this sequence are unread")
+DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
+ATTACH_UNSUPPORTED = Status(
+    code_pb2.FAILED_PRECONDITION, "ATTACH_UNSUPPORTED", "this worker keeps no parked sequences: send the prompt again"
+)
+OFFER_BY_LEASE_UNSUPPORTED = Status(
+    code_pb2.FAILED_PRECONDITION, "OFFER_BY_LEASE_UNSUPPORTED", "this worker offers span chains only: name the hashes"
+)
+
+
+def misplaced(command: str) -> Status:
+    """A command that the key's state has no place for."""
+    return Status(code_pb2.FAILED_PRECONDITION, "BAD_COMMAND", f"{command} came when this key had no place for it")
+
+
+# The first class that matches counts, so subclasses stand before their bases.
+_KV_ERRORS = (
+    (errors.DigestMismatch, code_pb2.DATA_LOSS, "DIGEST_MISMATCH"),
+    (errors.LayoutMismatch, code_pb2.FAILED_PRECONDITION, "LAYOUT_MISMATCH"),
+    (errors.TicketRefused, code_pb2.FAILED_PRECONDITION, "TICKET_REFUSED"),
+    (errors.LeaseExpired, code_pb2.UNAVAILABLE, "LEASE_EXPIRED"),
+    (errors.DeadlineExceeded, code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    (errors.KVError, code_pb2.UNAVAILABLE, "KV_TRANSFER_FAILED"),
+)
+
+
+def of_exception(error: BaseException) -> Status:
+    """The status of a key whose command or fetch raised `error`."""
+    for kind, code, reason in _KV_ERRORS:
+        if isinstance(error, kind):
+            return Status(code, reason, str(error) or reason)
+    if isinstance(error, Refusal):
+        message = f"refused: {error.reason}"
+        return Status(code_pb2.RESOURCE_EXHAUSTED, error.reason.upper(), message, error.retry_after_s)
+    if isinstance(error, TimeoutError):
+        return DEADLINE
+    if isinstance(error, ValueError):
+        return Status(code_pb2.INVALID_ARGUMENT, "BAD_COMMAND", str(error))
+    return Status(code_pb2.INTERNAL, "INTERNAL", f"{type(error).__name__}: {error}")
+
+
+def of_engine(ended: RequestEnded) -> Status:
+    """The status of a key that the engine has ended."""
+    if not ended.error:
+        return OK
+    if ended.error == "cancelled":
+        return CANCELLED
+    if ended.error == "deadline":
+        return DEADLINE
+    return Status(code_pb2.INTERNAL, "ENGINE_FAILED", ended.message or ended.error)

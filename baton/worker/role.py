@@ -1,0 +1,54 @@
+"""A role of a worker: which defaults it brings, and its command line. Both roles run the same code."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.service import logs
+from baton.service.server import ListenError, run
+from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
+from baton.worker.settings import WorkerSettings
+
+FAILED, WRONG_USE = 1, 2
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str  # prefill | decode
+    description: str
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings
+
+
+def main(role: Role, argv: Sequence[str] | None = None) -> int:
+    """Runs a worker to its end: 0 drained, 1 failed, 2 wrong use; a failed start says why in one line on stderr."""
+    prog = f"{role.name}_worker"
+    parser = make_parser(f"python -m {prog}", role.description)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
+    add_flags(parser, WorkerSettings)
+    args = parser.parse_args(argv)
+    try:
+        settings = load_settings(WorkerSettings, _flags(args), file=args.config, defaults=role.defaults)
+    except SettingsError as error:
+        return _fail(prog, error, WRONG_USE)
+    logs.setup(role.name, settings.log_level)
+
+    # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
+    from baton.engine.models.spec import ModelError
+    from baton.worker.server import serve
+
+    try:
+        return run(lambda stop: serve(settings, role.name, stop))
+    except (ListenError, ModelError, OSError) as error:
+        return _fail(prog, error, FAILED)
+    except ValueError as error:
+        return _fail(prog, error, WRONG_USE)
+
+
+def _flags(args) -> dict[str, object]:
+    return {name: value for name, value in vars(args).items() if name != "config"}
+
+
+def _fail(prog: str, error: Exception, status: int) -> int:
+    print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,220 @@
+"""A worker put together: engine and its loop, source and fetcher over the same pool, one gRPC server in front."""
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.loop import EngineLoop
+from baton.engine.models.spec import ModelError
+from baton.service import server as grpc_server
+from baton.service import telemetry
+from baton.service.server import Health
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from baton.worker.commands import Commands
+from baton.worker.drain import Drain
+from baton.worker.handoff import Handoff
+from baton.worker.intake import Intake
+from baton.worker.reports import SERVICE_NAME, Reports
+from baton.worker.session import PROTOCOL, WorkerService
+from baton.worker.settings import WorkerSettings
+from baton.worker.spans import Spans
+from kvtransfer.fetcher import Fetcher
+from kvtransfer.region import Region
+from kvtransfer.source import Source, SourceIdentity
+from kvtransfer.transport import local_host_id
+from kvtransfer.wire import layout_to_proto
+
+INSTANCE_BYTES = 16
+STOP_GRACE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class Pool:
+    """The memory of a worker's KV, where other processes may map it."""
+
+    def __init__(self):
+        self.region: Region | None = None
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        self.region = Region.create(num_bytes)
+        return self.region.memory
+
+
+def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
+    """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model."""
+    config = EngineConfig(
+        model=settings.model,
+        dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
+        block_size=settings.block_size,
+        num_blocks=settings.num_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        attention=settings.attention,
+        linear=settings.linear,
+        threads=settings.threads,
+        batch_invariant=settings.batch_invariant,
+    )
+    return Engine.load(config, memory_for=pool.allocate)
+
+
+class Worker:
+    """`role`: prefill | decode, what it tells gateways it is for. `async with`: it serves until the block is left.
+
+    `port` is the one that it listens on; `loop`, `engine` and `commands` are its parts."""
+
+    def __init__(
+        self, settings: WorkerSettings, role: str, engine: Engine, pool: Pool, digest: bytes, server, port: int
+    ):  # fmt: skip
+        """`digest`: of the tokenizer. `server` is bound to `port` and not started."""
+        self.engine = engine
+        self.port = port
+        self._settings = settings
+        self._role = role
+        self._pool = pool
+        self._digest = digest
+        self._server = server
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> "Worker":
+        try:
+            await self._start()
+        except BaseException:
+            await self._exits.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        await self._exits.aclose()
+
+    async def drain(self) -> None:
+        """Nothing new, what runs ends; then every session is closed."""
+        await self._drain.run()
+
+    async def _start(self) -> None:
+        """Each part with its end; ends run in the opposite order."""
+        engine, settings, exits = self.engine, self._settings, self._exits
+        instance, epoch = secrets.token_bytes(INSTANCE_BYTES), secrets.randbits(64)
+        memory, host_id = self._pool.region.memory, local_host_id()
+        exits.callback(self._pool.region.close)
+        event_loop = asyncio.get_running_loop()
+        self.loop = EngineLoop(
+            engine, lambda outputs: event_loop.call_soon_threadsafe(self.commands.on_outputs, outputs)
+        )
+
+        source = Source(
+            memory, engine.layout,
+            SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class)), host_id,
+            lambda key: self.commands.on_lease_over(key), generations=engine.generation, region=self._pool.region,
+            lease_ttl_s=settings.lease_ttl_s, transports=settings.transports,
+        )  # fmt: skip
+        fetcher = Fetcher(
+            memory, engine.layout, instance, epoch, host_id, settings.transports,
+            numerics_class=str(engine.numerics_class),
+        )  # fmt: skip
+        exits.callback(fetcher.close)
+        spans = Spans(engine.spec.name)
+        self.commands = Commands(
+            engine, Handoff(source), Intake(engine, fetcher), lambda: self.reports.change(), spans.draw
+        )
+        exits.push_async_callback(source.stop)
+        await source.start(grpc_server.split_address(settings.listen)[0])
+
+        hello = self._hello(instance, epoch, host_id, source)
+        service = WorkerService(engine, self.commands, hello)
+        worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
+        health = Health(self._server)
+        grpc_server.enable_reflection(self._server, [SERVICE_NAME])
+        self.reports = Reports(engine, self.loop, self.commands, service, health)
+        self._drain = Drain(self.commands, service, settings.drain_grace_s)
+
+        exits.callback(self.loop.stop)
+        self.loop.start()
+        reporting = asyncio.create_task(self.reports.run(), name="reports")
+        reporting.add_done_callback(_crashed)
+        exits.push_async_callback(_cancel, reporting)
+        exits.push_async_callback(self._server.stop, STOP_GRACE_S)
+        exits.callback(health.shut_down)
+        await self._server.start()
+
+    def _hello(self, instance: bytes, epoch: int, host_id: str, source: Source) -> pb.Hello:
+        engine, config = self.engine, self.engine.config
+        endpoints = source.endpoints()
+        hello = pb.Hello(
+            protocol_min=PROTOCOL,
+            protocol_max=PROTOCOL,
+            instance=instance,
+            epoch=epoch,
+            roles=[self._role],
+            model_identity=engine.model_identity,
+            tokenizer_digest=self._digest,
+            layout=layout_to_proto(engine.layout),
+            numerics_class=str(engine.numerics_class),
+            host_id=host_id,
+        )
+        hello.limits.max_model_len = config.max_model_len
+        hello.limits.max_num_seqs = config.max_num_seqs
+        hello.limits.max_num_batched_tokens = config.max_num_batched_tokens
+        hello.limits.num_blocks = engine.num_blocks
+        hello.limits.block_size = config.block_size
+        hello.model.name = engine.spec.name
+        hello.model.family = engine.spec.family
+        hello.model.context = config.max_model_len
+        hello.model.vocab_size = engine.spec.vocab_size
+        hello.model.dtype = config.dtype
+        hello.model.quantization = self._settings.quantization
+        hello.model.kv_dtype = config.kv_dtype
+        hello.model.attention = engine.attention_name
+        hello.model.transports.extend(endpoint.transport for endpoint in endpoints)
+        for endpoint in endpoints:
+            hello.endpoints.add(transport=endpoint.transport, address=endpoint.address, host_id=endpoint.host_id)
+        return hello
+
+
+def tokenizer_digest(folder: Path) -> bytes:
+    """SHA-256 of tokenizer.json: a gateway with another tokenizer would speak of other tokens."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    path = folder / "tokenizer.json"
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+
+
+async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> int:
+    """Serves until `stop`, then drains. Raises ListenError, ModelError or ValueError, one line each."""
+    server = grpc_server.make_server()
+    port = grpc_server.bind(server, settings.listen)  # before the weights: a port that is taken shows at once
+    digest = tokenizer_digest(settings.model)
+    pool = Pool()
+    engine = await asyncio.to_thread(load_engine, settings, pool)
+    log.info("%s", engine.start_line)
+    telemetry.setup(f"baton-{role}")
+    async with Worker(settings, role, engine, pool, digest, server, port) as worker:
+        host = settings.listen.rpartition(":")[0]
+        print(f"ready grpc={host}:{port} pid={os.getpid()} role={role}", flush=True)
+        await stop.wait()
+        await worker.drain()
+    telemetry.shut_down()
+    return 0
+
+
+def _crashed(task: asyncio.Task) -> None:
+    """Without reports gateways would take this worker for stalled: better to say why."""
+    if not task.cancelled() and task.exception():
+        log.critical("reports have stopped", exc_info=task.exception())
+
+
+async def _cancel(task: asyncio.Task) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

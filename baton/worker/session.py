@@ -1,0 +1,105 @@
+"""One bidirectional stream per gateway: Hello both ways, then commands in, events out. Losing it gives its keys up."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from baton.engine.engine import Engine
+from baton.service.errors import FailedPrecondition, abort
+from baton.service.logs import fields
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from baton.worker.commands import Commands
+from baton.worker.outbox import Outbox
+
+PROTOCOL = 1  # the one version that this build speaks
+HELLO_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """All sessions of one worker."""
+
+    def __init__(self, engine: Engine, commands: Commands, hello: pb.Hello):
+        self.outboxes: set[Outbox] = set()
+        self._engine = engine
+        self._commands = commands
+        self._hello = hello
+
+    async def Describe(self, request: pb.DescribeRequest, context) -> pb.Hello:  # noqa: N802
+        return self._hello
+
+    async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:  # noqa: N802
+        """Ends when the gateway hangs up, or when the worker closes it."""
+        hello = await self._greet(commands, context)
+        outbox = Outbox(context.write)
+        self.outboxes.add(outbox)
+        log.info("session opened %s", fields(gateway=hello.instance.hex()[:8], peer=context.peer()))
+        reader = asyncio.create_task(self._read(outbox, commands), name="session reader")
+        writer = asyncio.create_task(outbox.run(), name="session writer")
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.outboxes.discard(outbox)
+            self._commands.on_stream_lost(outbox)
+            outbox.close()
+            reader.cancel()
+            writer.cancel()
+            ends = await asyncio.gather(reader, writer, return_exceptions=True)
+            why = next((repr(end) for end in ends if isinstance(end, Exception)), "hung up")
+            log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
+
+    def send_load(self, load: pb.Load) -> None:
+        """To every session."""
+        for outbox in self.outboxes:
+            outbox.set_load(load)
+
+    def send_block_events(self) -> None:
+        """What was sealed and evicted since the last call, to those that subscribed."""
+        sealed, evicted = self._engine.block_events()
+        if sealed or evicted:
+            for outbox in self.outboxes:
+                outbox.add_block_events(sealed, evicted)
+
+    def close_sessions(self) -> None:
+        """Hangs up on every gateway."""
+        for outbox in list(self.outboxes):
+            outbox.close()
+
+    async def _greet(self, commands: AsyncIterator[pb.Command], context) -> pb.Hello:
+        """Hello both ways. Aborts with FAILED_PRECONDITION where the two cannot talk."""
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                command = await anext(commands, None)
+        except TimeoutError:
+            command = None
+        if command is None or not command.HasField("hello"):
+            await abort(context, FailedPrecondition("the first command of a session must be Hello"))
+        hello = command.hello
+        if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
+            spoken = f"{hello.protocol_min} to {hello.protocol_max}"
+            await abort(
+                context,
+                FailedPrecondition(
+                    f"this worker speaks protocol {PROTOCOL}, the gateway {spoken}: upgrade the older of the two",
+                    reason="PROTOCOL_MISMATCH",
+                ),
+            )
+        await context.write(pb.Event(hello=self._hello))
+        return hello
+
+    async def _read(self, outbox: Outbox, commands: AsyncIterator[pb.Command]) -> None:
+        async for command in commands:
+            kind = command.WhichOneof("kind")
+            if kind == "subscribe":
+                self._subscribe(outbox)
+            elif kind == "hello" or kind is None:
+                log.warning("session: a command that has no place here was ignored %s", fields(kind=kind))
+            else:
+                self._commands.obey(outbox, command)
+            await outbox.room()
+
+    def _subscribe(self, outbox: Outbox) -> None:
+        self.send_block_events()  # what the others must still hear is no news beside a snapshot
+        outbox.subscribe(self._hello.epoch, self._engine.snapshot())

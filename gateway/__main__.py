@@ -1,0 +1,42 @@
+"""`python -m gateway`: the one door for clients. Prints `ready grpc=HOST:PORT admin=HOST:PORT pid=N` when it serves."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.service import logs
+from baton.service.server import ListenError, run
+from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
+from gateway.settings import GatewaySettings
+
+FAILED, WRONG_USE = 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 drained, 1 failed, 2 wrong use; a failed start says why in one line on stderr."""
+    parser = make_parser("python -m gateway", "the door for clients: tokenizes, routes, streams; needs no GPU")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags go before it")
+    add_flags(parser, GatewaySettings)
+    flags = vars(parser.parse_args(argv))
+    file = flags.pop("config")
+    try:
+        settings = load_settings(GatewaySettings, flags, file=file)
+    except SettingsError as error:
+        return _fail(error, WRONG_USE)
+    logs.setup("gateway", settings.log_level)
+
+    from gateway.gateway import serve
+
+    try:
+        return run(lambda stop: serve(settings, stop), use_uvloop=True)
+    except (SettingsError, ListenError) as error:
+        return _fail(error, FAILED)
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"gateway: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What the client of one request receives: messages of all choices in order, usage and timing on the last."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from baton.v1 import inference_pb2 as pb
+from gateway.choice import Choice
+from gateway.detokenizer import Detokenizer
+from gateway.limits import Checked
+from gateway.timing import Measured, Stamps, now, timing
+
+Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+
+class Diverged(Exception):
+    """Tokens of another attempt do not continue, or do not repeat, those that the client has."""
+
+
+class Answer:
+    """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
+
+    def __init__(self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit):
+        self._checked, self._stamps, self._emit = checked, stamps, emit
+        self._num_flushes = 0
+        self._num_sent = 0
+        self.choices = [
+            Choice(index, detokenizer, checked.stops, checked.min_tokens) for index in range(checked.sampling.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    @property
+    def request_id(self) -> str:
+        return self._checked.request_id
+
+    @property
+    def ended_here(self) -> bool:
+        """A choice was ended by a stop string, which workers do not know."""
+        return any(choice.ended_here for choice in self.choices)
+
+    @property
+    def begun(self) -> bool:
+        return any(choice.token_ids for choice in self.choices)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that are finished, in words: stop | length."""
+        reasons = (choice.finish_reason for choice in self.choices if choice.finished)
+        return [pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower() for reason in reasons]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def push(
+        self, index: int, first_index: int, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int
+    ) -> None:
+        """Tokens of a choice from output index `first_index` on; those that are known already must be the same.
+        Raises Diverged."""
+        if index >= len(self.choices):
+            raise Diverged(f"choice {index} was not asked for")
+        choice = self.choices[index]
+        if choice.finished:
+            return
+        num_known = len(choice.token_ids) - first_index
+        if num_known < 0:
+            raise Diverged(f"choice {index}: token {len(choice.token_ids)} is missing")
+        if choice.token_ids[first_index : first_index + len(token_ids)] != list(token_ids[:num_known]):
+            raise Diverged(f"choice {index}: another worker continues it differently")
+        if token_ids[num_known:]:
+            choice.push(token_ids[num_known:], logprobs[num_known:], finish_reason)
+
+    async def flush(self) -> None:
+        """Send what has come: one message a choice."""
+        pending = [choice for choice in self.choices if choice.has_pending]
+        self._num_flushes += bool(pending)
+        for choice in pending[:-1] if self.finished else pending:
+            self._stamp()
+            await self._send(choice.take())
+
+    async def finish(self, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured) -> None:
+        """Send the last message. Every choice is finished."""
+        last = next(choice for choice in reversed(self.choices) if choice.has_pending)
+        message = last.take()
+        self._stamp()
+        message.usage.prompt_tokens = num_prompt_tokens
+        message.usage.cached_tokens = num_cached_tokens
+        message.usage.output_tokens = self.num_output_tokens
+        longest = max(len(choice.token_ids) for choice in self.choices)
+        message.timing.CopyFrom(timing(self._stamps, measured, longest))
+        await self._send(message)
+
+    def _stamp(self) -> None:
+        stamps, at = self._stamps, now()
+        if stamps.first_sent is None:
+            stamps.first_sent = at
+        elif stamps.second_sent is None and self._num_flushes > 1:
+            stamps.second_sent = at
+        stamps.last_sent = at
+
+    async def _send(self, message: pb.GenerateResponse) -> None:
+        if self._num_sent == 0:
+            message.seed = self._checked.sampling.seed
+            message.request_id = self._checked.request_id
+        self._num_sent += 1
+        await self._emit(message)

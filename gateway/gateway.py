@@ -1,0 +1,195 @@
+"""A gateway put together: the door, the pipeline behind it, sessions with workers, health and admin."""
+
+import asyncio
+import logging
+import os
+
+from baton.service import server as grpc_server
+from baton.service import telemetry
+from baton.service.logs import fields
+from baton.service.server import Health
+from baton.service.settings import SettingsError
+from baton.v1 import inference_pb2_grpc
+from gateway.admin import Admin
+from gateway.admission import Admission, Lines
+from gateway.detokenizer import Detokenizer
+from gateway.embedded_index import EmbeddedIndex
+from gateway.model_folder import ModelFolder, read_folder
+from gateway.pipeline import Pipeline
+from gateway.prefix_index import PrefixIndex
+from gateway.registry import Registry
+from gateway.secret import fingerprint, read_secret
+from gateway.servicer import SERVICE_NAME, InferenceService
+from gateway.settings import GatewaySettings
+from gateway.templates import ChatTemplate, TemplateFailed
+from gateway.tokenizer import Tokenizer
+
+# Larger messages are gRPC's to refuse; up to here limits.py does it, with the field's name.
+MAX_MESSAGE_BYTES = 4 << 20
+_SPARE_RPCS = 64  # health, reflection, and refusals that name their reason
+_STOP_GRACE_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
+    """Serves until `stop`, then drains. Raises SettingsError, ListenError: one line each."""
+    server = grpc_server.make_server(
+        max_concurrent_rpcs=2 * settings.max_concurrent_requests + _SPARE_RPCS, max_message_bytes=MAX_MESSAGE_BYTES
+    )
+    port = grpc_server.bind(server, settings.listen)
+    folder = read_folder(settings.model)
+    gateway = Gateway(settings, folder, server)
+    telemetry.setup("baton-gateway")
+    try:
+        return await gateway.run(port, stop)
+    finally:
+        telemetry.shut_down()
+
+
+class Gateway:
+    def __init__(self, settings: GatewaySettings, folder: ModelFolder, server):
+        """Raises SettingsError."""
+        self._settings, self._server = settings, server
+        secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
+        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path / "tokenizer.json"))
+        self.index = _make_index(settings)
+        self.registry = Registry(settings, folder, self.index, secret)
+        self.lines = Lines(settings.max_queued_requests)
+        pipeline = Pipeline(
+            registry=self.registry,
+            index=self.index,
+            tokenizer=tokenizer,
+            detokenizer=Detokenizer(tokenizer),
+            template=_make_template(folder),
+            admission=Admission(settings.max_concurrent_requests),
+            lines=self.lines,
+            max_queue_wait_s=settings.max_queue_wait_s,
+        )
+        self.service = InferenceService(pipeline, settings)
+        self._changed = asyncio.Event()
+        self._secret_checked = False
+
+    async def run(self, port: int, stop: asyncio.Event) -> int:
+        """`port` is what the server is bound to."""
+        settings, server = self._settings, self._server
+        inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server)
+        health = Health(server)
+        health.set(SERVICE_NAME, False)
+        if settings.is_loopback:
+            grpc_server.enable_reflection(server, [SERVICE_NAME])
+        admin = Admin(self.readiness)
+        admin_port = await admin.start(settings.admin)
+        self.registry.on_change = self._on_change
+        await server.start()
+        ready_line = f"ready grpc={_host(settings.listen)}:{port} admin={_host(settings.admin)}:{admin_port} pid={os.getpid()}"
+        tasks = [
+            asyncio.create_task(self.registry.run(), name="registry"),
+            asyncio.create_task(self._watch(health, ready_line), name="readiness"),
+        ]
+        try:
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                stopping.cancel()
+                return await _result(tasks)
+            await self._drain(health)
+            return 0
+        finally:
+            await server.stop(_STOP_GRACE_S)
+            await admin.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def readiness(self) -> tuple[bool, dict]:
+        """Whether requests can be served, and the workers as they are seen from here."""
+        reason = "draining" if self.service.is_draining else self.registry.not_ready()
+        workers = {
+            link.address: {"state": link.state.value, "reason": link.reason, "num_legs": len(link.legs)}
+            for link in self.registry.links
+        }
+        return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
+
+    def _on_change(self) -> None:
+        self.lines.call_first()
+        self._changed.set()
+
+    async def _watch(self, health: Health, ready_line: str) -> None:
+        """Health follows readiness; the ready line is printed once."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                reason = self.registry.not_ready()
+                if reason is None and not self._secret_checked:
+                    await self._check_secret(group)
+                serving = reason is None and not self.service.is_draining
+                for name in ("", SERVICE_NAME):
+                    health.set(name, serving)
+                if serving and ready_line:
+                    log.info("serving %s", fields(model=self.registry.model.name, split=self._settings.split))
+                    print(ready_line, flush=True)
+                    ready_line = ""
+
+    async def _check_secret(self, group: asyncio.TaskGroup) -> None:
+        """Once the model is known, and with it the secret. Raises SettingsError."""
+        self._secret_checked = True
+        if isinstance(self.index, EmbeddedIndex):
+            return
+        from gateway.redis_index import SecretDiffers
+
+        try:
+            await self.index.check_secret(fingerprint(self.registry.secret))
+        except SecretDiffers as error:
+            raise SettingsError(f"--cluster-secret: {error}") from None
+        group.create_task(self.index.run(), name="redis")
+
+    async def _drain(self, health: Health) -> None:
+        self.service.is_draining = True
+        health.shut_down()
+        log.info("draining %s", fields(running=self.service.num_running))
+        deadline = asyncio.get_running_loop().time() + self._settings.drain_grace_s
+        while self.service.num_running and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+
+
+def _make_index(settings: GatewaySettings) -> PrefixIndex:
+    if settings.redis is None:
+        return EmbeddedIndex()
+    from gateway.redis_index import RedisIndex
+
+    try:
+        return RedisIndex(settings.redis, os.urandom(16))
+    except ValueError as error:
+        raise SettingsError(f"--redis {settings.redis}: {error}") from None
+
+
+def _make_template(folder: ModelFolder) -> ChatTemplate | None:
+    if folder.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(folder.chat_template, folder.special_tokens)
+    except TemplateFailed as error:
+        raise SettingsError(f"{folder.path}: chat template: {error}") from None
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+async def _result(tasks: list[asyncio.Task]) -> int:
+    """A task that must not end has ended: say why."""
+    for task in tasks:
+        if task.done():
+            try:
+                await task
+            except BaseExceptionGroup as group:
+                raise _first(group) from None
+    return 1
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

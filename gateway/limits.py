@@ -1,0 +1,239 @@
+"""A message from outside becomes a Checked request, or InvalidRequest that names the field. Nothing is allocated before."""
+
+import math
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from baton.service.errors import InvalidRequest, NotFound
+from baton.v1 import inference_pb2 as pb
+from gateway.model_folder import Defaults
+from gateway.templates import ChatMessage
+
+MAX_REQUEST_BYTES = 1 << 20
+MAX_CHOICES = 8
+MAX_OUTPUT_TOKENS = 65_536  # n x max_tokens
+MAX_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_BYTES = 256
+MAX_LOGIT_BIAS = 1024
+ROLES = ("system", "user", "assistant", "tool")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Resolved: nothing is unset any more."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    n: int
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request whose every field is in range. Exactly one of text, token_ids, messages is not None."""
+
+    request_id: str
+    text: str | None = field(repr=False)
+    token_ids: tuple[int, ...] | None = field(repr=False)
+    messages: tuple[ChatMessage, ...] | None = field(repr=False)
+    sampling: Sampling
+    max_tokens: int | None  # None: not asked for
+    min_tokens: int
+    stops: tuple[str, ...] = field(repr=False)
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    priority: int
+
+    @property
+    def input_field(self) -> str:
+        return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request is checked against."""
+
+    name: str
+    context: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    defaults: Defaults
+
+
+def check_model(asked: str, served: ServedModel) -> None:
+    """Empty means the one that is served. Raises NotFound."""
+    if asked not in ("", served.name):
+        raise NotFound(f"model {asked[:80]!r} is not served here: {served.name} is", reason="MODEL_NOT_FOUND")
+
+
+def check_size(request) -> None:
+    """Raises InvalidRequest naming the input, which is what makes a request large."""
+    if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
+        where = request.WhichOneof("input") if "input" in request.DESCRIPTOR.oneofs_by_name else "token_ids"
+        _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
+
+
+def check(request: pb.GenerateRequest, served: ServedModel) -> Checked:
+    """Everything that can be said before tokenizing. Raises InvalidRequest or NotFound."""
+    check_size(request)
+    check_model(request.model, served)
+    text, token_ids, messages = check_input(request, served.vocab_size)
+    stopping = request.stopping
+    return Checked(
+        request_id=_request_id(request.request_id),
+        text=text,
+        token_ids=token_ids,
+        messages=messages,
+        sampling=_sampling(request.sampling, served),
+        max_tokens=_max_tokens(stopping, served),
+        min_tokens=stopping.min_tokens,
+        stops=_stops(stopping.stop),
+        stop_token_ids=_stop_token_ids(stopping, served),
+        ignore_eos=stopping.ignore_eos,
+        priority=request.priority,
+    )
+
+
+def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, vocab_size: int):
+    """(text, token_ids, messages), one of which is not None."""
+    kind = request.WhichOneof("input")
+    if kind is None:
+        _refuse("input", "one of text, token_ids and messages is needed")
+    if kind == "text":
+        if not request.text:
+            _refuse("text", "is empty")
+        return request.text, None, None
+    if kind == "token_ids":
+        return None, check_token_ids(request.token_ids.ids, vocab_size, "token_ids.ids"), None
+    return None, None, _messages(request.messages)
+
+
+def check_token_ids(ids, vocab_size: int, where: str) -> tuple[int, ...]:
+    if not ids:
+        _refuse(where, "is empty")
+    if max(ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
+        _refuse(f"{where}[{index}]", f"is out of range: the vocabulary has {vocab_size} ids")
+    return tuple(ids)
+
+
+def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
+    """max_tokens once the prompt's length is known. Raises InvalidRequest."""
+    room = served.context - num_prompt_tokens
+    if num_prompt_tokens == 0:
+        _refuse(checked.input_field, "is an empty prompt")
+    if room < 1:
+        _refuse(checked.input_field, f"the prompt has {num_prompt_tokens} tokens, the context {served.context}")
+    max_tokens = checked.max_tokens
+    if max_tokens is None:
+        max_tokens = min(served.defaults.max_tokens, room, MAX_OUTPUT_TOKENS // checked.sampling.n)
+    elif max_tokens > room:
+        _refuse("stopping.max_tokens", f"{max_tokens} is beyond the context: {room} tokens are left after the prompt")
+    elif checked.sampling.n * max_tokens > MAX_OUTPUT_TOKENS:
+        _refuse("sampling.n", f"n x max_tokens is over {MAX_OUTPUT_TOKENS}")
+    if checked.min_tokens > max_tokens:
+        _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
+    return max_tokens
+
+
+def _request_id(request_id: str) -> str:
+    if not request_id:
+        return secrets.token_hex(12)
+    if not _REQUEST_ID.fullmatch(request_id):
+        _refuse("request_id", f"must match {_REQUEST_ID.pattern}")
+    return request_id
+
+
+def _messages(messages: pb.Messages) -> tuple[ChatMessage, ...]:
+    if not messages.messages:
+        _refuse("messages.messages", "is empty")
+    for index, message in enumerate(messages.messages):
+        if message.role not in ROLES:
+            what = "is unknown" if message.role else "is empty"
+            _refuse(f"messages.messages[{index}].role", f"{what}: one of {', '.join(ROLES)}")
+    return tuple(ChatMessage(message.role, message.content) for message in messages.messages)
+
+
+def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
+    defaults = served.defaults
+    checked = Sampling(
+        temperature=_number(sampling, "temperature", defaults.temperature, lambda v: v >= 0, "must be at least 0"),
+        top_k=sampling.top_k if sampling.HasField("top_k") else defaults.top_k,
+        top_p=_number(sampling, "top_p", defaults.top_p, lambda v: 0 < v <= 1, "must be in (0, 1]"),
+        min_p=_number(sampling, "min_p", defaults.min_p, lambda v: 0 <= v <= 1, "must be in [0, 1]"),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(53),  # exact in every client's numbers
+        repetition_penalty=_number(
+            sampling, "repetition_penalty", defaults.repetition_penalty, lambda v: v > 0, "must be over 0"
+        ),
+        presence_penalty=_number(sampling, "presence_penalty", 0.0),
+        frequency_penalty=_number(sampling, "frequency_penalty", 0.0),
+        logit_bias=_logit_bias(sampling.logit_bias, served.vocab_size),
+        n=sampling.n if sampling.HasField("n") else 1,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+    if not 1 <= checked.n <= MAX_CHOICES:
+        _refuse("sampling.n", f"must be 1 to {MAX_CHOICES}")
+    if (checked.logprobs or 0) > MAX_LOGPROBS:
+        _refuse("sampling.logprobs", f"must be at most {MAX_LOGPROBS}")
+    return checked
+
+
+def _number(sampling: pb.Sampling, name: str, default: float, is_good=None, rule: str = "") -> float:
+    if not sampling.HasField(name):
+        return default
+    value = getattr(sampling, name)
+    if not math.isfinite(value):
+        _refuse(f"sampling.{name}", "must be a finite number")
+    if is_good and not is_good(value):
+        _refuse(f"sampling.{name}", rule)
+    return value
+
+
+def _logit_bias(logit_bias, vocab_size: int) -> dict[int, float]:
+    if len(logit_bias) > MAX_LOGIT_BIAS:
+        _refuse("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+    for token_id, bias in logit_bias.items():
+        if token_id >= vocab_size:
+            _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {vocab_size} ids")
+        if not math.isfinite(bias):
+            _refuse("sampling.logit_bias", f"the bias of {token_id} must be a finite number")
+    return dict(logit_bias)
+
+
+def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
+    if not stopping.HasField("max_tokens"):
+        return None
+    if not 1 <= stopping.max_tokens < served.context:
+        _refuse("stopping.max_tokens", f"must be 1 to {served.context - 1}: the context, less a prompt")
+    return stopping.max_tokens
+
+
+def _stops(stops) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        _refuse("stopping.stop", f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop.encode()) <= MAX_STOP_BYTES:
+            _refuse(f"stopping.stop[{index}]", f"must have 1 to {MAX_STOP_BYTES} bytes")
+    return tuple(stops)
+
+
+def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int]:
+    """With the model's end-of-sequence ids, unless they are to be ignored."""
+    asked = frozenset(stopping.stop_token_ids)
+    if asked:
+        check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")
+    return asked if stopping.ignore_eos else asked | served.eos_ids
+
+
+def _refuse(field: str, message: str):
+    raise InvalidRequest(field, message)

@@ -1,0 +1,279 @@
+"""The prefix index in Redis, shared by gateways. Serving never depends on it: every failure is a miss.
+
+    kv:<16 bytes of a span hash>   bit string, one bit per worker slot; expires
+    baton:slot:<n>                 the worker (instance, epoch) that has slot n; also its entry in the registry
+    baton:writer:<worker>          the gateway that writes this worker's events
+    baton:secret                   fingerprint of the cluster secret in use
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import redis.asyncio as redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from baton.service.logs import fields
+from baton.v1 import worker_pb2 as pb
+from gateway.breaker import Breaker
+from gateway.prefix_index import Feed
+from gateway.slots import NUM_SLOTS, longest_runs
+
+BUDGET_S = 0.05
+NAME_BYTES = 16
+KV_TTL_S = 600
+# A slot is free again only when every bit that was set for it has had the time to expire.
+SLOT_TTL_S = KV_TTL_S + 30
+WRITER_TTL_S = 5
+SECRET_TTL_S = 60
+_HEARTBEAT_S = 1.0
+_FLUSH_S = 0.02
+_REFRESH_S = KV_TTL_S / 3
+_BATCH = 512
+_MAX_NAMES = 4096  # 262,144 tokens
+_CONTROL_TIMEOUT_S = 1.0
+_FAILURES = (redis.RedisError, OSError, TimeoutError, ValueError, TypeError)
+
+log = logging.getLogger(__name__)
+
+
+class SecretDiffers(Exception):
+    """Gateways with another cluster secret are on this Redis."""
+
+
+class _Worker:
+    """A worker that serves this gateway."""
+
+    def __init__(self, worker: bytes, subscribe: Callable[[], None]):
+        self.worker = worker
+        self.feed = Feed(subscribe)
+        self.is_ours = False  # this gateway writes its events
+        self.slot: int | None = None
+        self.pending: dict[bytes, bool] = {}  # span -> sealed
+        self.refreshed_at = 0.0
+
+    def refresh(self, at: float) -> None:
+        """Everything is to be written again."""
+        self.pending = dict.fromkeys(self.feed.spans, True)
+        self.refreshed_at = at
+
+
+class RedisIndex:
+    """See PrefixIndex. `run()` is its life beside the requests."""
+
+    def __init__(self, url: str, gateway: bytes):
+        """Raises ValueError for a URL that is none."""
+        self._gateway = gateway
+        self._hot = _client(url, BUDGET_S, 32)
+        self._control = _client(url, _CONTROL_TIMEOUT_S, 2)
+        self._breaker = Breaker()
+        self._workers: dict[bytes, _Worker] = {}
+        self._slots: dict[int, bytes] = {}
+        self._fingerprint: bytes | None = None
+        self._asking: set[asyncio.Task] = set()
+        self._written, self._joined = asyncio.Event(), asyncio.Event()
+        self.is_disabled = False
+
+    # ---- PrefixIndex ----
+
+    async def lookup(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
+        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots:
+            return {}
+        names = [b"kv:" + value[:NAME_BYTES] for value in hashes[:_MAX_NAMES]]
+        # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
+        # swallows a cancellation, does not swallow that one.
+        asking = asyncio.create_task(self._ask(names))
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        await asyncio.wait((asking,), timeout=BUDGET_S)
+        values = asking.result() if asking.done() else None
+        if values is None:
+            self._breaker.failed()
+            return {}
+        self._breaker.succeeded()
+        runs = longest_runs(values)
+        return {self._slots[slot]: run for slot, run in runs.items() if slot in self._slots}
+
+    def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
+        self._workers[worker] = _Worker(worker, subscribe)
+        self._joined.set()
+
+    def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
+        if (entry := self._workers.get(worker)) is None or not entry.is_ours:
+            return
+        change = entry.feed.apply(events)
+        entry.pending.update(dict.fromkeys(change.evicted, False))
+        entry.pending.update(dict.fromkeys(change.sealed, True))
+        if entry.pending:
+            self._written.set()
+
+    def drop(self, worker: bytes) -> None:
+        self._workers.pop(worker, None)  # its bits expire; nobody is routed to a worker that does not serve
+
+    async def _ask(self, names: Sequence[bytes]) -> Sequence[object] | None:
+        """One MGET; None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
+        try:
+            values = await self._hot.mget(names)
+        except _FAILURES as error:
+            log.debug("redis: lookup failed %s", fields(error=_words(error)))
+            return None
+        return values if isinstance(values, list) and len(values) == len(names) else None
+
+    # ---- beside the requests ----
+
+    async def check_secret(self, fingerprint: bytes) -> None:
+        """Raises SecretDiffers. A Redis that does not answer is asked again with every heartbeat."""
+        self._fingerprint = fingerprint
+        try:
+            await self._hold_secret()
+            await self._read_slots()
+        except _FAILURES as error:
+            log.warning("redis: no answer, serving without it %s", fields(error=_words(error)))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._beat(), name="redis heartbeat")
+                group.create_task(self._write(), name="redis writer")
+        finally:
+            await self._hot.aclose()
+            await self._control.aclose()
+
+    async def _beat(self) -> None:
+        was_up = True
+        while not (self.is_disabled or _cancelled()):
+            try:
+                await self._heartbeat()
+                if not was_up:
+                    log.info("redis: back")
+                was_up = True
+            except SecretDiffers as error:
+                self.is_disabled = True
+                log.error("redis: not used any more %s", fields(error=error))
+            except _FAILURES as error:
+                if was_up:
+                    log.warning("redis: lost, serving without it %s", fields(error=_words(error)))
+                was_up = False
+                for entry in self._workers.values():
+                    entry.refreshed_at = 0.0
+            if not _cancelled():
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next heartbeat is due, or a worker has joined."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEARTBEAT_S):
+                await self._joined.wait()
+        self._joined.clear()
+
+    async def _heartbeat(self) -> None:
+        await self._hold_secret()
+        for entry in list(self._workers.values()):
+            await self._hold_writer(entry)
+            if entry.is_ours:
+                await self._hold_slot(entry)
+        await self._read_slots()
+        now = asyncio.get_running_loop().time()
+        for entry in self._workers.values():
+            if entry.is_ours and entry.slot is not None and now - entry.refreshed_at > _REFRESH_S:
+                entry.refresh(now)
+                self._written.set()
+        if not self._breaker.closed:
+            await self._hot.ping()
+            self._breaker.succeeded()
+
+    async def _hold_secret(self) -> None:
+        if self._fingerprint is None:
+            return
+        await self._control.set("baton:secret", self._fingerprint, nx=True, ex=SECRET_TTL_S)
+        if await self._control.get("baton:secret") not in (self._fingerprint, None):
+            raise SecretDiffers("the gateways on this Redis have another cluster secret: give this one the same file")
+        await self._control.expire("baton:secret", SECRET_TTL_S)
+
+    async def _hold_writer(self, entry: _Worker) -> None:
+        """One gateway writes. Two that do for a moment write the same, so no more care is taken."""
+        name = b"baton:writer:" + entry.worker
+        was_ours = entry.is_ours
+        entry.is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
+        if not entry.is_ours and await self._control.get(name) == self._gateway:
+            await self._control.expire(name, WRITER_TTL_S)
+            entry.is_ours = True
+        if entry.is_ours and not was_ours:
+            entry.feed.subscribe()
+
+    async def _hold_slot(self, entry: _Worker) -> None:
+        if entry.slot is not None and await self._control.get(_slot_name(entry.slot)) == entry.worker:
+            await self._control.expire(_slot_name(entry.slot), SLOT_TTL_S)
+            return
+        entry.slot = await self._lease_slot(entry.worker)
+        entry.refreshed_at = 0.0  # a Redis that has forgotten the slot has forgotten the bits
+        if entry.slot is None:
+            log.warning("redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS))
+
+    async def _lease_slot(self, worker: bytes) -> int | None:
+        holders = await self._control.mget([_slot_name(slot) for slot in range(NUM_SLOTS)])
+        if worker in holders:
+            return holders.index(worker)
+        for slot, holder in enumerate(holders):
+            if holder is None and await self._control.set(_slot_name(slot), worker, nx=True, ex=SLOT_TTL_S):
+                return slot
+        return None
+
+    async def _read_slots(self) -> None:
+        holders = await self._control.mget([_slot_name(slot) for slot in range(NUM_SLOTS)])
+        self._slots = {slot: holder for slot, holder in enumerate(holders) if isinstance(holder, bytes)}
+
+    async def _write(self) -> None:
+        while not _cancelled():
+            await self._written.wait()
+            await asyncio.sleep(_FLUSH_S)
+            self._written.clear()
+            for entry in list(self._workers.values()):
+                if entry.is_ours and entry.slot is not None and not self.is_disabled:
+                    await self._write_pending(entry)
+
+    async def _write_pending(self, entry: _Worker) -> None:
+        """A failed batch is forgotten: the next heartbeat that succeeds has everything written again."""
+        pending, entry.pending = list(entry.pending.items()), {}
+        try:
+            for begin in range(0, len(pending), _BATCH):
+                async with self._control.pipeline(transaction=True) as batch:
+                    for span, sealed in pending[begin : begin + _BATCH]:
+                        name = b"kv:" + span[:NAME_BYTES]
+                        batch.setbit(name, entry.slot, int(sealed))
+                        batch.expire(name, KV_TTL_S)
+                    await batch.execute()
+        except _FAILURES as error:
+            entry.refreshed_at = 0.0
+            log.warning("redis: index events were not written %s", fields(error=_words(error)))
+
+
+def _cancelled() -> bool:
+    """redis-py 8.1 at times returns normally from a command that was cancelled."""
+    return asyncio.current_task().cancelling() > 0
+
+
+def _slot_name(slot: int) -> bytes:
+    return b"baton:slot:%d" % slot
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+def _client(url: str, timeout_s: float, max_connections: int) -> redis.Redis:
+    """redis-py's own timeouts and retries would hold a request for half a minute."""
+    pool = redis.BlockingConnectionPool.from_url(
+        url,
+        max_connections=max_connections,
+        timeout=timeout_s,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        retry=Retry(NoBackoff(), 0),
+        protocol=3,
+        client_name="baton-gateway",
+    )
+    return redis.Redis(connection_pool=pool)

@@ -1,0 +1,37 @@
+"""The cluster secret: the salt of span names. Gateways alone read it; all on one index must have the same."""
+
+import hashlib
+import hmac
+from pathlib import Path
+
+from baton.service.settings import SettingsError
+from kvtransfer.naming import ModelIdentity, SpanHash, root_hash, salted, tenant_salt
+
+TENANT = "default"  # without authentication there is one
+_MIN_BYTES = 16
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises SettingsError, one line."""
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise SettingsError(f"--cluster-secret {path}: {error.strerror}") from None
+    if len(secret) < _MIN_BYTES:
+        raise SettingsError(f"--cluster-secret {path}: has {len(secret)} bytes, at least {_MIN_BYTES} are needed")
+    return secret
+
+
+def derived_secret(identity: ModelIdentity) -> bytes:
+    """No secret at all: whoever has the model can compute it. For loopback only."""
+    return hashlib.sha256(b"baton-secret-of-nobody" + identity).digest()
+
+
+def fingerprint(secret: bytes) -> bytes:
+    """Says whether two secrets are equal, and nothing else of them."""
+    return hmac.digest(secret, b"baton-secret-fingerprint", "sha256")[:16]
+
+
+def chain_root(identity: ModelIdentity, secret: bytes) -> SpanHash:
+    """The parent of the first span of every prompt."""
+    return salted(root_hash(identity), tenant_salt(secret, TENANT))

@@ -1,0 +1,163 @@
+"""The door: baton.v1.Inference. Every ending that is not an answer is a gRPC status with google.rpc details."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from baton.service.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, Unavailable, abort
+from baton.service.logs import fields
+from baton.service.telemetry import TraceContext, new_context, parse_traceparent
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from gateway import spans
+from gateway.answer import Emit
+from gateway.limits import check, check_input, check_model, check_size, check_token_ids
+from gateway.pipeline import Pipeline
+from gateway.record import Record
+from gateway.settings import GatewaySettings
+from gateway.timing import Stamps, now
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
+
+log = logging.getLogger(__name__)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    def __init__(self, pipeline: Pipeline, settings: GatewaySettings):
+        self.is_draining = False
+        self.num_running = 0
+        self._pipeline, self._settings = pipeline, settings
+
+    async def Generate(self, request: pb.GenerateRequest, context) -> None:  # noqa: N802
+        # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
+        await self._answer(request, context, context.write)
+
+    async def Complete(self, request: pb.GenerateRequest, context) -> pb.CompleteResponse:  # noqa: N802
+        response = pb.CompleteResponse()
+
+        async def gather(message: pb.GenerateResponse) -> None:
+            _add(response, message)
+
+        await self._answer(request, context, gather)
+        return response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:  # noqa: N802
+        async def tokenize() -> pb.TokenizeResponse:
+            check_size(request)
+            model = self._pipeline.registry.model
+            check_model(request.model, model)
+            text, _, messages = check_input(request, model.vocab_size)
+            return pb.TokenizeResponse(token_ids=await self._pipeline.encode(text, None, messages))
+
+        return await _answered(tokenize, context)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context) -> pb.DetokenizeResponse:  # noqa: N802
+        async def detokenize() -> pb.DetokenizeResponse:
+            check_size(request)
+            model = self._pipeline.registry.model
+            check_model(request.model, model)
+            if request.token_ids:
+                check_token_ids(request.token_ids, model.vocab_size, "token_ids")
+            return pb.DetokenizeResponse(text=self._pipeline.detokenizer.decode(request.token_ids))
+
+        return await _answered(detokenize, context)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:  # noqa: N802
+        async def info() -> pb.GetModelInfoResponse:
+            registry = self._pipeline.registry
+            model, card = registry.model, registry.card
+            check_model(request.model, model)
+            if card is None:
+                raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
+            return pb.GetModelInfoResponse(
+                name=model.name,
+                family=card.family,
+                context=model.context,
+                vocab_size=model.vocab_size,
+                dtype=card.dtype,
+                quantization=card.quantization,
+                kv_dtype=card.kv_dtype,
+                attention=card.attention,
+                transports=card.transports,
+            )
+
+        return await _answered(info, context)
+
+    async def _answer(self, request: pb.GenerateRequest, context, emit: Emit) -> None:
+        record = self._record(request, context)
+        error: BaseException | None = None
+        self.num_running += 1
+        try:
+            await _answered(lambda: self._serve(request, context, record, emit), context, record)
+        except BaseException as raised:
+            error = raised.__context__ if isinstance(raised, grpc.aio.AbortError) and raised.__context__ else raised
+            raise
+        finally:
+            self.num_running -= 1
+            spans.draw(record, error)
+
+    async def _serve(self, request: pb.GenerateRequest, context, record: Record, emit: Emit) -> None:
+        deadline = self._deadline(context, record.stamps.received)
+        if self.is_draining:
+            raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
+        model = self._pipeline.registry.model
+        record.checked = checked = check(request, model)
+        await self._pipeline.serve(checked, model, deadline, record, emit)
+
+    def _record(self, request: pb.GenerateRequest, context) -> Record:
+        received = now()
+        parent = _traceparent(context)
+        root = new_context(parent)
+        return Record(
+            context=root,
+            parent=parent or TraceContext(root.trace_id, 0, root.sampled),
+            stamps=Stamps(received),
+            model=self._pipeline.registry.model.name,
+            operation="chat" if request.WhichOneof("input") == "messages" else "text_completion",
+        )
+
+    def _deadline(self, context, received: float) -> float:
+        """The client's, within ours. Raises DeadlineExceeded when it is past."""
+        left_s = context.time_remaining()
+        if left_s is None:
+            left_s = self._settings.default_timeout_s
+        if left_s <= 0:
+            raise DeadlineExceeded("the deadline was past when the request came")
+        return received + min(left_s, self._settings.max_timeout_s)
+
+
+async def _answered(work: Callable[[], Awaitable], context, record: Record | None = None):
+    """Run it; what it raises becomes the call's status. Cancellation is passed on untouched."""
+    try:
+        return await work()
+    except BatonError as error:
+        await abort(context, error)
+    except Exception as error:
+        trace_id = f"{record.context.trace_id:032x}" if record else ""
+        log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
+        await abort(context, Internal(f"the gateway failed: {type(error).__name__}"))
+
+
+def _traceparent(context) -> TraceContext | None:
+    for key, value in context.invocation_metadata() or ():
+        if key == "traceparent" and isinstance(value, str):
+            return parse_traceparent(value)
+    return None
+
+
+def _add(response: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
+    """A streamed message goes into the one answer."""
+    while len(response.choices) <= message.index:
+        response.choices.add(index=len(response.choices))
+    choice = response.choices[message.index]
+    choice.text += message.text
+    choice.token_ids.extend(message.token_ids)
+    choice.logprobs.extend(message.logprobs)
+    if message.finish_reason:
+        choice.finish_reason, choice.matched_stop = message.finish_reason, message.matched_stop
+    if message.HasField("seed"):
+        response.seed, response.request_id = message.seed, message.request_id
+    if message.HasField("usage"):
+        response.usage.CopyFrom(message.usage)
+        response.timing.CopyFrom(message.timing)

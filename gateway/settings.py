@@ -1,0 +1,54 @@
+"""Settings of a gateway process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.service.settings import option
+from gateway.routing import SPLITS
+
+
+@dataclass(frozen=True)
+class GatewaySettings:
+    """What a gateway is told. Raises ValueError, one line, for what cannot work."""
+
+    model: Path = option("model folder; its weights are not read", metavar="DIR")
+    listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
+    prefill_workers: tuple[str, ...] = option("prefill workers", (), metavar="HOST:PORT,...")
+    decode_workers: tuple[str, ...] = option("decode workers", (), metavar="HOST:PORT,...")
+    redis: str | None = option("prefix index shared with other gateways (default: in memory)", None, metavar="URL")
+    admin: str = option("address of /healthz and /readyz", "127.0.0.1:0", metavar="HOST:PORT")
+    cluster_secret: Path | None = option(
+        "file with the secret that names of cached spans are salted with (default, on loopback only: derived from the "
+        "model)",
+        None,
+        metavar="FILE",
+    )
+    split: str = option("when a prefill worker reads the prompt", "auto", choices=SPLITS)
+    max_concurrent_requests: int = option("requests in the gateway at once", 256)
+    max_queued_requests: int = option("of these, waiting for workers that are full", 128)
+    max_queue_wait_s: float = option("longest wait for workers that are full", 10.0)
+    max_unread_tokens: int = option("tokens that a slow client may leave unread before its request ends", 4096)
+    default_timeout_s: float = option("deadline of requests that bring none", 60.0)
+    max_timeout_s: float = option("longest deadline", 300.0)
+    drain_grace_s: float = option("how long running streams may go on after SIGTERM", 30.0)
+    log_level: str = option("least level that is logged", "info", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not self.decode_workers:
+            raise ValueError("--decode-workers is missing: somebody must write the answers")
+        if self.split == "always" and not self.prefill_workers:
+            raise ValueError("--split always: needs --prefill-workers")
+        if both := set(self.prefill_workers) & set(self.decode_workers):
+            raise ValueError(f"{both.pop()}: stands in --prefill-workers and in --decode-workers")
+        for name in ("max_concurrent_requests", "max_unread_tokens", "default_timeout_s", "max_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        if self.cluster_secret is None and not self.is_loopback:
+            raise ValueError(
+                f"--listen {self.listen}: outside loopback names of cached spans need --cluster-secret FILE"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        host = self.listen.rpartition(":")[0].strip("[]")
+        return host in ("localhost", "::1") or host.startswith("127.")

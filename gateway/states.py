@@ -1,0 +1,138 @@
+"""What a request may be waiting for in the gateway, what may happen to it, and what follows: one table.
+
+    admitting ─ granted ─► prefilling ─ accepted ─► fetching ─ done ─► decoding ─ finished ─► ending ─► ended
+      │    ▲                 │  ▲  └─ done (prefilled on the decode worker) ─►┘
+      │refused               │refused
+      ▼    │ room            ▼  │ room
+    awaiting credit        awaiting prefill
+
+A worker that is lost or fails sends the request back to `admitting` with what it has so far; every other trouble ends it.
+"""
+
+from enum import Enum
+from typing import NamedTuple
+
+from baton.v1 import worker_pb2 as pb
+from gateway.workers import Lost, Overflow, Tokens
+
+
+class Phase(Enum):
+    AWAITING_CREDIT = "awaiting credit"  # every decode worker is full
+    ADMITTING = "admitting"  # Admit is sent
+    AWAITING_PREFILL = "awaiting prefill"  # credit is held, every prefill worker is full
+    PREFILLING = "prefilling"  # Prefill is sent
+    FETCHING = "fetching"  # accepted: the decode worker pulls while the prompt is read
+    DECODING = "decoding"  # the first tokens are out
+    ENDING = "ending"  # every choice is finished, the decode worker's report is still to come
+    ENDED = "ended"
+
+
+class Event(Enum):
+    ROOM = "room"  # first in line, and something has changed
+    GRANTED = "granted"
+    REFUSED = "refused"
+    ACCEPTED = "accepted"
+    DONE = "done"
+    FETCHED = "fetched"
+    TOKENS = "tokens"
+    FINISHED = "finished"  # the last choice
+    DECODE_ENDED = "decode ended"
+    DECODE_FAILED = "decode failed"
+    DECODE_LOST = "decode worker lost"
+    PREFILL_ENDED = "prefill ended"
+    PREFILL_FAILED = "prefill failed"
+    PREFILL_LOST = "prefill worker lost"
+    SILENCE = "silence"  # no answer, or no room, for too long
+    UNREAD = "unread"  # the client does not read
+    DEADLINE = "deadline"
+    CANCEL = "cancel"
+    OTHER = "other"  # a message that nobody asked for
+
+
+class Cell(NamedTuple):
+    """`action` is a method of Attempts; the request moves to `phase` before it runs."""
+
+    action: str
+    phase: Phase
+
+
+def _table() -> dict[tuple[Phase, Event], Cell]:
+    p, e = Phase, Event
+    table = {(phase, event): Cell("ignore", phase) for phase in p for event in e}
+    for phase in p:
+        if phase is p.ENDED:
+            continue
+        table[phase, e.DEADLINE] = Cell("end_deadline", p.ENDED)
+        table[phase, e.CANCEL] = Cell("end_cancelled", p.ENDED)
+        table[phase, e.UNREAD] = Cell("end_unread", p.ENDED)
+    # Whoever holds something of the request and goes takes the attempt along.
+    for phase in (p.ADMITTING, p.AWAITING_PREFILL, p.PREFILLING, p.FETCHING, p.DECODING):
+        for event in (e.DECODE_ENDED, e.DECODE_FAILED, e.DECODE_LOST):
+            table[phase, event] = Cell("try_again", p.ADMITTING)
+    for phase in (p.PREFILLING, p.FETCHING):
+        for event in (e.PREFILL_ENDED, e.PREFILL_FAILED, e.PREFILL_LOST):
+            table[phase, event] = Cell("try_again", p.ADMITTING)
+        table[phase, e.DONE] = Cell("begin_answer", p.DECODING)
+        table[phase, e.FETCHED] = Cell("note_fetched", phase)
+    return table | {
+        (p.AWAITING_CREDIT, e.ROOM): Cell("ask_for_credit", p.ADMITTING),
+        (p.AWAITING_CREDIT, e.SILENCE): Cell("end_full", p.ENDED),
+        (p.ADMITTING, e.GRANTED): Cell("ask_for_prefill", p.PREFILLING),
+        (p.ADMITTING, e.REFUSED): Cell("await_credit", p.AWAITING_CREDIT),
+        (p.ADMITTING, e.SILENCE): Cell("try_again", p.ADMITTING),
+        (p.AWAITING_PREFILL, e.ROOM): Cell("ask_for_prefill", p.PREFILLING),
+        (p.AWAITING_PREFILL, e.SILENCE): Cell("end_full", p.ENDED),
+        (p.PREFILLING, e.ACCEPTED): Cell("fetch", p.FETCHING),
+        (p.PREFILLING, e.REFUSED): Cell("await_prefill", p.AWAITING_PREFILL),
+        (p.PREFILLING, e.SILENCE): Cell("try_again", p.ADMITTING),
+        (p.DECODING, e.FETCHED): Cell("note_fetched", p.DECODING),
+        (p.DECODING, e.TOKENS): Cell("take_tokens", p.DECODING),
+        # What the prefill worker still does is give its lease back; if that fails, the fetch says so.
+        (p.DECODING, e.FINISHED): Cell("await_report", p.ENDING),
+        (p.ENDING, e.DECODE_ENDED): Cell("end_ok", p.ENDED),
+        (p.ENDING, e.DECODE_FAILED): Cell("end_ok", p.ENDED),
+        (p.ENDING, e.DECODE_LOST): Cell("end_ok", p.ENDED),
+        (p.ENDING, e.SILENCE): Cell("end_ok", p.ENDED),
+        (p.ENDING, e.UNREAD): Cell("ignore", p.ENDING),
+    }
+
+
+TABLE = _table()
+
+
+_EVENTS = {
+    pb.Granted: Event.GRANTED,
+    pb.Refused: Event.REFUSED,
+    pb.Accepted: Event.ACCEPTED,
+    pb.Done: Event.DONE,
+    pb.Fetched: Event.FETCHED,
+    Tokens: Event.TOKENS,
+    Overflow: Event.UNREAD,
+}
+
+
+def event_of(message, is_prefill: bool) -> Event:
+    """What a message of the prefill or the decode leg is to the request."""
+    if isinstance(message, Lost):
+        return Event.PREFILL_LOST if is_prefill else Event.DECODE_LOST
+    if isinstance(message, pb.Ended):
+        if message.code:
+            return Event.PREFILL_FAILED if is_prefill else Event.DECODE_FAILED
+        return Event.PREFILL_ENDED if is_prefill else Event.DECODE_ENDED
+    return _EVENTS.get(type(message), Event.OTHER)
+
+
+def state_table_markdown() -> str:
+    """The table for people: a row an event, a column a phase. `x → y`: action and next phase, `·`: nothing happens."""
+    head = ["", *(phase.value for phase in Phase)]
+    lines = [head, ["---"] * len(head)]
+    for event in Event:
+        lines.append([f"**{event.value}**", *(_cell_text(phase, TABLE[phase, event]) for phase in Phase)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell_text(phase: Phase, cell: Cell) -> str:
+    if cell.action == "ignore":
+        return "·"
+    action = cell.action.replace("_", " ")
+    return action if cell.phase is phase else f"{action} → {cell.phase.value}"

@@ -1,0 +1,84 @@
+"""Stamps of one request -> Timing. Phases are gaps between consecutive stamps, so they add up by construction.
+
+Stamps are this process's monotonic clock. What a worker measured on its own clock is cut to the gap it must lie in, so
+that what passes between processes falls into the delivery phases and is never negative.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+@dataclass(slots=True)
+class Stamps:
+    received: float
+    tokenized: float | None = None
+    routed: float | None = None
+    granted: float | None = None  # decode credit
+    prefill_sent: float | None = None  # to the worker that accepted it, after waiting here for its queue
+    first_sent: float | None = None  # first token message handed to gRPC
+    second_sent: float | None = None
+    last_sent: float | None = None
+
+
+@dataclass(slots=True)
+class Measured:
+    """What workers reported, each on its own clock."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    after_last_ready_s: float = 0.0
+    decode: worker_pb2.DecodeReport = field(default_factory=worker_pb2.DecodeReport)
+
+
+def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:
+    """`num_output_tokens`: of the longest choice. Phases that were not reached are 0."""
+    result = pb.Timing()
+    _first_phases(result, stamps, measured)
+    _second_phases(result, stamps, measured)
+    result.transfer_s = max(0.0, measured.transfer_s)
+    result.transfer_hidden_s = max(0.0, result.transfer_s - max(0.0, measured.after_last_ready_s))
+    if stamps.last_sent is not None:
+        result.total_s = stamps.last_sent - stamps.received
+        if num_output_tokens > 1 and stamps.first_sent is not None:
+            result.tpot_s = (stamps.last_sent - stamps.first_sent) / (num_output_tokens - 1)
+    return result
+
+
+def _first_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:
+    if stamps.first_sent is None or stamps.tokenized is None or stamps.routed is None or stamps.granted is None:
+        return
+    result.tokenize_s = stamps.tokenized - stamps.received
+    result.route_s = stamps.routed - stamps.tokenized
+    result.admit_s = stamps.granted - stamps.routed
+    gap = stamps.first_sent - stamps.granted
+    waited_here = (stamps.prefill_sent or stamps.granted) - stamps.granted
+    result.prefill_queue_s, result.prefill_s, result.first_delivery_s = _cut(
+        gap, waited_here + measured.queue_s, measured.prefill_s
+    )
+    result.ttft_s = stamps.first_sent - stamps.received
+
+
+def _second_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:
+    if stamps.first_sent is None or stamps.second_sent is None:
+        return
+    gap, decode = stamps.second_sent - stamps.first_sent, measured.decode
+    result.kv_wait_s, result.decode_queue_s, result.first_step_s, result.second_delivery_s = _cut(
+        gap, decode.kv_wait_s, decode.decode_queue_s, decode.first_step_s
+    )
+
+
+def _cut(gap_s: float, *parts_s: float) -> list[float]:
+    """The parts, cut so that they fit into the gap one after the other, and what is left of it."""
+    cut = []
+    for part_s in parts_s:
+        cut.append(min(max(part_s, 0.0), gap_s))
+        gap_s -= cut[-1]
+    return [*cut, gap_s]

@@ -1,0 +1,9 @@
+"""`python -m prefill_worker --model DIR --listen HOST:PORT`"""
+
+import sys
+
+from baton.worker.role import main
+from prefill_worker.settings import ROLE
+
+if __name__ == "__main__":
+    sys.exit(main(ROLE))

@@ -1,0 +1,57 @@
+"""What benches write: goals judged, arms interleaved, nothing in the file that names the machine it ran on."""
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def report_module():
+    spec = importlib.util.spec_from_file_location("report", ROOT / "bench" / "report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "value, against, goal, ratio, met",
+    [
+        (80, 100, "ratio >= 0.80", 0.8, True),
+        (79, 100, "ratio >= 0.80", 0.79, False),
+        (119, None, "value < 120", None, True),
+        (120, None, "value < 120", None, False),
+        (0, None, "value <= 0", None, True),
+        (5, 4, "", 1.25, None),
+    ],
+)
+def test_goals(report_module, value, against, goal, ratio, met):
+    row = report_module.Report("python bench/x.py", True).add("row", value, "s", against=against, goal=goal)
+    assert (row.ratio, row.met) == (ratio, met)
+
+
+def test_arms_take_turns(report_module):
+    order = []
+    arms = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
+    values = report_module.interleave(arms, 3)
+    assert "".join(order) == "abccbaabc"
+    assert values == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
+    assert report_module.medians(values) == {"a": 6, "b": 5, "c": 4}
+
+
+def test_the_file_names_no_host_and_no_path(report_module, tmp_path):
+    report = report_module.Report("python bench/x.py --quick", True)
+    report.add("row", 1.0, "s", against=2.0, limit=0.5, goal="ratio <= 1")
+    path = tmp_path / "report.json"
+    report.write(path)
+    text = path.read_text()
+    written = json.loads(text)
+    assert set(written) == {"command", "date", "quick", "machine", "versions", "rows"}
+    assert written["rows"] == [
+        {"row": "row", "value": 1.0, "unit": "s", "against": 2.0, "limit": 0.5, "ratio": 0.5, "goal": "ratio <= 1", "met": True}
+    ]
+    assert socket.gethostname() not in text and str(ROOT) not in text and str(Path.home()) not in text

@@ -1,0 +1,240 @@
+"""The engine on a real (small, random) model: batched, chunked, from the cache, parked and handed over, bit for bit as
+alone, and as transformers has it."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.models.spec import ModelError
+from baton.engine.request import Refusal
+from kvtransfer.layout import NumericsClass
+from tests.engine.toys import Collector, copy_kv, going_on, make_request, run
+
+VOCAB = 256
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    path = tmp_path_factory.mktemp("tiny")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def load(folder, **options) -> Engine:
+    defaults = dict(block_size=16, num_blocks=128, max_num_seqs=6, max_num_batched_tokens=200, threads=1)
+    return Engine.load(EngineConfig(model=folder, **(defaults | options)))
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The answer of a request with an engine to itself, as records: computed once per request."""
+    answers = {}
+
+    def answer(request):
+        if request.key not in answers:
+            answers[request.key] = run(load(folder, max_num_batched_tokens=512), [request])[request.key]
+        return answers[request.key]
+
+    return answer
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    return [random.Random(seed * 1000 + index).randrange(VOCAB) for index in range(num_tokens)]
+
+
+def mix(longer: int = 0) -> list:
+    """Greedy and seeded, short and long, some with a prefix in common, with logprobs and penalties."""
+    shared = prompt(140, 0)
+    sampled = dict(temperature=0.9, top_k=50, top_p=0.95)
+    return [
+        make_request("greedy", prompt(70, 1), 60 + longer, logprobs=3),
+        make_request("short", prompt(3, 2), 90 + longer, logprobs=0),
+        make_request("shared", shared + prompt(20, 3), 50 + longer, logprobs=2),
+        make_request("sampled", shared + prompt(31, 4), 60 + longer, seed=7, **sampled),
+        make_request("choices", shared[:100], 40 + longer, n=3, seed=8, logprobs=1, **sampled),
+        make_request("repeated", prompt(90, 5), 60 + longer, seed=9, repetition_penalty=1.3, **sampled),
+        make_request("present", prompt(20, 7), 30 + longer, seed=10, presence_penalty=0.4, **sampled),
+        make_request("frequent", prompt(64, 6), 60 + longer, frequency_penalty=0.7, logit_bias=((5, 2.0), (9, -3.0))),
+    ]
+
+
+def check_as_alone(records: Collector, requests, alone) -> None:
+    for request in requests:
+        record, expected = records[request.key], alone(request)
+        assert not record.ended.error
+        assert record.answer() == expected.answer(), request.key
+        assert record.logprobs == expected.logprobs, f"{request.key}: logprobs differ in their bits"
+
+
+def submit_all(engine: Engine, requests, chance: random.Random | None = None) -> Collector:
+    """Submits as the engine takes them, a few steps apart where a chance is given."""
+    records = Collector()
+    for request in requests:
+        while True:
+            try:
+                engine.submit(request)
+                break
+            except Refusal:
+                records.take(engine.step())
+        for _ in range(chance.randint(0, 12) if chance else 0):
+            records.take(engine.step())
+    return run(engine, collector=records)
+
+
+@pytest.mark.parametrize("dtype, block_size", [("fp32", 16), ("fp32", 128), ("bf16", 16), ("bf16", 32)])
+def test_batched_and_chunked_as_alone(folder, dtype, block_size):
+    requests = mix()
+    options = dict(dtype=dtype, block_size=block_size, num_blocks=2048 // block_size)
+    singles = {request.key: run(load(folder, max_num_batched_tokens=512, **options), [request]) for request in requests}
+    for chunk in (70, 150):
+        engine = load(folder, max_num_batched_tokens=chunk, **options)
+        records = submit_all(engine, requests, random.Random(chunk))
+        check_as_alone(records, requests, lambda request: singles[request.key][request.key])
+        assert engine.ledger.num_available == engine.num_blocks
+
+
+def test_parked_and_back_as_alone(folder, alone):
+    requests = [replace(request, key=request.key._replace(attempt=9)) for request in mix(longer=90)]
+    engine = load(folder, num_blocks=40, max_num_batched_tokens=100)
+    records = submit_all(engine, requests)
+    assert sum(records[request.key].ended.report.num_preemptions for request in requests) > 2
+    check_as_alone(records, requests, alone)
+
+
+def test_from_the_cache_as_alone(folder, alone):
+    requests = mix()
+    engine = load(folder, num_blocks=512)
+    submit_all(engine, requests)
+    again = [replace(request, key=request.key._replace(attempt=1)) for request in requests]
+    records = submit_all(engine, again)
+    for request, second in zip(requests, again, strict=True):
+        assert records[second.key].first.num_cached_tokens == (len(request.token_ids) - 1) // 64 * 64
+        assert records[second.key].answer() == alone(request).answer()
+        assert records[second.key].logprobs == alone(request).logprobs
+
+
+def test_the_next_turn_from_decoded_kv_as_from_scratch(folder):
+    """KV that was decoded feeds the next turn's prefill: the same bits as reading it all."""
+    engine = load(folder)
+    first = make_request("a", prompt(100, 1), 120)
+    answer = run(engine, [first])[first.key].answer()[0][0]
+    second = make_request("b", [*first.token_ids, *answer, *prompt(10, 2)], 40, logprobs=2)
+    warm, cold = run(engine, [second])[second.key], run(load(folder), [second])[second.key]
+    assert warm.first.num_cached_tokens == 192 and cold.first.num_cached_tokens == 0
+    assert warm.answer() == cold.answer() and warm.logprobs == cold.logprobs
+
+
+def test_handed_over_as_alone(folder, alone):
+    requests = mix()
+    prefill, decode = load(folder, max_num_batched_tokens=100), load(folder, num_blocks=80)
+    firsts, rest = Collector(), Collector(first_index=1)
+    for request in requests:
+        while True:
+            try:
+                num_cached = decode.admit(request)
+                break
+            except Refusal:
+                rest.take(decode.step())
+        acceptance = prefill.accept(request)
+        while firsts[request.key].first is None:
+            firsts.take(prefill.step())
+        num_tokens, skip = len(request.token_ids), num_cached // 16
+        refs = decode.set_aside(request.key, num_tokens)
+        copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
+        decode.verified(request.key, num_tokens)
+        decode.fetch_settled(request.key)
+        decode.start(request.key, going_on(firsts[request.key].first))
+        prefill.release_lease(request.key)
+        rest.take(decode.step())
+    run(decode, collector=rest)
+    run(prefill, collector=firsts)
+    for request in requests:
+        whole = alone(request)
+        for first in firsts[request.key].first.first_tokens:
+            assert [first.token_id, *rest[request.key].tokens[first.choice]] == whole.tokens[first.choice]
+            if request.sampling.logprobs is not None:
+                assert [first.logprobs, *rest[request.key].logprobs[first.choice]] == whole.logprobs[first.choice]
+
+
+def test_greedy_as_transformers(folder, alone):
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for request in mix():
+        if request.key.request_id in ("greedy", "short", "shared"):
+            ids = torch.tensor([request.token_ids])
+            with torch.no_grad():
+                mask = torch.ones_like(ids)
+                whole = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=request.max_tokens)
+            assert alone(request).tokens[0] == whole[0, len(request.token_ids) :].tolist()
+
+
+def test_load_says_what_it_chose(folder):
+    engine = load(folder, dtype="auto", num_blocks=None, max_num_seqs=4)
+    assert engine.config.dtype == engine.config.kv_dtype == "fp32"
+    assert engine.config.max_model_len == 512 and engine.num_blocks == 4 * 32
+    assert re.search(r"attention \w+ \(not \w+: .+\); linear \w+ \(not \w+: .+\)", engine.start_line)
+    assert "128 blocks of 16 tokens" in engine.start_line and "\n" not in engine.start_line
+    assert NumericsClass.parse(str(engine.numerics_class)).compute == "fp32"
+    assert str(load(folder).numerics_class) == str(engine.numerics_class)
+    assert str(load(folder, dtype="bf16").numerics_class) != str(engine.numerics_class)
+    assert len(engine.model_identity) == 32
+
+
+def test_the_pool_lies_in_memory_that_is_given(folder):
+    given = []
+
+    def memory_for(num_bytes: int) -> memoryview:
+        given.append(bytearray(num_bytes))
+        return memoryview(given[0])
+
+    config = EngineConfig(model=folder, block_size=16, num_blocks=32, max_num_seqs=2, threads=1)
+    engine = Engine.load(config, memory_for)
+    assert len(given[0]) == 32 * engine.layout.block_bytes
+    run(engine, [make_request("a", prompt(50, 1), 4)])
+    assert any(given[0])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(block_size=24), "block_size 24"),
+        (dict(dtype="int3"), "dtype 'int3'"),
+        (dict(num_blocks=0), "num_blocks 0"),
+        (dict(max_num_seqs=64, max_num_batched_tokens=100), "max_num_batched_tokens 100: at least max_num_seqs"),
+        (dict(max_model_len=4096), "max_model_len 4096: the model's context is 512"),
+        (dict(max_model_len=512, num_blocks=4), "num_blocks 4: one context of 512 needs 32"),
+        (dict(attention="none"), "attention backend 'none'"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(folder, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        load(folder, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_small_pool_shortens_the_context(folder):
+    assert load(folder, num_blocks=8).config.max_model_len == 128
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ModelError, match="nowhere"):
+        load(tmp_path / "nowhere")

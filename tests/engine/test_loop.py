@@ -1,0 +1,230 @@
+"""The loop's thread: wakes, beats, survives a crash, stops."""
+
+import threading
+import time
+
+import pytest
+
+from baton.engine.loop import EngineLoop
+from baton.engine.request import Refusal, RequestEnded
+from tests.engine.test_scheduling import prompt
+from tests.engine.toys import Collector, copy_kv, going_on, make_request, toy_answer, toy_engine
+
+PATIENCE_S = 30
+
+
+class Gathered:
+    """Outputs of a loop; `wait` returns when a condition on the records holds."""
+
+    def __init__(self, first_index: int = 0):
+        self.records = Collector(first_index)
+        self.changed = threading.Condition()
+
+    def __call__(self, outputs):
+        assert outputs
+        with self.changed:
+            self.records.take(outputs)
+            self.changed.notify_all()
+
+    def wait(self, condition):
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self.records), PATIENCE_S), dict(self.records)
+
+
+@pytest.fixture
+def loop_of():
+    loops = []
+
+    def make(engine, gathered) -> EngineLoop:
+        loops.append(EngineLoop(engine, gathered))
+        loops[-1].start()
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.stop()
+        assert not loop.is_alive
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_answers_from_many_threads(loop_of):
+    engine, gathered = toy_engine(max_num_seqs=8, num_blocks=128), Gathered()
+    loop = loop_of(engine, gathered)
+    requests = [make_request(f"r{i}", prompt(30 + 20 * i, i % 3), 30, temperature=1.0, seed=i) for i in range(20)]
+
+    def submit(mine):
+        for request in mine:
+            while True:
+                try:
+                    engine.submit(request)
+                    break
+                except Refusal as refusal:
+                    time.sleep(refusal.retry_after_s)
+
+    threads = [threading.Thread(target=submit, args=(requests[start::4],)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        engine.check_integrity()
+        engine.load_report()
+    gathered.wait(lambda records: sum(record.ended is not None for record in records.values()) == 20)
+    for thread in threads:
+        thread.join()
+    for request in requests:
+        assert gathered.records[request.key].answer() == toy_answer(request)
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks
+    assert loop.step_number == engine.step_number > 0
+
+
+def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
+    engine, gathered = toy_engine(), Gathered()
+    loop = loop_of(engine, gathered)
+    before = loop.last_beat
+    wait_until(lambda: loop.last_beat > before)
+    stalled, go_on = threading.Event(), threading.Event()
+
+    def stall(batch):
+        stalled.set()
+        go_on.wait(PATIENCE_S)
+
+    engine.runner.model.before_forward = stall
+    request = make_request("a", prompt(10), max_tokens=2)
+    engine.submit(request)
+    assert stalled.wait(PATIENCE_S)
+    beat = loop.last_beat
+    assert engine.load_report().num_running == 1  # answered while the step is in flight
+    engine.admit(make_request("b", prompt(10)))
+    time.sleep(0.6)
+    assert loop.last_beat == beat
+    go_on.set()
+    gathered.wait(lambda records: records[request.key].ended is not None)
+    wait_until(lambda: loop.last_beat > beat)
+
+
+def test_a_crash_ends_every_key_and_the_loop_goes_on(loop_of):
+    engine, gathered = toy_engine(num_blocks=128), Gathered()
+    loop_of(engine, gathered)
+    held, running, admitted = (make_request(name, prompt(90, i), 300) for i, name in enumerate("hra"))
+    engine.accept(held)
+    gathered.wait(lambda records: records[held.key].first is not None)
+    engine.admit(admitted)
+    engine.set_aside(admitted.key, 90)
+
+    def crash(batch):
+        raise RuntimeError("poison\nin two lines")
+
+    engine.runner.model.before_forward = crash
+    engine.submit(running)
+    keys = {request.key for request in (held, running, admitted)}
+    gathered.wait(lambda records: all(records[key].ended is not None for key in keys))
+    for key in keys:
+        ended = gathered.records[key].ended
+        assert ended.error == "failed" and ended.message == "engine step failed: RuntimeError: poison in two lines"
+    engine.check_integrity()
+    assert engine.load_report().blocks_by_holder["quarantined"] == 6
+    engine.fetch_settled(admitted.key)
+    assert engine.ledger.num_available == engine.num_blocks and engine.load_report().num_waiting_tokens == 0
+
+    engine.runner.model.before_forward = lambda batch: None
+    again = make_request("again", prompt(90, 1), 20)
+    engine.submit(again)
+    gathered.wait(lambda records: records[again.key].ended is not None)
+    assert gathered.records[again.key].answer() == toy_answer(again)
+
+
+def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
+    engine = toy_engine()
+    gone, running = make_request("g", prompt(40)), make_request("r", prompt(40, 2))
+    done = make_request("d", prompt(9), max_tokens=2)
+    engine.submit(done)
+    engine.submit(running)
+    records = Collector()
+    records.take(engine.step())
+    engine.admit(gone)
+    engine.cancel(gone.key)
+    take, engine.results._finish = engine.results._finish, None  # crashes behind the last token of `done`
+    with pytest.raises(TypeError):
+        engine.step()
+    engine.results._finish = take
+    records.take(engine.fail("crashed"))
+    errors = {key.request_id: record.ended.error for key, record in records.items()}
+    assert errors == {"g": "cancelled", "d": "failed", "r": "failed"}
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks and not engine.has_work()
+
+
+def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):
+    """Only a lease's end makes room: the waiting request goes on although nothing was submitted."""
+    engine, gathered = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2), Gathered()
+    loop_of(engine, gathered)
+    held = make_request("held", prompt(120), max_tokens=4)
+    engine.accept(held)
+    gathered.wait(lambda records: records[held.key].first is not None)
+    growing = make_request("growing", prompt(40, 2), max_tokens=180)
+    engine.submit(growing)
+    wait_until(lambda: engine.load_report().num_waiting == 1)
+    engine.check_integrity()
+    engine.release_lease(held.key)
+    gathered.wait(lambda records: records[growing.key].ended is not None)
+    assert gathered.records[growing.key].answer() == toy_answer(growing)
+    assert gathered.records[growing.key].ended.report.num_preemptions == 1
+
+
+def test_deadline_of_an_idle_loop(loop_of):
+    engine, gathered = toy_engine(), Gathered()
+    loop_of(engine, gathered)
+    request = make_request("a", prompt(10), deadline=time.monotonic() + 0.1)
+    engine.admit(request)
+    gathered.wait(lambda records: records[request.key].ended is not None)
+    assert gathered.records[request.key].ended.error == "deadline"
+
+
+def test_two_loops_hand_over(loop_of):
+    prefill, decode = toy_engine(max_num_batched_tokens=68), toy_engine()
+    firsts, rest = Gathered(), Gathered(first_index=1)
+    loop_of(prefill, firsts)
+    loop_of(decode, rest)
+    requests = [make_request(f"r{i}", prompt(150, i), 40, temperature=1.0, seed=i, n=1 + i % 2) for i in range(4)]
+    for request in requests:
+        decode.admit(request)
+        acceptance = prefill.accept(request)
+        firsts.wait(lambda records, key=request.key: records[key].first is not None)
+        refs = decode.set_aside(request.key, 150)
+        copy_kv(prefill, acceptance.blocks, decode, refs)
+        decode.verified(request.key, 150)
+        decode.fetch_settled(request.key)
+        decode.start(request.key, going_on(firsts.records[request.key].first))
+        prefill.release_lease(request.key)
+    keys = [request.key for request in requests]
+    rest.wait(lambda records: all(records[key].ended is not None for key in keys))
+    firsts.wait(lambda records: all(records[key].ended is not None for key in keys))
+    for request in requests:
+        done = firsts.records[request.key].first.first_tokens
+        tokens = {first.choice: [first.token_id, *rest.records[request.key].tokens[first.choice]] for first in done}
+        assert tokens == {choice: answer for choice, (answer, _) in toy_answer(request).items()}
+    for engine in (prefill, decode):
+        engine.check_integrity()
+        assert engine.ledger.num_available == engine.num_blocks
+
+
+def test_stop_leaves_the_keys_and_is_idempotent():
+    engine, gathered = toy_engine(), Gathered()
+    loop = EngineLoop(engine, gathered)
+    loop.start()
+    request = make_request("a", prompt(10), max_tokens=400)
+    engine.submit(request)
+    gathered.wait(lambda records: request.key in records)
+    loop.stop()
+    loop.stop()
+    assert not loop.is_alive
+    assert not any(isinstance(record.ended, RequestEnded) for record in gathered.records.values())
+    engine.cancel(request.key)
+    assert engine.step()[0].error == "cancelled"
+    engine.check_integrity()

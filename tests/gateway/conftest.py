@@ -1,0 +1,122 @@
+"""A small model folder without weights, and a gateway in this process between FakeWorkers."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from baton.service import server as grpc_server
+from baton.v1 import inference_pb2_grpc
+from gateway.gateway import Gateway
+from gateway.model_folder import read_folder
+from gateway.settings import GatewaySettings
+from tests.gateway.fake_worker import FakeWorker
+
+CONTROLS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+TEXTS = ["The quick brown fox jumps over the lazy dog. Größe, façade, naïve, 東京, Здравствуйте, 🙂. " * 8]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """A model folder as the gateway reads it; vocabulary of 400, context 1,024."""
+    path = tmp_path_factory.mktemp("folder") / "fake"
+    path.mkdir()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=CONTROLS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    write = lambda name, value: (path / name).write_text(json.dumps(value))  # noqa: E731
+    write("config.json", {"max_position_embeddings": 1024, "vocab_size": 400, "eos_token_id": 0})
+    write("generation_config.json", {"do_sample": False, "eos_token_id": [0, 4]})
+    write("tokenizer_config.json", {"chat_template": TEMPLATE, "eos_token": "<|endoftext|>"})
+    return path
+
+
+@pytest.fixture(scope="session")
+def digest(folder) -> bytes:
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest()
+
+
+@dataclass
+class Cluster:
+    """A gateway between FakeWorkers, and a client's stub."""
+
+    gateway: Gateway
+    prefill: list[FakeWorker]
+    decode: list[FakeWorker]
+    stub: inference_pb2_grpc.InferenceStub
+    channel: grpc.aio.Channel
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    async def idle(self) -> None:
+        """Every worker has everything back, and the gateway has no leg open."""
+        async with asyncio.timeout(10):
+            while any(worker.held for worker in self.workers) or any(link.legs for link in self.gateway.registry.links):
+                await asyncio.sleep(0.005)
+
+    async def until(self, is_true) -> None:
+        async with asyncio.timeout(10):
+            while not is_true():
+                await asyncio.sleep(0.002)
+
+    async def spread(self) -> None:
+        """Every worker's index events have arrived."""
+        feeds = self.gateway.index._feeds
+        await self.until(
+            lambda: all(
+                len(feeds[w.instance + w.epoch.to_bytes(8, "little")].spans) == len(w.spans)
+                for w in self.workers
+                if w.instance + w.epoch.to_bytes(8, "little") in feeds
+            )
+        )
+
+
+@pytest.fixture
+def cluster(folder, digest):
+    """`async with cluster(num_prefill=1, num_decode=1, **settings) as c`."""
+
+    @contextlib.asynccontextmanager
+    async def start(num_prefill: int = 1, num_decode: int = 1, **settings):
+        vocab_size = 400
+        prefill = [await FakeWorker("prefill", digest, vocab_size).start() for _ in range(num_prefill)]
+        decode = [await FakeWorker("decode", digest, vocab_size).start() for _ in range(num_decode)]
+        values = {
+            "model": folder,
+            "listen": "127.0.0.1:0",
+            "prefill_workers": tuple(worker.address for worker in prefill),
+            "decode_workers": tuple(worker.address for worker in decode),
+            **settings,
+        }
+        values.setdefault("split", "always" if prefill else "auto")
+        settings = GatewaySettings(**values)
+        server = grpc_server.make_server(max_message_bytes=4 << 20)
+        port = grpc_server.bind(server, settings.listen)
+        gateway = Gateway(settings, read_folder(folder), server)
+        stop = asyncio.Event()
+        running = asyncio.create_task(gateway.run(port, stop))
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        c = Cluster(gateway, prefill, decode, inference_pb2_grpc.InferenceStub(channel), channel, prefill + decode)
+        try:
+            await c.until(lambda: all(link.serving for link in gateway.registry.links))
+            yield c
+        finally:
+            await channel.close()
+            stop.set()
+            assert await running == 0
+            for worker in c.workers:
+                await worker.stop()
+
+    return start

@@ -1,0 +1,52 @@
+"""Looks into a worker through a session of its own, as a second gateway would: its blocks by holder."""
+
+import queue
+import time
+
+import grpc
+
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+
+HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
+
+
+class Probe:
+    """Blocking; one session with one worker, held open until `close()`."""
+
+    def __init__(self, target: str):
+        self._commands: queue.SimpleQueue = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(target)
+        self._events = worker_pb2_grpc.WorkerStub(self._channel).Session(iter(self._commands.get, None), timeout=900)
+        hello = pb.Hello(protocol_min=1, protocol_max=1, instance=b"probe")
+        self._commands.put(pb.Command(hello=hello))
+        self.hello = next(event.hello for event in self._events if event.HasField("hello"))
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._events.cancel()
+        self._channel.close()
+
+    def load(self) -> pb.Load:
+        """The next report of the worker."""
+        return next(event.load for event in self._events if event.HasField("load"))
+
+    def blocks(self) -> dict[str, int]:
+        return self._by_holder(self.load())
+
+    def wait_idle(self, timeout_s: float = 15) -> dict[str, int]:
+        """Waits until every block is cached or free and nothing runs or waits; returns the blocks by holder."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            load = self.load()
+            blocks = self._by_holder(load)
+            idle = blocks["cached"] + blocks["free"] == load.num_blocks_total
+            if idle and not load.num_running and not load.num_waiting:
+                return blocks
+            assert time.monotonic() < deadline, f"still held after {timeout_s} s: {blocks}, {load}"
+
+    @staticmethod
+    def _by_holder(load: pb.Load) -> dict[str, int]:
+        blocks = dict(zip(HOLDERS, load.blocks_by_holder, strict=True))
+        assert sum(blocks.values()) == load.num_blocks_total, f"the ledger does not balance: {load}"
+        return blocks

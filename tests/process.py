@@ -1,0 +1,88 @@
+"""One process of a test or a bench: started in a session of its own, its output in files, never left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# Not a preexec_fn: that takes a fork, which gRPC's threads in this process would see.
+_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
+
+
+class Process:
+    """A child with `NAME.out` and `NAME.log` (stdout, stderr) in `folder`; it dies with the process that started it."""
+
+    def __init__(self, name: str, argv: list[str], folder: Path, env: dict[str, str] | None = None):
+        self.name, self.argv = name, argv
+        self.out, self.log = folder / f"{name}.out", folder / f"{name}.log"
+        self.started = time.monotonic()
+        self.killed = False  # on purpose, by a test
+        self._terminated = False
+        with self.out.open("wb") as out, self.log.open("wb") as log:
+            self.popen = subprocess.Popen(
+                [*_DIE_WITH_PARENT, *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def ready(self, timeout_s: float = 60) -> dict[str, str]:
+        """The fields of the `ready key=value ...` line. Raises RuntimeError with the log when none comes."""
+        deadline = self.started + timeout_s
+        while True:
+            found = re.search(r"^ready (.*)\n", self.out.read_text(errors="replace"), re.MULTILINE)
+            if found:
+                return dict(field.split("=", 1) for field in found[1].split())
+            if not self.alive or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} is not ready (exit {self.popen.poll()})\n{self.text()}")
+            time.sleep(0.01)
+
+    def text(self) -> str:
+        """Everything it has written."""
+        parts = (path.read_text(errors="replace") for path in (self.out, self.log))
+        return f"--- {self.name}: {' '.join(self.argv)}\n" + "".join(parts)
+
+    def tail(self, num_lines: int = 25) -> str:
+        return "\n".join(self.text().splitlines()[-num_lines:])
+
+    def wait(self, timeout_s: float = 30) -> int:
+        return self.popen.wait(timeout_s)
+
+    def terminate(self) -> None:
+        """SIGTERM, once: a second one would ask it to go without draining."""
+        if self.alive and not self._terminated:
+            self._terminated = True
+            self.popen.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to it and all it has started."""
+        self.killed = self.killed or self.alive
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.popen.wait()
+
+    def stop(self, timeout_s: float = 15) -> int:
+        """SIGTERM, then SIGKILL to what is left; returns the exit status (that of SIGKILL: it did not stop)."""
+        self.terminate()
+        try:
+            self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+        return self.popen.returncode

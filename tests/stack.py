@@ -1,0 +1,112 @@
+"""A real stack: gateways, prefill and decode workers as separate processes, on ports that the system gives out."""
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.process import Process
+
+# What no log may ever contain.
+_BROKEN = re.compile(r"Traceback|was never retrieved|Task was destroyed|coroutine .* was never awaited")
+
+
+class Stack:
+    """Start with `with Stack(...) as stack`; what did not stop by itself is killed at the end."""
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        num_gateways: int = 1,
+        options: Sequence[str] = (),
+        prefill_options: Sequence[str] = (),
+        decode_options: Sequence[str] = (),
+        gateway_options: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ):
+        """`options` go to both roles of workers. `folder` receives the logs."""
+        self.model, self.folder = model, folder
+        self.num_gateways = num_gateways
+        self.gateway_options = list(gateway_options)
+        self.env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        self._plans = [(f"prefill{i}", "prefill_worker", [*options, *prefill_options]) for i in range(num_prefill)]
+        self._plans += [(f"decode{i}", "decode_worker", [*options, *decode_options]) for i in range(num_decode)]
+        self.prefill: list[Process] = []
+        self.decode: list[Process] = []
+        self.gateways: list[Process] = []
+        self.address: dict[str, str] = {}  # process name -> host:port of its gRPC server
+
+    def __enter__(self) -> "Stack":
+        folder = self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            for name, module, options in self._plans:
+                role = self.prefill if module == "prefill_worker" else self.decode
+                role.append(self._spawn(name, module, options))
+            self._await(self.workers)
+            for i in range(self.num_gateways):
+                self.gateways.append(self._spawn(f"gateway{i}", "gateway", self._gateway_options()))
+            self._await(self.gateways)
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stop()
+
+    @property
+    def workers(self) -> list[Process]:
+        return self.prefill + self.decode
+
+    @property
+    def processes(self) -> list[Process]:
+        return self.gateways + self.workers
+
+    @property
+    def target(self) -> str:
+        """host:port of the first gateway."""
+        return self.address["gateway0"]
+
+    def stop(self) -> dict[str, int]:
+        """Gateways first, then workers, by SIGTERM; returns the exit status of each that no test has killed, by name."""
+        statuses = {}
+        for group in (self.gateways, self.workers):
+            alive = [process for process in group if not process.killed]
+            for process in alive:
+                process.terminate()
+            statuses |= {process.name: process.stop() for process in alive}
+        return statuses
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def text(self) -> str:
+        """All that all processes have written."""
+        return "\n".join(process.text() for process in self.processes)
+
+    def complaints(self) -> list[str]:
+        """Lines of the logs that tell of a fault nobody handled."""
+        return [f"{process.name}: {line}" for process in self.processes for line in _broken_lines(process)]
+
+    def _gateway_options(self) -> list[str]:
+        prefill = ",".join(self.address[process.name] for process in self.prefill)
+        decode = ",".join(self.address[process.name] for process in self.decode)
+        return ["--prefill-workers", prefill, "--decode-workers", decode, *self.gateway_options]
+
+    def _spawn(self, name: str, module: str, options: list[str]) -> Process:
+        argv = [sys.executable, "-m", module, "--model", str(self.model), "--listen", "127.0.0.1:0", *options]
+        return Process(name, argv, self.folder, self.env)
+
+    def _await(self, processes: list[Process]) -> None:
+        for process in processes:
+            self.address[process.name] = process.ready()["grpc"]
+
+
+def _broken_lines(process: Process) -> list[str]:
+    return [line for line in process.text().splitlines() if _BROKEN.search(line)]
