@@ -1,4 +1,4 @@
-"""Between the session's protobuf and the engine's vocabulary. What a peer sent is checked: ValueError names the field."""
+"""Between the session's protobuf and the engine's vocabulary. What a peer sent is checked: a ValueError names it."""
 
 import math
 from collections.abc import Iterable
