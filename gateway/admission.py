@@ -50,7 +50,7 @@ class Line:
         return not self._places
 
     def join(self, priority: int, call: Callable[[], None]) -> Place:
-        """`call` is called each time the place is first and there may be room. Raises Overloaded when the line is full."""
+        """`call` is called each time the place is first and there may be room. Raises Overloaded: the line is full."""
         if len(self._places) >= self._max:
             raise Overloaded(
                 f"every worker is full and {self._max} requests wait already", _RETRY_AFTER_S, reason="QUEUE_FULL"

@@ -54,7 +54,12 @@ class Answer:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     def push(
-        self, index: int, first_index: int, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int
+        self,
+        index: int,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[pb.Logprobs],
+        finish_reason: int,
     ) -> None:
         """Tokens of a choice from output index `first_index` on; those that are known already must be the same.
         Raises Diverged."""

@@ -11,7 +11,15 @@ from collections.abc import Callable
 import grpc
 
 from baton.service.codec import budget_ms
-from baton.service.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, from_code
+from baton.service.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    from_code,
+)
 from baton.v1 import worker_pb2 as pb
 from gateway.admission import Line, Lines, Place
 from gateway.answer import Answer, Diverged
@@ -179,6 +187,7 @@ class Attempts:
 
     def _await_credit(self, event, before, refused: pb.Refused) -> None:
         self._note_refusal(self._decode.link, refused)
+        self._decode.close()
         self._decode = None
         if self._registry.others(self._registry.decode, self._avoid | self._refused):
             self._call_room()
@@ -216,6 +225,7 @@ class Attempts:
     def _await_prefill(self, event, before, refused: pb.Refused | None) -> None:
         if refused is not None:
             self._note_refusal(self._prefill.link, refused)
+            self._prefill.close()
             self._prefill = None
             if self._registry.others(self._registry.prefill, self._avoid | self._refused):
                 self._call_room()
@@ -288,9 +298,8 @@ class Attempts:
             raise error from None
 
     def _end_full(self, event, before, subject) -> None:
-        self._end(
-            Overloaded(f"no worker had room for {self._max_queue_wait_s:g} s", self._max_queue_wait_s / 10, "QUEUE_WAIT")
-        )
+        waited_s = self._max_queue_wait_s
+        self._end(Overloaded(f"no worker had room for {waited_s:g} s", max(1.0, waited_s / 10), reason="QUEUE_WAIT"))
 
     def _end_unread(self, event, before, subject) -> None:
         self._end(Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER"))
@@ -321,7 +330,8 @@ class Attempts:
                 if before is Phase.FETCHING and self._prefill is not None:
                     self._suspects.append((blamed, blamed.worker_id))
         else:
-            what = subject.reason if isinstance(subject, Lost) else "it ended early" if subject else "it does not answer"
+            silent = "it ended early" if subject else "it does not answer"
+            what = subject.reason if isinstance(subject, Lost) else silent
             sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.begun else ""
             error = Unavailable(
                 f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=f"{role.upper()}_WORKER_LOST"

@@ -82,7 +82,8 @@ class Gateway:
         admin_port = await admin.start(settings.admin)
         self.registry.on_change = self._on_change
         await server.start()
-        ready_line = f"ready grpc={_host(settings.listen)}:{port} admin={_host(settings.admin)}:{admin_port} pid={os.getpid()}"
+        grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
+        ready_line = f"ready grpc={grpc_address} admin={admin_address} pid={os.getpid()}"
         tasks = [
             asyncio.create_task(self.registry.run(), name="registry"),
             asyncio.create_task(self._watch(health, ready_line), name="readiness"),

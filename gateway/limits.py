@@ -1,4 +1,5 @@
-"""A message from outside becomes a Checked request, or InvalidRequest that names the field. Nothing is allocated before."""
+"""A message from outside becomes a Checked request, or InvalidRequest that names the field. Nothing is allocated
+before."""
 
 import math
 import re

@@ -196,12 +196,12 @@ class RedisIndex:
     async def _hold_writer(self, entry: _Worker) -> None:
         """One gateway writes. Two that do for a moment write the same, so no more care is taken."""
         name = b"baton:writer:" + entry.worker
-        was_ours = entry.is_ours
-        entry.is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
-        if not entry.is_ours and await self._control.get(name) == self._gateway:
+        is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
+        if not is_ours and await self._control.get(name) == self._gateway:
             await self._control.expire(name, WRITER_TTL_S)
-            entry.is_ours = True
-        if entry.is_ours and not was_ours:
+            is_ours = True
+        was_ours, entry.is_ours = entry.is_ours, is_ours
+        if is_ours and not was_ours:
             entry.feed.subscribe()
 
     async def _hold_slot(self, entry: _Worker) -> None:
@@ -273,7 +273,7 @@ def _client(url: str, timeout_s: float, max_connections: int) -> redis.Redis:
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
-        protocol=3,
+        protocol=2,  # bit strings need no more, and it connects in one round trip less
         client_name="baton-gateway",
     )
     return redis.Redis(connection_pool=pool)

@@ -92,7 +92,7 @@ class Registry:
     def route(
         self, num_tokens: int, max_len: int, matches: Mapping[bytes, int], avoid: Collection[bytes]
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """(decision, prefill link, decode link); workers in `avoid` only where there is nobody else. Raises Unavailable."""
+        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else. Raises Unavailable."""
         try:
             return self._route(num_tokens, max_len, matches, avoid)
         except NoRoute:
@@ -109,7 +109,7 @@ class Registry:
     def source_for(
         self, taker: WorkerLink, num_tokens: int, matches: Mapping[bytes, int], avoid: Collection[bytes]
     ) -> WorkerLink | None:
-        """Another prefill worker that `taker` can take KV from; None: it reads the prompt itself. Raises Unavailable."""
+        """A prefill worker that `taker` can take KV from; None: it reads the prompt itself. Raises Unavailable."""
         here = self._candidate(taker, matches)
         for avoided in (avoid, ()):
             sources = self._candidates(self.prefill, matches, avoided)
@@ -163,9 +163,10 @@ class Registry:
         if hello.tokenizer_digest != self._folder.tokenizer_digest:
             return f"has another tokenizer.json than {self._folder.path}"
         if self.identity not in (None, hello.model_identity):
-            return f"serves another model ({hello.model.name}: config or weights differ) than the workers that were first"
+            return f"serves another model than the workers that came first: config or weights differ"
         if hello.model.vocab_size != self._folder.vocab_size:
-            return f"has {hello.model.vocab_size} token ids, {self._folder.path / 'config.json'} {self._folder.vocab_size}"
+            config = self._folder.path / "config.json"
+            return f"has {hello.model.vocab_size} token ids, {config} has {self._folder.vocab_size}"
         return None
 
     def _on_link_change(self, link: WorkerLink) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from baton.service.errors import BatonError, DeadlineExceeded, Internal, InvalidRequest, Unavailable, abort
+from baton.service.errors import BatonError, DeadlineExceeded, Internal, Unavailable, abort
 from baton.service.logs import fields
 from baton.service.telemetry import TraceContext, new_context, parse_traceparent
 from baton.v1 import inference_pb2 as pb

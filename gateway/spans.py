@@ -22,7 +22,8 @@ def draw(record: Record, error: BaseException | None) -> None:
         kind="server",
     )
     if stamps.tokenized is not None:
-        _draw_child(record.context, "route", stamps.tokenized, stamps.routed or ended, _route_attributes(record), status)
+        routed = stamps.routed or ended
+        _draw_child(record.context, "route", stamps.tokenized, routed, _route_attributes(record), status)
     if stamps.routed is not None:
         _draw_child(record.context, "admit", stamps.routed, stamps.granted or ended, {}, status)
 

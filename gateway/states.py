@@ -6,7 +6,8 @@
       ▼    │ room            ▼  │ room
     awaiting credit        awaiting prefill
 
-A worker that is lost or fails sends the request back to `admitting` with what it has so far; every other trouble ends it.
+A worker that is lost or fails sends the request back to `admitting` with what it has so far; every other trouble
+ends it.
 """
 
 from enum import Enum

@@ -66,9 +66,9 @@ class Tokenizer:
         return tokenizer.encode(text).ids
 
     def _spells_control(self, text: str) -> bool:
-        if self._pattern.search(text):
+        if self._normalizes and self._normalizer and self._pattern.search(self._normalizer.normalize_str(text)):
             return True
-        return bool(self._normalizes and self._normalizer and self._pattern.search(self._normalizer.normalize_str(text)))
+        return self._pattern.search(text) is not None
 
     def _encode_chat(self, rendered: Rendered) -> list[int]:
         text, spans = rendered

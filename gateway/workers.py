@@ -199,7 +199,8 @@ class WorkerLink:
         """One stream, to its end; returns why it ended."""
         call = worker_pb2_grpc.WorkerStub(channel).Session()
         outbox = asyncio.Queue()
-        outbox.put_nowait(pb.Command(hello=pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)))
+        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
+        outbox.put_nowait(pb.Command(hello=hello))
         writer = asyncio.create_task(_write(call, outbox), name=f"session writer {self.address}")
         try:
             return await self._read(call, outbox)

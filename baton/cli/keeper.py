@@ -15,7 +15,7 @@ import time
 
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES = 1 << 20
-_HOLD_S = 5.0  # a start that takes longer wants to be watched
+_HOLD_S = 30.0  # a start that takes longer wants to be watched
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 

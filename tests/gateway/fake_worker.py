@@ -1,7 +1,8 @@
 """FakeWorker: a real gRPC server that speaks worker.proto and computes nothing. Its tokens are a pure function of
 (prompt, choice, output index), so that any worker continues what another began.
 
-Gates hold it at a step (`worker.hold("prefill")`), scripts make it refuse or fail; `worker.held` is what it has not given back.
+Gates hold it at a step (`worker.hold("prefill")`), scripts make it refuse or fail; `worker.held` is what it has not
+given back.
 """
 
 import asyncio
@@ -244,7 +245,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def _send_done(self, session, key, spec, cached: int) -> list[int]:
         first = [self._first_token(spec, choice) for choice in range(spec.sampling.n)]
         self.seal(spec.span_hashes)
-        session.send(done=pb.Done(key=key, first_tokens=first, queue_s=0.001, prefill_s=0.002, num_cached_tokens=cached))
+        done = pb.Done(key=key, first_tokens=first, queue_s=0.001, prefill_s=0.002, num_cached_tokens=cached)
+        session.send(done=done)
         return [token.choice for token in first if not token.finished]
 
     def _first_token(self, spec, choice: int) -> pb.FirstToken:
@@ -263,9 +265,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _take(self, session, key, message) -> None:
         await self._pass("fetch")
-        lease = _leases[message.handle]
-        await lease.done.wait()
-        if lease.lost:
+        lease = _leases.get(message.handle)
+        if lease is not None:
+            await lease.done.wait()
+        if lease is None or lease.lost:
             raise _Failed(14, "KV_TRANSFER_FAILED")
         lease.taken.set()
         self.seal(self._specs[key].span_hashes)

@@ -221,7 +221,8 @@ async def test_two_gateways_share_what_they_served(cluster, server):
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=40), st.integers(), st.text(max_size=3)), max_size=12))
 def test_longest_runs(values):
     def bit(value, slot: int) -> bool:
-        return isinstance(value, bytes) and slot // 8 < len(value) <= NUM_SLOTS // 8 and bool(value[slot // 8] & 128 >> slot % 8)
+        is_there = isinstance(value, bytes) and slot // 8 < len(value) <= NUM_SLOTS // 8
+        return is_there and bool(value[slot // 8] & 128 >> slot % 8)
 
     expected = {}
     for slot in range(NUM_SLOTS):

@@ -33,8 +33,9 @@ def messages(chat) -> list[ChatMessage]:
 
 
 def reference(name: str, tokenizer_json: bytes):
+    tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_buffer(tokenizer_json), chat_template=TEMPLATES[name], **SPECIAL[name]
+        tokenizer_object=tokenizer, chat_template=TEMPLATES[name], **SPECIAL[name]
     )
 
 
@@ -96,7 +97,7 @@ async def test_a_token_across_the_border_of_a_content():
 
 async def test_a_template_that_moves_content_about():
     """What cannot be told apart is refused, not guessed."""
-    template = ChatTemplate("{% for m in messages %}{{ m['content'] | upper | length }}{{ m['content'] }}{% endfor %}", {})
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}", {})
     rendered = template.render_spans(messages([("user", "<|end|>")]))
     assert rendered.spans is None
     with pytest.raises(ControlTokenInContent):
@@ -125,5 +126,8 @@ def test_a_template_that_does_not_compile():
 
 
 def test_what_templates_are_given():
-    source = "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ strftime_now('%%') }}{% for i in range(3) %}{% break %}{% endfor %}"
+    source = (
+        "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ strftime_now('%%') }}"
+        "{% for i in range(3) %}{% break %}{% endfor %}"
+    )
     assert ChatTemplate(source, {}).render(messages([("user", "<é>")])) == '[{"role": "user", "content": "<é>"}]%'

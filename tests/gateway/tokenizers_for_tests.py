@@ -36,7 +36,7 @@ def byte_level(bos: str | None = None, unspecial: tuple[str, ...] = ()) -> bytes
 def sentencepiece(prepend: str = "always") -> bytes:
     """As Llama 2 ("normalizer") and Mistral ("first") have it: spaces are ▁, unknown characters are bytes."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{value:02X}>": value + 3 for value in range(256)}
-    letters = sorted({character for text in TEXTS for character in text if character.isascii() and character != " "} | set("[]/<>|_\n"))
+    letters = sorted(character for character in {*TEXTS[0], *"[]/<>|_\n"} if character.isascii() and character != " ")
     for character in ["▁", *letters]:
         vocab[character] = len(vocab)
     merges = [("▁", "t"), ("▁", "T"), ("h", "e"), ("▁t", "he"), ("▁T", "he"), ("o", "x"), ("▁", "h")]

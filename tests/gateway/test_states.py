@@ -1,0 +1,107 @@
+"""Every cell of the table: a request is brought into the phase, the event happens, and in the end nothing is left."""
+
+import asyncio
+
+import grpc
+import pytest
+
+import gateway.pipeline
+from baton.v1 import inference_pb2 as pb2
+from baton.v1 import worker_pb2 as pb
+from gateway.attempts import Attempts
+from gateway.states import TABLE, Event, Phase, state_table_markdown
+from gateway.workers import Lost, Tokens
+from tests.gateway.fake_worker import tokens_of
+from tests.gateway.test_answers import PROMPT, generate, ids_of
+
+MAX_TOKENS = 4
+EXPECTED = tokens_of(PROMPT, MAX_TOKENS, 400)
+# What holds a request in the phase.
+HOLDS = {
+    Phase.ADMITTING: ("decode", "admit"),
+    Phase.PREFILLING: ("prefill", "accept"),
+    Phase.FETCHING: ("prefill", "prefill"),
+    Phase.DECODING: ("decode", "decode"),
+    Phase.ENDING: ("decode", "end"),
+}
+REFUSALS = {Phase.AWAITING_CREDIT: "decode", Phase.AWAITING_PREFILL: "prefill"}
+LIVE = [phase for phase in Phase if phase is not Phase.ENDED]
+# An action may lead on at once: to another worker, out of the line, or to the end.
+LEADS_ON = {
+    "try_again": {Phase.ADMITTING, Phase.AWAITING_CREDIT, Phase.ENDED},
+    "await_credit": {Phase.AWAITING_CREDIT},
+    "ask_for_prefill": {Phase.PREFILLING, Phase.AWAITING_PREFILL},
+    "await_report": {Phase.ENDING, Phase.ENDED},
+}
+
+
+def subject(event: Event):
+    """What comes with the event, as a worker would say it."""
+    first = pb.FirstToken(choice=0, token_id=EXPECTED[0])
+    return {
+        Event.GRANTED: pb.Granted(),
+        Event.REFUSED: pb.Refused(reason="kv_full", retry_after_ms=20),
+        Event.ACCEPTED: pb.Accepted(lease_id=b"?", handle=b"of nobody", ticket=b"?"),
+        Event.DONE: pb.Done(first_tokens=[first]),
+        Event.FETCHED: pb.Fetched(transfer_s=0.1),
+        Event.TOKENS: Tokens(0, 0, tuple(EXPECTED[:1]), (), 0),
+        Event.DECODE_ENDED: pb.Ended(),
+        Event.PREFILL_ENDED: pb.Ended(),
+        Event.DECODE_FAILED: pb.Ended(code=13, reason="WHY", message="why"),
+        Event.PREFILL_FAILED: pb.Ended(code=13, reason="WHY", message="why"),
+        Event.DECODE_LOST: Lost("gone"),
+        Event.PREFILL_LOST: Lost("gone"),
+    }.get(event)
+
+
+async def bring_to(c, phase: Phase) -> None:
+    if phase in REFUSALS:
+        for worker in getattr(c, REFUSALS[phase]):
+            worker.refusals = ["kv_full"] * 100_000
+    else:
+        role, gate = HOLDS[phase]
+        for worker in getattr(c, role):
+            worker.hold(gate)
+
+
+def let_go(c) -> None:
+    for worker in c.workers:
+        worker.refusals = []
+        for gate in ("admit", "accept", "prefill", "fetch", "decode", "end"):
+            worker.release(gate)
+
+
+@pytest.mark.parametrize("event", Event, ids=lambda event: event.value.replace(" ", "-"))
+@pytest.mark.parametrize("phase", LIVE, ids=lambda phase: phase.value.replace(" ", "-"))
+async def test_cell(cluster, monkeypatch, phase, event):
+    made = []
+    monkeypatch.setattr(gateway.pipeline, "Attempts", lambda *args: made.append(Attempts(*args)) or made[0])
+    async with cluster(num_prefill=2, num_decode=2) as c:
+        await bring_to(c, phase)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].phase is phase)
+        attempts, cell = made[0], TABLE[phase, event]
+        if (phase, event) == (Phase.DECODING, Event.FINISHED):  # nobody says so before it is so
+            attempts._answer.push(0, 1, EXPECTED[1:], (), pb2.FINISH_REASON_LENGTH)
+        attempts.happen(event, subject(event))
+        assert attempts.phase in LEADS_ON.get(cell.action, {cell.phase})
+        if attempts.phase is Phase.ENDED:
+            attempts._call_room()  # its reader looks up: in life it was the reader that brought the event
+        let_go(c)
+        try:
+            assert ids_of(await running) == EXPECTED
+        except grpc.aio.AioRpcError as error:
+            assert cell.phase is Phase.ENDED or cell.action == "try_again", error
+            assert error.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+        else:
+            assert cell.phase is not Phase.ENDED or cell.action == "end_ok"
+        await c.idle()
+
+
+def test_the_table_is_whole():
+    assert set(TABLE) == {(phase, event) for phase in Phase for event in Event}
+    for cell in TABLE.values():
+        assert hasattr(Attempts, f"_{cell.action}")
+    assert {TABLE[Phase.ENDED, event] for event in Event} == {("ignore", Phase.ENDED)}
+    assert all(TABLE[phase, event].phase is Phase.ENDED for phase in LIVE for event in (Event.CANCEL, Event.DEADLINE))
+    assert state_table_markdown().count("\n") == len(Event) + 1
