@@ -81,11 +81,12 @@ class Keeper:
             if not self.started.done():
                 self.started.set_result(fields)
         ended = await child.ended()
-        if not self.started.done() and not self._stopping.is_set():
-            reason = child.last_words()
-            self.started.set_exception(StartError(reason or f"{self.name} {ended}", 2 if child.status == 2 else 1))
-        else:
+        if self.started.done():
             child.release()
+            return ended
+        reason = child.last_words()
+        if not self._stopping.is_set():  # else another's failure, or a signal, is what the user hears of
+            self.started.set_exception(StartError(reason or f"{self.name} {ended}", 2 if child.status == 2 else 1))
         return ended
 
     def _signal(self, number: int) -> None:
