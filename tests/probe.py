@@ -1,6 +1,7 @@
 """Looks into a worker through a session of its own, as a second gateway would: its blocks by holder."""
 
 import queue
+import threading
 import time
 
 import grpc
@@ -21,15 +22,32 @@ class Probe:
         hello = pb.Hello(protocol_min=1, protocol_max=1, instance=b"probe")
         self._commands.put(pb.Command(hello=hello))
         self.hello = next(event.hello for event in self._events if event.HasField("hello"))
+        self._latest, self._num_loads = pb.Load(), 0
+        self._arrived = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
 
     def close(self) -> None:
         self._commands.put(None)
         self._events.cancel()
         self._channel.close()
 
-    def load(self) -> pb.Load:
-        """The next report of the worker."""
-        return next(event.load for event in self._events if event.HasField("load"))
+    def load(self, timeout_s: float = 10) -> pb.Load:
+        """The next report that the worker makes from now on."""
+        with self._arrived:
+            # The first to arrive may have been under way already.
+            wanted = self._num_loads + 2
+            assert self._arrived.wait_for(lambda: self._num_loads >= wanted, timeout_s), "the worker says nothing"
+            return self._latest
+
+    def _read(self) -> None:
+        try:
+            for event in self._events:
+                if event.HasField("load"):
+                    with self._arrived:
+                        self._latest, self._num_loads = event.load, self._num_loads + 1
+                        self._arrived.notify_all()
+        except grpc.RpcError:
+            pass  # closed, or the worker is gone: then load() says so
 
     def blocks(self) -> dict[str, int]:
         return self._by_holder(self.load())

@@ -49,9 +49,9 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """The config with nothing left open for this model. ValueError where they do not fit."""
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-    max_model_len = min(config.max_model_len or spec.context, spec.context)
-    if config.max_model_len is not None and config.max_model_len > spec.context:
-        raise ValueError(f"max_model_len {config.max_model_len}: the model's context is {spec.context}")
+    max_model_len = config.max_model_len or spec.context
+    if max_model_len > spec.longest_context:
+        raise ValueError(f"max_model_len {max_model_len}: the model's context is {spec.longest_context}")
     layout = KVLayout((spec.kv_group(kv_dtype, config.block_size),))
     num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_model_len)
     if num_blocks * config.block_size < max_model_len:

@@ -77,7 +77,7 @@ class Engine:
             compute=self.config.dtype,
             kv_form=self.config.kv_dtype,
             batch_invariant=self.config.batch_invariant,
-            extra=(self.attention_name, self.runner.model.head.name),
+            extra=self.runner.model.numerics,
         )
 
     @property

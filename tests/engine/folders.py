@@ -32,7 +32,8 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 SHORT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
 LONG = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
-LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 256}
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+LONGROPE["original_max_position_embeddings"] = 256
 
 # name -> (transformers' prefix, what differs from SMALL)
 FAMILIES = {
@@ -103,7 +104,7 @@ class Hand:
         batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), torch.tensor(slots), seqs, rows)
         with torch.inference_mode():
             logits = self.model.forward(batch, self.pool)
-        return {name: logits[seq.query_start : seq.query_start + seq.query_len] for name, seq in zip(work, seqs, strict=True)}
+        return dict(zip(work, logits.split([seq.query_len for seq in seqs]), strict=True))
 
 
 def random_ids(num_tokens: int, seed: int, vocab_size: int = SMALL["vocab_size"]) -> list[int]:

@@ -29,7 +29,8 @@ def family(request, tmp_path_factory):
     """A folder, and what transformers makes of it: greedy tokens of PROMPTS, logits of the long one."""
     folder = tmp_path_factory.mktemp("model")
     reference = make_folder(folder, request.param)
-    return folder, {key: their_greedy(reference, ids) for key, ids in PROMPTS.items()}, theirs(reference, PROMPTS["long"])
+    expected = {key: their_greedy(reference, ids) for key, ids in PROMPTS.items()}
+    return folder, expected, theirs(reference, PROMPTS["long"])
 
 
 def theirs(model, token_ids: list[int]) -> torch.Tensor:
@@ -59,7 +60,7 @@ def pick(logits: torch.Tensor) -> int:
 
 
 def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = NUM_GREEDY) -> dict[str, list[int]]:
-    """Chunked prefill and decode of all prompts in one batch; a sequence that has its prompt decodes beside the rest."""
+    """Chunked prefill and decode of all prompts in one batch; who has its whole prompt decodes beside the rest."""
     waiting = {name: list(ids) for name, ids in prompts.items()}
     output: dict[str, list[int]] = {name: [] for name in prompts}
     while any(len(ids) < count for ids in output.values()):
@@ -98,7 +99,8 @@ def test_old_config_spelling(tmp_path, name):
     config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))
     ids = random_ids(100, 4)
-    torch.testing.assert_close(Hand(load_model(tmp_path)).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0)
+    logits = Hand(load_model(tmp_path)).step({"a": ids})["a"]
+    torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
 def test_sharded_equals_single(tmp_path):

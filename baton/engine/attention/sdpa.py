@@ -1,15 +1,15 @@
 """Attention through torch's fused kernel (flash attention on CPU), called so that a row's bits depend on itself alone.
 
 The kernel walks KV in blocks of 512 positions from the first one, and query rows in tiles of at most 32. Its matrix
-products add in an order that depends on their shape, so the shape is fixed: prefill gives tiles of TILE rows, as a batch
-of their own, never more (with 64 rows the kernel may repack KV in bf16 and add otherwise, with 16 in fp16).
+products add in an order that depends on their shape, so the shape is fixed: prefill gives tiles of TILE rows, as a
+batch of their own, never more (with 64 rows the kernel may repack KV in bf16 and add otherwise, with 16 in fp16).
 
-Two things may be smaller where that is measured, at start, not to change a bit: the rows of a decode token, and the last
-block of KV. On an AVX-512 machine with MKL rows may be any multiple of 4, and the last block any multiple of 64 except
-256 and 320. Tiles of TILE rows over blocks of 512 positions are what the others are compared with.
+Two things may be smaller where that is measured, at start, not to change a bit: the rows of a decode token, and the
+last block of KV. On an AVX-512 machine with MKL rows may be any multiple of 4, and the last block any multiple of 64
+except 256 and 320. Tiles of TILE rows over blocks of 512 positions are what the others are compared with.
 
-Decode rows of all sequences go in one call. Queries that share a KV head are rows of the same product, so that KV is read
-once for all of them.
+Decode rows of all sequences go in one call. Queries that share a KV head are rows of the same product, so that KV is
+read once for all of them.
 """
 
 from dataclasses import dataclass
@@ -45,10 +45,10 @@ class Group:
     """Decode tokens of several sequences, a tile each; or the chunk of one sequence, cut into tiles."""
 
     rows: slice | Tensor  # of the batch
-    query_len: int
+    chunk_len: int  # query tokens of the one sequence; 0: a decode group
     tile: int  # rows, padded
     block_table: Tensor  # int64 [sequences, blocks]
-    stale: Tensor  # rows of the gathered KV [sequences * blocks * block_size] that hold no token of their sequence
+    stale: Tensor | None  # rows of the gathered KV [sequences * blocks * block_size] to be zeroed
     calls: tuple[Call, ...]
 
 
@@ -70,8 +70,11 @@ class SdpaAttention(Attention):
         self.decode_rows, self.tails = safe_shapes(shape) if self.batch_invariant else (self.tile, ())
         self._windows = set(shape.windows)
         self._scratch = torch.empty(0)
+        self._before: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # by block table: tails in the last step
+        self._now: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # and in this one
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+        self._before, self._now = self._now, {}
         one_tile = self.shape.group_size <= self.tile
         decode = [seq for seq in batch.seqs if seq.query_len == 1 and one_tile]
         groups = [self._decode_group(seqs, pool) for seqs in similar(decode)]
@@ -92,6 +95,26 @@ class SdpaAttention(Attention):
 
     # ---- the plan ----
 
+    def _tail_is_finite(self, seq: SeqSlice, pool: KVPool) -> bool:
+        """Whether what lies behind a sequence's last token in its last block is finite: the mask gives it no weight,
+        but 0 times NaN is NaN. Looked at once per block; a sequence that has gone on by one token is as it was."""
+        known = self._before.get(id(seq.block_ids))
+        same_block = (seq.kv_len - 1) % pool.block_size != 0
+        if same_block and known is not None and known[1:3] == (seq.kv_len - 1, pool):
+            finite = known[3]
+        else:
+            finite = pool.tail_is_finite(seq.block_ids, seq.kv_len)
+        self._now[id(seq.block_ids)] = (seq.block_ids, seq.kv_len, pool, finite)  # held, so that its id stays its own
+        return finite
+
+    def _stale(self, seqs: list[SeqSlice], pool: KVPool, num_positions: int) -> Tensor | None:
+        """Rows of the gathered KV [sequences * positions] to be zeroed, where anything has to be."""
+        kv_lens = [num_positions if self._tail_is_finite(seq, pool) else seq.kv_len for seq in seqs]
+        if min(kv_lens) == num_positions:
+            return None
+        stale = torch.arange(num_positions) >= torch.tensor(kv_lens).unsqueeze(1)
+        return stale.view(-1).nonzero().view(-1)
+
     def _padded(self, kv_len: int) -> int:
         """The next length whose last block is safe."""
         whole, tail = divmod(kv_len, KV_BLOCK)
@@ -108,8 +131,9 @@ class SdpaAttention(Attention):
         }
         start = seqs[0].query_start
         rows = slice(start, start + 1) if len(seqs) == 1 else torch.tensor([seq.query_start for seq in seqs])
-        table, stale = self._blocks(seqs, kv_lens, pool, kv_len)
-        return Group(rows, 1, self.decode_rows, table, stale, (Call(0, len(seqs), kv_len, masks),))
+        table = self._block_table(seqs, pool, kv_len)
+        stale = self._stale(seqs, pool, table.shape[1] * pool.block_size)
+        return Group(rows, 0, self.decode_rows, table, stale, (Call(0, len(seqs), kv_len, masks),))
 
     def _chunk_group(self, seq: SeqSlice, pool: KVPool) -> Group:
         size = self.shape.group_size
@@ -127,18 +151,18 @@ class SdpaAttention(Attention):
             }
             calls.append(Call(begin, begin + len(tiles), kv_len, masks))
         rows = slice(seq.query_start, seq.query_start + seq.query_len)
-        table, stale = self._blocks([seq], torch.tensor([seq.kv_len]), pool, calls[-1].kv_len)
+        table = self._block_table([seq], pool, calls[-1].kv_len)
+        stale = self._stale([seq], pool, table.shape[1] * pool.block_size)
         return Group(rows, seq.query_len, self.tile, table, stale, tuple(calls))
 
-    def _blocks(self, seqs: list[SeqSlice], kv_lens: Tensor, pool: KVPool, kv_len: int) -> tuple[Tensor, Tensor]:
-        """Block table for `kv_len` positions, and what is stale in it: beyond a sequence's own blocks it repeats its first."""
+    def _block_table(self, seqs: list[SeqSlice], pool: KVPool, kv_len: int) -> Tensor:
+        """Blocks for `kv_len` positions; beyond a sequence's own it repeats its first one, finite and masked."""
         table = torch.empty(len(seqs), -(-kv_len // pool.block_size), dtype=torch.int64)
         for row, seq in zip(table, seqs, strict=True):
             used = -(-seq.kv_len // pool.block_size)
             row[:used] = seq.block_ids[:used]
             row[used:] = seq.block_ids[0]
-        stale = torch.arange(table.shape[1] * pool.block_size) >= kv_lens.unsqueeze(1)
-        return table, stale.view(-1).nonzero().view(-1)
+        return table
 
     def _additive(self, seen: Tensor) -> Tensor:
         return torch.zeros(seen.shape, dtype=self.shape.dtype).masked_fill_(~seen, float("-inf"))
@@ -146,22 +170,21 @@ class SdpaAttention(Attention):
     # ---- a layer ----
 
     def _gather(self, pool: KVPool, layer: int, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V [sequences, kv_heads, positions, head_dim], zero where stale: 0 times what lies there may be NaN."""
-        heads, head_dim = 2 * self.shape.num_kv_heads, self.shape.head_dim
-        num_rows = group.block_table.numel() * pool.block_size
-        needed = heads * num_rows * head_dim
+        """K and V [sequences, kv_heads, positions, head_dim], in memory that is kept: fresh pages cost more."""
+        heads, num_rows = 2 * self.shape.num_kv_heads, group.block_table.numel() * pool.block_size
+        needed = heads * num_rows * self.shape.head_dim
         if self._scratch.numel() < needed or self._scratch.dtype != pool.dtype:
             self._scratch = torch.empty(needed, dtype=pool.dtype)
         k, v = pool.gather_padded(layer, group.block_table, self._scratch)
-        if group.stale.numel():
-            self._scratch[:needed].view(heads, num_rows, head_dim).index_fill_(1, group.stale, 0)
+        if group.stale is not None:
+            self._scratch[:needed].view(heads, num_rows, -1).index_fill_(1, group.stale, 0)
         return k.to(dtype), v.to(dtype)
 
     def _tiles(self, q: Tensor, group: Group) -> Tensor:
         """[tokens, num_heads, head_dim] -> [tiles, kv_heads, tile, head_dim]."""
         shape = self.shape
         rows = q.unflatten(1, (shape.num_kv_heads, shape.group_size))
-        if group.query_len > 1:  # rows of one sequence, one after the other, whatever token they belong to
+        if group.chunk_len:  # rows of one sequence, one after the other, whatever token they belong to
             rows = rows.transpose(0, 1).reshape(shape.num_kv_heads, -1, shape.head_dim)
             rows = F.pad(rows, (0, 0, 0, -rows.shape[1] % group.tile))
             return rows.unflatten(1, (-1, group.tile)).transpose(0, 1)
@@ -171,9 +194,9 @@ class SdpaAttention(Attention):
     def _tokens(self, tiles: Tensor, group: Group) -> Tensor:
         """The way back, padding left out."""
         shape = self.shape
-        if group.query_len > 1:
+        if group.chunk_len:
             rows = tiles.transpose(0, 1).reshape(shape.num_kv_heads, -1, shape.head_dim)
-            rows = rows[:, : group.query_len * shape.group_size].unflatten(1, (group.query_len, shape.group_size))
+            rows = rows[:, : group.chunk_len * shape.group_size].unflatten(1, (group.chunk_len, shape.group_size))
             return rows.transpose(0, 1).flatten(1, 2)
         return tiles[:, :, : shape.group_size].flatten(1, 2)
 
@@ -193,12 +216,14 @@ def similar(seqs: list[SeqSlice]) -> list[list[SeqSlice]]:
 
 
 def has_flash(shape: AttentionShape) -> bool:
-    q, k, v, mask = probe(shape, TILE[shape.dtype])
+    """Whether torch takes its flash kernel for this shape; its other kernels promise nothing."""
+    operands = probe(shape, TILE[shape.dtype])
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
-            return torch.equal(F.scaled_dot_product_attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+            flash = F.scaled_dot_product_attention(*operands)
     except RuntimeError:
         return False
+    return torch.equal(flash, F.scaled_dot_product_attention(*operands))
 
 
 def safe_shapes(shape: AttentionShape) -> tuple[int, tuple[int, ...]]:
@@ -229,11 +254,12 @@ def probe(shape: AttentionShape, num_rows: int) -> tuple[Tensor, Tensor, Tensor,
     weight; their values are large, small, minus large, small: what was added before is rounded at the large one's size.
     """
     generator = torch.Generator().manual_seed(0)
+    exponents = (12, 16) if shape.dtype == torch.float16 else (18, 22)
 
     def cancelling(size: int, width: int) -> Tensor:
         """[size, width], along the first dimension."""
         values = torch.randn(size, width, generator=generator)
-        large = torch.exp2(torch.randint(18, 22, (size // 4, width), generator=generator).float())
+        large = torch.exp2(torch.randint(*exponents, (size // 4, width), generator=generator).float())
         values[0 : size // 4 * 4 : 4], values[2 : size // 4 * 4 : 4] = large, -large
         return values
 
@@ -242,5 +268,5 @@ def probe(shape: AttentionShape, num_rows: int) -> tuple[Tensor, Tensor, Tensor,
     values = torch.stack([cancelling(KV_BLOCK, head_dim) for _ in range(2)])
     last_seen = torch.arange(1, num_rows + 1) * KV_BLOCK // num_rows
     mask = torch.zeros(num_rows, KV_BLOCK).masked_fill_(torch.arange(KV_BLOCK) >= last_seen.unsqueeze(1), float("-inf"))
-    q = torch.ones(1, 2, num_rows, head_dim)
-    return q.to(shape.dtype), keys.unsqueeze(0).to(shape.dtype), values.unsqueeze(0).to(shape.dtype), mask.to(shape.dtype)
+    operands = (torch.ones(1, 2, num_rows, head_dim), keys.unsqueeze(0), values.unsqueeze(0), mask)
+    return tuple(operand.to(shape.dtype) for operand in operands)

@@ -26,6 +26,7 @@ class Rope:
 
     def __init__(self, spec: RopeSpec, head_dim: int, max_model_len: int):
         self.half = head_dim // 2
+        self.variant = (f"rope-{longrope_side(spec, max_model_len)}",) if spec.kind == "longrope" else ()
         scale = attention_scale(spec)
         blocks = []
         # In blocks of a fixed size, so that the bits of a row depend neither on the length of the table nor on how many
@@ -49,7 +50,7 @@ class Rope:
 
 
 def frequencies(spec: RopeSpec, head_dim: int, positions: Tensor, max_model_len: int) -> Tensor:
-    """Angle per step of position, fp32 [head_dim / 2], or [P, head_dim / 2] where each of positions [P, 1] has its own."""
+    """Angle per step of position, fp32 [head_dim / 2]; or [P, head_dim / 2], where positions [P, 1] have their own."""
     plain = 1.0 / _powers(spec.theta, head_dim)
     if spec.kind == "linear":
         return plain / spec.parameters["factor"]
@@ -100,8 +101,12 @@ def _dynamic(spec: RopeSpec, head_dim: int, positions: Tensor) -> Tensor:
     return 1.0 / bases ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
 
 
+def longrope_side(spec: RopeSpec, max_model_len: int) -> str:
+    return "long" if max_model_len > spec.original_context else "short"
+
+
 def _longrope_factors(spec: RopeSpec, head_dim: int, max_model_len: int) -> Tensor:
-    name = "long_factor" if max_model_len > spec.original_context else "short_factor"
+    name = f"{longrope_side(spec, max_model_len)}_factor"
     factors = torch.tensor(spec.parameters[name], dtype=torch.float32)
     if factors.numel() != head_dim // 2:
         raise ValueError(f"{name} of longrope has {factors.numel()} entries, head_dim {head_dim} needs {head_dim // 2}")

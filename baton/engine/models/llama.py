@@ -39,7 +39,9 @@ class Layer:
 class Model:
     """A loaded model. One thread at a time may call `forward`: it owns the scratch memory of its attention backend."""
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, read: Read, linear: Linear, attention: Attention, rope: Rope):
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, read: Read, linear: Linear, attention: Attention, rope: Rope
+    ):
         self.spec, self.dtype, self.attention, self.rope = spec, dtype, attention, rope
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear -> backend -> why it was not taken
         embedding = read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
@@ -49,13 +51,17 @@ class Model:
         head = embedding if spec.tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)
         self.head = linear(head, None)
 
+    @property
+    def numerics(self) -> tuple[str, ...]:
+        """What the bits of KV hang on besides weights and dtypes: kernels, instruction set, rope factors."""
+        capability = torch.backends.cpu.get_cpu_capability().lower()
+        return (self.attention.name, self.head.name, capability, *self.rope.variant)
+
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """How this model's KV lies in a pool; `form` is a key of kvtransfer.layout.ELEMENT_BITS."""
         return self.spec.kv_group(form, block_size)
 
-    def forward(
-        self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
-    ) -> Tensor:
+    def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the KV of all tokens and return logits fp32 [R, vocab_size] of batch.logit_rows.
 
         `on_layer(layer)` is called when the KV of that layer is written, for all tokens of the step.

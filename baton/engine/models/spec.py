@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its model, before any weight is read: config.json and generation_config.json."""
+"""What a Hugging Face folder says of its model before any weight is read: config.json and generation_config.json."""
 
 import json
 from dataclasses import dataclass, field
@@ -74,7 +74,13 @@ class ModelSpec:
 
     @property
     def context(self) -> int:
+        """Tokens of a sequence, where nothing else is asked for."""
         return self.rope.context
+
+    @property
+    def longest_context(self) -> int:
+        """What may be asked for. More than `context` for longrope only, which then takes its long factors."""
+        return max(self.rope.context, self.rope.max_position_embeddings)
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from baton.engine.sampling.penalties import changes, penalize
 # Noise over a whole vocabulary is taken in fp32 first; what comes this near to the best is compared again in fp64, so
 # that the outcome does not hang on the last bit of a vectorised logarithm.
 NEAR = 1e-3
+HEAD, HAIR = 256, 1e-5  # tokens that nearly always hold a nucleus, so that a vocabulary need not be sorted
 ROWS_AT_ONCE = 8  # of a whole vocabulary, so that the noise stays in cache
 
 
@@ -75,24 +76,39 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Token ids that top_k, top_p and min_p leave of scores [vocab_size] after temperature, as transformers' warpers do:
-    ties with the k-th are kept, top_p keeps the token that crosses it, the best token always stays."""
+    """Token ids that top_k, top_p and min_p leave of scores [vocab_size] after temperature, as transformers' warpers
+    do: ties with the k-th are kept, top_p keeps the token that crosses it, the best token always stays."""
     ids = None
     if 0 < params.top_k < scores.numel():
         worst = torch.topk(scores, params.top_k).values[-1]
         ids = (scores >= worst).nonzero().view(-1)
         scores = scores[ids]
     if params.top_p < 1.0:
-        ordered, order = scores.sort(stable=True)
-        kept = ordered.softmax(dim=0).cumsum(dim=0) > 1 - params.top_p
-        kept[-1] = True
-        order = order[kept]
-        ids, scores = order if ids is None else ids[order], ordered[kept]
+        kept = nucleus(scores, params.top_p)
+        ids, scores = kept if ids is None else ids[kept], scores[kept]
     if params.min_p > 0.0:
         probabilities = scores.softmax(dim=0)
         kept = probabilities >= params.min_p * probabilities.max()
         ids = kept.nonzero().view(-1) if ids is None else ids[kept]
     return torch.arange(scores.numel()) if ids is None else ids
+
+
+def nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Indices of the best scores whose probabilities first reach `top_p`, as transformers cuts: from the worst up.
+
+    Among equal scores at the cut the higher ids stay (transformers leaves that to an unstable sort).
+    """
+    if scores.numel() > HEAD:
+        best = scores.softmax(dim=0).topk(HEAD)
+        before = best.values.cumsum(dim=0) - best.values
+        count = int((before < top_p).sum())
+        # Whole, not by a hair, and not between equals: else the order of adding and sorting decides, and it is theirs.
+        if count < HEAD and best.values[count - 1] > best.values[count] and (before - top_p).abs().min() > HAIR:
+            return best.indices[:count]
+    ordered, order = scores.sort(stable=True)
+    kept = ordered.softmax(dim=0).cumsum(dim=0) > 1 - top_p
+    kept[-1] = True
+    return order[kept]
 
 
 def draw_filtered(scores: Tensor, row: SampleRow) -> int:
