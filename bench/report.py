@@ -1,0 +1,152 @@
+"""What a bench says: rows with a value, what it is measured against, the machine's own limit, a goal, and the noise."""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
+
+
+@dataclass(frozen=True)
+class Row:
+    """`ratio` = value / against; `limit` is what the machine could do at best, in the same unit."""
+
+    row: str
+    value: float
+    unit: str
+    against: float | None = None
+    limit: float | None = None
+    ratio: float | None = None
+    goal: str = ""  # "ratio >= 0.80", "value < 120": what `met` says of it
+    met: bool | None = None
+
+
+@dataclass
+class Report:
+    """Rows of one run, and on what they were measured."""
+
+    command: str
+    quick: bool
+    rows: list[Row] = field(default_factory=list)
+
+    def add(
+        self,
+        row: str,
+        value: float,
+        unit: str,
+        *,
+        against: float | None = None,
+        limit: float | None = None,
+        goal: str = "",
+    ) -> Row:
+        """Adds and prints a row; `goal` is "ratio|value OP NUMBER"."""
+        ratio = value / against if against else None
+        made = Row(row, value, unit, against, limit, ratio, goal, _is_met(goal, value, ratio))
+        self.rows.append(made)
+        print(_line(made), flush=True)
+        return made
+
+    def write(self, path: Path) -> None:
+        """Everything as JSON, and nothing that names this host."""
+        report = {
+            "command": self.command,
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "quick": self.quick,
+            "machine": machine(),
+            "versions": versions(),
+            "rows": [asdict(row) for row in self.rows],
+        }
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def start(name: str, description: str) -> tuple[argparse.Namespace, Report]:
+    """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`."""
+    parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, under 60 s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    arguments = parser.parse_args()
+    print(f"{machine()['cpu']}, {machine()['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    print(_HEADER)
+    command = f"python bench/{name}.py" + (" --quick" if arguments.quick else "")
+    return arguments, Report(command, arguments.quick)
+
+
+def finish(arguments: argparse.Namespace, report: Report) -> int:
+    """Writes the file that was asked for; exit status 1 when a goal was missed."""
+    if arguments.json:
+        report.write(arguments.json)
+    missed = [row.row for row in report.rows if row.met is False]
+    print(f"missed: {', '.join(missed)}" if missed else "every goal met")
+    return 1 if missed else 0
+
+
+def interleave(arms: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
+    """Runs every arm once a round, forth and back in turn, so that drift of the machine falls on all alike."""
+    values: dict[str, list[float]] = {name: [] for name in arms}
+    for round_index in range(num_rounds):
+        names = list(arms) if round_index % 2 == 0 else list(reversed(arms))
+        for name in names:
+            values[name].append(arms[name]())
+    return values
+
+
+def medians(values: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in values.items()}
+
+
+def machine() -> dict[str, str | int | float]:
+    """What the figures depend on; no names, no paths."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _is_met(goal: str, value: float, ratio: float | None) -> bool | None:
+    if not goal:
+        return None
+    what, operator, number = goal.split()
+    measured = {"value": value, "ratio": ratio}[what]
+    if measured is None:
+        sys.exit(f"goal {goal!r} needs something to measure against")
+    return {">=": measured >= float(number), "<=": measured <= float(number), "<": measured < float(number)}[operator]
+
+
+_HEADER = f"{'row':44} {'value':>10} {'unit':12} {'against':>10} {'limit':>10} {'ratio':>7}  goal"
+
+
+def _line(row: Row) -> str:
+    def number(value: float | None) -> str:
+        return "" if value is None else f"{value:.4g}"
+
+    met = {None: "", True: "met", False: "MISSED"}[row.met]
+    cells = f"{row.row:44} {number(row.value):>10} {row.unit:12} {number(row.against):>10} {number(row.limit):>10}"
+    return f"{cells} {number(row.ratio):>7}  {row.goal} {met}".rstrip()

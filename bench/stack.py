@@ -1,0 +1,271 @@
+"""The whole stack against one bare engine: python bench/stack.py [--quick] [--json FILE].
+
+Every comparison is made within one run, its arms in turn; the A/A row says what two runs of the same thing differ by.
+The load generator runs on the same cores and counts against the stack.
+"""
+
+import asyncio
+import itertools
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+# Threads that spin while they wait would take the cores from the other processes. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
+
+from baton.engine.engine import Engine  # noqa: E402
+from baton.engine.request import RequestEnded  # noqa: E402
+from load import Job, LoadGenerator, draw_jobs  # noqa: E402
+from report import Report, finish, interleave, medians, start  # noqa: E402
+from tests import bare  # noqa: E402
+from tests.probe import Probe  # noqa: E402
+from tests.process import Process  # noqa: E402
+from tests.stack import Stack  # noqa: E402
+
+import limits  # noqa: E402
+
+MODEL = ROOT / "demo" / "target"
+CORES = len(os.sched_getaffinity(0))
+WORKER_THREADS = max(1, CORES // 2)  # each: the two workers share the cores
+PROMPT, OUTPUT = 256, 64  # tokens of the throughput rows: long enough to be read by the prefill worker
+HIT_PROMPT = 2000
+
+
+class Bench:
+    """One running stack and one bare engine of the same options, asked in turn."""
+
+    def __init__(self, report: Report, runner: asyncio.Runner, stack: Stack, engine: Engine):
+        self.report, self.stack, self.engine = report, stack, engine
+        self._run = runner.run
+        self._rng = random.Random(0)
+        self._request_ids = map(str, itertools.count())
+        self._load = self._run(self._connect())
+
+    async def _connect(self) -> LoadGenerator:
+        return LoadGenerator(self.stack.target)
+
+    def close(self) -> None:
+        self._run(self._load.close())
+
+    def jobs(self, lengths: Sequence[tuple[int, int]]) -> list[Job]:
+        return draw_jobs(self._rng, lengths, self.engine.spec.vocab_size)
+
+    # ---- stack over engine ----
+
+    def throughput(self, concurrency: int, num_jobs: int, num_rounds: int) -> None:
+        """Output tokens/s, closed loop."""
+        lengths = [(PROMPT, OUTPUT)] * num_jobs
+        torch.set_num_threads(self._best_threads(concurrency))
+
+        def through_stack() -> float:
+            return _tokens_per_s(lengths, lambda: self._run(self._load.closed(self.jobs(lengths), concurrency)))
+
+        def bare_engine() -> float:
+            return _tokens_per_s(lengths, lambda: self._closed(self.jobs(lengths), concurrency))
+
+        arms = {"stack": through_stack, "engine": bare_engine, "engine again": bare_engine}
+        warm = [(PROMPT, 8)] * concurrency
+        self._run(self._load.closed(self.jobs(warm), concurrency))
+        self._closed(self.jobs(warm), concurrency)
+        found = medians(interleave(arms, num_rounds))
+        name = f"concurrency {concurrency}, {PROMPT} + {OUTPUT}"
+        engine = found["engine"]
+        self.report.add(f"{name}: stack over engine", found["stack"], "tokens/s", against=engine, goal="ratio >= 0.80")
+        self.report.add(f"{name}: A/A, engine over engine", found["engine again"], "tokens/s", against=engine)
+
+    def _best_threads(self, concurrency: int) -> int:
+        """The bare engine has all cores to itself; it takes as many threads as serve it best."""
+        seconds = {}
+        for num_threads in {1, CORES}:
+            torch.set_num_threads(num_threads)
+            self._closed(self.jobs([(PROMPT, 1)]), 1)  # warm
+            seconds[num_threads] = _seconds(lambda: self._closed(self.jobs([(PROMPT, 16)] * concurrency), concurrency))
+        return min(seconds, key=seconds.get)
+
+    def _closed(self, jobs: Sequence[Job], concurrency: int) -> None:
+        waiting = iter(jobs)
+        num_open = sum(self._submit_next(waiting) for _ in range(concurrency))
+        while num_open:
+            for output in self.engine.step():
+                if isinstance(output, RequestEnded):
+                    num_open += self._submit_next(waiting) - 1
+
+    def _submit_next(self, waiting: Iterator[Job]) -> bool:
+        job = next(waiting, None)
+        if job is not None:
+            request_id = next(self._request_ids)
+            self.engine.submit(bare.make_request(request_id, job.prompt_ids, max_tokens=job.num_output))
+        return job is not None
+
+    # ---- batching ----
+
+    def batching(self, num_jobs: int, num_rounds: int, batch_size: int = 16) -> None:
+        """Requests/s on mixed lengths: a place is filled when it falls free, or when the whole batch has ended.
+        Many jobs, because at the end of them even the continuous batch runs empty."""
+        lengths = [(self._rng.randrange(16, 129), _heavy_tailed(self._rng)) for _ in range(num_jobs)]
+
+        def continuous() -> float:
+            return num_jobs / _seconds(lambda: self._run(self._load.closed(self.jobs(lengths), batch_size)))
+
+        def static() -> float:
+            return num_jobs / _seconds(lambda: self._run(self._load.static(self.jobs(lengths), batch_size)))
+
+        arms = {"continuous": continuous, "static": static}
+        if num_rounds > 1:
+            arms["static again"] = static
+        found = medians(interleave(arms, num_rounds))
+        against = found["static"]
+        name = f"mixed lengths, {batch_size} places"
+        self.report.add(
+            f"{name}: continuous over static", found["continuous"], "requests/s", against=against, goal="ratio >= 1.6"
+        )
+        if again := found.get("static again"):
+            self.report.add(f"{name}: A/A, static over static", again, "requests/s", against=against)
+
+    # ---- memory ----
+
+    def live_kv(self, num_jobs: int, requests_per_s: float) -> None:
+        """Tokens whose KV is needed over tokens that held blocks have room for, on the decode worker, all along a trace."""
+        arrivals = itertools.accumulate(self._rng.expovariate(requests_per_s) for _ in range(num_jobs))
+        lengths = [(_log_normal(self._rng, 300, 0.7, 1500), _log_normal(self._rng, 80, 0.6, 400)) for _ in range(num_jobs)]
+        drawn = zip(self.jobs(lengths), arrivals, strict=True)
+        jobs = [Job(job.prompt_ids, job.num_output, arrival_s) for job, arrival_s in drawn]
+        live, held = self._run(self._watch_kv(jobs))
+        self.report.add("trace: live KV over held KV", live, "tokens", against=held, goal="ratio >= 0.90")
+
+    async def _watch_kv(self, jobs: Sequence[Job]) -> tuple[float, float]:
+        """Means over the worker's load reports while anything was held."""
+        probe = await asyncio.to_thread(Probe, self.stack.address["decode0"])
+        trace = asyncio.create_task(self._load.open(jobs))
+        live, held = [], []
+        while not trace.done():
+            load = await asyncio.to_thread(probe.load)
+            num_held = sum(load.blocks_by_holder[:4])
+            # A prompt counts once its first token is here, though its blocks are held since before.
+            started = [each for each in self._load.progress.values() if each.num_tokens]
+            if num_held:
+                held.append(num_held * probe.hello.limits.block_size)
+                live.append(sum(len(each.job.prompt_ids) + each.num_tokens for each in started))
+        await trace
+        await asyncio.to_thread(probe.close)
+        return sum(live) / len(live), sum(held) / len(held)
+
+    # ---- prefix hit ----
+
+    def prefix_hit(self, num_rounds: int) -> None:
+        """TTFT of a prompt that the decode worker has in full, over that of one nobody has seen."""
+        last: list[Job] = self.jobs([(HIT_PROMPT, 2)])
+
+        def cold() -> float:
+            last[0] = self.jobs([(HIT_PROMPT, 2)])[0]
+            return self._run(self._load.one(last[0])).ttft_s
+
+        def hit() -> float:
+            progress = self._run(self._load.one(last[0]))
+            if progress.usage.cached_tokens < HIT_PROMPT - 64:
+                raise RuntimeError(f"{progress.usage.cached_tokens} of {HIT_PROMPT} tokens were cached: no full hit")
+            return progress.ttft_s
+
+        cold()
+        found = medians(interleave({"cold": cold, "hit": hit, "hit again": hit}, num_rounds))
+        hit_s, cold_s = found["hit"], found["cold"]
+        self.report.add(
+            f"TTFT, {HIT_PROMPT} tokens: full hit over cold", hit_s * 1e3, "ms", against=cold_s * 1e3, goal="ratio <= 0.10"
+        )
+        self.report.add("TTFT: A/A, hit over hit", found["hit again"] * 1e3, "ms", against=hit_s * 1e3)
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+def _tokens_per_s(lengths: Sequence[tuple[int, int]], action: Callable[[], object]) -> float:
+    return sum(num_output for _, num_output in lengths) / _seconds(action)
+
+
+def _heavy_tailed(rng: random.Random) -> int:
+    """Most answers are short, one in five is long: mean about 38, longest 160."""
+    return rng.randrange(80, 161) if rng.random() < 0.2 else rng.randrange(4, 33)
+
+
+def _log_normal(rng: random.Random, median: float, sigma: float, most: int) -> int:
+    return max(1, min(most, round(median * rng.lognormvariate(0, sigma))))
+
+
+# ---- the gateway alone ----
+
+
+def gateway_rows(report: Report, stack: Stack) -> None:
+    """What is imported, resident memory after the load above, and how soon it is ready when its workers are."""
+    code = "import sys, gateway.__main__; print(sum(name.split('.')[0] == 'torch' for name in sys.modules))"
+    num_torch = int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
+    report.add("gateway: torch modules imported", num_torch, "modules", goal="value <= 0")
+    rss = psutil.Process(stack.gateways[0].pid).memory_info().rss
+    report.add("gateway: resident memory", rss / 1e6, "MB", goal="value < 120")
+
+
+def gateway_ready(report: Report, stack: Stack, num_rounds: int) -> None:
+    """A second gateway for the same workers, again and again."""
+    argv = [sys.executable, "-m", "gateway", "--model", str(MODEL), "--listen", "127.0.0.1:0"]
+    argv += ["--prefill-workers", stack.address["prefill0"], "--decode-workers", stack.address["decode0"]]
+    report.add("gateway: start to ready", _ready_seconds(argv, stack.folder, num_rounds), "s", goal="value < 3")
+
+
+def up_ready(report: Report, folder: Path, num_rounds: int) -> None:
+    argv = [str(Path(sys.executable).with_name("baton")), "up", "--listen", "127.0.0.1:0"]
+    report.add("baton up: start to ready", _ready_seconds(argv, folder, num_rounds), "s", goal="value < 10")
+
+
+def _ready_seconds(argv: list[str], folder: Path, num_rounds: int) -> float:
+    times = []
+    for i in range(num_rounds):
+        process = Process(f"ready{i}", argv, folder)
+        try:
+            times.append(_seconds(process.ready))
+        finally:
+            process.stop()
+    return sorted(times)[len(times) // 2]
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[tuple[Stack, Engine]]:
+    with Stack(MODEL, folder, options=("--threads", str(WORKER_THREADS))) as stack:
+        yield stack, bare.load_engine(MODEL)
+
+
+def main() -> int:
+    arguments, report = start("stack", "The whole stack against one bare engine, and what serving costs.")
+    quick = arguments.quick
+    limits.add_rows(report)
+    with tempfile.TemporaryDirectory() as name, asyncio.Runner() as runner:
+        folder = Path(name)
+        up_ready(report, folder, 1 if quick else 3)
+        with running(folder) as (stack, engine):
+            gateway_ready(report, stack, 1 if quick else 5)
+            bench = Bench(report, runner, stack, engine)
+            bench.throughput(1, num_jobs=2 if quick else 4, num_rounds=2 if quick else 9)
+            bench.throughput(16, num_jobs=24 if quick else 48, num_rounds=1 if quick else 7)
+            bench.batching(num_jobs=96 if quick else 192, num_rounds=1 if quick else 5)
+            bench.live_kv(num_jobs=24 if quick else 200, requests_per_s=4)
+            bench.prefix_hit(num_rounds=4 if quick else 15)
+            gateway_rows(report, stack)
+            bench.close()
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Stacks that the tests of this folder share: started once a session, on the first use."""
+
+import itertools
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.client import Client
+from tests.models import make_model
+from tests.otlp import Receiver
+from tests.probe import Probe
+from tests.stack import Stack
+
+_running: list[Stack] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failure shows what the processes said last."""
+    report = yield
+    if report.failed:
+        tails = [process.tail() for stack in _running for process in stack.processes]
+        report.sections.append(("processes", "\n".join(tails)))
+    return report
+
+
+OPTIONS = ("--num-blocks", "160", "--threads", "1")
+GATEWAY_OPTIONS = ("--split", "always")  # also where the gateway would not find it worth its while
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A small random Llama, context 1,024, in bf16."""
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def receiver():
+    """A real OTLP/gRPC receiver that every process of `stack` reports to."""
+    with Receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def run_stack(model, tmp_path_factory):
+    """`with run_stack(name, ...) as stack`; at its end the logs must be clean and all must have exited 0 on SIGTERM."""
+
+    @contextmanager
+    def run(name: str, **options):
+        options = {"options": OPTIONS, **options}
+        stack = Stack(model, tmp_path_factory.mktemp(name), **options)
+        with stack:
+            _running.append(stack)
+            yield stack
+            statuses = stack.stop()
+            _running.remove(stack)
+        complaints = stack.complaints()
+        assert not complaints, "\n".join(complaints)
+        assert not any(statuses.values()), statuses
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def stack(run_stack, receiver):
+    """One gateway, one prefill and one decode worker; KV through shared memory."""
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+    options = {"options": (*OPTIONS, "--transports", "shm"), "gateway_options": GATEWAY_OPTIONS}
+    with run_stack("shm", env=env, **options) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def tcp_stack(run_stack):
+    """The same, KV through a network stream."""
+    options = {"options": (*OPTIONS, "--transports", "tcp"), "gateway_options": GATEWAY_OPTIONS}
+    with run_stack("tcp", **options) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def local_stack(run_stack):
+    """A decode worker alone: it prefills for itself."""
+    with run_stack("local", num_prefill=0) as stack:
+        yield stack
+
+
+def _client(stack: Stack):
+    client = Client(stack.target)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="session")
+def client(stack):
+    yield from _client(stack)
+
+
+@pytest.fixture(scope="module")
+def tcp_client(tcp_stack):
+    yield from _client(tcp_stack)
+
+
+@pytest.fixture(scope="module")
+def local_client(local_stack):
+    yield from _client(local_stack)
+
+
+@pytest.fixture(scope="session")
+def probes(stack):
+    """One look into each worker of `stack`, by process name."""
+    probes = {process.name: Probe(stack.address[process.name]) for process in stack.workers}
+    yield probes
+    for probe in probes.values():
+        probe.close()
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Draws prompts that no other test has used: `prompts(num_tokens)` -> token ids."""
+    counter = itertools.count(1)
+
+    def draw(num_tokens: int) -> list[int]:
+        state = next(counter) * 2_654_435_761 % 2**32
+        token_ids = []
+        for _ in range(num_tokens):
+            state = (state * 1_664_525 + 1_013_904_223) % 2**32
+            token_ids.append(5 + (state >> 8) % 1000)
+        return token_ids
+
+    return draw
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> str:
+    """Path of a real redis-server; without one the tests that need it fail, unless SKIP_REDIS=1."""
+    path = shutil.which("redis-server")
+    if path is None and os.environ.get("SKIP_REDIS") == "1":
+        pytest.skip("SKIP_REDIS=1")
+    assert path, "redis-server is not installed: apt-get install redis-server, or SKIP_REDIS=1"
+    return path

@@ -1,0 +1,119 @@
+"""The `baton` command as a user runs it: up, generate, restart of a dead worker, drain at the end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from grpc import RpcError
+
+from tests.client import Client
+from tests.process import ROOT, Process
+
+BATON = str(Path(sys.executable).with_name("baton"))
+
+
+def run(*options: str) -> subprocess.CompletedProcess:
+    return subprocess.run([BATON, *options], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def up(model, tmp_path_factory):
+    argv = [BATON, "up", "--model", str(model), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
+    argv += ["--num-blocks", "160", "--threads", "1", "--decode.max-num-seqs", "8"]
+    process = Process("up", argv, tmp_path_factory.mktemp("up"), {"OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.stop(30)
+
+
+@pytest.fixture(scope="module")
+def target(up) -> str:
+    ready = up.ready(90)
+    assert {"grpc", "admin", "pid"} <= ready.keys()
+    assert int(ready["pid"]) == up.pid
+    return ready["grpc"]
+
+
+def test_generate_prints_the_completion(target):
+    ran = run("generate", "quick brown", "--target", target, "--max-tokens", "8", "--temperature", "0")
+    assert ran.returncode == 0, ran.stderr
+    client = Client(target)
+    assert client.generate("quick brown", max_tokens=8, temperature=0.0).text.strip() in ran.stdout
+    client.close()
+
+
+def test_generate_json(target):
+    options = ("--target", target, "--max-tokens", "8", "--temperature", "1.0", "--seed", "7", "--json")
+    first, second = (json.loads(run("generate", "quick brown", *options).stdout) for _ in range(2))
+    assert first["text"] == second["text"]
+
+
+def test_generate_without_a_server():
+    ran = run("generate", "x", "--target", "127.0.0.1:9", "--max-tokens", "1")
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+    assert "127.0.0.1:9" in ran.stderr
+
+
+def test_generate_that_is_refused(target):
+    ran = run("generate", "x", "--target", target, "--max-tokens", "0")
+    assert ran.returncode == 1 and "max_tokens" in ran.stderr and "Traceback" not in ran.stderr
+
+
+def test_wrong_use():
+    for options in ((), ("no-such-command",), ("generate",), ("up", "--no-such-option", "1")):
+        ran = run(*options)
+        assert ran.returncode == 2 and ran.stderr.strip(), options
+
+
+def test_a_dead_worker_is_restarted_and_joins(up, target):
+    """kill -9 of a decode worker: it comes back in a new process (and epoch), and requests are answered again."""
+    worker = _child(up.pid, "decode_worker")
+    worker.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    client = Client(target)
+    while True:
+        try:
+            reply = client.generate("quick brown fox", max_tokens=4, temperature=0.0, ignore_eos=True, timeout=10)
+            break
+        except RpcError as error:
+            assert time.monotonic() < deadline, error
+            time.sleep(0.2)
+    client.close()
+    assert len(reply.token_ids) == 4
+    while (reborn := _child(up.pid, "decode_worker")) is None or reborn.pid == worker.pid:
+        assert time.monotonic() < deadline, "no new decode worker"
+        time.sleep(0.1)
+
+
+def test_sigterm_drains(up, target):
+    """A running stream is finished, then everything goes: exit 0, no process left."""
+    client = Client(target)
+    stream = client.stream("quick brown fox jumps", max_tokens=60, temperature=0.0, ignore_eos=True)
+    token_ids = list(next(stream).token_ids)
+    children = psutil.Process(up.pid).children(recursive=True)
+    os.kill(up.pid, signal.SIGTERM)
+    for message in stream:
+        token_ids += message.token_ids
+    client.close()
+    assert len(token_ids) == 60
+    assert up.wait(30) == 0
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+    assert "Traceback" not in up.text()
+
+
+def _child(pid: int, module: str) -> psutil.Process | None:
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if module in child.cmdline():
+                return child
+        except psutil.NoSuchProcess:
+            continue
+    return None
