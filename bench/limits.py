@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -38,9 +40,30 @@ def gemm_flops(dtype: torch.dtype, size: int = 1024) -> float:
     return 2 * size**3 / best_seconds(lambda: a @ b)
 
 
-def add_rows(report: Report) -> None:
-    """Copy bandwidth, a read sweep, and GEMM rates, with as many threads as torch takes by itself."""
-    report.add("machine: copy of 256 MiB", copy_bytes_per_s() / 1e9, "GB/s")
-    report.add("machine: read of 256 MiB", read_bytes_per_s() / 1e9, "GB/s")
-    report.add("machine: GEMM 1024, fp32", gemm_flops(torch.float32) / 1e9, "GFLOP/s")
-    report.add("machine: GEMM 1024, bf16", gemm_flops(torch.bfloat16) / 1e9, "GFLOP/s")
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a model whose every weight is read once a step and multiplied once a token."""
+
+    read_bytes_per_s: float
+    gemm_flops: float  # bf16
+    weight_bytes: int  # of bf16 weights
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return num_tokens * self.weight_bytes / self.gemm_flops  # 2 FLOP a weight, 2 bytes a weight
+
+    def step_s(self, num_rows: int) -> float:
+        return max(self.weight_bytes / self.read_bytes_per_s, self.prefill_s(num_rows))
+
+    def output_tokens_per_s(self, num_prompt: int, num_output: int, concurrency: int) -> float:
+        return num_output / (self.prefill_s(num_prompt) + num_output * self.step_s(concurrency) / concurrency)
+
+
+def measure(report: Report, weights: Path) -> Limits:
+    """Adds copy bandwidth, a read sweep and GEMM rates, with as many threads as torch takes by itself."""
+    copied, read = copy_bytes_per_s(), read_bytes_per_s()
+    fp32, bf16 = gemm_flops(torch.float32), gemm_flops(torch.bfloat16)
+    report.add("machine: copy of 256 MiB", copied / 1e9, "GB/s")
+    report.add("machine: read of 256 MiB", read / 1e9, "GB/s")
+    report.add("machine: GEMM 1024, fp32", fp32 / 1e9, "GFLOP/s")
+    report.add("machine: GEMM 1024, bf16", bf16 / 1e9, "GFLOP/s")
+    return Limits(read, bf16, weights.stat().st_size)

@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2_grpc
 Prompt = str | Sequence[int] | Sequence[tuple[str, str]]
 
 
-def make_request(prompt: Prompt | None = None, *, request_id: str = "", model: str = "", **fields) -> pb.GenerateRequest:
+def make_request(prompt: Prompt | None, *, request_id: str = "", model: str = "", **fields) -> pb.GenerateRequest:
     """`prompt`: text, token ids, or (role, content) pairs; other keywords are fields of Sampling and Stopping."""
     request = pb.GenerateRequest(request_id=request_id, model=model)
     if isinstance(prompt, str):

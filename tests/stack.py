@@ -73,7 +73,7 @@ class Stack:
         return self.address["gateway0"]
 
     def stop(self) -> dict[str, int]:
-        """Gateways first, then workers, by SIGTERM; returns the exit status of each that no test has killed, by name."""
+        """Gateways first, then workers, by SIGTERM; returns exit statuses by name, of those that no test has killed."""
         statuses = {}
         for group in (self.gateways, self.workers):
             alive = [process for process in group if not process.killed]

@@ -1,8 +1,6 @@
 """Stacks that the tests of this folder share: started once a session, on the first use."""
 
 import itertools
-import os
-import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -132,13 +130,3 @@ def prompts():
         return token_ids
 
     return draw
-
-
-@pytest.fixture(scope="session")
-def redis_server() -> str:
-    """Path of a real redis-server; without one the tests that need it fail, unless SKIP_REDIS=1."""
-    path = shutil.which("redis-server")
-    if path is None and os.environ.get("SKIP_REDIS") == "1":
-        pytest.skip("SKIP_REDIS=1")
-    assert path, "redis-server is not installed: apt-get install redis-server, or SKIP_REDIS=1"
-    return path

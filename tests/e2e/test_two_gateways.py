@@ -1,70 +1,47 @@
 """Two gateways over the same workers and a real Redis: what one has served the other finds."""
 
-import socket
 import time
 
 import pytest
 import redis
 
 from tests.client import Client
-from tests.process import Process
+from tests.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module")
-def redis_url(redis_server, tmp_path_factory):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    argv = [redis_server, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
-    process = Process("redis", argv, tmp_path_factory.mktemp("redis"))
-    connection = redis.Redis(port=port)
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            connection.ping()
-            break
-        except redis.ConnectionError:
-            assert process.alive and time.monotonic() < deadline, process.text()
-            time.sleep(0.02)
-    yield f"redis://127.0.0.1:{port}/0"
-    connection.close()
-    process.stop()
+def redis_server(tmp_path_factory):
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def clients(run_stack, redis_url):
+def clients(run_stack, redis_server):
     """Two prefill and two decode workers, so that finding the right one is no accident."""
     shape = {"num_prefill": 2, "num_decode": 2, "num_gateways": 2}
-    with run_stack("redis", gateway_options=("--redis", redis_url), **shape) as stack:
+    with run_stack("redis", gateway_options=("--redis", redis_server.url), **shape) as stack:
         clients = [Client(stack.address[gateway.name]) for gateway in stack.gateways]
         yield clients
         for client in clients:
             client.close()
 
 
-@pytest.fixture(scope="module")
-def connection(redis_url):
-    connection = redis.Redis.from_url(redis_url)
-    yield connection
-    connection.close()
-
-
-def test_served_by_one_found_by_the_other(clients, prompts, connection):
+def test_served_by_one_found_by_the_other(clients, prompts, redis_server):
     for first, second in (clients, clients[::-1]):
         prompt_ids = prompts(640)
-        num_names = len(connection.keys("kv:*"))
+        num_names = len(redis_server.client.keys("kv:*"))
         cold = first.generate(prompt_ids, temperature=0.0, max_tokens=4)
         assert cold.usage.cached_tokens == 0
-        _wait_for_names(connection, num_names + 10)
+        _wait_for_names(redis_server.client, num_names + 10)
         hit = second.generate(prompt_ids, temperature=0.0, max_tokens=4)
         assert hit.usage.cached_tokens >= 0.9 * 640
         assert hit.outcome() == cold.outcome()
 
 
-def test_names_in_redis_are_short_and_expire(clients, prompts, connection):
+def test_names_in_redis_are_short_and_expire(clients, prompts, redis_server):
     clients[0].generate(prompts(200), temperature=0.0, max_tokens=2)
-    names = _wait_for_names(connection, 3)
-    assert all(len(name) == 3 + 16 and connection.ttl(name) > 0 for name in names)
+    names = _wait_for_names(redis_server.client, 3)
+    assert all(len(name) == 3 + 16 and redis_server.client.ttl(name) > 0 for name in names)
 
 
 def _wait_for_names(connection: redis.Redis, num_names: int) -> list[bytes]:
