@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,6 @@ from limits import Limits, measure  # noqa: E402
 from load import Job, LoadGenerator, draw_jobs  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
 from tests import bare  # noqa: E402
-from tests.probe import Probe  # noqa: E402
 from tests.process import Process  # noqa: E402
 from tests.stack import Stack  # noqa: E402
 
@@ -143,30 +143,28 @@ class Bench:
     # ---- memory ----
 
     def live_kv(self, num_jobs: int, requests_per_s: float) -> None:
-        """Tokens whose KV is needed over tokens that held blocks have room for, on the decode worker, during a trace."""
+        """Tokens whose KV is computed and still needed over tokens that held blocks have room for: both read from the
+        bare engine after each step of a trace with random arrivals and lengths."""
         arrivals = itertools.accumulate(self._rng.expovariate(requests_per_s) for _ in range(num_jobs))
-        lengths = [_log_normal_lengths(self._rng) for _ in range(num_jobs)]
-        drawn = zip(self.jobs(lengths), arrivals, strict=True)
-        jobs = [Job(job.prompt_ids, job.num_output, arrival_s) for job, arrival_s in drawn]
-        live, held = self._run(self._watch_kv(jobs))
+        drawn = zip(self.jobs([_log_normal_lengths(self._rng) for _ in range(num_jobs)]), arrivals, strict=True)
+        waiting = deque(Job(job.prompt_ids, job.num_output, arrival_s) for job, arrival_s in drawn)
+        begun, num_open, samples = time.perf_counter(), 0, []
+        while waiting or num_open:
+            while waiting and waiting[0].arrival_s <= time.perf_counter() - begun:
+                num_open += self._submit_next(iter([waiting.popleft()]))
+            num_open -= sum(isinstance(output, RequestEnded) for output in self.engine.step())
+            if self.engine.launched:
+                samples.append(self._live_and_held())
+            else:
+                time.sleep(0.001)
+        live, held = (sum(column) / len(samples) for column in zip(*samples, strict=True))
         self.report.add("trace: live KV over held KV", live, "tokens", against=held, goal="ratio >= 0.90")
 
-    async def _watch_kv(self, jobs: Sequence[Job]) -> tuple[float, float]:
-        """Means over the worker's load reports while anything was held."""
-        probe = await asyncio.to_thread(Probe, self.stack.address["decode0"])
-        trace = asyncio.create_task(self._load.open(jobs))
-        live, held = [], []
-        while not trace.done():
-            load = await asyncio.to_thread(probe.load)
-            num_held = sum(load.blocks_by_holder[:4])
-            # A prompt counts once its first token is here, though its blocks are held since before.
-            started = [each for each in self._load.progress.values() if each.num_tokens]
-            if num_held:
-                held.append(num_held * probe.hello.limits.block_size)
-                live.append(sum(len(each.job.prompt_ids) + each.num_tokens for each in started))
-        await trace
-        await asyncio.to_thread(probe.close)
-        return sum(live) / len(live), sum(held) / len(held)
+    def _live_and_held(self) -> tuple[int, int]:
+        holders = self.engine.ledger.counts()
+        num_held = self.engine.num_blocks - holders["cached"] - holders["free"]
+        live = sum(seq.num_computed for group in self.engine.admission.groups.values() for seq in group.live)
+        return live, num_held * self.engine.layout.block_size
 
     # ---- prefix hit ----
 

@@ -37,6 +37,15 @@ class FunctionHead:
         return self.text[self.start :]
 
 
+@dataclass(frozen=True)
+class Completion:
+    """A prompt, what a model wrote after it, and the text of the latter."""
+
+    prompt_ids: list[int]
+    written_ids: list[int]
+    text: str
+
+
 def evaluate(
     target: Llama, draft: Llama, tokenizer: Tokenizer, held_out: Sequence[Document], num_heads: int = 50
 ) -> dict:
@@ -44,15 +53,18 @@ def evaluate(
     texts = [_token_ids(tokenizer, document) for document in held_out]
     num_bytes = sum(document.num_bytes for document in held_out)
     heads = select_heads(held_out, num_heads)
-    parsed = [parses(complete(target, tokenizer, head), head.definition) for head in heads]
+    completions = [complete(target, tokenizer, head) for head in heads]
+    verdicts = [judge(c.text, head.definition) for c, head in zip(completions, heads, strict=True)]
     return {
         "held_out_bytes": num_bytes,
         "held_out_tokens": sum(len(text) - 1 for text in texts),
         "target_bits_per_byte": round(total_bits(target, texts) / num_bytes, 4),
         "draft_bits_per_byte": round(total_bits(draft, texts) / num_bytes, 4),
         "function_heads": len(heads),
-        "function_heads_parsed": sum(parsed),
+        "function_heads_parsed": verdicts.count("parsed"),
+        "function_heads_unfinished": verdicts.count("unfinished"),
         "draft_agreement": round(agreement(target, draft, texts), 4),
+        "draft_agreement_on_completions": round(agreement_on_completions(draft, completions), 4),
     }
 
 
@@ -77,6 +89,19 @@ def agreement(target: Llama, draft: Llama, texts: Iterable[Tensor]) -> float:
     return same / total
 
 
+@torch.inference_mode()
+def agreement_on_completions(draft: Llama, completions: Iterable[Completion]) -> float:
+    """Share of the target's own greedy tokens the draft would have chosen: what speculation meets."""
+    same = total = 0
+    for completion in completions:
+        written = torch.tensor(completion.written_ids)
+        token_ids = torch.tensor(completion.prompt_ids + completion.written_ids)
+        choices = draft(token_ids[None, :-1])[0, len(completion.prompt_ids) - 1 :].argmax(-1)
+        same += (choices == written).sum().item()
+        total += len(written)
+    return same / max(1, total)
+
+
 def select_heads(documents: Iterable[Document], count: int) -> list[FunctionHead]:
     """Up to `count` functions of at least four lines, evenly spread over the documents."""
     heads = [head for document in documents for head in _heads(document)]
@@ -85,30 +110,33 @@ def select_heads(documents: Iterable[Document], count: int) -> list[FunctionHead
 
 
 @torch.inference_mode()
-def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> str:
+def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> Completion:
     """What the model writes, greedily, after the last 512 tokens up to the head; at most 256 tokens."""
     end = tokenizer.token_to_id(END_OF_TEXT)
-    token_ids = torch.tensor([tokenizer.encode(head.text).ids[-PROMPT_TOKENS:]])
-    cache, written = model.new_cache(), []
-    while len(written) < COMPLETION_TOKENS:
-        token_id = model(token_ids, cache)[0, -1].argmax().item()
+    prompt_ids = tokenizer.encode(head.text).ids[-PROMPT_TOKENS:]
+    cache, written_ids, newest = model.new_cache(), [], prompt_ids
+    while len(written_ids) < COMPLETION_TOKENS:
+        token_id = model(torch.tensor([newest]), cache)[0, -1].argmax().item()
         if token_id == end:
             break
-        written.append(token_id)
-        token_ids = torch.tensor([[token_id]])
-    return tokenizer.decode(written)
+        written_ids.append(token_id)
+        newest = [token_id]
+    return Completion(prompt_ids, written_ids, tokenizer.decode(written_ids))
 
 
-def parses(completion: str, definition: str) -> bool:
-    """Whether the completed function is Python.
+def judge(completion: str, definition: str) -> str:
+    """Whether the completed function is Python: "parsed", "wrong", or "unfinished" if no whole statement was written.
 
-    The text is cut where the function ends, or else at its last whole statement; one at least must have been written.
+    The text is cut where the function ends, or else at its last whole statement.
     """
+    function = cut_function(definition + completion)
+    if definition not in function:
+        return "unfinished"
     try:
-        module = ast.parse(cut_function(definition + completion))
+        ast.parse(function)
     except (SyntaxError, ValueError):
-        return False
-    return any(isinstance(node, ast.FunctionDef) for node in ast.walk(module))
+        return "wrong"
+    return "parsed"
 
 
 def cut_function(text: str) -> str:

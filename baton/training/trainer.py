@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -116,22 +119,34 @@ class Trainer:
         self.recent_loss = _smooth(self.recent_loss, loss.item(), self.num_steps)
 
     def _save(self) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "counters": (self.num_tokens, self.num_steps, self.seconds, self.recent_loss),
-        }
-        save_atomically(self.checkpoint, lambda path: torch.save(state, path))
+        """A checkpoint is safetensors: `model.NAME`, `optimizer.I.PARAMETER.NAME`, and the counters as metadata."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter, state in optimizer.state_dict()["state"].items():
+                for name, value in state.items():
+                    tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value)
+        counters = json.dumps((self.num_tokens, self.num_steps, self.seconds, self.recent_loss))
+        save_atomically(self.checkpoint, lambda path: save_file(tensors, path, {"counters": counters}))
 
     def _restore(self) -> None:
-        state = torch.load(self.checkpoint, weights_only=True)
+        model: dict[str, Tensor] = {}
+        states: list[dict[int, dict[str, Tensor]]] = [{} for _ in self.optimizers]
+        with safe_open(self.checkpoint, "pt") as file:
+            for key in file.keys():
+                kind, _, name = key.partition(".")
+                if kind == "model":
+                    model[name] = file.get_tensor(key)
+                else:
+                    number, parameter, name = name.split(".")
+                    states[int(number)].setdefault(int(parameter), {})[name] = file.get_tensor(key)
+            counters = json.loads(file.metadata()["counters"])
         try:
-            self.model.load_state_dict(state["model"])
+            self.model.load_state_dict(model)
         except RuntimeError as error:
             raise ValueError(f"{self.checkpoint} holds a model of another shape") from error
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.num_tokens, self.num_steps, self.seconds, self.recent_loss = state["counters"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        self.num_tokens, self.num_steps, self.seconds, self.recent_loss = counters
 
 
 def next_token_loss(model: Llama) -> Loss:

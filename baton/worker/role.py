@@ -12,6 +12,7 @@ from baton.service.settings import SettingsError, add_flags, load_settings, make
 from baton.worker.settings import WorkerSettings
 
 FAILED, WRONG_USE = 1, 2
+SWITCH_INTERVAL_S = 0.0001
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ def main(role: Role, argv: Sequence[str] | None = None) -> int:
     # Two workers on one machine share its cores: a thread that spins for work it does not have stalls the other's
     # parallel regions (seen: about 8 ms each on 2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # The event loop may hold the interpreter this long when the engine's thread wants it back after an operator; the
+    # default of 5 ms is a whole step of a small model.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
     from baton.engine.models.spec import ModelError
     from baton.worker.server import serve
