@@ -96,7 +96,8 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
     run = Run(recipe, out, out / ".training", seed)
     target_figures = run.train_target()
     draft_figures = run.train_draft(load(out / "target").bfloat16())  # the draft follows what is served
-    figures = evaluate(load(out / "target"), load(out / "draft"), run.tokenizer, run.corpus.held_out, recipe.num_function_heads)
+    models = load(out / "target"), load(out / "draft")
+    figures = evaluate(*models, run.tokenizer, run.corpus.held_out, recipe.num_function_heads)
     record = {
         "evaluation": figures,
         "target": target_figures,
