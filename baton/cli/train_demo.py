@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, export and evaluate; 0 done, 1 failed, 2 wrong use."""
     if wrong := _wrong_use(args):
         return _fail(wrong, 2)
-    # On a shared machine spinning threads wait for each other: evaluation took over 9 minutes, passive 4.
+    # On a shared machine threads that spin while they wait take the cores from those they wait for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from baton.training import recipe  # after the checks: importing torch takes seconds
 
