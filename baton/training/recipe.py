@@ -163,7 +163,7 @@ class Run:
 def inherit_embedding(draft: Llama, target: Llama) -> None:
     """Start the draft's embedding [vocab_size, hidden_size] from the principal components of the target's.
 
-    After 30 steps the draft is 0.35 nats ahead of one that starts from noise.
+    After 30 steps (one run, on a 3 MB slice of the text) the draft was 0.35 nats ahead of one that starts from noise.
     """
     weight = target.model.embed_tokens.weight.float()
     components = torch.linalg.svd(weight, full_matrices=False).Vh[: draft.config.hidden_size]
