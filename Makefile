@@ -1,21 +1,25 @@
-# Everything from a clone: `make demo`, `make test`. Stamps in .stamps/ make second runs start in seconds.
+# Everything from a clone: `make demo`, `make test`, `make test-long`. Stamps in .stamps/ make second runs start in seconds.
 #
 #   TORCH_ARGS   pip arguments for torch, for instance an index of CPU builds
 #   PYTEST_ARGS  arguments for pytest
+#   PYTEST_WORKERS  processes that share the tests
 #   SKIP_REDIS=1 skip the tests that need redis-server instead of failing them
 
 PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 VENV := .venv
 PROTOC_VENV := .venv-protoc
+PEERS_VENV := .venv-peers
+NIXL_VENV := .venv-nixl
 STAMPS := .stamps
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NODE_CLIENT := tests/clients/node
 
-.PHONY: setup demo test protos clean
+.PHONY: setup demo test test-nixl test-long bench-peers protos clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -24,14 +28,25 @@ demo: setup
 	$(PY) -m baton.cli.demo
 
 test: setup $(STAMPS)/protoc system-packages node-packages
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-long: setup long-packages
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m long $(PYTEST_ARGS)
+
+# The transport suite over NIXL, on host memory; UCX keeps to this machine.
+test-nixl: setup $(STAMPS)/nixl
+	UCX_TLS=tcp,cma,self UCX_NET_DEVICES=lo OMP_NUM_THREADS=1 $(NIXL_VENV)/bin/python -m pytest \
+		tests/kvtransfer/test_transports*.py -k nixl --show-capture=no $(PYTEST_ARGS)
+
+# What bench/cpu.py measures against, apart from everything else: llama.cpp, built for this machine (about 10 minutes).
+bench-peers: $(STAMPS)/peers
 
 protos: $(STAMPS)/protoc
 	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. \
 		protos/baton/v1/*.proto
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) $(STAMPS) *.egg-info build dist $(NODE_CLIENT)/node_modules
+	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) $(PEERS_VENV) $(STAMPS) *.egg-info build dist $(NODE_CLIENT)/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):
@@ -60,9 +75,28 @@ $(STAMPS)/protoc: | $(STAMPS)/venv
 	@$(PROTOC_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'grpcio-tools==1.71.2' 'setuptools<81'
 	@touch $@
 
-.PHONY: system-packages node-packages
+# Its wheels ask for a torch of their own choice; here they take that of the first environment, like everything else.
+$(STAMPS)/nixl: $(STAMPS)/install
+	@echo "installing NIXL"
+	@test -x $(NIXL_VENV)/bin/python || $(PYTHON) -m venv $(NIXL_VENV)
+	@$(NIXL_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps 'nixl-cu12>=1.5,<2'
+	@$(PY) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+		> $$($(NIXL_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/baton.pth
+	@touch $@
+
+$(STAMPS)/peers: | $(STAMPS)/venv
+	@echo "building llama.cpp"
+	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	@CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
+		'llama-cpp-python==0.3.36' 'gguf>=0.17,<1'
+	@touch $@
+
+.PHONY: system-packages long-packages node-packages
 system-packages:
 	@.ci/system-packages
+
+long-packages:
+	@.ci/system-packages long
 
 node-packages: $(STAMPS)/node
 

@@ -36,6 +36,7 @@ class Progress:
     job: Job
     num_tokens: int = 0
     ttft_s: float = 0.0
+    e2e_s: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     timing: pb.Timing | None = None
     usage: pb.Usage | None = None
@@ -71,6 +72,7 @@ class LoadGenerator:
                 progress.token_ids.extend(message.token_ids)
                 if message.HasField("timing"):
                     progress.timing, progress.usage = message.timing, message.usage
+            progress.e2e_s = time.perf_counter() - begun
         finally:
             del self.progress[key]
         if progress.num_tokens != job.num_output:

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -67,15 +67,21 @@ class Report:
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def start(name: str, description: str) -> tuple[argparse.Namespace, Report]:
-    """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`."""
+def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argparse.Namespace, Report]:
+    """The face that all benches share: `python bench/NAME.py [--quick] [--json FILE]`, and [--only PART ...] where a
+    bench has parts that can be run alone (arguments.only: those to run)."""
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, under 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    if parts:
+        help_text = "these parts only: %(choices)s"
+        parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="PART", help=help_text)
     arguments = parser.parse_args()
     print(f"{machine()['cpu']}, {machine()['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     print(_HEADER)
     command = f"python bench/{name}.py" + (" --quick" if arguments.quick else "")
+    if parts and arguments.only != list(parts):
+        command += f" --only {' '.join(arguments.only)}"
     return arguments, Report(command, arguments.quick)
 
 

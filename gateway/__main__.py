@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return run(lambda stop: serve(settings, stop), use_uvloop=True)
-    except (SettingsError, ListenError) as error:
+    except SettingsError as error:
+        return _fail(error, WRONG_USE)
+    except ListenError as error:
         return _fail(error, FAILED)
 
 

@@ -49,6 +49,9 @@ class Line:
     def is_empty(self) -> bool:
         return not self._places
 
+    def __len__(self) -> int:
+        return len(self._places)
+
     def join(self, priority: int, call: Callable[[], None]) -> Place:
         """`call` is called each time the place is first and there may be room. Raises Overloaded: the line is full."""
         if len(self._places) >= self._max:
@@ -78,6 +81,9 @@ class Lines:
 
     def __init__(self, max_waiting: int):
         self.credit, self.prefill = Line(max_waiting), Line(max_waiting)
+
+    def __len__(self) -> int:
+        return len(self.credit) + len(self.prefill)
 
     def call_first(self) -> None:
         self.credit.call_first()

@@ -18,8 +18,12 @@ class Diverged(Exception):
 class Answer:
     """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
 
-    def __init__(self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit):
-        self._checked, self._stamps, self._emit = checked, stamps, emit
+    def __init__(
+        self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit, on_gap: Callable[[float], None]
+    ):
+        """`on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
+        self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
+        self._sent_at: dict[int, float] = {}  # choice -> its last message
         self._num_flushes = 0
         self._num_sent = 0
         self.choices = [
@@ -52,6 +56,11 @@ class Answer:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_longest(self) -> int:
+        """Output tokens of the longest choice."""
+        return max(len(choice.token_ids) for choice in self.choices)
 
     def push(
         self,
@@ -92,8 +101,9 @@ class Answer:
         message.usage.prompt_tokens = num_prompt_tokens
         message.usage.cached_tokens = num_cached_tokens
         message.usage.output_tokens = self.num_output_tokens
-        longest = max(len(choice.token_ids) for choice in self.choices)
-        message.timing.CopyFrom(timing(self._stamps, measured, longest))
+        message.usage.draft_tokens = sum(measured.decode.proposed_by_position)
+        message.usage.accepted_tokens = sum(measured.decode.accepted_by_position)
+        message.timing.CopyFrom(timing(self._stamps, measured, self.num_longest))
         await self._send(message)
 
     def _stamp(self) -> None:
@@ -109,4 +119,8 @@ class Answer:
             message.seed = self._checked.sampling.seed
             message.request_id = self._checked.request_id
         self._num_sent += 1
+        before, at = self._sent_at.get(message.index), self._stamps.last_sent
+        if before is not None and message.token_ids:
+            self._on_gap((at - before) / len(message.token_ids))
+        self._sent_at[message.index] = at
         await self._emit(message)

@@ -12,18 +12,13 @@ import grpc
 
 from baton.service.codec import budget_ms
 from baton.service.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    Unavailable,
-    from_code,
-)
+    BatonError, Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, from_code,
+)  # fmt: skip
 from baton.v1 import worker_pb2 as pb
 from gateway.admission import Line, Lines, Place
 from gateway.answer import Answer, Diverged
-from gateway.record import Record
+from gateway.prefix_source import PrefixSource
+from gateway.record import Failure, Record
 from gateway.registry import Registry
 from gateway.spec import make_taker
 from gateway.states import TABLE, Event, Phase, event_of
@@ -46,20 +41,17 @@ _ROOM = object()
 _numbers = itertools.count(secrets.randbits(31))
 
 
+def _next_attempt() -> int:
+    return next(_numbers) & 0xFFFFFFFF
+
+
 class Attempts:
     """`spec_of(deadline, output_ids)` makes the RequestSpec of an attempt. `matches`: worker -> spans it holds."""
 
     def __init__(
-        self,
-        registry: Registry,
-        lines: Lines,
-        answer: Answer,
-        record: Record,
-        matches: dict[bytes, int],
-        spec_of: Callable[[list[int]], pb.RequestSpec],
-        deadline: float,
-        max_queue_wait_s: float,
-    ):
+        self, registry: Registry, lines: Lines, answer: Answer, record: Record, matches: dict[bytes, int],
+        spec_of: Callable[[list[int]], pb.RequestSpec], deadline: float, max_queue_wait_s: float,
+    ):  # fmt: skip
         self.phase = Phase.AWAITING_CREDIT
         self.error: BatonError | None = None
         self._registry, self._lines, self._answer, self._record = registry, lines, answer, record
@@ -70,7 +62,7 @@ class Attempts:
         self._place: tuple[Line, Place] | None = None
         self._queued_at: float | None = None
         self._retry_at = 0.0
-        self._phase_at = now()
+        self._phase_at = self._left_at = now()  # when this phase began, and the one before the last event
         self._num_deaths = 0
         self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
         self._avoid: set[bytes] = set()  # workers that failed this request
@@ -79,6 +71,7 @@ class Attempts:
     def _begin_attempt(self) -> None:
         self._decode: Leg | None = None
         self._prefill: Leg | None = None
+        self._prefix: PrefixSource | None = None  # another worker is asked for it before the prefill worker is
         self._source: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
         self._refused: set[bytes] = set()
         self._refusals: set[str] = set()
@@ -105,9 +98,9 @@ class Attempts:
                 self._on_silence()
             while entry is not None:
                 self._receive(*entry)
+                if self._answer.finished and self.phase is Phase.DECODING:
+                    self.happen(Event.FINISHED, None)  # before the Ended that may have come along
                 entry = self._mailbox.take()
-            if self._answer.finished and self.phase is Phase.DECODING:
-                self.happen(Event.FINISHED, None)
             if self.error is None:
                 await self._answer.flush()
         if self.error is not None:
@@ -123,8 +116,10 @@ class Attempts:
     def happen(self, event: Event, subject) -> None:
         """One event. Tests call it too: a cell of the table at a time."""
         cell, before = TABLE[self.phase, event], self.phase
+        self._left_at = self._phase_at
         if cell.phase is not before:
             self.phase, self._phase_at = cell.phase, now()
+            self._record.phase = cell.phase.value if cell.phase is not Phase.ENDED else self._record.phase
         try:
             getattr(self, f"_{cell.action}")(event, before, subject)
         except BatonError as error:
@@ -182,7 +177,7 @@ class Attempts:
         record.stamps.routed = record.stamps.routed or now()
         record.num_attempts += self._spec is None
         self._make_spec()
-        self._decode = taker.open((self._answer.request_id, next(_numbers) & 0xFFFFFFFF), self._mailbox)
+        self._decode = taker.open((self._answer.request_id, _next_attempt()), self._mailbox)
         self._decode.send(admit=pb.Admit(spec=self._spec))
 
     def _await_credit(self, event, before, refused: pb.Refused) -> None:
@@ -205,7 +200,8 @@ class Attempts:
             if self._source and not self._lines.prefill.is_empty:
                 self.happen(Event.REFUSED, None)
                 return
-        self._record.stamps.prefill_sent = now()
+        if not self._answer.begun:
+            self._record.stamps.prefill_sent = now()
         num_tokens = self._record.num_prompt_tokens
         if self._source and not (self._source.serving and self._source.worker_id not in self._refused):
             self._source = self._registry.source_for(
@@ -218,15 +214,23 @@ class Attempts:
             return
         self._prefill = self._source.open(self._decode.key, self._mailbox)
         self._prefill.num_prefill_tokens = num_tokens
+        self._prefix = PrefixSource(self._send_prefill)
+        holder = self._registry.holder_for(self._source, self._matches, self._avoid)
+        hashes = self._spec.span_hashes[: self._matches[holder.worker_id]] if holder else ()
+        self._prefix.ask(holder, self._source, hashes, (self._answer.request_id, _next_attempt()), self._deadline)
+
+    def _send_prefill(self, sources: list[pb.KVSource], holder: str | None) -> None:
+        self._record.source = holder
         self._spec.budget_ms = budget_ms(self._deadline)
         taker = make_taker(self._decode.link, self._num_granted_tokens)
-        self._prefill.send(prefill=pb.Prefill(spec=self._spec, taker=taker))
+        self._prefill.send(prefill=pb.Prefill(spec=self._spec, taker=taker, sources=sources))
 
     def _await_prefill(self, event, before, refused: pb.Refused | None) -> None:
         if refused is not None:
             self._note_refusal(self._prefill.link, refused)
             self._prefill.close()
-            self._prefill = None
+            self._prefix.close()
+            self._prefill = self._prefix = None
             if self._registry.others(self._registry.prefill, self._avoid | self._refused):
                 self._call_room()
                 return
@@ -251,6 +255,9 @@ class Attempts:
         if not self._answer.begun:
             self._record.measured.queue_s, self._record.measured.prefill_s = done.queue_s, done.prefill_s
             self._record.num_cached_tokens = done.num_cached_tokens
+            reader = (self._prefill or self._decode).link
+            reader.note_prefill(self._record.num_prompt_tokens - done.num_cached_tokens, done.prefill_s)
+            self._record.batch_size = self._decode.link.load.num_running + 1
         for first in done.first_tokens:
             logprobs = [first.logprobs] if first.HasField("logprobs") else []
             self._answer.push(first.choice, len(self._output_ids), [first.token_id], logprobs, first.finish_reason)
@@ -279,6 +286,7 @@ class Attempts:
     def _try_again(self, event, before, subject) -> None:
         error, blamed = self._failure(event, before, subject)
         self._num_deaths += self._counts_as_death(event, before, subject)
+        self._note_failure(event, before, subject, error, blamed)
         self._avoid.add(blamed.worker_id)
         self._leave_line()
         self._close_legs()
@@ -296,6 +304,7 @@ class Attempts:
             self._ask_for_credit(event, before, None)
         except Unavailable:
             raise error from None
+        self._record.phase = self.phase.value
 
     def _end_full(self, event, before, subject) -> None:
         waited_s = self._max_queue_wait_s
@@ -338,6 +347,13 @@ class Attempts:
             )
         return error, blamed
 
+    def _note_failure(self, event: Event, before: Phase, subject, error: BatonError, blamed: WorkerLink) -> None:
+        is_told = isinstance(subject, pb.Ended) and bool(subject.code)
+        sent, self._record.phase = self._answer.num_output_tokens, before.value
+        self._record.failures.append(
+            Failure(before.value, event.value, self._left_at, now(), blamed.name, error.reason, is_told, sent)
+        )
+
     def _counts_as_death(self, event: Event, before: Phase, subject) -> bool:
         """Only if the request was being computed there, and no step of it came to an end."""
         died = isinstance(subject, Lost) or (isinstance(subject, pb.Ended) and subject.reason == "ENGINE_FAILED")
@@ -356,6 +372,7 @@ class Attempts:
     def _note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
         self._refused.add(link.worker_id)
         self._refusals.add(refused.reason)
+        self._record.note_retry(link.name, refused.reason)
         self._retry_at = now() + min(max(refused.retry_after_ms / 1000, _LEAST_HINT_S), _LONGEST_HINT_S)
 
     def _join(self, line: Line) -> None:
@@ -376,7 +393,7 @@ class Attempts:
             self._mailbox.post(None, _ROOM)
 
     def _close_legs(self) -> None:
-        for leg in (self._decode, self._prefill):
+        for leg in (self._decode, self._prefix, self._prefill):
             if leg is not None:
                 leg.close()
         self._lease_id = b""

@@ -5,24 +5,33 @@ import logging
 import os
 
 from baton.service import server as grpc_server
-from baton.service import telemetry
+from baton.service import genai_metrics, telemetry
+from baton.service.admin import Admin
 from baton.service.logs import fields
 from baton.service.server import Health
 from baton.service.settings import SettingsError
-from baton.v1 import inference_pb2_grpc
-from gateway.admin import Admin
+from baton.v1 import fleet_pb2_grpc, inference_pb2_grpc
+from gateway import access_log, dashboard
 from gateway.admission import Admission, Lines
 from gateway.detokenizer import Detokenizer
 from gateway.embedded_index import EmbeddedIndex
-from gateway.model_folder import ModelFolder, read_folder
+from gateway.fleet import SERVICE_NAME as FLEET_NAME
+from gateway.fleet import FleetService
+from gateway.journal import Journal
+from gateway.meters import Meters
+from gateway.model_file import read_model
+from gateway.model_folder import ModelFolder
 from gateway.pipeline import Pipeline
 from gateway.prefix_index import PrefixIndex
+from gateway.record import Record
 from gateway.registry import Registry
 from gateway.secret import fingerprint, read_secret
 from gateway.servicer import SERVICE_NAME, InferenceService
 from gateway.settings import GatewaySettings
+from gateway.slo_classes import read_classes
 from gateway.templates import ChatTemplate, TemplateFailed
 from gateway.tokenizer import Tokenizer
+from gateway.workers import LinkState
 
 # Larger messages are gRPC's to refuse; up to here limits.py does it, with the field's name.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -38,13 +47,15 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
         max_concurrent_rpcs=2 * settings.max_concurrent_requests + _SPARE_RPCS, max_message_bytes=MAX_MESSAGE_BYTES
     )
     port = grpc_server.bind(server, settings.listen)
-    folder = read_folder(settings.model)
+    folder = read_model(settings.model)
     gateway = Gateway(settings, folder, server)
     telemetry.setup("baton-gateway")
+    genai_metrics.setup("baton-gateway")
     try:
         return await gateway.run(port, stop)
     finally:
         telemetry.shut_down()
+        genai_metrics.shut_down(_STOP_GRACE_S)
 
 
 class Gateway:
@@ -52,10 +63,18 @@ class Gateway:
         """Raises SettingsError."""
         self._settings, self._server = settings, server
         secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
-        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path / "tokenizer.json"))
+        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
         self.index = _make_index(settings)
         self.registry = Registry(settings, folder, self.index, secret)
         self.lines = Lines(settings.max_queued_requests)
+        self.meters = Meters(
+            folder.name,
+            read_classes(settings.slo_classes),
+            lambda: self.service.num_running,
+            lambda: len(self.lines),
+            lambda: not self._redis_down(),
+            self._workers_by_state,
+        )
         pipeline = Pipeline(
             registry=self.registry,
             index=self.index,
@@ -65,8 +84,10 @@ class Gateway:
             admission=Admission(settings.max_concurrent_requests),
             lines=self.lines,
             max_queue_wait_s=settings.max_queue_wait_s,
+            on_gap=self.meters.gap,
         )
-        self.service = InferenceService(pipeline, settings)
+        self.journal = Journal()
+        self.service = InferenceService(pipeline, settings, self.journal.began, self._ended)
         self._changed = asyncio.Event()
         self._secret_checked = False
 
@@ -74,11 +95,13 @@ class Gateway:
         """`port` is what the server is bound to."""
         settings, server = self._settings, self._server
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server)
+        fleet = FleetService(self.registry, self.journal, self.lines, settings.redis, self._redis_down)
+        fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
         health = Health(server)
         health.set(SERVICE_NAME, False)
         if settings.is_loopback:
-            grpc_server.enable_reflection(server, [SERVICE_NAME])
-        admin = Admin(self.readiness)
+            grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
+        admin = Admin(self.readiness, {"/metrics": self.meters.page, **dashboard.pages(fleet)})
         admin_port = await admin.start(settings.admin)
         self.registry.on_change = self._on_change
         await server.start()
@@ -111,6 +134,18 @@ class Gateway:
             for link in self.registry.links
         }
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
+
+    def _ended(self, record: Record, error: BaseException | None) -> None:
+        self.meters.ended(record, error)
+        self.journal.ended(record, error)
+        access_log.ended(record, error)
+
+    def _workers_by_state(self) -> dict[str, int]:
+        links = self.registry.links
+        return {state.value: sum(link.state is state for link in links) for state in LinkState}
+
+    def _redis_down(self) -> str:
+        return "" if isinstance(self.index, EmbeddedIndex) else self.index.down
 
     def _on_change(self) -> None:
         self.lines.call_first()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from baton.service.errors import InvalidRequest, NotFound
 from baton.v1 import inference_pb2 as pb
 from gateway.model_folder import Defaults
+from gateway.slo_classes import BUILT_IN, DEFAULT_CLASS
 from gateway.templates import ChatMessage
 
 MAX_REQUEST_BYTES = 1 << 20
@@ -18,6 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGIT_BIAS = 1024
+MAX_DRAFT_TOKENS = 16
 ROLES = ("system", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -54,6 +56,8 @@ class Checked:
     stop_token_ids: frozenset[int]
     ignore_eos: bool
     priority: int
+    speculation: pb.Speculation  # as asked for
+    slo_class: str
 
     @property
     def input_field(self) -> str:
@@ -69,6 +73,8 @@ class ServedModel:
     vocab_size: int
     eos_ids: frozenset[int]
     defaults: Defaults
+    slo_classes: frozenset[str] = frozenset(BUILT_IN)
+    proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
 
 
 def check_model(asked: str, served: ServedModel) -> None:
@@ -102,6 +108,8 @@ def check(request: pb.GenerateRequest, served: ServedModel) -> Checked:
         stop_token_ids=_stop_token_ids(stopping, served),
         ignore_eos=stopping.ignore_eos,
         priority=request.priority,
+        speculation=_speculation(request.speculation, served),
+        slo_class=_slo_class(request.slo_class, served),
     )
 
 
@@ -187,6 +195,22 @@ def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
     if (checked.logprobs or 0) > MAX_LOGPROBS:
         _refuse("sampling.logprobs", f"must be at most {MAX_LOGPROBS}")
     return checked
+
+
+def _slo_class(name: str, served: ServedModel) -> str:
+    if name and name not in served.slo_classes:
+        _refuse("slo_class", f"{name[:40]!r} is none of: {', '.join(sorted(served.slo_classes))}")
+    return name or DEFAULT_CLASS
+
+
+def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Speculation:
+    known = served.proposers
+    if known is not None and speculation.proposer not in ("", "off", *known):
+        run = ", ".join(sorted(known)) or "none"
+        _refuse("speculation.proposer", f"{speculation.proposer[:40]!r} is not run here: off, or one of: {run}")
+    if speculation.num_tokens > MAX_DRAFT_TOKENS:
+        _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
+    return speculation
 
 
 def _number(sampling: pb.Sampling, name: str, default: float, is_good=None, rule: str = "") -> float:

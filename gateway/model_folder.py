@@ -31,13 +31,9 @@ class ModelFolder:
     eos_ids: frozenset[int]
     defaults: Defaults
     tokenizer_json: bytes = field(repr=False)
+    tokenizer_digest: bytes  # workers and gateway must read the same tokenizer
     chat_template: str | None = field(repr=False)
     special_tokens: dict[str, str]
-
-    @property
-    def tokenizer_digest(self) -> bytes:
-        """SHA-256 of tokenizer.json: workers and gateway must read the same one."""
-        return hashlib.sha256(self.tokenizer_json).digest()
 
 
 def read_folder(path: Path) -> ModelFolder:
@@ -46,6 +42,7 @@ def read_folder(path: Path) -> ModelFolder:
     generation = _read_json(path / "generation_config.json", optional=True)
     tokenizer_config = _read_json(path / "tokenizer_config.json", optional=True)
     special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | tokenizer_config
+    tokenizer_json = _read_bytes(path / "tokenizer.json")
     try:
         return ModelFolder(
             path=path,
@@ -54,7 +51,8 @@ def read_folder(path: Path) -> ModelFolder:
             vocab_size=int(config["vocab_size"]),
             eos_ids=_eos_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
             defaults=_defaults(generation),
-            tokenizer_json=_read_bytes(path / "tokenizer.json"),
+            tokenizer_json=tokenizer_json,
+            tokenizer_digest=hashlib.sha256(tokenizer_json).digest(),
             chat_template=_chat_template(path, tokenizer_config),
             special_tokens=_special_tokens(special_tokens),
         )

@@ -1,7 +1,7 @@
 """The path of one request: checked message -> tokens -> span hashes -> index -> workers -> answer."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
@@ -33,6 +33,7 @@ class Pipeline:
     admission: Admission
     lines: Lines
     max_queue_wait_s: float
+    on_gap: Callable[[Record, float], None]  # between two messages of a choice, seconds a token
 
     async def serve(self, checked: Checked, model: ServedModel, deadline: float, record: Record, emit: Emit) -> None:
         """Answer one request, or raise BatonError. Whatever it held on workers is given back on every way out."""
@@ -60,7 +61,9 @@ class Pipeline:
             traceparent = format_traceparent(record.context)
             return make_spec(checked, prompt_ids, output_ids, max_tokens, spans, parent, traceparent, deadline)
 
-        answer = Answer(checked, self.detokenizer, record.stamps, _bounded(emit, deadline))
+        answer = Answer(
+            checked, self.detokenizer, record.stamps, _bounded(emit, deadline), lambda gap_s: self.on_gap(record, gap_s)
+        )
         attempts = Attempts(
             self.registry, self.lines, answer, record, matches, spec_of, deadline, self.max_queue_wait_s
         )
@@ -69,7 +72,7 @@ class Pipeline:
             await answer.finish(len(prompt_ids), record.num_cached_tokens, record.measured)
         finally:
             attempts.close()
-            record.num_output_tokens = answer.num_output_tokens
+            record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
             record.finish_reasons = answer.finish_reasons
 
     async def encode(

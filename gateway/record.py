@@ -1,11 +1,37 @@
-"""What is known of one request, for its spans: filled in as it goes, complete or not when it ends."""
+"""What is known of one request, for its spans, metrics and log line: filled in as it goes, complete or not when it
+ends."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton.service.telemetry import TraceContext
 from gateway.limits import Checked
 from gateway.routing import Decision
-from gateway.timing import Measured, Stamps
+from gateway.timing import Measured, Stamps, now
+
+_MAX_RETRIES = 32  # that are remembered: a request may wait long in front of full workers
+
+
+class Retry(NamedTuple):
+    """A worker had no room: the request asked the next one, or waited."""
+
+    at: float
+    worker: str
+    phase: str
+    reason: str
+
+
+class Failure(NamedTuple):
+    """An attempt that ended on a worker. If another followed, the request moved."""
+
+    phase: str
+    event: str  # what told of it
+    begun_at: float  # the phase
+    at: float
+    worker: str
+    reason: str
+    is_told: bool  # by the worker itself, which draws its own spans
+    num_output_tokens: int
 
 
 @dataclass(slots=True)
@@ -23,6 +49,18 @@ class Record:
     num_cached_tokens: int = 0
     num_matched_tokens: int = 0  # by the index, on the decode worker
     num_output_tokens: int = 0
+    num_longest_output: int = 0  # of the longest choice
     finish_reasons: list[str] = field(default_factory=list)
     decision: Decision | None = None
+    source: str | None = None  # who gave a prefix to the prefill worker
     num_attempts: int = 0
+    batch_size: int = 0  # sequences on the decode worker when this one joined them, as it last said
+    retries: list[Retry] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    phase: str = "tokenizing"  # the last that it reached
+
+    def note_retry(self, worker: str, reason: str) -> None:
+        if self.phase == "awaiting prefill" and self.stamps.first_sent is None:
+            self.stamps.prefill_sent = None  # that worker did not accept it
+        if len(self.retries) < _MAX_RETRIES:
+            self.retries.append(Retry(now(), worker, self.phase, reason))

@@ -121,6 +121,13 @@ class RedisIndex:
             return None
         return values if isinstance(values, list) and len(values) == len(names) else None
 
+    @property
+    def down(self) -> str:
+        """Why lookups find nothing at present; empty while they are asked."""
+        if self.is_disabled:
+            return "another cluster secret is in use there"
+        return "" if self._breaker.closed else "it does not answer"
+
     # ---- beside the requests ----
 
     async def check_secret(self, fingerprint: bytes) -> None:

@@ -8,10 +8,12 @@ from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.limits import ServedModel
 from gateway.model_folder import ModelFolder
+from gateway.names import WorkerName, is_name
 from gateway.prefix_index import PrefixIndex
-from gateway.routing import Candidate, Decision, NoRoute, choose, choose_source, compatible
+from gateway.routing import Candidate, Decision, NoRoute, choose, choose_holder, choose_source, compatible
 from gateway.secret import chain_root, derived_secret
 from gateway.settings import GatewaySettings
+from gateway.slo_classes import read_classes
 from gateway.workers import LinkState, WorkerLink
 from kvtransfer.naming import SPAN_TOKENS, ModelIdentity, SpanHash
 
@@ -28,9 +30,11 @@ class Registry:
         self.on_change: Callable[[], None] = lambda: None
         self._settings, self._folder, self._index = settings, folder, index
         self._secret = secret
+        self._slo_classes = frozenset(read_classes(settings.slo_classes))
         self._joined: dict[WorkerLink, bytes] = {}
-        self.prefill = [self._link("prefill", address) for address in settings.prefill_workers]
-        self.decode = [self._link("decode", address) for address in settings.decode_workers]
+        self._names: list[WorkerName] = []
+        self.prefill = self._links("prefill", settings.prefill_workers)
+        self.decode = self._links("decode", settings.decode_workers)
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -62,13 +66,16 @@ class Registry:
     def model(self) -> ServedModel:
         """What requests are checked against: the folder, within what workers can hold."""
         folder = self._folder
-        lengths = [link.hello.limits.max_model_len for link in self.decode if link.serving and link.hello]
+        said = [link.hello for link in self.decode if link.serving and link.hello]
+        lengths = [hello.limits.max_model_len for hello in said]
         return ServedModel(
             name=folder.name,
             context=min(folder.context, max(lengths, default=folder.context)),
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
             defaults=folder.defaults,
+            slo_classes=self._slo_classes,
+            proposers=frozenset(name for hello in said for name in hello.model.proposers) if said else None,
         )
 
     async def run(self) -> None:
@@ -76,6 +83,8 @@ class Registry:
         async with asyncio.TaskGroup() as group:
             for link in self.links:
                 group.create_task(link.run(), name=f"link {link.address}")
+            for name in self._names:
+                group.create_task(name.follow(group, lambda: self.on_change()), name=f"name {name.address}")
 
     def not_ready(self) -> str | None:
         """Why no request could be served now, or None."""
@@ -119,6 +128,14 @@ class Registry:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 
+    def holder_for(
+        self, reader: WorkerLink, matches: Mapping[bytes, int], avoid: Collection[bytes]
+    ) -> WorkerLink | None:
+        """Whom `reader` should pull a prefix from before it prefills the rest; None: nobody, or it is not worth it."""
+        holders = self._candidates([link for link in self.links if link is not reader], matches, avoid)
+        best = choose_holder(self._candidate(reader, matches), list(holders.values()))
+        return next((link for link, candidate in holders.items() if candidate is best), None)
+
     def _route(self, num_tokens, max_len, matches, avoid):
         prefill = self._candidates(self.prefill, matches, avoid)
         decode = self._candidates(self.decode, matches, avoid)
@@ -139,11 +156,20 @@ class Registry:
             num_sequences=max(load.num_running + load.num_waiting, len(link.legs)),
             num_waiting_tokens=max(load.num_waiting_tokens, sum(leg.num_prefill_tokens for leg in link.legs.values())),
             max_model_len=hello.limits.max_model_len,
-            numerics_class=hello.numerics_class,
-            layout=hello.layout.SerializeToString(deterministic=True),
+            kv_gives=frozenset(hello.kv_gives),
+            kv_takes=frozenset(hello.kv_takes),
             transports=frozenset(hello.model.transports),
             host_id=hello.host_id,
+            kv_token_bytes=hello.kv_token_bytes,
+            prefill_tokens_per_s=link.prefill_tokens_per_s,
         )
+
+    def _links(self, role: str, addresses: Collection[str]) -> list[WorkerLink]:
+        """Those of plain addresses; a name brings its own once it is looked up."""
+        links = [self._link(role, address) for address in addresses if not is_name(address)]
+        names = [address for address in addresses if is_name(address)]
+        self._names += [WorkerName(name, links, lambda address: self._link(role, address)) for name in names]
+        return links
 
     # ---- what links call ----
 
@@ -183,6 +209,7 @@ class Registry:
             raise Unavailable("no worker has said yet which model it serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return identity
 
-    @staticmethod
-    def _excuses(links: list[WorkerLink]) -> str:
-        return "; ".join(f"{link.address} {link.state.value}: {link.reason}" for link in links) or "none is configured"
+    def _excuses(self, links: list[WorkerLink]) -> str:
+        found = [f"{link.address} {link.state.value}: {link.reason}" for link in links]
+        found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.is_of(links)]
+        return "; ".join(found) or "none is configured"

@@ -1,7 +1,7 @@
 """Which workers serve a request: a pure function of what is cached where, and of how busy who is."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SPLITS = ("auto", "always", "never")
 # Up to here the round trips of a split cost more than reading the prompt beside the running batch.
@@ -10,32 +10,43 @@ SHORT_TOKENS = 64
 IDLE_TOKENS = 128
 # One chunk at most may be read beside a running batch, and only if a prefill worker would have to read much more.
 HOT_TOKENS, HOT_RATIO = 512, 4
+# Pulling a prefix instead of computing it: one more round trip and a dialogue, then bytes. On one host at less than half
+# of what bench/handoff.py sees through shared memory, since others move KV too; between hosts what 10 GbE carries.
+_PULL_S = 0.005
+_PULL_HERE_BYTES_PER_S, _PULL_BYTES_PER_S = 2e9, 1e9
+# A worker that has not prefilled yet is taken for one that computes at this rate; the first long prompt says better.
+_PREFILL_TOKENS_PER_S = 5_000.0
 # A sequence that runs on a decode worker weighs like this many tokens of KV to be moved to another one.
 _SEQUENCE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that serves. Numbers of tokens and sequences; `layout` is equal where KV fits without conversion."""
+    """A worker that serves. Numbers of tokens and sequences; `kv_gives` and `kv_takes` are opaque words of workers: KV
+    of one may feed another where they have one in common."""
 
     name: str
     num_matched_tokens: int
     num_sequences: int
     num_waiting_tokens: int
     max_model_len: int
-    numerics_class: str
-    layout: bytes
+    kv_gives: frozenset[str]
+    kv_takes: frozenset[str]
     transports: frozenset[str]
     host_id: str
+    kv_token_bytes: int = 0  # of KV, all layers; 0: it does not say
+    prefill_tokens_per_s: float = 0.0  # as measured; 0: not yet
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`prefill` is None when the decode worker reads the prompt itself. `reason` is a short stable word."""
+    """`prefill` is None when the decode worker reads the prompt itself. `reason` is a short stable word; `alternative`
+    the best of the other way: "PREFILL > DECODE", "DECODE alone" or "none"."""
 
     prefill: str | None
     decode: str
     reason: str
+    alternative: str = field(default="none", compare=False)
 
     @property
     def local(self) -> bool:
@@ -64,8 +75,8 @@ def choose(
     if not pairs:
         return Decision(None, here.name, "forced" if split == "never" else "no_prefill_worker")
     if split == "auto" and (reason := _why_local(num_tokens, here, source)):
-        return Decision(None, here.name, reason)
-    return Decision(source.name, taker.name, "forced" if split == "always" else "long_prompt")
+        return Decision(None, here.name, reason, f"{source.name} > {taker.name}")
+    return Decision(source.name, taker.name, "forced" if split == "always" else "long_prompt", f"{here.name} alone")
 
 
 def choose_source(num_tokens: int, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
@@ -74,9 +85,24 @@ def choose_source(num_tokens: int, prefill: Sequence[Candidate], taker: Candidat
     return min(sources, key=lambda worker: (_pair_cost(num_tokens, worker, taker), worker.name), default=None)
 
 
+def choose_holder(reader: Candidate, holders: Sequence[Candidate]) -> Candidate | None:
+    """Who has a longer prefix of the prompt than `reader`, which is to prefill it, where pulling that is quicker than
+    computing it: who saves the most time, of equals the first by name. None: nobody saves any."""
+
+    def gain_s(holder: Candidate) -> float:
+        num_tokens = holder.num_matched_tokens - reader.num_matched_tokens
+        rate = _PULL_HERE_BYTES_PER_S if holder.host_id == reader.host_id else _PULL_BYTES_PER_S
+        pull_s = _PULL_S + num_tokens * holder.kv_token_bytes / rate
+        return num_tokens / (reader.prefill_tokens_per_s or _PREFILL_TOKENS_PER_S) - pull_s
+
+    known = [holder for holder in holders if holder.kv_token_bytes and compatible(holder, reader)]
+    best = min(known, key=lambda holder: (-gain_s(holder), holder.name), default=None)
+    return best if best and gain_s(best) > 0 else None
+
+
 def compatible(source: Candidate, taker: Candidate) -> bool:
-    """KV of one may feed the other, bit for bit, and there is a way for it."""
-    if source.numerics_class != taker.numerics_class or source.layout != taker.layout or source.name == taker.name:
+    """KV of one may feed the other, converted where their forms differ, and there is a way for it."""
+    if not source.kv_gives & taker.kv_takes or source.name == taker.name:
         return False
     shared = source.transports & taker.transports
     return bool(shared - {"shm"}) or ("shm" in shared and source.host_id == taker.host_id)

@@ -24,10 +24,18 @@ log = logging.getLogger(__name__)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    def __init__(self, pipeline: Pipeline, settings: GatewaySettings):
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        settings: GatewaySettings,
+        on_begin: Callable[[Record], None],
+        on_end: Callable[[Record, BaseException | None], None],
+    ):
+        """`on_begin(record)` and `on_end(record, error)`: once each a request, however it ends."""
         self.is_draining = False
         self.num_running = 0
         self._pipeline, self._settings = pipeline, settings
+        self._on_begin, self._on_end = on_begin, on_end
 
     async def Generate(self, request: pb.GenerateRequest, context) -> None:  # noqa: N802
         # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
@@ -80,6 +88,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 kv_dtype=card.kv_dtype,
                 attention=card.attention,
                 transports=card.transports,
+                proposers=card.proposers,
             )
 
         return await _answered(info, context)
@@ -88,6 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         record = self._record(request, context)
         error: BaseException | None = None
         self.num_running += 1
+        self._on_begin(record)
         try:
             await _answered(lambda: self._serve(request, context, record, emit), context, record)
         except BaseException as raised:
@@ -95,7 +105,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             raise
         finally:
             self.num_running -= 1
+            record.stamps.ended = (error is None and record.stamps.last_sent) or now()
             spans.draw(record, error)
+            self._on_end(record, error)
 
     async def _serve(self, request: pb.GenerateRequest, context, record: Record, emit: Emit) -> None:
         deadline = self._deadline(context, record.stamps.received)
@@ -108,7 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _record(self, request: pb.GenerateRequest, context) -> Record:
         received = now()
         parent = _traceparent(context)
-        root = new_context(parent)
+        root = new_context(parent, self._settings.trace_sample)
         return Record(
             context=root,
             parent=parent or TraceContext(root.trace_id, 0, root.sampled),

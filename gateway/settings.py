@@ -11,18 +11,24 @@ from gateway.routing import SPLITS
 class GatewaySettings:
     """What a gateway is told. Raises ValueError, one line, for what cannot work."""
 
-    model: Path = option("model folder; its weights are not read", metavar="DIR")
+    model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     prefill_workers: tuple[str, ...] = option("prefill workers", (), metavar="HOST:PORT,...")
     decode_workers: tuple[str, ...] = option("decode workers", (), metavar="HOST:PORT,...")
     redis: str | None = option("prefix index shared with other gateways (default: in memory)", None, metavar="URL")
-    admin: str = option("address of /healthz and /readyz", "127.0.0.1:0", metavar="HOST:PORT")
+    admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     cluster_secret: Path | None = option(
         "file with the secret that names of cached spans are salted with (default, on loopback only: derived from the "
         "model)",
         None,
         metavar="FILE",
     )
+    slo_classes: Path | None = option(
+        "TOML file of service levels, name = \"ttft=300ms,tpot=50ms\" (default: interactive, standard, batch)",
+        None,
+        metavar="FILE",
+    )
+    trace_sample: float = option("share of traces that are sent, of those that begin here; 0 to 1", 1.0)
     split: str = option("when a prefill worker reads the prompt", "auto", choices=SPLITS)
     max_concurrent_requests: int = option("requests in the gateway at once", 256)
     max_queued_requests: int = option("of these, waiting for workers that are full", 128)
@@ -43,6 +49,8 @@ class GatewaySettings:
         for name in ("max_concurrent_requests", "max_unread_tokens", "default_timeout_s", "max_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        if not 0 <= self.trace_sample <= 1:
+            raise ValueError(f"--trace-sample {self.trace_sample}: a share, from 0 to 1")
         if self.cluster_secret is None and not self.is_loopback:
             raise ValueError(
                 f"--listen {self.listen}: outside loopback names of cached spans need --cluster-secret FILE"

@@ -32,6 +32,7 @@ def make_spec(
         priority=checked.priority,
         traceparent=traceparent,
         budget_ms=budget_ms(deadline),
+        speculation=checked.speculation,
     )
 
 

@@ -7,8 +7,12 @@ that what passes between processes falls into the delivery phases and is never n
 import time
 from dataclasses import dataclass, field
 
+from baton.service.phases import PHASES as TIMED
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
+
+# What a request's whole time is divided into, in order; `decode` is all that comes after its second message.
+PHASES = (*TIMED, "decode")
 
 
 def now() -> float:
@@ -25,6 +29,7 @@ class Stamps:
     first_sent: float | None = None  # first token message handed to gRPC
     second_sent: float | None = None
     last_sent: float | None = None
+    ended: float | None = None  # an answer: last_sent; anything else: when it was given up
 
 
 @dataclass(slots=True)
@@ -50,6 +55,30 @@ def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Tim
         if num_output_tokens > 1 and stamps.first_sent is not None:
             result.tpot_s = (stamps.last_sent - stamps.first_sent) / (num_output_tokens - 1)
     return result
+
+
+def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
+    """Seconds in each of PHASES that a request reached, whatever its end; they sum to `ended` - `received`. Time that
+    was cut short counts for the phase that it was cut in."""
+    ended, at, spent = stamps.ended or stamps.last_sent or stamps.received, stamps.received, {}
+    for phase, until in (("tokenize", stamps.tokenized), ("route", stamps.routed), ("admit", stamps.granted)):
+        spent[phase] = (ended if until is None else until) - at
+        if until is None:
+            return spent
+        at = until
+    if stamps.first_sent is None:
+        spent["prefill_queue"] = (stamps.prefill_sent or ended) - at
+        if stamps.prefill_sent is not None:
+            spent["prefill"] = ended - stamps.prefill_sent
+        return spent
+    told = pb.Timing()
+    _first_phases(told, stamps, measured)
+    _second_phases(told, stamps, measured)
+    spent |= {phase: getattr(told, f"{phase}_s") for phase in PHASES[3:6]}
+    if stamps.second_sent is not None:
+        spent |= {phase: getattr(told, f"{phase}_s") for phase in PHASES[6:10]}
+    spent["decode"] = ended - (stamps.second_sent or stamps.first_sent)
+    return spent
 
 
 def _first_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:

@@ -24,6 +24,7 @@ from gateway.timing import now
 PROTOCOL = 1
 _HELLO_TIMEOUT_S = 5.0
 _SILENCE_S = 10.0  # loads come four times a second; a longer silence is a dead session
+_RATED_TOKENS = 128  # less says more of the round trips than of the rate
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 log = logging.getLogger(__name__)
@@ -149,6 +150,7 @@ class WorkerLink:
         self.reason = "not connected yet"
         self.legs: dict[Key, Leg] = {}
         self.max_unread_tokens = max_unread_tokens
+        self.prefill_tokens_per_s = 0.0  # 0: not measured yet
         self._instance = instance
         self._check_hello = check_hello
         self._on_change = on_change
@@ -176,6 +178,12 @@ class WorkerLink:
         """Queued for the session; dropped without one, since its keys have heard Lost."""
         if self._outbox is not None:
             self._outbox.put_nowait(command)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """So long it took to compute so many tokens of a prompt."""
+        if num_tokens >= _RATED_TOKENS and seconds > 0:
+            rate, known = num_tokens / seconds, self.prefill_tokens_per_s
+            self.prefill_tokens_per_s = (3 * known + rate) / 4 if known else rate
 
     def subscribe(self) -> None:
         """Ask for index events: a snapshot comes first."""

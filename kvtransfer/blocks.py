@@ -1,34 +1,41 @@
-"""A pool's bytes as numpy views: which of them belong to tokens times layers, and how they are copied.
+"""A pool's bytes as numpy views: which of them belong to tokens times layers times heads, and how they are copied.
 
-A plane is a run of equal cells, one per (layer, k|v, kv head), within a block: the rows of a group, or its scales.
+    Cells    one box (layers, kv heads) of a pool: planes [block, layer x k|v, head, token, row], one of the rows and,
+             for a quantized form, one of the scales
+    copy     between cells of one block size: block by block, neighbours as one run
+    staged   [layer x k|v, head, token, row], any token count: what cells of any block size are gathered into and
+             scattered from
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import LAYOUT_VERSION, SCALE_BYTES, KVLayout
+from kvtransfer.layout import LAYOUT_VERSION, SCALE_BYTES, Box, KVLayout
+from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Range
 
 STAGING_BYTES = 256 << 10  # stays in the second-level cache
+# Rows that are staged go in parts of this size: they stay in the last-level cache (seen: 256 KiB 1.1 GB/s, of which most
+# is Python, 2 MiB 3.5 GB/s, as fast as memory).
+CHUNK_BYTES = 2 << 20
 _MAX_GROUP = 64  # buffers in one system call
 _RUN_BYTES = 32 << 10  # neighbours that make so much on average are copied run by run, others gathered
 
+Staged = list[np.ndarray]  # one array per plane
 
-class Plane(NamedTuple):
-    offset: int  # bytes from the start of the block
-    first_layer: int  # counted over all groups
-    num_layers: int
-    cells_per_layer: int  # 2 * kv heads
-    block_size: int
-    row_bytes: int  # one token of one cell
-    is_scale: bool
+# (uint8 [block, row, head, bytes] of a pool, which blocks, the same of another pool, which blocks): copies the second's
+# into the first, in one call and without Python per block.
+CopyRuns = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
+_copy_runs: CopyRuns | None = None
 
-    @property
-    def stride(self) -> int:
-        return self.block_size * self.row_bytes
+
+def use_copy_runs(function: CopyRuns | None) -> None:
+    """What copies between pools in this process from here on; None: numpy."""
+    global _copy_runs
+    _copy_runs = function
 
 
 class Piece(NamedTuple):
@@ -40,34 +47,11 @@ class Piece(NamedTuple):
     row_end: int
 
 
-class Strip(NamedTuple):
-    """The same bytes of many blocks: `num_cells` cells from `offset` on, of each the bytes `begin` to `end`."""
-
-    offset: int
-    num_cells: int
-    stride: int
-    begin: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_cells * (self.end - self.begin)
-
-
-def planes_of(layout: KVLayout) -> tuple[Plane, ...]:
+def check_movable(layout: KVLayout) -> None:
     """Raises LayoutMismatch for a layout that this build cannot move."""
     sizes = {group.block_size for group in layout.groups}
     if layout.version != LAYOUT_VERSION or len(sizes) != 1 or any(group.kind != "paged" for group in layout.groups):
         raise LayoutMismatch(f"only paged groups of one block size can be moved, not {layout}")
-    planes, offset, layer = [], 0, 0
-    for group in layout.groups:
-        shape = (layer, group.num_layers, 2 * group.num_kv_heads, group.block_size)
-        planes.append(Plane(offset, *shape, group.row_bytes, False))
-        if group.scale_bytes:
-            planes.append(Plane(offset + group.head_bytes, *shape, SCALE_BYTES[group.form], True))
-        offset += group.block_bytes
-        layer += group.num_layers
-    return tuple(planes)
 
 
 def pieces_of(moved: Range, block_size: int) -> list[Piece]:
@@ -105,13 +89,12 @@ def selections(num_bytes: int, *ids: np.ndarray) -> Iterator[tuple[int, int, lis
 
 
 class BlockMemory:
-    """A pool as numpy sees it. Block ids are int64 arrays, one per block position; ranges are cut by the callers so
-    that every position is in the array."""
+    """A pool as numpy sees it: `layout` is that of the pool itself, one rank's shard."""
 
     def __init__(self, memory, layout: KVLayout):
+        """Raises LayoutMismatch for a layout that cannot be moved."""
+        check_movable(layout)
         self.layout = layout
-        self.planes = planes_of(layout)
-        self.num_layers = sum(group.num_layers for group in layout.groups)
         flat = np.frombuffer(memory, np.uint8)
         self.num_blocks = len(flat) // layout.block_bytes
         self.blocks = flat[: self.num_blocks * layout.block_bytes].reshape(self.num_blocks, layout.block_bytes)
@@ -123,90 +106,190 @@ class BlockMemory:
             raise ProtocolError(f"block ids beyond a pool of {self.num_blocks} blocks")
         return array
 
+
+class Cells:
+    """A box of a pool. Block ids are int64 arrays, one per block position; ranges count layers as the whole model does
+    and are cut by the callers so that every position is in the array."""
+
+    def __init__(self, memory: BlockMemory, box: Box, first_layer: int):
+        """`box` in the numbers of the pool; `first_layer`: what the whole model calls its first layer."""
+        group = memory.layout.groups[box.group]
+        self.memory = memory
+        self.group = group
+        self.form = group.form
+        self.block_size = group.block_size
+        self.first_layer = first_layer
+        self.num_layers, self.num_heads = len(box.layers), len(box.heads)
+        self.is_whole = memory.layout.whole == (box,)
+        self.planes: list[np.ndarray] = []
+        offset = sum(each.block_bytes for each in memory.layout.groups[: box.group])
+        for row_bytes in (group.row_bytes, SCALE_BYTES.get(group.form, 0)):
+            if row_bytes:
+                shape = (2 * group.num_layers, group.num_kv_heads, group.block_size, row_bytes)
+                size = int(np.prod(shape))
+                plane = memory.blocks[:, offset : offset + size].reshape(memory.num_blocks, *shape)
+                self.planes.append(plane[:, 2 * box.layers.start : 2 * box.layers.stop, box.heads.start : box.heads.stop])
+                offset += size
+
+    @property
+    def layer_bytes(self) -> int:
+        """One token of one layer: K and V of all heads, with scales."""
+        return 2 * self.num_heads * sum(plane.shape[-1] for plane in self.planes)
+
     def num_bytes(self, moved: Range) -> int:
-        """What travels for a range: valid rows only."""
-        layers = (moved.layer_begin, moved.layer_end)
-        return sum(strip.num_bytes for strip in self.strips(layers, 0, 1)) * moved.num_tokens
+        """What the rows of a range take in this form: valid rows only."""
+        return moved.num_tokens * (moved.layer_end - moved.layer_begin) * self.layer_bytes
 
-    def strips(self, layers: tuple[int, int], row_begin: int, row_end: int) -> list[Strip]:
-        """Whole blocks of all layers are one strip of one cell."""
-        if layers == (0, self.num_layers) and (row_begin, row_end) == (0, self.layout.block_size):
-            size = self.layout.block_bytes
-            return [Strip(0, 1, size, 0, size)]
-        strips = []
-        for plane in self.planes:
-            first = max(layers[0] - plane.first_layer, 0)
-            last = min(layers[1] - plane.first_layer, plane.num_layers)
-            if first < last:
-                offset = plane.offset + first * plane.cells_per_layer * plane.stride
-                rows = (row_begin * plane.row_bytes, row_end * plane.row_bytes)
-                strips.append(Strip(offset, (last - first) * plane.cells_per_layer, plane.stride, *rows))
-        return strips
+    def layers(self, moved: Range) -> slice:
+        """The range's layers in the second axis of a plane."""
+        return slice(2 * (moved.layer_begin - self.first_layer), 2 * (moved.layer_end - self.first_layer))
 
-    def view(self, strip: Strip) -> np.ndarray:
-        """[num_blocks, num_cells, bytes], no copy."""
-        cells = self.blocks[:, strip.offset : strip.offset + strip.num_cells * strip.stride]
-        return cells.reshape(self.num_blocks, strip.num_cells, strip.stride)[:, :, strip.begin : strip.end]
+    def has_all_layers(self, moved: Range) -> bool:
+        return moved.layer_end - moved.layer_begin == self.num_layers
 
-    def copy_from(self, source: "BlockMemory", own_ids: np.ndarray, source_ids: np.ndarray, moved: Range) -> None:
-        """The range's rows out of `source`, a pool of the same layout."""
-        layers = (moved.layer_begin, moved.layer_end)
-        for piece in pieces_of(moved, self.layout.block_size):
+    def views(self, piece: Piece, moved: Range, in_blocks: bool) -> list[np.ndarray]:
+        """The piece's rows, blocks first; with `in_blocks` whole blocks of all layers are one array of bytes."""
+        if in_blocks and self.has_all_layers(moved) and piece.row_end - piece.row_begin == self.block_size:
+            return [self.memory.blocks]
+        return [plane[:, self.layers(moved), :, piece.row_begin : piece.row_end] for plane in self.planes]
+
+    def matches(self, other: "Cells") -> bool:
+        """Blocks of one can be copied to the other's as they are."""
+        return (self.form, self.block_size) == (other.form, other.block_size)
+
+    def copy_from(self, source: "Cells", own_ids: np.ndarray, source_ids: np.ndarray, moved: Range) -> None:
+        """The range's rows out of `source`, which matches."""
+        in_blocks = self.is_whole and source.is_whole
+        for piece in pieces_of(moved, self.block_size):
             ours, theirs = (ids[piece.block_begin : piece.block_end] for ids in (own_ids, source_ids))
-            for strip in self.strips(layers, piece.row_begin, piece.row_end):
-                target, origin = self.view(strip), source.view(strip)
-                for _, _, (here, there) in selections(strip.num_bytes, ours, theirs):
+            for target, origin in zip(self.views(piece, moved, in_blocks), source.views(piece, moved, in_blocks)):
+                if _copy_runs:
+                    to, of = _runs(target, origin)
+                    _copy_runs(to, ours, of, theirs)
+                    continue
+                for _, _, (here, there) in selections(target[:1].nbytes, ours, theirs):
                     target[here] = origin[there]
 
-    def outgoing(self, ids: np.ndarray, moved: Range) -> Iterator[list[memoryview]]:
-        """The range in wire order (pieces, blocks, strips), in groups of buffers: long runs of whole blocks as they
-        lie, the rest gathered."""
-        for strips, selectors, count in self._groups(ids, moved):
-            if not count:
-                yield [memoryview(self.blocks[selector]).cast("B") for selector in selectors]
-                continue
-            staging = np.empty((count, sum(strip.num_bytes for strip in strips)), np.uint8)
-            for strip, part in self._parts(strips, staging):
-                part[...] = self.view(strip)[selectors[0]]
-            yield [memoryview(staging).cast("B")]
+    # ---- staged: the same for every block size ----
 
-    def incoming(self, ids: np.ndarray, moved: Range) -> Iterator[list[memoryview]]:
+    def stage(self, moved: Range) -> Staged:
+        """Room for the range's rows."""
+        layers, tokens = moved.layer_end - moved.layer_begin, moved.num_tokens
+        return [np.empty((2 * layers, self.num_heads, tokens, plane.shape[-1]), np.uint8) for plane in self.planes]
+
+    def gather(self, ids: np.ndarray, moved: Range, staged: Staged) -> Staged:
+        for view, selector, run in self._staged_runs(ids, moved, staged):
+            run[...] = view[selector]
+        return staged
+
+    def scatter(self, ids: np.ndarray, moved: Range, staged: Staged) -> None:
+        for view, selector, run in self._staged_runs(ids, moved, staged):
+            view[selector] = run
+
+    def _staged_runs(self, ids: np.ndarray, moved: Range, staged: Staged) -> Iterator[tuple]:
+        """(rows of the pool, which blocks of them, the same rows staged), [block, layer x k|v, head, row, bytes]."""
+        for piece in pieces_of(moved, self.block_size):
+            own, rows = ids[piece.block_begin : piece.block_end], piece.row_end - piece.row_begin
+            first = piece.block_begin * self.block_size + piece.row_begin - moved.token_begin
+            for view, part in zip(self.views(piece, moved, False), staged):
+                run = part[:, :, first : first + len(own) * rows]
+                run = run.reshape(*run.shape[:2], len(own), rows, -1).transpose(2, 0, 1, 3, 4)
+                for begin, end, (selector,) in selections(view[:1].nbytes, own):
+                    yield view, selector, run[begin:end]
+
+    def chunks(self, moved: Range) -> Iterator[Range]:
+        return chunks(moved, self.layer_bytes)
+
+    # ---- what travels ----
+
+    def outgoing(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
+        """The range in wire order, in groups of buffers. With `in_blocks` (both sides keep the same blocks, whole)
+        whole blocks go as they lie; the rest is staged."""
+        for part, selectors in self._wire(ids, moved, in_blocks):
+            if part is None:
+                yield [memoryview(self.memory.blocks[selector]).cast("B") for selector in selectors]
+            else:
+                flat, staged = self._flat(part)
+                self.gather(ids, part, staged)
+                yield [memoryview(flat)]
+
+    def incoming(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
         """Groups of buffers to be filled, the wire order of `outgoing`; what was filled is in its place as soon as the
         next group is asked for."""
-        for strips, selectors, count in self._groups(ids, moved):
-            if not count:
-                yield [memoryview(self.blocks[selector]).cast("B") for selector in selectors]
+        for part, selectors in self._wire(ids, moved, in_blocks):
+            if part is not None:
+                flat, staged = self._flat(part)
+                yield [memoryview(flat)]
+                self.scatter(ids, part, staged)
+            elif isinstance(selectors[0], slice):
+                yield [memoryview(self.memory.blocks[selector]).cast("B") for selector in selectors]
+            else:
+                staging = np.empty((len(selectors[0]), self.memory.layout.block_bytes), np.uint8)
+                yield [memoryview(staging).cast("B")]
+                self.memory.blocks[selectors[0]] = staging
+
+    def _wire(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[tuple[Range | None, list]]:
+        """(a range that is staged, no selectors) or (None, selectors of whole blocks: slices, or one index array)."""
+        if not (in_blocks and self.has_all_layers(moved)):
+            yield from ((part, []) for part in self.chunks(moved))
+            return
+        for piece in pieces_of(moved, self.block_size):
+            if piece.row_end - piece.row_begin < self.block_size:
+                first = piece.block_begin * self.block_size
+                rest = moved._replace(token_begin=first + piece.row_begin, token_end=first + piece.row_end)
+                yield from ((part, []) for part in self.chunks(rest))
                 continue
-            staging = np.empty((count, sum(strip.num_bytes for strip in strips)), np.uint8)
-            yield [memoryview(staging).cast("B")]
-            for strip, part in self._parts(strips, staging):
-                self.view(strip)[selectors[0]] = part
-
-    def _groups(self, ids: np.ndarray, moved: Range) -> Iterator[tuple[list[Strip], list, int]]:
-        """(strips, selectors, blocks to stage); none to stage where every selector is a run of whole blocks."""
-        layers = (moved.layer_begin, moved.layer_end)
-        for piece in pieces_of(moved, self.layout.block_size):
-            strips = self.strips(layers, piece.row_begin, piece.row_end)
-            own = ids[piece.block_begin : piece.block_end]
-            num_bytes = sum(strip.num_bytes for strip in strips)
-            in_place = []
-            for begin, end, (selector,) in selections(num_bytes, own):
-                if isinstance(selector, slice) and num_bytes == self.layout.block_bytes:
-                    in_place.append(selector)
-                    if len(in_place) == _MAX_GROUP:
-                        yield strips, in_place, 0
-                        in_place = []
+            runs = []
+            for _, _, (selector,) in selections(
+                self.memory.layout.block_bytes, ids[piece.block_begin : piece.block_end]
+            ):
+                if not isinstance(selector, slice):
+                    yield None, [selector]
                     continue
-                step = max(1, STAGING_BYTES // num_bytes)
-                for first in range(begin, end, step):
-                    yield strips, [own[first : min(first + step, end)]], min(first + step, end) - first
-            if in_place:
-                yield strips, in_place, 0
+                runs.append(selector)
+                if len(runs) == _MAX_GROUP:
+                    yield None, runs
+                    runs = []
+            if runs:
+                yield None, runs
 
-    @staticmethod
-    def _parts(strips: list[Strip], staging: np.ndarray) -> Iterator[tuple[Strip, np.ndarray]]:
-        offset = 0
-        for strip in strips:
-            part = staging[:, offset : offset + strip.num_bytes]
-            yield strip, part.reshape(len(staging), strip.num_cells, strip.end - strip.begin)
-            offset += strip.num_bytes
+    def _flat(self, part: Range) -> tuple[np.ndarray, Staged]:
+        """One buffer and, in it, the staged arrays of a range."""
+        return flat_staged((2 * (part.layer_end - part.layer_begin), self.num_heads, part.num_tokens),
+                           [plane.shape[-1] for plane in self.planes])  # fmt: skip
+
+
+def _runs(*views: np.ndarray) -> list[np.ndarray]:
+    """[block, bytes] or [block, layer x k|v, head, row, bytes] of several pools as [block, layer x k|v, head, bytes]:
+    the rows of a head lie side by side; where those of all heads do too they are one run, and then layers are."""
+    if views[0].ndim == 2:
+        return [view[:, None, None] for view in views]
+    _, layers, heads, rows, row_bytes = views[0].shape
+    num_bytes = rows * row_bytes
+    if heads == 1 or all(view.strides[2] == num_bytes for view in views):
+        heads, num_bytes = 1, heads * num_bytes
+    if heads == 1 and (layers == 1 or all(view.strides[1] == num_bytes for view in views)):
+        layers, num_bytes = 1, layers * num_bytes
+    return [
+        np.lib.stride_tricks.as_strided(view, (len(view), layers, heads, num_bytes), (*view.strides[:3], 1))
+        for view in views
+    ]
+
+
+def flat_staged(shape: tuple[int, int, int], row_bytes: Sequence[int]) -> tuple[np.ndarray, Staged]:
+    """A buffer for the planes of `shape` [layer x k|v, head, token] one after the other, and its views."""
+    sizes = [int(np.prod(shape)) * each for each in row_bytes]
+    flat = np.empty(sum(sizes), np.uint8)
+    ends = np.cumsum(sizes).tolist()
+    return flat, [flat[end - size : end].reshape(*shape, -1) for end, size in zip(ends, sizes)]
+
+
+def chunks(moved: Range, layer_bytes: int) -> Iterator[Range]:
+    """The range in parts of about CHUNK_BYTES, spans times layers, where one token of one layer has `layer_bytes`:
+    the order in which staged rows travel, the same for both sides."""
+    layers = max(1, CHUNK_BYTES // (SPAN_TOKENS * layer_bytes))
+    spans = max(1, layers // max(1, moved.layer_end - moved.layer_begin))
+    for token in range(moved.token_begin, moved.token_end, spans * SPAN_TOKENS):
+        token_end = min(token + spans * SPAN_TOKENS, moved.token_end)
+        for layer in range(moved.layer_begin, moved.layer_end, layers):
+            yield Range(token, token_end, layer, min(layer + layers, moved.layer_end))

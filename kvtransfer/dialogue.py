@@ -12,7 +12,7 @@
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import PeerLost, ProtocolError
@@ -27,18 +27,19 @@ MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small
 
 
 class Cursor:
-    """How far a dialogue has come: all layers of the tokens below `token`, and `layer` layers of those up to
-    `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few layers
-    at a time over one stretch of tokens until it has them all."""
+    """How far a dialogue has come: all its layers of the tokens below `token`, and those below `layer` of the tokens
+    up to `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few
+    layers at a time over one stretch of tokens until it has them all. `layers`: the dialogue's, counted as in the whole
+    model."""
 
-    def __init__(self, token_begin: int, num_tokens: int, num_layers: int):
+    def __init__(self, token_begin: int, num_tokens: int, layers: range):
         """Raises ProtocolError when `token_begin` is not the end of a span or of the prompt."""
         if not 0 <= token_begin <= num_tokens or (token_begin % SPAN_TOKENS and token_begin != num_tokens):
             raise ProtocolError(f"token {token_begin} of {num_tokens}: a dialogue begins where a span does")
         self.token = self.token_end = token_begin
-        self.layer = 0
+        self.layer = layers.start
         self.num_tokens = num_tokens
-        self.num_layers = num_layers
+        self.layers = layers
 
     @property
     def done(self) -> bool:
@@ -46,18 +47,20 @@ class Cursor:
 
     def upcoming(self, mark: Watermark, token_bytes: int) -> Range | None:
         """The next range that the watermark allows, of about MAX_RANGE_BYTES; `token_bytes`: all layers of a token."""
+        full_token = mark.upto_token if mark.upto_layer >= self.layers.stop else mark.full_token
         if self.token_end > self.token:  # a stretch of tokens that has its first layers
-            ready = self.num_layers if mark.full_token >= self.token_end else mark.upto_layer
-            return self._layers(self.token_end, ready, token_bytes)
-        if mark.full_token > self.token:
+            ready = self.layers.stop if full_token >= self.token_end else mark.upto_layer
+            return self._some_layers(self.token_end, ready, token_bytes)
+        if full_token > self.token:
             step = max(1, min(MAX_RANGE_TOKENS, MAX_RANGE_BYTES // token_bytes) // SPAN_TOKENS) * SPAN_TOKENS
-            return Range(self.token, min(mark.full_token, self.token + step), 0, self.num_layers)
-        return self._layers(mark.upto_token, mark.upto_layer, token_bytes)
+            return Range(self.token, min(full_token, self.token + step), self.layers.start, self.layers.stop)
+        return self._some_layers(mark.upto_token, mark.upto_layer, token_bytes)
 
-    def _layers(self, token_end: int, ready: int, token_bytes: int) -> Range | None:
+    def _some_layers(self, token_end: int, ready: int, token_bytes: int) -> Range | None:
+        ready = min(ready, self.layers.stop)
         if token_end <= self.token or ready <= self.layer:
             return None
-        layer_bytes = max(1, token_bytes * (token_end - self.token) // self.num_layers)
+        layer_bytes = max(1, token_bytes * (token_end - self.token) // len(self.layers))
         step = max(1, MAX_RANGE_BYTES // layer_bytes)
         return Range(self.token, token_end, self.layer, min(ready, self.layer + step))
 
@@ -68,13 +71,13 @@ class Cursor:
         else:
             end = moved.token_end
             aligned = self.token < end <= self.num_tokens and (end % SPAN_TOKENS == 0 or end == self.num_tokens)
-            follows = aligned and (moved.token_begin, moved.layer_begin) == (self.token, 0)
-        if not follows or not moved.layer_begin < moved.layer_end <= self.num_layers:
+            follows = aligned and (moved.token_begin, moved.layer_begin) == (self.token, self.layers.start)
+        if not follows or not moved.layer_begin < moved.layer_end <= self.layers.stop:
             raise ProtocolError(f"{moved} does not follow token {self.token}..{self.token_end}, layer {self.layer} "
-                                f"of {self.num_tokens} tokens, {self.num_layers} layers")  # fmt: skip
-        if moved.layer_end == self.num_layers:
+                                f"of {self.num_tokens} tokens, layers {self.layers}")  # fmt: skip
+        if moved.layer_end == self.layers.stop:
             self.token = self.token_end = moved.token_end
-            self.layer = 0
+            self.layer = self.layers.start
         else:
             self.token_end, self.layer = moved.token_end, moved.layer_end
 
@@ -99,6 +102,22 @@ async def converse(listening: Coroutine, *others: Coroutine) -> None:
         for task in tasks:
             if task.done():
                 return task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await _settled(tasks)
+
+
+async def together(parts: Sequence[Coroutine]) -> None:
+    """Runs all to their ends; the first failure cancels the others and is raised when they have ended too."""
+    if len(parts) == 1:
+        return await parts[0]
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
     finally:
         for task in tasks:
             task.cancel()

@@ -2,18 +2,25 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.v1 import kv_pb2
-from kvtransfer import inproc, shm, tcp
-from kvtransfer.blocks import BlockMemory
-from kvtransfer.errors import DeadlineExceeded, LayoutMismatch, PeerLost, ProtocolError, TicketRefused
-from kvtransfer.layout import Endpoint, KVHandle, KVLayout
-from kvtransfer.pull import Destination, Pull
-from kvtransfer.shm import Mappings
+from kvtransfer import inproc
+from kvtransfer.blocks import BlockMemory, check_movable
+from kvtransfer.compatible import MIXED, relation
+from kvtransfer.convert import Codec
+from kvtransfer.dialogue import together
+from kvtransfer.digest import KINDS
+from kvtransfer.endpoints import Doors
+from kvtransfer.errors import DeadlineExceeded, KVError, LayoutMismatch, LeaseExpired, PeerLost, TicketRefused
+from kvtransfer.layout import KVHandle, KVLayout
+from kvtransfer.pull import Destination, Pull, Shelter
+from kvtransfer.reshard import Shard, Share, plan
 from kvtransfer.ticket import parse_ticket
-from kvtransfer.transport import Choice, Line, allowed, choose
+from kvtransfer.transport import Choice, Line, Rates, allowed, choose
 from kvtransfer.wire import Taker, decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
@@ -23,28 +30,45 @@ _PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
 class FetchReport:
     num_tokens: int
     num_bytes: int
-    transport: str
+    num_bytes_early: int  # of those, what had left the source before its prefill had ended
+    transport: str  # of several ranks of the source, all that were used
+    numerics: str  # exact | mixed
     transfer_s: float  # from the first Want to the last Confirm
     after_last_ready_s: float  # what of it the prefill could not hide
     reason: str  # why this transport, one line
 
 
 class Fetcher:
-    """`memory`: the pool that is written into. `transports`: those that this taker may use, or `auto`."""
+    """`memory`: the pool that is written into. `layout`: of the whole model, which the ranks of this taker hold as
+    `shards`; the pool is that of `rank`. `transports`: those that this taker may use, or `auto`. `codec`: converts
+    between forms; without one only equal forms are taken.
+
+    `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
     def __init__(
         self, memory, layout: KVLayout, instance: bytes, epoch: int, host_id: str,
-        transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str,
+        transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
+        shards: Sequence[Shard] = (), rank: int = 0, codec: Codec | None = None, digest: str = "sum",
+        is_strict: bool = False,
     ):  # fmt: skip
-        """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
-        self._memory = BlockMemory(memory, layout)
+        """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport or digest."""
+        if digest not in KINDS:
+            raise ValueError(f"digest {digest!r}: one of {', '.join(KINDS)}")
+        self.counters: Counter[str] = Counter()
+        self._shards = tuple(map(tuple, shards)) or (layout.whole,)
+        self._rank = rank
+        self._memory = BlockMemory(memory, layout.cut(self._shards[rank]))
         self._layout = layout
         self._instance = instance
         self._epoch = epoch
         self._host_id = host_id
         self._numerics_class = numerics_class
+        self._codec = codec
+        self._digest = digest
+        self._is_strict = is_strict
         self._transports = allowed(transports)
-        self._mappings = Mappings(layout)
+        self._doors = Doors(self._memory, socket_folder)
+        self._rates = Rates()
 
     def taker(self, num_cached_tokens: int = 0) -> Taker:
         """What a source needs to know to make an offer."""
@@ -61,25 +85,63 @@ class Fetcher:
         timeout = asyncio.timeout(max(0.0, deadline - time.monotonic()) if deadline != float("inf") else None)
         try:
             async with timeout:
-                return await self._fetch(decode_handle(handle), self._want(ticket), destination)
+                report = await self._fetch(decode_handle(handle), self._want(ticket), destination)
         except TimeoutError as exc:
             if not timeout.expired():
                 raise
+            self.counters[DeadlineExceeded.status] += 1
             raise DeadlineExceeded("the KV was not there in time") from exc
+        except KVError as exc:
+            self.counters[exc.status] += 1
+            raise
+        self.counters["fetches_done"] += 1
+        self.counters["fetches_mixed"] += report.numerics == MIXED
+        return report
 
     def close(self) -> None:
         """Unmaps the pools of other processes. No fetch may be under way."""
-        self._mappings.clear()
+        self._doors.close()
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
-        choice = self._check(handle, want)
-        pull, begin, began = Pull(self._memory, handle, destination), destination.num_cached_tokens, time.monotonic()
+        numerics, shares = self._check(handle, want)
+        shelter, began = Shelter(self._memory, destination, len(shares)), time.monotonic()
+        pulls = [
+            Pull(self._memory, self._layout, self._shards[self._rank], handle, share, index, shelter, self._digest,
+                 self._codec)
+            for index, share in enumerate(shares)
+        ]  # fmt: skip
+        choices = [
+            choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, are_alike=pull.in_blocks)
+            for share, pull in zip(shares, pulls)
+        ]
+        used: list[tuple[str, str]] = []
+        await together([self._pull(pull, choice, want, used) for pull, choice in zip(pulls, choices)])
+        last_confirm = max(pull.last_confirm for pull in pulls)
+        return FetchReport(
+            num_tokens=handle.num_tokens - shelter.num_cached_tokens,
+            num_bytes=sum(pull.num_bytes for pull in pulls),
+            num_bytes_early=sum(pull.num_bytes_early for pull in pulls),
+            transport="+".join(dict.fromkeys(transport for transport, _ in used)),
+            numerics=numerics,
+            transfer_s=last_confirm - began,
+            after_last_ready_s=max(0.0, last_confirm - max(pull.last_ready for pull in pulls)),
+            reason="; ".join(dict.fromkeys(reason for _, reason in used)),
+        )
+
+    async def _pull(self, pull: Pull, choice: Choice, want: kv_pb2.Want, used: list[tuple[str, str]]) -> None:
+        """One share, over as many lines as it takes."""
         pauses = iter(_PAUSES_S)
         while True:
             before = pull.verified_token
             try:
-                transport, reason = await self._pull_once(pull, choice, want)
-                break
+                used.append(await self._pull_once(pull, choice, want))
+                return
+            except (LeaseExpired, TicketRefused):
+                if not pull.is_done:
+                    raise
+                # Only the goodbye was lost, and it had arrived: the source has ended this fetch.
+                used.append((choice.endpoints[0].transport, choice.reason))
+                return
             except PeerLost:
                 if pull.verified_token > before:
                     pauses = iter(_PAUSES_S)
@@ -87,41 +149,30 @@ class Fetcher:
                 if pause is None:
                     raise
                 await asyncio.sleep(pause)
-        return FetchReport(
-            handle.num_tokens - begin, pull.num_bytes, transport, pull.last_confirm - began,
-            max(0.0, pull.last_confirm - pull.last_ready), reason,
-        )  # fmt: skip
 
     async def _pull_once(self, pull: Pull, choice: Choice, want: kv_pb2.Want) -> tuple[str, str]:
         """One line from Want to End; the transport and why it was taken. Raises PeerLost when the line breaks."""
-        line, transport, reason = await self._connect(choice)
+        line, transport, reason = await self._connect(pull, choice)
         try:
             await pull.run(line, transport, want)
         finally:
             line.close()
-        return transport, reason
+        self._rates.note(pull.source, transport, pull.num_bytes, pull.moving.seconds)
+        rate = self._rates.gigabytes_per_s(pull.source, transport)
+        return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason
 
-    async def _connect(self, choice: Choice) -> tuple[Line, str, str]:
+    async def _connect(self, pull: Pull, choice: Choice) -> tuple[Line, str, str]:
         """The best endpoint that can be reached now. Raises PeerLost when none can."""
         failures = []
         for endpoint in choice.endpoints:
             try:
-                line = await self._open(endpoint)
+                line = await self._doors.open(endpoint, pull.source_layout)
             except PeerLost as exc:
                 failures.append(f"{endpoint.transport}: {exc}")
                 continue
             reason = f"{endpoint.transport}, because {'; '.join(failures)}" if failures else choice.reason
             return line, endpoint.transport, reason
         raise PeerLost("; ".join(failures))
-
-    async def _open(self, endpoint: Endpoint) -> Line:
-        match endpoint.transport:
-            case "inproc":
-                return await inproc.connect(endpoint.address)
-            case "shm":
-                return await shm.connect(endpoint.address, self._mappings, self._layout)
-            case _:
-                return await tcp.connect(endpoint.address)
 
     def _want(self, ticket: bytes) -> kv_pb2.Want:
         """Raises TicketRefused for another taker's ticket, ProtocolError for bytes that are none."""
@@ -130,15 +181,16 @@ class Fetcher:
             raise TicketRefused("the ticket is another taker's: every taker needs its own Offer")
         return kv_pb2.Want(ticket=parsed, taker_instance=self._instance, taker_epoch=self._epoch)
 
-    def _check(self, handle: KVHandle, want: kv_pb2.Want) -> Choice:
-        """Before anything is allocated. Raises LayoutMismatch, ProtocolError, TransferFailed."""
-        if handle.layout != self._layout:
-            raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._layout}")
-        if handle.numerics_class != self._numerics_class:
-            raise LayoutMismatch(f"the source computes {handle.numerics_class}, the taker {self._numerics_class}")
+    def _check(self, handle: KVHandle, want: kv_pb2.Want) -> tuple[str, tuple[Share, ...]]:
+        """Before anything is allocated: exact or mixed, and what is to be pulled from whom. Raises LayoutMismatch,
+        TicketRefused."""
         if want.ticket.lease_id != handle.lease_id:
             raise TicketRefused("the ticket is for another lease than the handle")
-        whole = [(i, range(g.num_layers), range(g.num_kv_heads)) for i, g in enumerate(self._layout.groups)]
-        if [(part.group, part.layers, part.heads) for part in handle.parts] != whole:
-            raise LayoutMismatch(f"the source holds {handle.parts} in parts, the taker needs {self._layout} whole")
-        return choose(handle.parts[0].endpoints, self._host_id, self._transports, inproc.is_here)
+        check_movable(handle.layout)
+        numerics = relation(
+            handle.layout, handle.numerics_class, self._layout, self._numerics_class, is_strict=self._is_strict
+        )
+        forms = [[group.form for group in layout.groups] for layout in (handle.layout, self._layout)]
+        if self._codec is None and forms[0] != forms[1]:
+            raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._layout} and has no codec")
+        return numerics, plan(handle.parts, self._shards, self._rank)

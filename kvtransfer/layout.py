@@ -5,7 +5,8 @@ quantized form at the end of the same block.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvtransfer.naming import SPAN_TOKENS
@@ -62,8 +63,19 @@ class KVGroup:
         return self.head_bytes + self.scale_bytes
 
 
+class Box(NamedTuple):
+    """Layers and kv heads of a group, counted as in the whole model. What one rank holds of each group is its shard:
+    a tuple of boxes in the order of the groups."""
+
+    group: int
+    layers: range
+    heads: range
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
+    """Of a whole model, or of the pool that holds one rank's shard of it."""
+
     groups: tuple[KVGroup, ...]
     version: int = LAYOUT_VERSION
 
@@ -74,6 +86,32 @@ class KVLayout:
     @property
     def block_size(self) -> int:
         return self.groups[0].block_size
+
+    @property
+    def num_layers(self) -> int:
+        """Over all groups."""
+        return sum(group.num_layers for group in self.groups)
+
+    def first_layer(self, group: int) -> int:
+        """The number of a group's first layer, counted over all groups."""
+        return sum(each.num_layers for each in self.groups[:group])
+
+    @property
+    def whole(self) -> tuple[Box, ...]:
+        """The shard of a rank that is alone."""
+        return tuple(Box(i, range(g.num_layers), range(g.num_kv_heads)) for i, g in enumerate(self.groups))
+
+    def cut(self, shard: Sequence[Box]) -> "KVLayout":
+        """The layout of the pool that holds `shard` of this model. Raises ValueError for boxes that are not in it."""
+        groups = []
+        for box in shard:
+            group = self.groups[box.group] if box.group < len(self.groups) else None
+            if not group or not box.layers or not box.heads or min(box.layers.start, box.heads.start) < 0:
+                raise ValueError(f"{box} of {self}")
+            if box.layers.stop > group.num_layers or box.heads.stop > group.num_kv_heads:
+                raise ValueError(f"{box} goes beyond {group}")
+            groups.append(replace(group, num_layers=len(box.layers), num_kv_heads=len(box.heads)))
+        return KVLayout(tuple(groups), self.version)
 
     @property
     def fingerprint(self) -> bytes:
@@ -99,6 +137,10 @@ class Part:
     layers: range
     heads: range
     endpoints: tuple[Endpoint, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.group, self.layers, self.heads)
 
 
 @dataclass(frozen=True, slots=True)

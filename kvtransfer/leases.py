@@ -1,10 +1,13 @@
-"""Leases: blocks kept for one taker, with an end that always comes and is told exactly once.
+"""Leases: blocks kept for whoever has a ticket, with an end that always comes and is told exactly once.
 
     grant ──► alive ── advance(token, layer) ... finish ──┐
-                │  renew: until the first Want the gateway, then the taker's dialogue
-                ├── confirmed to the end and finished ──► released ─┐
-                ├── cancel ─────────────────────────────► cancelled ├──► on_release(key), once
-                └── no renewal for ttl ─────────────────► expired ──┘
+                │  renew: until the first Want the gateway, then the takers' dialogues
+                ├── finished, taken by one, awaited by none ──► released ─┐
+                ├── cancel ───────────────────────────────────► cancelled ├──► on_release(key, ending), once
+                └── no renewal for ttl ───────────────────────► expired ──┘    (released, if anyone has taken it)
+
+A lease has a fetch for each ticket. One that has not begun, or whose dialogue is open, is awaited; one whose taker is
+lost is not: another ticket may have taken its place.
 """
 
 import asyncio
@@ -13,10 +16,12 @@ import secrets
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from kvtransfer.errors import KVError, LeaseExpired, TransferCancelled
+from kvtransfer.errors import KVError, LeaseExpired, ProtocolError, TicketRefused, TransferCancelled
 from kvtransfer.layout import BlockRef
 from kvtransfer.naming import SPAN_TOKENS
 
+RELEASED, CANCELLED, EXPIRED = "released", "cancelled", "expired"
+MAX_FETCHES = 64  # tickets of one lease
 
 log = logging.getLogger(__name__)
 
@@ -29,28 +34,72 @@ class Watermark(NamedTuple):
     upto_layer: int
 
 
+class Fetch:
+    """What one ticket's taker has come to. `num_shares` dialogues, one per rank and box, known from the first Want."""
+
+    def __init__(self):
+        self.num_shares = 0
+        self.num_open = 0
+        self.confirmed: set[int] = set()
+        self.is_withdrawn = False
+
+    @property
+    def is_done(self) -> bool:
+        return 0 < self.num_shares == len(self.confirmed)
+
+    @property
+    def is_awaited(self) -> bool:
+        return not self.is_done and (self.num_open > 0 or self.num_shares == 0)
+
+
 class Lease:
-    """Blocks of `num_tokens` tokens, kept for `taker`. `changed` is set when the watermark moves or the lease ends."""
+    """Blocks of `num_tokens` tokens. `changed` is set when the watermark moves or the lease ends."""
 
     def __init__(
-        self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int, span_hashes: Sequence[bytes],
-        chain_parent: bytes, taker: tuple[bytes, int], ttl_s: float, deadline: float,
+        self, lease_id: bytes, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
+        span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, deadline: float,
     ):  # fmt: skip
-        self.lease_id = secrets.token_bytes(16)
+        self.lease_id = lease_id
         self.key = key
         self.blocks = tuple(blocks)
         self.num_tokens = num_tokens
         self.num_layers = num_layers
         self.span_hashes = tuple(span_hashes)
         self.chain_parent = chain_parent
-        self.taker = taker  # instance, epoch
         self.ttl_s = ttl_s
         self.deadline = deadline
         self.watermark = Watermark(0, 0, 0)
         self.is_finished = False
-        self.is_confirmed = False
+        self.fetches: dict[bytes, Fetch] = {}  # by fetch id
         self.ending = ""  # released | cancelled | expired
         self.changed = asyncio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        """Every layer of every token is written."""
+        return self.watermark.full_token == self.num_tokens
+
+    @property
+    def is_taken(self) -> bool:
+        return any(fetch.is_done for fetch in self.fetches.values())
+
+    def add_fetch(self, fetch_id: bytes) -> None:
+        """A ticket was minted. Raises ValueError beyond MAX_FETCHES."""
+        if len(self.fetches) >= MAX_FETCHES:
+            raise ValueError(f"a lease has at most {MAX_FETCHES} tickets")
+        self.fetches[fetch_id] = Fetch()
+
+    def begin(self, fetch_id: bytes, share: int, num_shares: int) -> Fetch:
+        """A dialogue of this fetch opens. Raises TicketRefused for one that is over, ProtocolError for shares that
+        contradict each other."""
+        fetch = self.fetches.get(fetch_id)
+        if fetch is None or fetch.is_done:
+            raise TicketRefused("this ticket's fetch is over, or was withdrawn")
+        if not share < num_shares or fetch.num_shares not in (0, num_shares):
+            raise ProtocolError(f"share {share} of {num_shares}, the fetch has {fetch.num_shares}")
+        fetch.num_shares = num_shares
+        fetch.num_open += 1
+        return fetch
 
     def advance(self, upto_token: int, upto_layer: int | None = None) -> None:
         """KV is written below `upto_token` in all layers below `upto_layer` (None: all). What does not fill a span
@@ -78,7 +127,7 @@ class Lease:
 
     def check_alive(self) -> None:
         """Raises TransferCancelled or LeaseExpired."""
-        if self.ending == "cancelled":
+        if self.ending == CANCELLED:
             raise TransferCancelled("the source's request was cancelled")
         if self.ending:
             raise LeaseExpired(f"the lease has ended: {self.ending}")
@@ -87,7 +136,7 @@ class Lease:
 class LeaseTable:
     """All leases of a source. `clock`: monotonic seconds. One thread, the event loop's, calls everything here."""
 
-    def __init__(self, clock: Callable[[], float], on_release: Callable[[Hashable], None]):
+    def __init__(self, clock: Callable[[], float], on_release: Callable[[Hashable, str], None]):
         self._clock = clock
         self._on_release = on_release
         self._by_id: dict[bytes, Lease] = {}
@@ -98,21 +147,23 @@ class LeaseTable:
 
     def grant(
         self, key: Hashable, *, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
-        span_hashes: Sequence[bytes], chain_parent: bytes, taker: tuple[bytes, int], ttl_s: float,
+        span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, lease_id: bytes | None = None,
     ) -> Lease:  # fmt: skip
-        """Raises ValueError while `key` has a lease."""
-        if key in self._by_key:
+        """`lease_id`: given where the ranks of one source lease their parts under one name. Raises ValueError while
+        `key` or the name has a lease."""
+        lease_id = lease_id or secrets.token_bytes(16)
+        if key in self._by_key or lease_id in self._by_id:
             raise ValueError(f"{key} has a lease already")
         deadline = self._clock() + ttl_s
-        lease = Lease(key, blocks, num_tokens, num_layers, span_hashes, chain_parent, taker, ttl_s, deadline)
-        self._by_id[lease.lease_id] = self._by_key[key] = lease
+        lease = Lease(lease_id, key, blocks, num_tokens, num_layers, span_hashes, chain_parent, ttl_s, deadline)
+        self._by_id[lease_id] = self._by_key[key] = lease
         return lease
 
     def find(self, lease_id: bytes) -> Lease:
         """Raises LeaseExpired for a lease that has ended or never was; one past its deadline ends here."""
         lease = self._by_id.get(lease_id)
         if lease is not None and lease.deadline <= self._clock():
-            self._end(lease, "expired")
+            self._expire(lease)
             lease = None
         if lease is None:
             raise LeaseExpired("no such lease, or it has ended")
@@ -131,43 +182,56 @@ class LeaseTable:
         return True
 
     def finish(self, key: Hashable) -> None:
-        """The prefill is complete. With everything confirmed the lease ends; a key without a lease is no fault."""
+        """The prefill is complete. Taken and no longer awaited the lease ends; a key without a lease is no fault."""
         if lease := self._by_key.get(key):
             if lease.watermark.full_token < lease.num_tokens:
                 lease.advance(lease.num_tokens)
             lease.is_finished = True
             self._release_if_done(lease)
 
-    def confirm(self, lease: Lease) -> None:
-        """The taker has verified everything."""
-        lease.is_confirmed = True
+    def confirm(self, lease: Lease, fetch: Fetch, share: int) -> None:
+        """A taker has verified everything of one share."""
+        fetch.confirmed.add(share)
         self._release_if_done(lease)
 
-    def release(self, lease_id: bytes) -> None:
-        """Idempotent, like `cancel`."""
-        if lease := self._by_id.get(lease_id):
-            self._end(lease, "released")
+    def leave(self, lease: Lease, fetch: Fetch) -> None:
+        """A dialogue is over, however."""
+        fetch.num_open -= 1
+        self._release_if_done(lease)
+
+    def withdraw(self, lease_id: bytes, fetch_id: bytes) -> None:
+        """A ticket serves no more, and nobody waits for its taker. Idempotent."""
+        lease = self._by_id.get(lease_id)
+        if lease is not None and (fetch := lease.fetches.pop(fetch_id, None)):
+            fetch.is_withdrawn = True
+            lease.changed.set()
+            self._release_if_done(lease)
 
     def cancel(self, key: Hashable) -> None:
+        """Idempotent."""
         if lease := self._by_key.get(key):
-            self._end(lease, "cancelled")
+            self._end(lease, CANCELLED)
 
     def expire(self) -> int:
-        """Ends the leases past their deadline; how many."""
+        """Ends the leases past their deadline; how many of them nobody has taken."""
         now = self._clock()
         late = [lease for lease in self._by_id.values() if lease.deadline <= now]
         for lease in late:
-            self._end(lease, "expired")
-        return len(late)
+            self._expire(lease)
+        return sum(lease.ending == EXPIRED for lease in late)
 
     def close(self) -> None:
         """Cancels all."""
         for lease in list(self._by_id.values()):
-            self._end(lease, "cancelled")
+            self._end(lease, CANCELLED)
+
+    def _expire(self, lease: Lease) -> None:
+        self._end(lease, RELEASED if lease.is_finished and lease.is_taken else EXPIRED)
 
     def _release_if_done(self, lease: Lease) -> None:
-        if lease.is_finished and lease.is_confirmed and not lease.ending:
-            self._end(lease, "released")
+        awaited = any(fetch.is_awaited for fetch in lease.fetches.values())
+        if lease.is_finished and lease.is_taken and not awaited and not lease.ending:
+            self._end(lease, RELEASED)
 
     def _end(self, lease: Lease, ending: str) -> None:
         if lease.ending:
@@ -176,6 +240,6 @@ class LeaseTable:
         del self._by_id[lease.lease_id], self._by_key[lease.key]
         lease.changed.set()
         try:
-            self._on_release(lease.key)
+            self._on_release(lease.key, ending)
         except Exception:
             log.exception("on_release(%s) failed", lease.key)  # the other leases still have to end

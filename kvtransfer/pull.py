@@ -1,6 +1,7 @@
 """The taker's side of one dialogue."""
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -9,15 +10,19 @@ from typing import Protocol
 import numpy as np
 
 from baton.v1 import kv_pb2
-from kvtransfer.blocks import BlockMemory
+from kvtransfer.blocks import BlockMemory, Cells
+from kvtransfer.convert import Codec, read
 from kvtransfer.dialogue import RENEW_S, Cursor, converse, end_frame, renew_frame
-from kvtransfer.digest import cell_digests, num_cells, span_seeds
+from kvtransfer.digest import make_digests, span_names
 from kvtransfer.errors import DigestMismatch, KVError, PeerLost, ProtocolError, StaleBlocks, TransferFailed, from_status
-from kvtransfer.layout import BlockRef, KVHandle
+from kvtransfer.layout import BlockRef, KVHandle, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
-from kvtransfer.transport import CAPABILITIES, Line, run_blocking
-from kvtransfer.wire import Range, layout_to_proto, range_from_proto, range_to_proto
+from kvtransfer.reshard import Shard, Share, cells_of, shard_of
+from kvtransfer.runs import merged_runs
+from kvtransfer.transport import CAPABILITIES, Busy, Line, run_blocking
+from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
 
+_NUM_CHECKING = 2  # ranges at a time: one is copied while another is digested, and no thread waits for the loop
 _MAX_WAITING = 4  # ranges in place or announced, not yet digested
 
 
@@ -34,35 +39,106 @@ class Destination(Protocol):
         """Digest, generation and lease of everything below were right: it may be attended to and cached."""
 
 
-class Pull:
-    """What one fetch has achieved; `run` may be called again with a new line after the last one was lost."""
+class Shelter:
+    """Where the shares of one fetch land: `destination` hears of what all of them have."""
 
-    def __init__(self, memory: BlockMemory, handle: KVHandle, destination: Destination):
+    def __init__(self, memory: BlockMemory, destination: Destination, num_shares: int):
+        self.num_cached_tokens = destination.num_cached_tokens
         self._memory = memory
-        self._handle = handle
         self._destination = destination
-        self._seeds = span_seeds(handle.span_hashes, handle.chain_parent, handle.num_tokens)
-        self._source_ids = np.asarray([block.block_id for block in handle.blocks], np.int64)
+        self._verified = [destination.num_cached_tokens] * num_shares
+        self._told = destination.num_cached_tokens
         self._blocks: list[BlockRef] = []
-        self._ids = np.empty(0, np.int64)  # of _blocks
-        self.verified_token = destination.num_cached_tokens
-        self.num_bytes = 0
+        self.ids = np.empty(0, np.int64)  # of _blocks
+
+    def make_room(self, upto_token: int) -> None:
+        """Raises what the destination raises, TransferFailed, StaleBlocks."""
+        blocks = list(self._destination.set_aside(upto_token))
+        if len(blocks) < self._memory.layout.num_blocks(upto_token):
+            raise TransferFailed(f"the destination set {len(blocks)} blocks aside for {upto_token} tokens")
+        known = min(len(blocks), len(self._blocks))
+        if blocks[:known] != self._blocks[:known]:
+            raise StaleBlocks("the destination has given blocks of this fetch to somebody else")
+        if len(blocks) > known:
+            self._blocks = blocks
+            self.ids = self._memory.check_ids([block.block_id for block in blocks])
+
+    def verified(self, share: int, upto_token: int) -> None:
+        self._verified[share] = upto_token
+        if (common := min(self._verified)) > self._told:
+            self._told = common
+            self._destination.verified(common)
+
+
+class Pull:
+    """What one share of a fetch has achieved; `run` may be called again with a new line after the last was lost."""
+
+    def __init__(
+        self, memory: BlockMemory, layout: KVLayout, shard: Shard, handle: KVHandle, share: Share, index: int,
+        shelter: Shelter, digest: str, codec: Codec | None,
+    ):  # fmt: skip
+        """`layout`, `shard`: the taker's; `index`: which of the shelter's shares this is. Raises ProtocolError."""
+        self._layout = layout
+        self._handle = handle
+        self._share = share
+        self._index = index
+        self._shelter = shelter
+        self._codec = codec
+        self._digest = digest
+        self._cells = cells_of(memory, layout, shard, share.box)
+        names = span_names(handle.span_hashes, handle.chain_parent, handle.num_tokens)
+        # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
+        self._digests = make_digests(digest, handle.layout, share.box, names)
+        self._source_shard = shard_of(share.part, handle.parts)
+        # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they lie.
+        self.in_blocks = (
+            self._cells.is_whole and self._source_shard == (share.box,)
+            and handle.layout.groups[share.box.group] == layout.groups[share.box.group]
+        )  # fmt: skip
+        self._source_ids = np.asarray([block.block_id for block in handle.blocks], np.int64)
+        self.verified_token = shelter.num_cached_tokens
+        self.num_bytes = self.num_bytes_early = 0
+        self.moving = Busy()
         self.last_ready = self.last_confirm = time.monotonic()
+
+    @property
+    def source(self) -> bytes:
+        """Names the worker that is pulled from."""
+        return self._handle.source_instance
+
+    @property
+    def source_layout(self) -> KVLayout:
+        """Of the pool of the rank that is pulled from."""
+        return self._handle.layout.cut(self._source_shard)
+
+    @property
+    def is_done(self) -> bool:
+        return self.verified_token == self._handle.num_tokens
 
     async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
         """Until everything is verified. Raises PeerLost when the line breaks, another KVError when it is over; no
         byte lands and `verified` is not called once it has raised. The caller closes the line."""
-        want.token_begin, want.transport = self.verified_token, transport
-        want.layout.CopyFrom(layout_to_proto(self._memory.layout))
-        shape = (self.verified_token, self._handle.num_tokens, self._memory.num_layers)
+        share, cells = self._share, self._cells
+        layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
+        shape = (self.verified_token, self._handle.num_tokens, layers)
         self._announced, self._confirmed = Cursor(*shape), Cursor(*shape)
         self._acked: deque[Range] = deque()
+        self._turn = asyncio.Event()  # of the newest range that is placed and checked: it has been acknowledged
+        self._turn.set()
         self._landed: asyncio.Queue[tuple[Range, np.ndarray]] = asyncio.Queue(_MAX_WAITING)
         self._line, self._sends = line, CAPABILITIES[transport].source_sends
+        self._reads_runs = CAPABILITIES[transport].reads_runs
+        asked = kv_pb2.Want(
+            token_begin=self.verified_token, transport=transport, digest=self._digest, part=box_to_proto(share.box),
+            share=share.index, num_shares=share.num_shares, layout=layout_to_proto(self._layout),
+            in_blocks=self.in_blocks,
+        )  # fmt: skip
+        asked.MergeFrom(want)
         try:
-            await line.send(kv_pb2.KVFrame(want=want))
+            await line.send(kv_pb2.KVFrame(want=asked))
             if not self._confirmed.done:
-                await converse(self._listen(), self._check_all(), self._renew())
+                checking = (self._check_all() for _ in range(_NUM_CHECKING))
+                await converse(self._listen(), *checking, self._renew())
             await line.send(end_frame())
         except PeerLost:
             raise
@@ -97,61 +173,55 @@ class Pull:
         moved = range_from_proto(ready.range)
         self._announced.take(moved)
         self.last_ready = time.monotonic()
-        digests = self._digests(ready, moved)
+        digests = self._digests.read(ready, moved)
         if list(ready.generations) != [block.generation for block in self._source_blocks(moved)]:
             raise StaleBlocks("the source has given blocks of this handle to somebody else")
-        num_bytes = self._memory.num_bytes(moved)
+        num_bytes = self._cells.num_bytes(moved)
         if ready.payload_bytes != (num_bytes if self._sends else 0):
             raise ProtocolError(f"{ready.payload_bytes} bytes follow {moved}, which has {num_bytes}")
-        self._make_room(moved.token_end)
+        self._shelter.make_room(moved.token_end)
+        self.num_bytes_early += num_bytes if ready.is_early else 0
         if self._sends:
-            await self._line.receive_payload(self._memory.incoming(self._ids, moved))
+            with self.moving:
+                await self._line.receive_payload(self._cells.incoming(self._shelter.ids, moved, self.in_blocks))
         await self._landed.put((moved, digests))
 
-    def _digests(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
-        num_spans = -(-moved.token_end // SPAN_TOKENS) - moved.token_begin // SPAN_TOKENS
-        shape = (num_spans, num_cells(self._memory, moved.layer_begin, moved.layer_end))
-        if len(ready.digests) != shape[0] * shape[1]:
-            raise DigestMismatch(f"{len(ready.digests)} digests for {shape[0]} spans of {shape[1]} cells")
-        return np.array(ready.digests, np.uint64).reshape(shape)
-
     def _source_blocks(self, moved: Range) -> tuple[BlockRef, ...]:
-        size = self._memory.layout.block_size
+        size = self._handle.layout.block_size
         return self._handle.blocks[moved.token_begin // size : -(-moved.token_end // size)]
-
-    def _make_room(self, upto_token: int) -> None:
-        blocks = list(self._destination.set_aside(upto_token))
-        if len(blocks) < self._memory.layout.num_blocks(upto_token):
-            raise TransferFailed(f"the destination set {len(blocks)} blocks aside for {upto_token} tokens")
-        known = min(len(blocks), len(self._blocks))
-        if blocks[:known] != self._blocks[:known]:
-            raise StaleBlocks("the destination has given blocks of this fetch to somebody else")
-        if len(blocks) > known:
-            self._blocks = blocks
-            self._ids = self._memory.check_ids([block.block_id for block in blocks])
 
     async def _check_all(self) -> None:
         while True:
             moved, digests = await self._landed.get()
-            num_bytes = self._memory.num_bytes(moved)
-            source = None if self._sends else self._source_pool()
-            await run_blocking(num_bytes, self._place_and_check, source, self._ids, moved, digests)
+            before, self._turn = self._turn, asyncio.Event()
+            mine = self._turn
+            num_bytes = self._cells.num_bytes(moved)
+            source = None if self._sends or self._reads_runs else self._source_cells()
+            if self._reads_runs:
+                with self.moving:
+                    await self._line.read(merged_runs(self._layout, self._source_ids, self._shelter.ids, moved))
+            with self.moving if source else contextlib.nullcontext():
+                await run_blocking(num_bytes, self._place_and_check, source, self._shelter.ids, moved, digests)
             self.num_bytes += num_bytes
+            await before.wait()  # Acks go in the order of the ranges
             self._acked.append(moved)
             await self._line.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
+            mine.set()
 
-    def _source_pool(self) -> BlockMemory:
+    def _source_cells(self) -> Cells:
         source = self._line.source_memory
         if source is None:
             raise ProtocolError("Ready before the source has shared its memory")
         source.check_ids(self._source_ids)
-        return source
+        return cells_of(source, self._handle.layout, self._source_shard, self._share.box)
 
-    def _place_and_check(self, source: BlockMemory | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
-        """In a thread: copies where the taker reads, digests what lies here now. Raises DigestMismatch."""
+    def _place_and_check(self, source: Cells | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
+        """In a thread: copies where the taker reads, digests what has travelled. Raises DigestMismatch."""
         if source:
-            self._memory.copy_from(source, ids, self._source_ids, moved)
-        wrong = np.argwhere(cell_digests(self._memory, ids, moved, self._seeds) != digests)
+            found = read(self._cells, source, ids, self._source_ids, moved, self._digests, self._codec)
+        else:
+            found = self._digests.of_pool(self._cells, ids, moved)
+        wrong = np.argwhere(found != digests)
         if len(wrong):
             token = moved.token_begin + int(wrong[0][0]) * SPAN_TOKENS
             raise DigestMismatch(f"{len(wrong)} cells from token {token} on are not what the source digested")
@@ -164,8 +234,8 @@ class Pull:
         self._confirmed.take(moved)
         self.last_confirm = time.monotonic()
         if self._confirmed.token > self.verified_token:
-            self._destination.verified(self._confirmed.token)
             self.verified_token = self._confirmed.token
+            self._shelter.verified(self._index, self.verified_token)
 
     async def _renew(self) -> None:
         while True:

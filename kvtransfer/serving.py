@@ -3,23 +3,36 @@
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from baton.v1 import kv_pb2
 from kvtransfer.blocks import BlockMemory
-from kvtransfer.dialogue import Cursor, converse, end_frame, renew_frame
-from kvtransfer.digest import cell_digests, span_seeds
-from kvtransfer.errors import KVError, LayoutMismatch, PeerLost, ProtocolError, StaleBlocks
+from kvtransfer.compatible import relation
+from kvtransfer.convert import Codec, encode, row_sizes
+from kvtransfer.dialogue import MAX_RANGE_BYTES, Cursor, converse, end_frame, renew_frame
+from kvtransfer.digest import make_digests, span_names
+from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, TicketRefused
+from kvtransfer.layout import KVLayout
 from kvtransfer.leases import Lease, LeaseTable
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.reshard import Shard, cells_of
 from kvtransfer.ticket import TicketMint
 from kvtransfer.transport import CAPABILITIES, Line, run_blocking
-from kvtransfer.wire import Range, layout_from_proto, range_from_proto, range_to_proto
+from kvtransfer.wire import (
+    MAX_FRAME_BYTES,
+    Range,
+    box_from_proto,
+    layout_from_proto,
+    range_from_proto,
+    range_to_proto,
+)
 
 MAX_UNACKED = 4  # ranges under way; the taker's room is what holds the source back
 _MAX_REPLIES = 64
+_MAX_SHARES = 1024
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +42,25 @@ class Shelf:
     """What every dialogue of a source needs of it."""
 
     memory: BlockMemory
+    layout: KVLayout  # of the whole model
+    shard: Shard  # what of it lies in `memory`
+    numerics_class: str
+    codec: Codec | None
     leases: LeaseTable
     mint: TicketMint
     generations: Callable[[int], int]
     counters: Counter
-    dialogues: dict[bytes, "Serving"]  # by lease: the newest dialogue takes over
+    dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: the newest dialogue takes over
 
 
 class Serving:
-    """One line, one lease: from Want to End. A failure ends this dialogue only."""
+    """One line, one share of one fetch: from Want to End. A failure ends this dialogue only."""
 
     def __init__(self, shelf: Shelf, line: Line, transport: str):
         self._shelf = shelf
         self._line = line
         self._transport = transport
+        self._sends = CAPABILITIES[transport].source_sends
         self._replies: asyncio.Queue[kv_pb2.KVFrame] = asyncio.Queue(_MAX_REPLIES)
         self._unacked: deque[Range] = deque()
         self._room = asyncio.Event()
@@ -74,34 +92,53 @@ class Serving:
         frame = await self._line.receive()
         if frame.WhichOneof("kind") != "want":
             raise ProtocolError("a dialogue begins with Want")
-        lease = self._authorise(frame.want)
-        sent, self._acked = (Cursor(frame.want.token_begin, lease.num_tokens, lease.num_layers) for _ in range(2))
-        earlier, self._shelf.dialogues[lease.lease_id] = self._shelf.dialogues.get(lease.lease_id), self
+        want = frame.want
+        lease = self._authorise(want)
+        self._prepare(lease, want)
+        self._fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
+        name = (want.ticket.fetch_id, want.share)
+        earlier, self._shelf.dialogues[name] = self._shelf.dialogues.get(name), self
         if earlier:
             earlier._line.close()  # its taker has come back on a new line
         try:
             await self._line.share_memory()
-            await converse(self._listen(lease), self._announce_all(lease, sent), self._reply())
+            await converse(self._listen(lease, want.share), self._announce_all(lease), self._reply())
         finally:
-            if self._shelf.dialogues.get(lease.lease_id) is self:
-                del self._shelf.dialogues[lease.lease_id]
+            if self._shelf.dialogues.get(name) is self:
+                del self._shelf.dialogues[name]
+            self._shelf.leases.leave(lease, self._fetch)
 
     def _authorise(self, want: kv_pb2.Want) -> Lease:
-        """Raises TicketRefused, LeaseExpired, LayoutMismatch, ProtocolError, before anything is allocated."""
+        """Raises TicketRefused, LeaseExpired, before anything is allocated."""
         self._shelf.mint.check(want.ticket, want.ticket.lease_id, want.taker_instance, want.taker_epoch)
         lease = self._shelf.leases.find(want.ticket.lease_id)
-        layout, own = layout_from_proto(want.layout), self._shelf.memory.layout
-        if layout != own:
-            raise LayoutMismatch(f"the source keeps {own}, the taker {layout}")
-        if want.transport != self._transport:
-            raise ProtocolError(f"Want for {want.transport} on a {self._transport} line")
         self._shelf.leases.renew(lease.lease_id)
         return lease
 
-    async def _listen(self, lease: Lease) -> None:
+    def _prepare(self, lease: Lease, want: kv_pb2.Want) -> None:
+        """What the taker asks for, checked. Raises LayoutMismatch, ProtocolError, before anything is allocated."""
+        shelf, taker = self._shelf, layout_from_proto(want.layout)
+        if want.transport != self._transport:
+            raise ProtocolError(f"Want for {want.transport} on a {self._transport} line")
+        if not 1 <= want.num_shares <= _MAX_SHARES:
+            raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
+        relation(shelf.layout, shelf.numerics_class, taker, shelf.numerics_class)  # classes were compared at the Offer
+        box = box_from_proto(want.part, shelf.layout)
+        names = span_names(lease.span_hashes, lease.chain_parent, lease.num_tokens)
+        self._cells = cells_of(shelf.memory, shelf.layout, shelf.shard, box)
+        self._digests = make_digests(want.digest, shelf.layout, box, names)
+        self._in_blocks = want.in_blocks
+        if want.in_blocks and not (self._cells.is_whole and taker.groups[box.group] == shelf.layout.groups[box.group]):
+            raise ProtocolError("whole blocks are wanted, but here they hold something else too, or in another way")
+        self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
+        layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
+        self._sent, self._acked = (Cursor(want.token_begin, lease.num_tokens, layers) for _ in range(2))
+        self._ids = shelf.memory.check_ids([block.block_id for block in lease.blocks])
+
+    async def _listen(self, lease: Lease, share: int) -> None:
         while True:
             frame = await self._line.receive()
-            lease.check_alive()
+            self._check_alive(lease)
             self._shelf.leases.renew(lease.lease_id)
             match frame.WhichOneof("kind"):
                 case "ack":
@@ -110,9 +147,14 @@ class Serving:
                     if self._replies.empty():
                         self._replies.put_nowait(renew_frame())
                 case "end":
-                    return self._end(lease, frame.end)
+                    return self._end(lease, share, frame.end)
                 case kind:
                     raise ProtocolError(f"{kind} from a taker in mid-dialogue")
+
+    def _check_alive(self, lease: Lease) -> None:
+        lease.check_alive()
+        if self._fetch.is_withdrawn:
+            raise TicketRefused("this ticket was withdrawn")
 
     def _confirm(self, lease: Lease, moved: Range) -> None:
         if not self._unacked or self._unacked[0] != moved:
@@ -121,50 +163,66 @@ class Serving:
         self._unacked.popleft()
         self._room.set()
         self._acked.take(moved)
-        self._shelf.counters["bytes_confirmed"] += self._shelf.memory.num_bytes(moved)
+        self._shelf.counters["bytes_confirmed"] += self._wire_bytes(moved)
         confirm = kv_pb2.Confirm(range=range_to_proto(moved), num_tokens_confirmed=self._acked.token)
         self._replies.put_nowait(kv_pb2.KVFrame(confirm=confirm))
 
-    def _end(self, lease: Lease, end: kv_pb2.End) -> None:
+    def _end(self, lease: Lease, share: int, end: kv_pb2.End) -> None:
         if end.status != "ok":
             self._shelf.counters[f"taker_{end.status}" if end.status.isidentifier() else "taker_internal"] += 1
         elif not self._acked.done:
             raise ProtocolError("the taker ends with ok before everything was confirmed")
         else:
-            self._shelf.leases.confirm(lease)
+            self._shelf.leases.confirm(lease, self._fetch, share)
 
-    async def _announce_all(self, lease: Lease, sent: Cursor) -> None:
-        memory = self._shelf.memory
-        ids = memory.check_ids([block.block_id for block in lease.blocks])
-        seeds = span_seeds(lease.span_hashes, lease.chain_parent, lease.num_tokens)
-        token_bytes = memory.num_bytes(Range(0, 1, 0, lease.num_layers))
+    def _wire_bytes(self, moved: Range) -> int:
+        rows = 2 * self._cells.num_heads * (moved.layer_end - moved.layer_begin) * moved.num_tokens
+        return rows * sum(row_sizes(self._wire))
+
+    def _token_cost(self) -> int:
+        """Of all layers of one token, in bytes of a range: so that its digests fit into a frame too."""
+        one = Range(0, 1, self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
+        digests = self._digests.shape(one)[1] * self._digests.cell_bytes
+        return max(1, self._wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
+
+    async def _announce_all(self, lease: Lease) -> None:
+        token_bytes = self._token_cost()
         while True:
             lease.changed.clear()
-            lease.check_alive()
-            moved = None if sent.done else sent.upcoming(lease.watermark, token_bytes)
+            self._check_alive(lease)
+            moved = None if self._sent.done else self._sent.upcoming(lease.watermark, token_bytes)
             if moved is None:
                 await lease.changed.wait()
                 continue
             while len(self._unacked) >= MAX_UNACKED:
                 self._room.clear()
                 await self._room.wait()
-            sent.take(moved)
-            await self._announce(lease, moved, ids, seeds)
+            self._sent.take(moved)
+            await self._announce(lease, moved)
 
-    async def _announce(self, lease: Lease, moved: Range, ids: np.ndarray, seeds: np.ndarray) -> None:
-        memory, num_bytes = self._shelf.memory, self._shelf.memory.num_bytes(moved)
-        digests = await run_blocking(num_bytes, cell_digests, memory, ids, moved, seeds)
+    async def _announce(self, lease: Lease, moved: Range) -> None:
+        num_bytes = self._wire_bytes(moved)
+        digests, payload = await run_blocking(num_bytes, self._digest, moved)
         ready = kv_pb2.Ready(range=range_to_proto(moved), generations=self._generations(lease, moved))
-        ready.digests.extend(digests.ravel().tolist())
-        sends = CAPABILITIES[self._transport].source_sends
-        ready.payload_bytes = num_bytes if sends else 0
+        self._digests.write(digests, ready)
+        ready.payload_bytes = num_bytes if self._sends else 0
+        ready.is_early = not lease.is_complete
         self._unacked.append(moved)
-        await self._line.send(kv_pb2.KVFrame(ready=ready), memory.outgoing(ids, moved) if sends else ())
+        await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
+
+    def _digest(self, moved: Range) -> tuple[np.ndarray, Iterable[list[memoryview]]]:
+        """In a thread: digests of the range as it travels, and the buffers that do."""
+        if self._wire.form != self._cells.form:
+            parts = encode(self._cells, self._ids, moved, self._wire, self._shelf.codec)
+            digests = self._digests.of_parts(moved, ((each.part, each.staged) for each in parts))
+            return digests, [[memoryview(each.flat)] for each in parts]
+        digests = self._digests.of_pool(self._cells, self._ids, moved)
+        return digests, self._cells.outgoing(self._ids, moved, self._in_blocks) if self._sends else ()
 
     def _generations(self, lease: Lease, moved: Range) -> list[int]:
         """Of the blocks that the range touches, now. Raises StaleBlocks unless they are those of the lease."""
         lease.check_alive()
-        size = self._shelf.memory.layout.block_size
+        size = self._shelf.layout.block_size
         blocks = lease.blocks[moved.token_begin // size : -(-moved.token_end // size)]
         generations = [self._shelf.generations(block.block_id) for block in blocks]
         if generations != [block.generation for block in blocks]:

@@ -2,16 +2,16 @@
 
 import asyncio
 import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.v1 import kv_pb2
 from kvtransfer.blocks import BlockMemory
 from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.folder import SocketFolder, socket_path
 from kvtransfer.layout import KVLayout
 from kvtransfer.line import SocketLine, SocketListener
 from kvtransfer.region import Region
@@ -23,23 +23,25 @@ _IDLE_S = 60.0
 
 
 class ShmListener:
-    """A unix socket in a directory that only this user can enter. `region`: the pool that takers may read."""
+    """A unix socket in a folder that only this user can enter. `region`: the pool that takers may read; `address`:
+    the socket as takers find it below the same `parent`."""
 
-    def __init__(self, region: Region, layout: KVLayout, on_line: Callable):
-        self._directory = tempfile.mkdtemp(prefix="baton-kv-")  # 0700
-        self.path = os.path.join(self._directory, "kv")
+    def __init__(self, region: Region, layout: KVLayout, parent: Path, on_line: Callable):
+        """Raises OSError when there can be no socket below `parent`."""
+        self._folder = SocketFolder(parent)
+        self.address = self._folder.address
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            sock.bind(self.path)
+            sock.bind(self._folder.socket_path)
         except OSError:
             sock.close()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._folder.remove()
             raise
         self._listener = SocketListener(sock, lambda accepted: _SharingLine(accepted, region, layout), on_line)
 
     async def close(self) -> None:
         await self._listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()
 
 
 class _SharingLine(SocketLine):
@@ -69,11 +71,10 @@ class Mappings:
     """Pools of other processes, mapped once and kept for the next fetch: touching fresh pages costs as much as the
     copy. A pool whose process is lost is unmapped with its last user, an idle one by the first fetch a minute later."""
 
-    def __init__(self, layout: KVLayout):
-        self._layout = layout
+    def __init__(self):
         self._mapped: dict[tuple[int, int], _Mapped] = {}
 
-    def open(self, fd: int, num_bytes: int) -> tuple[int, int]:
+    def open(self, fd: int, num_bytes: int, layout: KVLayout) -> tuple[int, int]:
         """Takes `fd` over; the returned key is to be given back by `close`. Raises ProtocolError."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
@@ -84,7 +85,7 @@ class Mappings:
                 raise ProtocolError(f"a pool of {len(mapped.region.memory)} bytes is said to have {num_bytes}")
         else:
             region = Region.map(fd, num_bytes)
-            mapped = self._mapped[key] = _Mapped(region, BlockMemory(region.memory, self._layout), 0, 0.0)
+            mapped = self._mapped[key] = _Mapped(region, BlockMemory(region.memory, layout), 0, 0.0)
         mapped.num_users += 1
         return key
 
@@ -137,8 +138,8 @@ class _ReadingLine(SocketLine):
         if mapping.block_bytes != self._layout.block_bytes or mapping.num_bytes < mapping.block_bytes:
             os.close(descriptor)
             raise ProtocolError(f"a pool of {mapping.num_bytes} bytes in blocks of {mapping.block_bytes}, "
-                                f"blocks here have {self._layout.block_bytes}")  # fmt: skip
-        self._key = self._mappings.open(descriptor, mapping.num_bytes)
+                                f"its handle speaks of {self._layout.block_bytes}")  # fmt: skip
+        self._key = self._mappings.open(descriptor, mapping.num_bytes, self._layout)
 
     def close(self) -> None:
         super().close()
@@ -147,17 +148,22 @@ class _ReadingLine(SocketLine):
             self._mappings.close(key, self._lost)
 
 
-async def connect(address: str, mappings: Mappings, layout: KVLayout) -> SocketLine:
-    """`address`: path of the source's socket. Raises PeerLost."""
+async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayout) -> SocketLine:
+    """`address`: the source's socket below `parent`; `layout`: of the source's pool. Raises PeerLost."""
+    return _ReadingLine(await reached(address, parent), mappings, layout)
+
+
+async def reached(address: str, parent: Path) -> socket.socket:
+    """Raises PeerLost."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         async with asyncio.timeout(CONNECT_S):
-            await asyncio.get_running_loop().sock_connect(sock, address)
-    except (OSError, ValueError, TimeoutError) as exc:  # ValueError: a path with a null byte
+            await asyncio.get_running_loop().sock_connect(sock, socket_path(parent, address))
+    except (OSError, ValueError, TimeoutError) as exc:
         sock.close()
         raise PeerLost(f"the source cannot be reached at {address}: {exc}") from exc
     except BaseException:
         sock.close()
         raise
-    return _ReadingLine(sock, mappings, layout)
+    return sock

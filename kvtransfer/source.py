@@ -1,29 +1,28 @@
 """The side that holds KV: offers it, says how far it is written, and serves the takers that come for it."""
 
 import asyncio
-import socket
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtransfer import tcp
-from kvtransfer.blocks import BlockMemory
-from kvtransfer.errors import LayoutMismatch
-from kvtransfer.inproc import InprocListener
+from kvtransfer.blocks import BlockMemory, check_movable
+from kvtransfer.compatible import relation
+from kvtransfer.convert import Codec
+from kvtransfer.endpoints import Address, Listeners
 from kvtransfer.layout import BlockRef, Endpoint, KVHandle, KVLayout, Part
 from kvtransfer.leases import Lease, LeaseTable
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.region import Region
+from kvtransfer.reshard import Shard
 from kvtransfer.serving import Serving, Shelf
-from kvtransfer.shm import ShmListener
-from kvtransfer.ticket import TicketMint
+from kvtransfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transport import Line, allowed
-from kvtransfer.wire import MAX_TOKENS, Taker, encode_handle
+from kvtransfer.wire import ID_BYTES, MAX_TOKENS, Taker, encode_handle
 
 _MAX_DIALOGUES = 1024
-_WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +41,19 @@ class Offer(NamedTuple):
 
 class Source:
     """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
-    cannot (then there is no shm). `on_release(key)`: exactly once per lease, in the event loop.
-    `generations(block_id)`: that block's generation now. All methods belong to the event loop that `start` ran in.
+    cannot (then there is no shm). `layout`: of the whole model; what of it lies in this pool is `shard`, all of it
+    where that is empty. `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released |
+    cancelled | expired. `generations(block_id)`: that block's generation now. `codec`: converts between forms; without
+    one only takers of the same form are served. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, dialogues_refused, bytes_confirmed."""
 
     def __init__(
         self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
-        on_release: Callable[[Hashable], None], *, generations: Callable[[int], int], region: Region | None,
-        lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
+        on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
+        lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto", shard: Shard = (),
+        mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
         self.identity = identity
@@ -61,43 +63,35 @@ class Source:
         self._region = region
         self._ttl_s = lease_ttl_s
         self._transports = allowed(transports)
-        self._memory = BlockMemory(memory, layout)
+        self._shard = tuple(shard) or layout.whole
+        self._is_strict = is_strict
+        self._memory = BlockMemory(memory, layout.cut(self._shard))
         self._leases = LeaseTable(time.monotonic, on_release)
-        self._shelf = Shelf(self._memory, self._leases, TicketMint(), generations, self.counters, {})
-        self._endpoints: tuple[Endpoint, ...] = ()
-        self._listeners: list = []
+        self._shelf = Shelf(
+            self._memory, layout, self._shard, identity.numerics_class, codec, self._leases, mint or TicketMint(),
+            generations, self.counters, {},
+        )  # fmt: skip
+        self._listeners = Listeners()
         self._tasks: set[asyncio.Task] = set()
         self._reaper: asyncio.Task | None = None
 
-    async def start(self, listen_host: str = "127.0.0.1", advertise_host: str | None = None) -> None:
-        """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and the
-        host's own name does not lead here. Raises OSError naming what cannot be listened on."""
-        endpoints = []
-        if "inproc" in self._transports:
-            listener = InprocListener(self._memory, lambda line: self._accept(line, "inproc"))
-            self._listeners.append(listener)
-            endpoints.append(("inproc", listener.name))
-        if "shm" in self._transports and self._region is not None:
-            shared = ShmListener(self._region, self.layout, lambda line: self._accept(line, "shm"))
-            self._listeners.append(shared)
-            endpoints.append(("shm", shared.path))
-        if "tcp" in self._transports:
-            network = await tcp.listen(listen_host, lambda line: self._accept(line, "tcp"))
-            self._listeners.append(network)
-            endpoints.append(("tcp", _address(network.sock, advertise_host)))
-        self._endpoints = tuple(Endpoint(transport, address, self._host_id) for transport, address in endpoints)
+    async def start(self, address: Address | None = None) -> None:
+        """Raises OSError naming what cannot be listened on."""
+        pool = (self._memory, self._region)
+        await self._listeners.open(self._transports, *pool, address or Address(), self._host_id, self._accept)
         self._reaper = asyncio.create_task(self._reap())
 
     def endpoints(self) -> tuple[Endpoint, ...]:
-        return self._endpoints
+        return self._listeners.endpoints
 
     def offer(
         self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
-        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0,
+        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, lease_id: bytes | None = None,
     ) -> Offer:  # fmt: skip
-        """A lease on `blocks` for `taker`, with the handle and the ticket that it needs; what is ready already leaves
-        as soon as the taker asks. Raises LayoutMismatch for a taker that keeps KV otherwise, ValueError for counts
-        that contradict each other or a key that has a lease."""
+        """A lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as soon
+        as it asks. `lease_id`: where several ranks lease their parts under one name (wire.join_handles makes one handle
+        of theirs). Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that
+        contradict each other or a key that has a lease."""
         self._check_taker(taker)
         if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
             raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
@@ -105,13 +99,35 @@ class Source:
             raise ValueError(f"{len(span_hashes)} span hashes for {num_tokens} tokens")
         self._memory.check_ids([block.block_id for block in blocks])
         lease = self._leases.grant(
-            key, blocks=blocks, num_tokens=num_tokens, num_layers=self._memory.num_layers, span_hashes=span_hashes,
-            chain_parent=chain_parent, taker=(taker.instance, taker.epoch), ttl_s=self._ttl_s,
+            key, blocks=blocks, num_tokens=num_tokens, num_layers=self.layout.num_layers, span_hashes=span_hashes,
+            chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id,
         )  # fmt: skip
         if num_ready_tokens:
             lease.advance(num_ready_tokens)
         self.counters["leases_granted"] += 1
-        ticket = self._shelf.mint.mint(lease.lease_id, taker.instance, taker.epoch)
+        return self._ticket(lease, taker)
+
+    def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
+        """The same lease for one more taker. Raises LeaseExpired where it has ended, LayoutMismatch, ValueError."""
+        self._check_taker(taker)
+        lease = self._leases.find(lease_id)
+        self._leases.renew(lease_id)
+        return self._ticket(lease, taker)
+
+    def admit(self, key: Hashable, ticket: bytes) -> None:
+        """A ticket that another rank of this source has minted is good here too."""
+        if lease := self._leases.of(key):
+            lease.add_fetch(parse_ticket(ticket).fetch_id)
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Its taker is not waited for, and not served any more. Idempotent."""
+        parsed = parse_ticket(ticket)
+        self._leases.withdraw(parsed.lease_id, parsed.fetch_id)
+
+    def _ticket(self, lease: Lease, taker: Taker) -> Offer:
+        fetch_id = secrets.token_bytes(ID_BYTES)
+        lease.add_fetch(fetch_id)
+        ticket = self._shelf.mint.mint(lease.lease_id, taker.instance, taker.epoch, fetch_id)
         return Offer(lease.lease_id, encode_handle(self._handle(lease)), ticket)
 
     def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
@@ -138,9 +154,7 @@ class Source:
 
     async def stop(self) -> None:
         """Ends every dialogue and every lease, and removes the sockets."""
-        for listener in self._listeners:
-            await listener.close()
-        self._listeners.clear()
+        await self._listeners.close()
         if self._reaper:
             self._reaper.cancel()
         self._leases.close()
@@ -163,33 +177,18 @@ class Source:
         task.add_done_callback(self._tasks.discard)
 
     def _check_taker(self, taker: Taker) -> None:
-        if taker.layout != self.layout:
-            raise LayoutMismatch(f"the source keeps {self.layout}, the taker {taker.layout}")
-        if taker.numerics_class != self.identity.numerics_class:
-            ours = self.identity.numerics_class
-            raise LayoutMismatch(f"the source computes {ours}, the taker {taker.numerics_class}")
+        numerics = (self.identity.numerics_class, taker.numerics_class)
+        relation(self.layout, numerics[0], taker.layout, numerics[1], is_strict=self._is_strict)
+        check_movable(taker.layout)
 
     def _handle(self, lease: Lease) -> KVHandle:
-        parts = tuple(
-            Part(index, range(group.num_layers), range(group.num_kv_heads), self._endpoints)
-            for index, group in enumerate(self.layout.groups)
-        )
         return KVHandle(
             self.identity.instance, self.identity.epoch, lease.lease_id, self.identity.model_identity,
-            self.identity.numerics_class, self.layout, parts, lease.num_tokens, lease.span_hashes, lease.chain_parent,
-            lease.blocks,
+            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._shard),
+            lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks,
         )  # fmt: skip
 
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(min(0.25, self._ttl_s / 4))
             self.counters["leases_expired"] += self._leases.expire()
-
-
-def _address(sock: socket.socket, advertise_host: str | None) -> str:
-    host, port = sock.getsockname()[:2]
-    if advertise_host:
-        host = advertise_host
-    elif host in _WILDCARDS:
-        host = socket.gethostbyname(socket.gethostname())
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

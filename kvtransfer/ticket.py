@@ -13,16 +13,18 @@ _DOMAIN = b"baton-ticket-1"
 
 
 class TicketMint:
-    """`key`: 32 random bytes that die with the process, so a ticket never outlives the pool that it opens."""
+    """`key`: 32 random bytes that die with the process, so a ticket never outlives the pool that it opens; the ranks of
+    one source share it."""
 
     def __init__(self, key: bytes | None = None):
         self._key = key or secrets.token_bytes(32)
 
-    def mint(self, lease_id: bytes, taker_instance: bytes, taker_epoch: int) -> bytes:
+    def mint(self, lease_id: bytes, taker_instance: bytes, taker_epoch: int, fetch_id: bytes | None = None) -> bytes:
         """A ticket of its own fetch id; the same taker may show it again to go on after a broken line."""
         ticket = kv_pb2.Ticket(
-            lease_id=lease_id, taker_instance=taker_instance, taker_epoch=taker_epoch, fetch_id=secrets.token_bytes(16)
-        )
+            lease_id=lease_id, taker_instance=taker_instance, taker_epoch=taker_epoch,
+            fetch_id=fetch_id or secrets.token_bytes(16),
+        )  # fmt: skip
         ticket.mac = self._mac(ticket)
         return ticket.SerializeToString()
 

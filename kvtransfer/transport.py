@@ -5,19 +5,25 @@ moves them. With the others the taker reads the source's memory itself.
 """
 
 import asyncio
-import hashlib
-import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from baton.v1 import kv_pb2
+from kvtransfer import folder
 from kvtransfer.blocks import BlockMemory
 from kvtransfer.errors import TransferFailed
 from kvtransfer.layout import Endpoint
+from kvtransfer.nixl_engine import find_package, has_rdma
 
 INLINE_BYTES = 1 << 20  # more is copied or digested in a thread, so that the event loop goes on
+HOST, DEVICE = "host", "device"  # where a pool lies
+_RATED_BYTES = 1 << 20
+_MAX_RATES = 256
 
 
 class Line(Protocol):
@@ -33,6 +39,10 @@ class Line(Protocol):
 
     async def receive(self) -> kv_pb2.KVFrame:
         """The next frame. Raises PeerLost, ProtocolError."""
+
+    async def read(self, runs: np.ndarray) -> None:
+        """Taker's side, where `reads_runs`: brings runs.merged_runs out of the source's pool into one's own. Raises
+        PeerLost, ProtocolError; however it ends, nothing of it lands afterwards."""
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
         """Fills one group of buffers after the other with the bytes behind the frame; none lands once it has ended."""
@@ -51,6 +61,9 @@ class Capabilities:
     same_process: bool
     source_sends: bool  # bytes follow the Ready frame; else the taker reads the source's memory
     num_copies: int  # of every byte, kernel included
+    memory: tuple[str, ...] = (HOST,)  # pools that it moves between
+    reads_runs: bool = False  # the taker's engine moves runs of bytes: for two pools of one layout only
+    passes_proxies: bool = False  # HTTP/2 from end to end
 
 
 # Best first.
@@ -58,8 +71,19 @@ CAPABILITIES = {
     each.name: each
     for each in (
         Capabilities("inproc", same_host=True, same_process=True, source_sends=False, num_copies=1),
+        Capabilities(
+            "cuda_ipc", same_host=True, same_process=False, source_sends=False, num_copies=1, memory=(DEVICE,),
+            reads_runs=True,
+        ),  # fmt: skip
         Capabilities("shm", same_host=True, same_process=False, source_sends=False, num_copies=1),
+        Capabilities(
+            "nixl", same_host=False, same_process=False, source_sends=False, num_copies=1, memory=(HOST, DEVICE),
+            reads_runs=True,
+        ),  # fmt: skip
         Capabilities("tcp", same_host=False, same_process=False, source_sends=True, num_copies=2),
+        Capabilities(
+            "grpc", same_host=False, same_process=False, source_sends=True, num_copies=6, passes_proxies=True
+        ),
     )
 }
 
@@ -70,27 +94,44 @@ class Choice(NamedTuple):
 
 
 def allowed(transports: Sequence[str] | str) -> tuple[str, ...]:
-    """`auto` means all. Raises ValueError for an unknown name."""
+    """`auto` means all that `auto_against` says nothing against. Raises ValueError for an unknown name."""
     names = [transports] if isinstance(transports, str) else list(transports)
     unknown = [name for name in names if name != "auto" and name not in CAPABILITIES]
     if unknown or not names:
         raise ValueError(f"transports {', '.join(unknown) or '(none)'}: choose from auto, {', '.join(CAPABILITIES)}")
-    return tuple(CAPABILITIES) if "auto" in names else tuple(name for name in CAPABILITIES if name in names)
+    auto = CAPABILITIES.keys() - auto_against() if "auto" in names else set()
+    return tuple(name for name in CAPABILITIES if name in auto or name in names)
+
+
+def auto_against() -> dict[str, str]:
+    """Transports that `auto` leaves out on this machine, and why. Naming one of them uses it all the same."""
+    if not find_package():
+        return {"nixl": "not installed here"}
+    if not has_rdma():
+        return {"nixl": "no RDMA device here, so UCX would run over plain TCP"}
+    return {}
 
 
 def choose(
-    endpoints: Sequence[Endpoint], host_id: str, transports: Sequence[str] | str, in_process: Callable[[str], bool]
-) -> Choice:
-    """Ranks a source's endpoints for a taker on `host_id` that may use `transports`. `in_process(address)` tells
-    whether an inproc address is this process. Raises TransferFailed, with the reasons, when none is left."""
+    endpoints: Sequence[Endpoint], host_id: str, transports: Sequence[str] | str, in_process: Callable[[str], bool],
+    memory: str = HOST, are_alike: bool = True,
+) -> Choice:  # fmt: skip
+    """Ranks a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
+    `in_process(address)` tells whether an inproc address is this process, `are_alike` whether both pools have one
+    layout. Raises TransferFailed, with the reasons, when none is left."""
     names, offered = allowed(transports), {endpoint.transport: endpoint for endpoint in endpoints}
+    against = auto_against() if "auto" in transports else {}
     fitting, passed_over = [], []
     for name, can in CAPABILITIES.items():
         endpoint = offered.get(name)
-        if endpoint is None:
-            passed_over.append(f"{name}: not offered by the source")
+        if memory not in can.memory:
+            passed_over.append(f"{name}: not for a pool in {memory} memory")
         elif name not in names:
-            passed_over.append(f"{name}: not allowed here")
+            passed_over.append(f"{name}: {against.get(name, 'not allowed here')}")
+        elif endpoint is None:
+            passed_over.append(f"{name}: not offered by the source")
+        elif can.reads_runs and not are_alike:
+            passed_over.append(f"{name}: not between pools of two layouts")
         elif can.same_host and endpoint.host_id != host_id:
             passed_over.append(f"{name}: another host")
         elif can.same_process and not in_process(endpoint.address):
@@ -103,14 +144,55 @@ def choose(
     where = "same process" if best.same_process else "same host" if best.same_host else "network"
     copies = f"{best.num_copies} {'copy' if best.num_copies == 1 else 'copies'}"
     notes = [*passed_over, *(f"{endpoint.transport}: slower" for endpoint in fitting[1:])]
-    return Choice(tuple(fitting), f"{best.name} ({where}, {copies}); " + "; ".join(notes))
+    return Choice(tuple(fitting), "; ".join((f"{best.name} ({where}, {copies})", *notes)))
 
 
-def local_host_id() -> str:
-    """Equal for two processes exactly when they run under one kernel and see the same files (unix sockets included)."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    mounts = os.stat("/proc/self/ns/mnt").st_ino
-    return hashlib.sha256(f"{boot}/{mounts}".encode()).hexdigest()[:32]
+def local_host_id(parent: Path | None = None) -> str:
+    """Equal for two processes exactly when they can meet in the folder `parent` (default: for temporary files): that
+    of one container and another differ unless both are told a folder that they share. Raises OSError."""
+    return folder.host_id(parent or folder.default_parent())
+
+
+class Busy:
+    """`with` it whatever moves bytes, also several at once: `seconds` of the wall clock in which something did."""
+
+    def __init__(self):
+        self.seconds = 0.0
+        self._num_open = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if not self._num_open:
+            self._since = time.monotonic()
+        self._num_open += 1
+
+    def __exit__(self, *exc) -> None:
+        self._num_open -= 1
+        if not self._num_open:
+            self.seconds += time.monotonic() - self._since
+
+
+class Rates:
+    """What transfers have reached, per source and transport: a running figure, newer ones counting more."""
+
+    _WEIGHT = 0.3  # of the newest: one slow transfer does not hide the others, three do
+
+    def __init__(self):
+        self._bytes_per_s: dict[tuple[bytes, str], float] = {}
+
+    def note(self, source: bytes, transport: str, num_bytes: int, seconds: float) -> None:
+        """Too few bytes say something about waiting, not about moving: they do not count."""
+        if num_bytes < _RATED_BYTES or seconds <= 0:
+            return
+        key, rate = (source, transport), num_bytes / seconds
+        before = self._bytes_per_s.pop(key, rate)
+        self._bytes_per_s[key] = before + self._WEIGHT * (rate - before)
+        if len(self._bytes_per_s) > _MAX_RATES:
+            del self._bytes_per_s[next(iter(self._bytes_per_s))]
+
+    def gigabytes_per_s(self, source: bytes, transport: str) -> float | None:
+        rate = self._bytes_per_s.get((source, transport))
+        return None if rate is None else rate / 1e9
 
 
 async def run_blocking(num_bytes: int, function: Callable, *args):

@@ -4,14 +4,15 @@ A frame is an 8-byte header (magic, version, reserved, length) and a KVFrame; ra
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from baton.v1 import kv_pb2
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import LAYOUT_VERSION, BlockRef, Endpoint, KVGroup, KVHandle, KVLayout, Part
+from kvtransfer.layout import LAYOUT_VERSION, BlockRef, Box, Endpoint, KVGroup, KVHandle, KVLayout, Part
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 
 _HEADER = struct.Struct("<2sBBI")
@@ -121,6 +122,18 @@ def encode_handle(handle: KVHandle) -> bytes:
     ).SerializeToString()
 
 
+def join_handles(handles: Sequence[bytes]) -> bytes:
+    """One handle out of those of a source's ranks, which have leased their parts under one name. Raises ProtocolError
+    for handles that differ in more than their parts."""
+    first, *others = [decode_handle(data) for data in handles]
+    parts = list(first.parts)
+    for other in others:
+        if replace(other, parts=first.parts) != first:
+            raise ProtocolError("handles of ranks that speak of different leases")
+        parts += other.parts
+    return encode_handle(replace(first, parts=tuple(parts)))
+
+
 def decode_handle(data: bytes) -> KVHandle:
     """Raises ProtocolError for bytes that are no handle or contradict themselves, LayoutMismatch for a form unknown."""
     try:
@@ -161,14 +174,23 @@ def _part_to_proto(part: Part) -> kv_pb2.KVPart:
 
 
 def _part_from_proto(proto: kv_pb2.KVPart, layout: KVLayout) -> Part:
+    endpoints = tuple(Endpoint(e.transport, e.address, e.host_id) for e in proto.endpoints)
+    return Part(*box_from_proto(proto, layout), endpoints)
+
+
+def box_to_proto(box: Box) -> kv_pb2.KVPart:
+    return _part_to_proto(Part(*box, ()))
+
+
+def box_from_proto(proto: kv_pb2.KVPart, layout: KVLayout) -> Box:
+    """Raises ProtocolError for layers or heads that the layout has not."""
     if proto.group >= len(layout.groups):
         raise ProtocolError(f"a part of group {proto.group}, the layout has {len(layout.groups)}")
     group = layout.groups[proto.group]
     layers, heads = range(proto.layer_begin, proto.layer_end), range(proto.head_begin, proto.head_end)
     if not layers or not heads or layers.stop > group.num_layers or heads.stop > group.num_kv_heads:
         raise ProtocolError(f"a part of layers {layers} and heads {heads}, the group has {group}")
-    endpoints = tuple(Endpoint(e.transport, e.address, e.host_id) for e in proto.endpoints)
-    return Part(proto.group, layers, heads, endpoints)
+    return Box(proto.group, layers, heads)
 
 
 def range_to_proto(moved: Range) -> kv_pb2.Range:

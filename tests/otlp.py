@@ -1,4 +1,4 @@
-"""A real OTLP/gRPC receiver: collects the spans that any process sends to it.
+"""A real OTLP/gRPC receiver: collects the spans and metrics that any process sends to it.
 
     with Receiver() as receiver:
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
@@ -14,6 +14,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
@@ -32,6 +33,7 @@ class Span:
     attributes: dict[str, object]
     is_error: bool
     links: tuple[str, ...] = field(default=())  # span ids
+    events: tuple[tuple[str, dict[str, object]], ...] = field(default=())  # name, attributes
 
     @property
     def duration_s(self) -> float:
@@ -43,6 +45,30 @@ class Span:
         return str(self.attributes.get("baton.status", ""))
 
 
+@dataclass(frozen=True)
+class Point:
+    """A histogram as one process last sent it, of one set of attributes."""
+
+    service: str
+    name: str
+    unit: str
+    attributes: dict[str, object]
+    count: int
+    sum: float
+    bounds: tuple[float, ...]
+
+
+class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """The metrics half of a Receiver."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+
+    def Export(self, request, context):  # noqa: N802
+        self.points.extend(_points(request))
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     """Listens on a port that the system chooses; `endpoint` is what processes are told."""
 
@@ -51,6 +77,8 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._arrived = threading.Condition()
         self._server = grpc.server(futures.ThreadPoolExecutor(4))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.metrics = Metrics()
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(self.metrics, self._server)
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> Receiver:
@@ -97,7 +125,18 @@ def _spans(request) -> Iterator[Span]:
                     attributes=_attributes(span.attributes),
                     is_error=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
                     links=tuple(link.span_id.hex() for link in span.links),
+                    events=tuple((event.name, _attributes(event.attributes)) for event in span.events),
                 )
+
+
+def _points(request) -> Iterator[Point]:
+    for resource_metrics in request.resource_metrics:
+        service = str(_attributes(resource_metrics.resource.attributes).get("service.name"))
+        for scope_metrics in resource_metrics.scope_metrics:
+            for metric in scope_metrics.metrics:
+                for point in metric.histogram.data_points:
+                    attributes, bounds = _attributes(point.attributes), tuple(point.explicit_bounds)
+                    yield Point(service, metric.name, metric.unit, attributes, point.count, point.sum, bounds)
 
 
 def _attributes(pairs) -> dict[str, object]:

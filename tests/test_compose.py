@@ -1,5 +1,7 @@
-"""compose.yaml: valid by the schema, and every command, flag, address and file in it exists."""
+"""compose.yaml and the Dockerfile: valid by the schema, and every command, flag, address, path and variable exists."""
 
+import dataclasses
+import ipaddress
 import re
 import subprocess
 import sys
@@ -8,10 +10,22 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.service import telemetry
+from baton.worker.settings import WorkerSettings
+from gateway.settings import GatewaySettings
+
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
 SERVICES = COMPOSE["services"]
-OURS = sorted(set(SERVICES) - {"redis"})
+OURS = sorted(name for name, service in SERVICES.items() if service["image"].startswith("baton:"))
+WORKERS = [name for name in OURS if name != "gateway"]
+# Variables that others read: NVIDIA's driver and container runtime, Grafana.
+OTHERS = re.compile(r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)|GF_[A-Z_]+")
+
+
+def settings_of(service: str) -> type:
+    return GatewaySettings if service == "gateway" else WorkerSettings
 
 
 def test_valid_by_the_schema():
@@ -25,7 +39,7 @@ def modules() -> list[tuple[str, str]]:
     """(module, flag or "") of every `python -m` in it."""
     found = set()
     for service in SERVICES.values():
-        for argv in (service["command"], service["healthcheck"]["test"][1:]):
+        for argv in (service.get("command", []), service.get("healthcheck", {}).get("test", [""])[1:]):
             if argv[:2] == ["python", "-m"]:
                 found.add((argv[2], ""))
                 found.update((argv[2], word.partition("=")[0]) for word in argv[3:] if word.startswith("--"))
@@ -51,48 +65,215 @@ def test_every_command_and_flag_exists(help_of, module, flag):
 
 
 def flag(service: str, name: str) -> str:
-    words = SERVICES[service]["command"]
-    if f"--{name}" in words:
-        return words[words.index(f"--{name}") + 1]
-    return next(word.partition("=")[2] for word in words if word.startswith(f"--{name}="))
+    return next(word.partition("=")[2] for word in SERVICES[service]["command"] if word.startswith(f"--{name}="))
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_every_variable_is_read_by_the_code(service):
+    names = {field.name for field in dataclasses.fields(settings_of(service))}
+    telemetry_source = Path(telemetry.__file__).read_text()
+    for name in SERVICES[service]["environment"]:
+        known = name.startswith("BATON_") and name.removeprefix("BATON_").lower() in names
+        assert known or OTHERS.fullmatch(name) or f'"{name}"' in telemetry_source, name
+
+
+def test_every_variable_of_the_shell_has_a_default_that_env_repeats():
+    given = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", (ROOT / "compose.yaml").read_text()))
+    lines = [line for line in (ROOT / ".env").read_text().splitlines() if line and not line.startswith("#")]
+    told = dict(line.split("=", 1) for line in lines)
+    assert told.pop("COMPOSE_PROFILES") in {
+        profile for service in SERVICES.values() for profile in service.get("profiles", [])
+    }
+    assert set(told) <= set(given)
+    assert told == {name: given[name] for name in told}
+
+
+# ---- who speaks with whom ----
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_gateway_dials_the_workers_where_they_listen(role):
-    for service in (role, f"{role}-cpu"):
-        listen = flag(service, "listen")
-        assert flag("gateway", f"{role}-workers") == listen
-        assert listen.partition(":")[0] in SERVICES[service]["networks"]["default"]["aliases"]
+def test_the_gateway_asks_for_the_workers_by_a_name_that_all_of_them_have(role):
+    host, _, port = flag("gateway", f"{role}-workers").partition(":")
+    for service in (f"{role}_worker", f"{role}_worker_cpu"):
+        assert flag(service, "listen").rpartition(":")[2] == port
+        assert SERVICES[service]["networks"]["default"]["aliases"] == [host]
+
+
+def test_workers_can_be_scaled():
+    """No name, address or port that only one container can have; each listens everywhere and is known by its own
+    address."""
+    for service in WORKERS:
+        assert not {"container_name", "hostname", "ports"} & set(SERVICES[service])
+        assert ipaddress.ip_address(flag(service, "listen").rpartition(":")[0]).is_unspecified
 
 
 def test_health_checks_ask_where_the_process_listens():
     for service in OURS:
         port = flag(service, "listen").rpartition(":")[2]
-        assert SERVICES[service]["healthcheck"]["test"][-1].endswith(f":{port}")
+        assert SERVICES[service]["healthcheck"]["test"][-1] == f"127.0.0.1:{port}"
 
 
-def test_published_port_is_the_gateways():
-    port = flag("gateway", "listen").rpartition(":")[2]
-    assert [entry.rpartition(":")[2] for entry in SERVICES["gateway"]["ports"]] == [port]
-    assert not any("ports" in service for name, service in SERVICES.items() if name != "gateway")
+def test_published_ports_are_listened_on_and_only_by_this_host():
+    listened = {
+        "gateway": [flag("gateway", "listen"), flag("gateway", "admin")],
+        "prometheus": [":9090"],
+        "grafana": [":3000"],
+    }
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published.keys() == listened.keys()
+    for name, ports in published.items():
+        assert all(re.fullmatch(r"127\.0\.0\.1:\$\{[A-Z_]+:-(\d+)\}:\1", port) for port in ports)
+        assert [port.rpartition(":")[2] for port in ports] == [each.rpartition(":")[2] for each in listened[name]]
+
+
+def test_prometheus_scrapes_where_the_processes_listen():
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    aliases = {alias for name in WORKERS for alias in SERVICES[name]["networks"]["default"]["aliases"]}
+    asked = [each for job in config["scrape_configs"] for each in job.get("dns_sd_configs", [])]
+    ports = {flag(service, "admin").rpartition(":")[2] for service in OURS}
+    assert {name for each in asked for name in each["names"]} >= {"gateway", *aliases}
+    for each in asked:
+        assert set(each["names"]) <= {"gateway", *aliases} and {str(each["port"])} == ports
+
+
+def test_spans_go_to_the_collector_and_on_to_tempo():
+    config = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
+    tempo = yaml.safe_load((ROOT / "deploy" / "tempo" / "tempo.yaml").read_text())
+    takes = config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
+    for service in OURS:
+        assert SERVICES[service]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"].endswith(f":-http://collector:{takes}}}")
+    on = tempo["distributor"]["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
+    assert config["exporters"]["otlp/tempo"]["endpoint"] == f"tempo:{on}"
+    made = {*config["receivers"], *config["connectors"], *config["processors"], *config["exporters"]}
+    used = [each for pipeline in config["service"]["pipelines"].values() for part in pipeline.values() for each in part]
+    assert made == set(used)
+    keys = [
+        policy["string_attribute"]
+        for policy in config["processors"]["tail_sampling"]["policies"]
+        if "string_attribute" in policy
+    ]
+    assert [each["key"] for each in keys] == ["baton.status"] and set(keys[0]["values"]) < set(telemetry._STATUSES)
+
+
+def test_what_the_collector_makes_of_spans_is_scraped():
+    collector = yaml.safe_load((ROOT / "deploy" / "otel" / "config.yaml").read_text())
+    port = collector["exporters"]["prometheus"]["endpoint"].rpartition(":")[2]
+    jobs = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = [each for job in jobs for config in job.get("static_configs", []) for each in config["targets"]]
+    assert targets == [f"collector:{port}"]
+
+
+def test_grafana_finds_its_sources_and_dashboards():
+    provisioning = ROOT / "deploy" / "grafana" / "provisioning"
+    mounts = dict(volume.split(":")[:2] for volume in SERVICES["grafana"]["volumes"])
+    tempo = yaml.safe_load((ROOT / "deploy" / "tempo" / "tempo.yaml").read_text())["server"]["http_listen_port"]
+    listened = {"prometheus": 9090, "tempo": tempo}
+    sources = [
+        source
+        for path in (provisioning / "datasources").glob("*.yml")
+        for source in yaml.safe_load(path.read_text())["datasources"]
+    ]
+    assert {source["url"] for source in sources} == {f"http://{name}:{port}" for name, port in listened.items()}
+    for path in (provisioning / "dashboards").glob("*.yml"):
+        for provider in yaml.safe_load(path.read_text())["providers"]:
+            assert provider["options"]["path"] == mounts["./deploy/grafana/dashboards"]
+    assert mounts["./deploy/grafana/provisioning"] == "/etc/grafana/provisioning"
+
+
+def test_workers_meet_in_one_volume():
+    """The folder of --kv-socket-dir is the same volume in all of them, and made for their user in the image."""
+    for service in WORKERS:
+        folder = flag(service, "kv-socket-dir")
+        assert f"kv:{folder}" in SERVICES[service]["volumes"]
+        assert re.search(rf"install -d -o baton -m 0700 {folder}$", DOCKERFILE, re.MULTILINE)
 
 
 def test_gpus_and_profiles():
-    for role, default in (("prefill", "0"), ("decode", "1")):
-        (device,) = SERVICES[role]["deploy"]["resources"]["reservations"]["devices"]
-        assert device["device_ids"] == [f"${{{role.upper()}_GPU:-{default}}}"]
-        assert SERVICES[role]["profiles"] == ["gpu"] and SERVICES[f"{role}-cpu"]["profiles"] == ["cpu"]
-        assert "deploy" not in SERVICES[f"{role}-cpu"]
-    assert "COMPOSE_PROFILES=gpu" in (ROOT / ".env").read_text().splitlines()
+    """CUDA IPC between containers needs one IPC and one PID namespace, and sight of each other's GPU."""
+    for role, default in (("prefill", "0,1"), ("decode", "1,0")):
+        worker, on_cpu = SERVICES[f"{role}_worker"], SERVICES[f"{role}_worker_cpu"]
+        (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert worker["environment"]["CUDA_VISIBLE_DEVICES"] == f"${{{role.upper()}_GPUS:-{default}}}"
+        assert worker["ipc"] == worker["pid"] == "host"
+        assert (worker["profiles"], on_cpu["profiles"]) == (["gpu"], ["cpu"])
+        assert not {"deploy", "ipc", "pid"} & set(on_cpu) and "shm_size" in on_cpu
+
+
+# ---- what a container may do ----
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_no_container_may_more_than_it_must(service):
+    entry = SERVICES[service]
+    assert entry["read_only"] and entry["cap_drop"] == ["ALL"] and "no-new-privileges:true" in entry["security_opt"]
+    assert not entry.get("privileged") and "cap_add" not in entry
+    uid = entry.get("user", "image").partition(":")[0]
+    if service in OURS:
+        assert re.search(r"^USER baton$", DOCKERFILE, re.MULTILINE)
+    elif service != "collector":  # whose image has a user of its own
+        assert uid.isdecimal() and int(uid) > 0
+
+
+def test_images_have_versions():
+    for name, service in SERVICES.items():
+        tag = service["image"].rpartition(":")[2]
+        assert re.fullmatch(r"v?\d+\.\d+\.\d+", tag) or (name in OURS and tag in ("cpu", "cuda"))
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_grace_periods_are_longer_than_the_drain(service):
+    drain_s = settings_of(service).drain_grace_s
+    flushed_s = 2 * telemetry.FLUSH_S + 2  # spans and metrics, and gRPC's own grace
+    assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) >= drain_s + flushed_s
+
+
+# ---- files ----
 
 
 def test_build_targets_and_files_exist():
-    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
-    targets = set(re.findall(r"^FROM \S+ AS (\w+)$", dockerfile, re.MULTILINE))
+    targets = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE))
     for service in OURS:
         build = SERVICES[service]["build"]
         assert build["target"] in targets and (ROOT / build["dockerfile"]).is_file()
-    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE):
+        assert SERVICES[service]["image"] == f"baton:{build['target']}"
+    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE):
         for name in source.split():
             assert (ROOT / name).exists() and f"!{name}" in (ROOT / ".dockerignore").read_text().split()
     assert (ROOT / "demo" / "target" / "config.json").is_file()  # MODEL_DIR's default
+
+
+def test_the_image_brings_what_the_code_asks_for():
+    """A compiler for the native kernels, and a home that the cache volume covers."""
+    from baton.engine.native.build import cache_folder
+
+    assert re.search(r"apt-get install .*\bg\+\+", DOCKERFILE) and "--create-home baton" in DOCKERFILE
+    assert cache_folder().is_relative_to(Path.home())
+    assert all("cache:/home/baton" in SERVICES[service]["volumes"] for service in WORKERS)
+    torch = re.search(r"'(torch[^']+)'", DOCKERFILE)[1]
+    assert f'"{torch}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_file_and_volume_that_is_mounted_exists():
+    for service in SERVICES.values():
+        for source in (volume.partition(":")[0] for volume in service.get("volumes", []) if not volume.startswith("$")):
+            assert (ROOT / source).exists() if source.startswith("./") else source in COMPOSE["volumes"], source
+
+
+def test_secrets_are_made_by_one_command(tmp_path):
+    """And every path below /run/secrets that something asks for is given to that service."""
+    made = tmp_path / "secrets"
+    subprocess.run([ROOT / "deploy" / "make-secrets", made], check=True, capture_output=True)
+    assert {path.name for path in made.iterdir()} == set(COMPOSE["secrets"])
+    assert made.stat().st_mode & 0o777 == 0o700
+    for name, secret in COMPOSE["secrets"].items():
+        assert secret["file"].endswith(f"/{name}")
+    for service in SERVICES.values():
+        words = [str(word) for word in (*service.get("command", []), *service.get("environment", {}).values())]
+        words += service.get("healthcheck", {}).get("test", [])
+        asked = {name for word in words for name in re.findall(r"/run/secrets/([\w.-]+)", word)}
+        if "gateway.toml" in asked:
+            asked |= set(re.findall(r"/run/secrets/([\w.-]+)", (made / "gateway.toml").read_text()))
+        assert asked == set(service.get("secrets", []))
+    again = subprocess.run([ROOT / "deploy" / "make-secrets", made], capture_output=True, text=True)
+    assert again.returncode == 1 and "exists" in again.stderr and not list(tmp_path.glob("secrets.*"))

@@ -22,3 +22,14 @@ def test_links_in_docs_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "demo" / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_source_file_is_drawn():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    drawn = set(re.findall(r"\w+", text[text.index("Files, each owning one noun") : text.index("## Words")]))
+    rooms = [ROOT / name for name in ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")]
+    files = [path for room in rooms for end in ("*.py", "*.cpp") for path in room.rglob(end)]
+    assert len(files) > 200
+    for path in files:
+        if not path.stem.startswith("__") and path.parent.name != "v1":
+            assert path.stem in drawn, f"{path.relative_to(ROOT)} is not drawn in docs/architecture.md"

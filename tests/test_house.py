@@ -11,26 +11,31 @@ MAX_LINES = 400
 # room -> what it may import from the repository. Rooms are matched longest prefix first.
 ROOMS = {
     "baton.v1": (),
+    "baton.gguf": (),
     "kvtransfer": ("baton.v1",),
-    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout"),
+    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf"),
     "baton.training": ("baton.engine",),
+    "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1",),
-    "gateway": ("baton.service", "baton.v1", "kvtransfer.naming"),
-    "baton.worker": ("baton.engine", "kvtransfer", "baton.service", "baton.v1"),
+    "baton.loadgen": ("baton.service", "baton.v1"),
+    "gateway": ("baton.service", "baton.v1", "baton.gguf", "kvtransfer.naming"),
+    "baton.worker": ("baton.engine", "baton.gguf", "kvtransfer", "baton.service", "baton.v1"),
     "prefill_worker": ("baton.worker", "baton.service"),
     "decode_worker": ("baton.worker", "baton.service"),
     "baton.cli": ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"),
 }
 # room -> third-party packages that it does without.
 WITHOUT = {
-    "kvtransfer": ("redis", "opentelemetry", "torch", "grpc"),
+    "kvtransfer": ("redis", "opentelemetry", "torch"),
     "baton.engine": ("grpc", "google.protobuf", "redis", "opentelemetry"),
     "baton.training": ("grpc", "google.protobuf", "redis", "opentelemetry", "transformers"),
+    "baton.quantization": ("grpc", "google.protobuf", "redis", "opentelemetry", "transformers"),
     "baton.service": ("torch", "redis", "transformers"),
     "gateway": ("torch", "transformers"),
+    "baton.loadgen": ("torch", "transformers", "redis", "opentelemetry"),
     "baton.worker": ("redis",),
 }
-PLAIN = ("kvtransfer.naming", "kvtransfer.layout")  # standard library only
+PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf")  # standard library only
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 

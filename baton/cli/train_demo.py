@@ -7,18 +7,20 @@ import os
 import sys
 from pathlib import Path
 
+from baton.cli.arguments import positive, whole
+
 DEFAULT_OUT = Path("demo-run")
-DEFAULT_MINUTES = 105.0
+DEFAULT_MINUTES = 130.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("train-demo", help="train the demo model (tokenizer, target, draft) and evaluate it")
+    parser = subparsers.add_parser("train-demo", help="train the demo model (tokenizer, target, draft, heads) and evaluate it")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to fill (default: %(default)s)")
-    parser.add_argument("--minutes", type=_positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")
+    parser.add_argument("--minutes", type=positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")
     parser.add_argument("--quick", action="store_true", help="about a minute: tiny models on a slice of the corpus")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the same folder")
-    parser.add_argument("--threads", type=_positive_int, help="CPU threads (default: all)")
+    parser.add_argument("--threads", type=whole, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.set_defaults(run=run)
 
@@ -63,17 +65,3 @@ def _report(out: Path, figures: dict) -> None:
 def _fail(message: str, code: int) -> int:
     print(f"baton train-demo: {message}", file=sys.stderr)
     return code
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from baton.cli.keeper import StartError
 from baton.cli.stack import ROLES, SHIPPED_MODEL, Plan, PortError, Stack
+from baton.gguf import is_gguf
 from baton.service.settings import SettingsError, add_flags, given, load_settings, option, to_argv
 from baton.worker.settings import WorkerSettings
 from gateway.settings import GatewaySettings
 
 # What `baton up` sets itself.
-_NOT_OPTIONS = ("model", "listen")
+_NOT_OPTIONS = ("model", "listen", "admin")
 _NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", "redis", "admin")
 
 
@@ -25,7 +26,7 @@ _NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", 
 class UpSettings:
     """What `baton up` itself is told; worker options come beside it."""
 
-    model: Path | None = option("model folder (default: the shipped one)", None, metavar="DIR")
+    model: Path | None = option("model folder or .gguf file (default: the shipped one)", None, metavar="DIR|FILE")
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     prefill: int = option("number of prefill workers", 1, metavar="N")
     decode: int = option("number of decode workers", 1, metavar="N")
@@ -73,9 +74,10 @@ def make_plan(args: argparse.Namespace) -> Plan:
     """Check all that can be checked before a process is started. Raises SettingsError or StartError."""
     settings = load_settings(UpSettings, args)
     model = settings.model or SHIPPED_MODEL
-    if not (model / "config.json").is_file():
+    wanted = model if is_gguf(model) else model / "config.json"
+    if not wanted.is_file():
         what = "give --model DIR" if settings.model is None else "is it a model folder?"
-        raise StartError(f"{model / 'config.json'} does not exist; {what}", 1)
+        raise StartError(f"{wanted} does not exist; {what}", 1)
     gateway = {name: value for name in ("redis", "admin") if (value := getattr(settings, name))}
     gateway_options = to_argv(GatewaySettings, {**given(GatewaySettings, args, "gateway."), **gateway})
     num_workers = {role: getattr(settings, role) for role in ROLES}

@@ -3,6 +3,7 @@
     admit ─► FETCHING ─ set_aside, verified ─ start ─►┐
                └───────────── submit ────────────────►├─ the loop's (WAITING, RUNNING) ─► end
     accept ──────────────────────────────────────────►┘       └─ held prefill ─► HELD ─► end
+      └─► FETCHING a prefix ─ verified ─ compute_rest ►┘
     offer ─► HELD ─► end
 
 Everything here is answered at once, on any thread, under the ledger's lock. A group in the loop is only marked or
@@ -82,6 +83,12 @@ class Admission:
                 group.fetch_settled = False
             return list(self.ledger.refs(trunk.block_ids[:wanted]))
 
+    def unverified(self, key: Key, upto_token: int) -> list[int]:
+        """Blocks that `verified` with the same arguments would take over, at most."""
+        with self.ledger.lock:
+            group = self._fetching(key)
+            return group.trunk.block_ids[group.num_owned : self.layout.num_blocks(upto_token)]
+
     def verified(self, key: Key, upto_token: int) -> None:
         """Tokens [0, upto_token) are confirmed: fetching -> running, whole units enter the prefix cache."""
         with self.ledger.lock:
@@ -92,7 +99,7 @@ class Admission:
             if num_owned > len(trunk.block_ids) or upto_token > trunk.num_tokens:
                 raise ValueError(f"{key}: verified up to {upto_token}, {len(trunk.block_ids)} blocks were set aside")
             if num_owned > group.num_owned:
-                self.ledger.move(trunk.block_ids[group.num_owned : num_owned], Holder.FETCHING, Holder.RUNNING)
+                self.ledger.move(trunk.block_ids[group.num_owned : num_owned], Holder.FETCHING, group.holder)
                 group.num_owned = num_owned
                 trunk.num_computed = upto_token if whole else num_owned * self.layout.block_size
                 self.seal(trunk)
@@ -127,11 +134,12 @@ class Admission:
 
     # ---- the prefill side: the whole prompt at once, leased to a taker ----
 
-    def accept(self, request: Request) -> Acceptance:
-        """Blocks for the whole prompt of a held prefill, in its queue. Refusal: too_long, queue_full, kv_full."""
+    def accept(self, request: Request, fetches: bool = False) -> Acceptance:
+        """Blocks for the whole prompt of a held prefill, in its queue; one that `fetches` a prefix from elsewhere
+        waits for `compute_rest`, and what is missing is held `fetching`. Refusal: too_long, queue_full, kv_full."""
         with self.ledger.lock:
             self._check(request)
-            group = Group(request, Holder.LEASED, State.WAITING)
+            group = Group(request, Holder.LEASED, State.FETCHING if fetches else State.WAITING)
             trunk = group.trunk
             cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
             waiting = self.num_waiting_tokens + trunk.num_tokens - cached
@@ -139,14 +147,32 @@ class Admission:
                 raise Refusal("queue_full")
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
-            block_ids = self.ledger.allocate(missing, Holder.LEASED)
+            block_ids = self.ledger.allocate(missing, Holder.FETCHING if fetches else Holder.LEASED)
             if block_ids is None:
                 self.ledger.release(trunk.block_ids, Holder.LEASED)
                 raise Refusal("kv_full")
+            group.num_owned = len(trunk.block_ids)
             trunk.block_ids += block_ids
             self._register(group)
-            self._wait(group)
+            if not fetches:
+                self._wait(group)
             return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens)
+
+    def fetching(self, key: Key) -> None:
+        """Bytes may land in the blocks of a held prefill from here on, until `fetch_settled`."""
+        with self.ledger.lock:
+            self._fetching(key).fetch_settled = False
+
+    def compute_rest(self, key: Key) -> None:
+        """A held prefill has what others could give it: the rest is computed here. Its fetch has settled."""
+        with self.ledger.lock:
+            group = self._fetching(key)
+            block_ids = group.trunk.block_ids
+            self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
+            group.num_owned = len(block_ids)
+            group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
+            group.state = State.WAITING
+            self._wait(group)
 
     def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
         """A lease on the cached blocks of these spans, as many as are here; none: then no key is registered."""

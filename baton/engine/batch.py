@@ -1,7 +1,9 @@
 """What one step computes: the tokens of all its sequences, where their KV goes, and which rows want logits."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -28,3 +30,31 @@ class ForwardBatch:
     slots: Tensor  # int64 [T]: block_id * block_size + offset, where each token's KV is written
     seqs: list[SeqSlice]
     logit_rows: Tensor  # int64 [R]: the rows of the batch whose logits are wanted
+    table: "SeqTable | None" = None  # what `seqs` say, where the batch stands on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class SeqTable:
+    """The sequences of a step as kernels read them, on the batch's device. Rows of padding have a kv_len of 0."""
+
+    query_starts: Tensor  # int32 [S + 1]: sequence i owns the rows [query_starts[i], query_starts[i + 1])
+    kv_lens: Tensor  # int32 [S]
+    block_ids: Tensor  # int32 [S, N]; what lies behind a sequence's own is 0
+    max_query_len: int  # bounds for launches: in a CUDA graph those of any step that it may be replayed for
+    max_kv_len: int
+
+    @classmethod
+    def of(cls, seqs: Sequence[SeqSlice], device: torch.device | str = "cpu") -> "SeqTable":
+        """Built on the host, one tensor after the other."""
+        starts = [*(seq.query_start for seq in seqs), seqs[-1].query_start + seqs[-1].query_len]
+        widths = [len(seq.block_ids) for seq in seqs]
+        block_ids = torch.zeros(len(seqs), max(widths), dtype=torch.int32)
+        for row, seq, width in zip(block_ids, seqs, widths, strict=True):
+            row[:width] = seq.block_ids
+        return cls(
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor([seq.kv_len for seq in seqs], dtype=torch.int32, device=device),
+            block_ids.to(device),
+            max(seq.query_len for seq in seqs),
+            max(seq.kv_len for seq in seqs),
+        )

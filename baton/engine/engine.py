@@ -7,18 +7,20 @@
 
 import threading
 import time
-from collections.abc import Callable
-
-import torch
+from collections.abc import Callable, Sequence
 
 from baton.engine.admission import Admission
-from baton.engine.config import EngineConfig, resolve
+from baton.engine.config import EngineConfig
+from baton.engine.device import scope
 from baton.engine.inbox import Command, Enter, Inbox, Start, Stop
 from baton.engine.kv.ledger import Ledger
+from baton.engine.kv.mirror import HostMirror
 from baton.engine.kv.pool import KVPool
+from baton.engine.launcher import Launcher
 from baton.engine.models.llama import Model
-from baton.engine.models.loader import load_model, model_identity
+from baton.engine.models.loader import model_identity
 from baton.engine.models.spec import ModelSpec
+from baton.engine.parts import GpuMemoryFor, MemoryFor, load_parts
 from baton.engine.rate import Rate
 from baton.engine.request import Acceptance, FirstToken, Key, LoadReport, Output, Request, RequestEnded, State
 from baton.engine.results import Results
@@ -26,13 +28,27 @@ from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import Scheduler, Slice
 from baton.engine.sequence import Group
+from baton.engine.speculation.proposer import Proposer
+from baton.engine.speculation.speculator import Speculator
+from baton.engine.watermark import layer_watermark
+from baton.engine.work import Work
 from kvtransfer.layout import BlockRef, KVLayout, NumericsClass
 
 
 class Engine:
     """See the module. `step` and `fail` belong to one thread, the loop's; everything else is thread-safe."""
 
-    def __init__(self, config: EngineConfig, model: Model, pool: KVPool, identity: bytes, sampler: Sampler):
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        pool: KVPool,
+        identity: bytes,
+        sampler: Sampler,
+        proposers: Sequence[Proposer] = (),
+        launcher: Launcher | None = None,
+        mirror: HostMirror | None = None,
+    ):
         """`config` is resolved; `pool` has config.num_blocks blocks. Engine.load makes all of these from a folder."""
         self.config = config
         self.spec: ModelSpec = model.spec
@@ -45,35 +61,40 @@ class Engine:
         self.inbox = Inbox()
         self.admission = Admission(config, pool.layout, self.ledger, self.inbox)
         self.scheduler = Scheduler(config, pool.layout, self.ledger, self.admission)
-        self.runner = Runner(model, pool, sampler)
-        self.results = Results(config, self.scheduler, self.admission, self.runner)
+        self.runner = Runner(model, pool, sampler, launcher)
+        self.mirror = mirror  # of a pool that transports cannot reach
+        self.results = Results(config, self.scheduler, self.admission, self.runner, mirror)
+        self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens)
+        self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
         self.launched = False  # the last step computed something
+        self.last_batch_size = 0  # sequences of the last step
         self._outputs: list[Output] = []  # of the step in flight
+        self.work = Work()
         self._rate = Rate()
         self._stepping = threading.Lock()
 
     @classmethod
-    def load(cls, config: EngineConfig, memory_for: Callable[[int], memoryview] | None = None) -> "Engine":
-        """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory, writable, where
-        others map it; without it torch allocates. Raises ModelError (names the file), ValueError (names the option)."""
-        config = resolve(config, ModelSpec.from_folder(config.model))
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        model = load_model(
-            config.model, config.dtype, config.attention, config.linear, config.batch_invariant, config.max_model_len
-        )
-        layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
-        memory = memory_for(config.num_blocks * layout.block_bytes) if memory_for is not None else None
-        pool = KVPool(layout, config.num_blocks, memory)
-        return cls(config, model, pool, model_identity(config.model), Sampler())
+    def load(
+        cls,
+        config: EngineConfig,
+        memory_for: MemoryFor | None = None,
+        gpu_memory_for: GpuMemoryFor | None = None,
+        proposers: Sequence[Proposer] | None = None,
+    ) -> "Engine":
+        """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives host memory where others map it, of
+        the pool or, on a GPU, of its mirror; `gpu_memory_for(num_bytes, device)` the pool's there; without them torch
+        allocates. `proposers`: in place of those that the config names. Raises ModelError (names the file), ValueError
+        (names the option)."""
+        parts = load_parts(config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers)
+        return cls(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:])
 
     @property
     def numerics_class(self) -> NumericsClass:
         """What KV of this engine may feed: the kernels are part of it, each adds in an order of its own."""
         return NumericsClass(
             identity=self.model_identity.hex(),
-            weights=self.config.dtype,
+            weights=self.weight_form,
             compute=self.config.dtype,
             kv_form=self.config.kv_dtype,
             batch_invariant=self.config.batch_invariant,
@@ -81,9 +102,16 @@ class Engine:
         )
 
     @property
+    def weight_form(self) -> str:
+        """Short names of the forms of its linear weights."""
+        return self.runner.model.weights.form
+
+    @property
     def start_line(self) -> str:
         """What was chosen and why, in one line."""
-        chosen = {"attention": self.attention_name, "linear": self.runner.model.head.name}
+        weights = self.runner.model.weights
+        chosen = {"attention": self.attention_name, "linear": "+".join(weights.kernels)}
+        chosen["layers"] = self.runner.model.layers_name
         reasons = {
             kind: ", ".join(f"not {other}: {why}" for other, why in passed_over.items())
             for kind, passed_over in self.runner.model.reasons.items()
@@ -91,9 +119,9 @@ class Engine:
         backends = "; ".join(f"{kind} {name} ({reasons[kind]})" for kind, name in chosen.items())
         mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
         return (
-            f"model {self.spec.name} {self.spec.family}, {self.config.dtype}, kv {self.config.kv_dtype}, "
-            f"context {self.config.max_model_len}, {self.num_blocks} blocks of {self.layout.block_size} tokens "
-            f"({mebibytes:.0f} MiB); {backends}"
+            f"model {self.spec.name} {self.spec.family} {self.runner.launcher.words}, weights {weights}, {self.config.dtype}, "
+            f"kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of {self.layout.block_size} tokens "
+            f"({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
         )
 
     # ---- answered at once ----
@@ -102,13 +130,21 @@ class Engine:
         """Credit on a decode worker: the number of cached tokens; raises Refusal."""
         return self.admission.admit(request)
 
-    def accept(self, request: Request) -> Acceptance:
-        """A held prefill: its blocks, all of them; raises Refusal."""
-        return self.admission.accept(request)
+    def accept(self, request: Request, fetches: bool = False) -> Acceptance:
+        """A held prefill: its blocks, all of them; one that `fetches` a prefix waits for compute_rest. Raises Refusal."""
+        return self._mirrored(self.admission.accept(request, fetches))
+
+    def fetching(self, key: Key) -> None:
+        """Bytes may land in a held prefill's blocks, until fetch_settled. LookupError when the key has ended."""
+        self.admission.fetching(key)
+
+    def compute_rest(self, key: Key) -> None:
+        """What of a held prefill was not fetched is computed here. LookupError when the key has ended."""
+        self.admission.compute_rest(key)
 
     def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
         """A lease on what is cached of these spans; ended by release_lease(key). No blocks: nothing is here."""
-        return self.admission.offer(key, span_hashes)
+        return self._mirrored(self.admission.offer(key, span_hashes))
 
     def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
         """Destination blocks for tokens [0, upto_token) of an admitted key. LookupError when the key has ended."""
@@ -116,6 +152,8 @@ class Engine:
 
     def verified(self, key: Key, upto_token: int) -> None:
         """Tokens [0, upto_token) have arrived and are confirmed. LookupError when the key has ended."""
+        if self.mirror is not None:
+            self.mirror.copy_in(self.admission.unverified(key, upto_token))
         self.admission.verified(key, upto_token)
 
     def fetch_settled(self, key: Key) -> None:
@@ -151,6 +189,8 @@ class Engine:
             num_blocks_total=self.num_blocks,
             blocks_by_holder=self.ledger.counts(),
             tokens_per_s=self._rate.per_s(),
+            num_draft_tokens=sum(sum(counts.proposed) for counts in self.speculator.counts.values()),
+            num_accepted_tokens=sum(sum(counts.accepted) for counts in self.speculator.counts.values()),
         )
 
     def check_integrity(self) -> None:
@@ -184,9 +224,11 @@ class Engine:
             for group in self.admission.expired(time.monotonic()):
                 self._outputs.append(self._end(group, "deadline", "the deadline has passed"))
             slices = self.scheduler.schedule()
-            self.launched = bool(slices)
+            self.launched, self.last_batch_size = bool(slices), len(slices)
             if slices:
                 self._launch(slices)
+            else:
+                self.speculator.close_all()
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
@@ -205,10 +247,25 @@ class Engine:
         for seq, _, _ in slices:
             if seq.group.launched_at is None and not seq.group.prefilled:
                 self.admission.launched(seq.group, launched_at)
-        drawn = self.runner.run(slices)
+        num_tokens = sum(end - begin for _, begin, end in slices)
+        with scope(self.pool.device):
+            self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
+        self.runner.keeps_hidden = self.speculator.wants_hidden
+        drawn = self.runner.run(slices, layer_watermark(slices, self.on_progress))
         self.step_number += 1
+        self.work.add(slices)
+        self.speculator.measure(drawn)
         self.results.collect(slices, drawn, launched_at, self._outputs)
+        with scope(self.pool.device):
+            self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))
+
+    def _mirrored(self, acceptance: Acceptance) -> Acceptance:
+        """What is cached may be read by the taker at once."""
+        if self.mirror is not None:
+            num_cached = acceptance.num_cached_tokens // self.layout.block_size
+            self.mirror.copy_out([block.block_id for block in acceptance.blocks[:num_cached]])
+        return acceptance
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, RequestEnded):

@@ -38,6 +38,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """What a request asks of proposers. No answer hangs on it: only its speed."""
+
+    proposer: str = ""  # one that the worker runs, or off; empty: the worker's choice
+    num_tokens: int | None = None  # proposed in each step; 0: none; None: as the worker does
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A checked request. `token_ids` is the prompt, and after a migration the output so far behind it (then n is 1)."""
 
@@ -53,6 +61,7 @@ class Request:
     priority: int = 0
     deadline: float = float("inf")  # time.monotonic()
     traceparent: str = ""
+    speculation: Speculation = Speculation()
 
 
 class State(Enum):
@@ -126,6 +135,26 @@ class DecodeReport:
     decode_s: float = 0.0
     num_steps: int = 0
     num_preemptions: int = 0
+    preempted_at: tuple[float, ...] = ()  # time.monotonic(), of the first few
+    # Speculation: steps of a choice with a draft, and tokens by position behind the last one.
+    num_drafts: int = 0
+    proposed_by_position: tuple[int, ...] = ()
+    accepted_by_position: tuple[int, ...] = ()
+    speedup: float = 1.0  # of decode_s against plain steps as this engine measured them
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.proposed_by_position)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """The share of proposals at each position that the target drew too."""
+        pairs = zip(self.accepted_by_position, self.proposed_by_position, strict=True)
+        return [accepted / proposed for accepted, proposed in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +199,5 @@ class LoadReport:
     num_blocks_total: int
     blocks_by_holder: dict[str, int]  # quarantined, fetching, leased, running, cached, free
     tokens_per_s: float
+    num_draft_tokens: int = 0  # proposed and accepted since the start
+    num_accepted_tokens: int = 0

@@ -4,32 +4,42 @@ import time
 
 from baton.engine.admission import Admission
 from baton.engine.config import EngineConfig
+from baton.engine.kv.mirror import HostMirror
 from baton.engine.request import FirstToken, Output, PrefillDone, Progress, TokenRun
 from baton.engine.runner import Drawn, Runner
 from baton.engine.sampling.sampler import Sampled
 from baton.engine.scheduler import Scheduler, Slice
 from baton.engine.sequence import Group, Sequence
+from baton.engine.speculation.verify import num_right
 
 
 class Results:
     """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, admission: Admission, runner: Runner):
+    def __init__(
+        self, config: EngineConfig, scheduler: Scheduler, admission: Admission, runner: Runner,
+        mirror: HostMirror | None = None,
+    ):  # fmt: skip
+        """`mirror`: what takers read in place of the pool."""
         self.config = config
         self.scheduler = scheduler
         self.admission = admission
         self.runner = runner
+        self.mirror = mirror
         self.num_layers = runner.pool.layout.groups[0].num_layers
 
     def collect(self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output]) -> None:
         """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back."""
-        for seq, _, end in slices:
+        for seq, begin, end in slices:
             seq.num_computed = end
             self.admission.seal(seq)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
                 if group.is_held:
+                    if self.mirror is not None:
+                        layout = self.runner.pool.layout
+                        self.mirror.copy_out(seq.block_ids[begin // layout.block_size : layout.num_blocks(end)])
                     outputs.append(Progress(group.key, end, self.num_layers))
         stepped: dict[Group, None] = {}  # in order
         for seq, samples in drawn:
@@ -37,20 +47,30 @@ class Results:
                 self._first_tokens(seq, samples, outputs)
                 continue
             stepped[seq.group] = None
-            outputs.append(self._next_token(seq, samples[0]))
+            outputs.append(self._next_tokens(seq, samples))
         for group in stepped:
             group.stepped(launched_at)
             if not group.live:
                 outputs.append(self.admission.end(group))
 
-    def _next_token(self, seq: Sequence, sample: Sampled) -> TokenRun:
-        first_index = seq.num_output
-        finish_reason = seq.finish_reason(sample.token_id, self.config.max_model_len)
-        seq.token_ids.append(sample.token_id)
+    def _next_tokens(self, seq: Sequence, samples: list[Sampled]) -> TokenRun:
+        """Appends what a choice goes on by, up to the token that ends it: the samples behind that are taken out."""
+        first_index, finish_reason = seq.num_output, None
+        for index, sample in enumerate(samples):
+            finish_reason = seq.finish_reason(sample.token_id, self.config.max_model_len)
+            seq.token_ids.append(sample.token_id)
+            if finish_reason is not None:
+                del samples[index + 1 :]
+        if seq.draft_ids:
+            seq.group.drafted.add(len(seq.draft_ids), num_right(samples, seq.draft_ids))
+        if len(samples) > 1:  # KV of what was accepted is there; that of wrong proposals is overwritten
+            seq.num_computed += len(samples) - 1
+            self.admission.seal(seq)
         if finish_reason is not None:
             self._finish(seq)
-        logprobs = () if sample.logprobs is None else (sample.logprobs,)
-        return TokenRun(seq.group.key, seq.choice, first_index, (sample.token_id,), logprobs, finish_reason)
+        token_ids = tuple(sample.token_id for sample in samples)
+        logprobs = tuple(sample.logprobs for sample in samples if sample.logprobs is not None)
+        return TokenRun(seq.group.key, seq.choice, first_index, token_ids, logprobs, finish_reason)
 
     def _finish(self, seq: Sequence) -> None:
         """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""

@@ -1,42 +1,78 @@
 """From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from baton.engine.batch import ForwardBatch, SeqSlice
+from baton.engine.device import scope
 from baton.engine.kv.pool import KVPool
+from baton.engine.launcher import Launcher
 from baton.engine.models.llama import Model
-from baton.engine.sampling.sampler import Sampled, SampleRow, Sampler
+from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.engine.scheduler import Slice
 from baton.engine.sequence import Sequence
+from baton.engine.speculation.verify import verify
 
-Drawn = tuple[Sequence, list[Sampled]]  # one token for each choice
-NO_TOKENS: frozenset[int] = frozenset()
+Drawn = tuple[Sequence, list[Sampled]]  # at the end of a prompt a token for each choice, then those one goes on by
 
 
 class Runner:
     """The model and its pool. Belongs to the loop's thread."""
 
-    def __init__(self, model: Model, pool: KVPool, sampler: Sampler):
+    def __init__(self, model: Model, pool: KVPool, sampler: Sampler, launcher: Launcher | None = None):
+        """`launcher`: on a GPU."""
         self.model = model
         self.pool = pool
         self.sampler = sampler
+        self.launcher = launcher or Launcher(model, pool)
+        self.keeps_hidden = False  # somebody reads `hidden` after the step
+        self.hidden: Tensor | None = None  # of the last step, the rows that its tokens were drawn from
 
     @torch.inference_mode()
-    def run(self, slices: list[Slice]) -> list[Drawn]:
-        """Computes the slices. For each sequence whose last token is among them the next one: a group at the end of its
-        prompt draws one for each choice, from the same logits."""
+    def run(self, slices: list[Slice], on_layer: Callable[[int], None] | None = None) -> list[Drawn]:
+        """Computes the slices; `on_layer(layer)` as each layer's KV is written.
+
+        For each sequence whose last token is among them the tokens it goes on by: proposals that are right, and one
+        more. A group at the end of its prompt draws one for each choice, from the same logits.
+        """
         ends = [index for index, piece in enumerate(slices) if piece.end == piece.seq.num_tokens]
         batch = self._batch(slices, ends)
-        logits = self.model.forward(batch, self.pool)
-        if not ends:
-            return []
         seqs = [slices[index].seq for index in ends]
+        with scope(self.pool.device):
+            self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer)
+            if any(seq.draft_ids for seq in seqs):
+                drawn = self._verified(logits, seqs)
+            else:
+                drawn = self._drawn(logits, seqs) if seqs else []
+            self.launcher.wait()
+        return drawn
+
+    def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
+        """One row of logits each."""
         counts = [1 if seq.group.prefilled else seq.group.request.sampling.n for seq in seqs]
         if len(seqs) < sum(counts):
             logits = logits.repeat_interleave(torch.tensor(counts), dim=0)
-        drawn = iter(self.sampler.sample(logits, [row for seq in seqs for row in self._rows(seq)]))
+        rows = []
+        for seq in seqs:
+            request = seq.group.request
+            choices = (seq.choice,) if seq.group.prefilled else range(request.sampling.n)
+            rows += [sample_row(request, request.sampling, choice, seq.token_ids) for choice in choices]
+        drawn = iter(self.sampler.sample(logits, rows))
         return [(seq, [next(drawn) for _ in range(count)]) for seq, count in zip(seqs, counts, strict=True)]
+
+    def _verified(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
+        """Of a decoding sequence a row for its last token and one for each proposal behind it."""
+        first_rows, num_rows = {}, 0
+        for seq in seqs:
+            first_rows[seq] = num_rows
+            num_rows += 1 + len(seq.draft_ids)
+        decoding = [seq for seq in seqs if seq.group.prefilled]
+        runs = dict(zip(decoding, verify(self.sampler, logits, decoding, [first_rows[seq] for seq in decoding])))
+        if others := [seq for seq in seqs if not seq.group.prefilled]:
+            runs.update(self._drawn(logits[[first_rows[seq] for seq in others]], others))
+        return [(seq, runs[seq]) for seq in seqs]
 
     def copy_block(self, source: int, target: int) -> None:
         with torch.inference_mode():
@@ -48,10 +84,14 @@ class Runner:
         positions: list[int] = []
         slots: list[int] = []
         seqs: list[SeqSlice] = []
-        last_rows: list[int] = []
         for seq, begin, end in slices:
-            seqs.append(SeqSlice(len(token_ids), end - begin, end, block_table(seq)))
-            if end - begin == 1:
+            if seq.draft_ids:
+                token_ids += seq.token_ids[begin:end]
+                token_ids += seq.draft_ids
+                end += len(seq.draft_ids)
+                positions += range(begin, end)
+                slots += chunk_slots(seq.block_ids, begin, end, block_size)
+            elif end - begin == 1:
                 token_ids.append(seq.token_ids[begin])
                 positions.append(begin)
                 slots.append(seq.block_ids[begin // block_size] * block_size + begin % block_size)
@@ -59,8 +99,11 @@ class Runner:
                 token_ids += seq.token_ids[begin:end]
                 positions += range(begin, end)
                 slots += chunk_slots(seq.block_ids, begin, end, block_size)
-            last_rows.append(len(token_ids) - 1)
-        rows = [last_rows[index] for index in ends]
+            seqs.append(SeqSlice(len(token_ids) - (end - begin), end - begin, end, block_table(seq)))
+        rows: list[int] = []
+        for index in ends:
+            last_row = seqs[index].query_start + seqs[index].query_len - 1
+            rows += range(last_row - len(slices[index].seq.draft_ids), last_row + 1)
         as_tensor = torch.tensor
         return ForwardBatch(
             token_ids=as_tensor(token_ids, dtype=torch.int64),
@@ -69,16 +112,6 @@ class Runner:
             seqs=seqs,
             logit_rows=as_tensor(rows, dtype=torch.int64),
         )
-
-    def _rows(self, seq: Sequence) -> list[SampleRow]:
-        request = seq.group.request
-        sampling = request.sampling
-        banned = request.stop_token_ids if seq.num_output < request.min_tokens else NO_TOKENS
-        choices = (seq.choice,) if seq.group.prefilled else range(sampling.n)
-        penalized = sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty
-        border = request.num_prompt_tokens
-        prompt, output = (seq.token_ids[:border], seq.token_ids[border:]) if penalized else ((), ())
-        return [SampleRow(sampling, choice, seq.num_tokens, prompt, output, banned) for choice in choices]
 
 
 def block_table(seq: Sequence) -> Tensor:

@@ -129,6 +129,17 @@ class Scheduler:
                 return False
         return True
 
+    def room_for_draft(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of so many proposals behind its last token a sequence has blocks for. It takes more from its
+        promise, or if every other that runs could still grow: nobody parks for a guess."""
+        missing = self.layout.num_blocks(seq.num_tokens + num_tokens) - len(seq.block_ids)
+        if missing > 0:
+            unpromised = missing - seq.reserve
+            spare = self.ledger.num_available - len(self.running)
+            if (unpromised > 0 and unpromised > spare) or not self._take(seq, missing):
+                return min(num_tokens, len(seq.block_ids) * self.layout.block_size - seq.num_tokens)
+        return num_tokens
+
     def _enter(self, seq: Sequence) -> bool:
         """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
         self._extend_prefix(seq)
@@ -184,7 +195,7 @@ class Scheduler:
         if seq in self.running:
             self.running.remove(seq)
             insort(self.waiting, seq, key=by_rank)
-            seq.group.num_preemptions += 1
+            seq.group.preempted()
         self.admission.give_back(seq)
 
     # ---- choices ----

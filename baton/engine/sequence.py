@@ -8,6 +8,7 @@ from baton.engine.request import DecodeReport, FinishReason, Request, State
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
 
 NO_PARENT = bytes(HASH_BYTES)
+_NUM_PREEMPTION_STAMPS = 16
 _arrivals = count()
 
 
@@ -23,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "group", "choice", "token_ids", "num_computed", "block_ids", "reserve", "num_sealed", "hashes", "rank",
-        "block_table",
+        "block_table", "draft_ids",
     )  # fmt: skip
 
     def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
@@ -37,6 +38,7 @@ class Sequence:
         self.num_sealed = 0  # units
         self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
         self.block_table = None  # block_ids as a tensor; the runner's
+        self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +68,27 @@ class Sequence:
         if num_output >= request.max_tokens or self.num_tokens + 1 >= max_model_len:
             return FinishReason.LENGTH
         return None
+
+
+class DraftCounts:
+    """What was proposed and accepted, by position behind the last token. Of one request, or of all there were."""
+
+    __slots__ = ("num_drafts", "proposed", "accepted")
+
+    def __init__(self):
+        self.num_drafts = 0  # steps of one sequence with at least one proposal
+        self.proposed: list[int] = []
+        self.accepted: list[int] = []
+
+    def add(self, num_proposed: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        if (missing := num_proposed - len(self.proposed)) > 0:
+            self.proposed += [0] * missing
+            self.accepted += [0] * missing
+        for position in range(num_proposed):
+            self.proposed[position] += 1
+        for position in range(num_accepted):
+            self.accepted[position] += 1
 
 
 class Group:
@@ -101,6 +124,9 @@ class Group:
         self.num_chunks = 0
         self.num_steps = 0
         self.num_preemptions = 0
+        self.preempted_at: tuple[float, ...] = ()
+        self.drafted = DraftCounts()
+        self.saved_s = 0.0  # against plain steps, as they were measured
 
     @property
     def trunk(self) -> Sequence:
@@ -113,6 +139,11 @@ class Group:
     @property
     def in_loop(self) -> bool:
         return self.state in (State.WAITING, State.RUNNING)
+
+    def preempted(self) -> None:
+        self.num_preemptions += 1
+        if self.num_preemptions <= _NUM_PREEMPTION_STAMPS:
+            self.preempted_at += (time.monotonic(),)
 
     def started(self) -> None:
         """The first tokens are known: what comes now is decoding."""
@@ -128,11 +159,18 @@ class Group:
 
     def report(self) -> DecodeReport:
         if self.first_step_at is None:
-            return DecodeReport(num_preemptions=self.num_preemptions)
+            return DecodeReport(num_preemptions=self.num_preemptions, preempted_at=self.preempted_at)
+        decode_s = time.monotonic() - self.first_step_at
+        drafted = self.drafted
         return DecodeReport(
             decode_queue_s=self.first_step_at - self.started_at,
             first_step_s=self.first_step_s,
-            decode_s=time.monotonic() - self.first_step_at,
+            decode_s=decode_s,
             num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
+            preempted_at=self.preempted_at,
+            num_drafts=drafted.num_drafts,
+            proposed_by_position=tuple(drafted.proposed),
+            accepted_by_position=tuple(drafted.accepted),
+            speedup=max(0.0, (decode_s + self.saved_s) / decode_s) if drafted.num_drafts and decode_s > 0 else 1.0,
         )

@@ -4,21 +4,23 @@ while it runs. Without an endpoint nothing is loaded and nothing is sent; trace 
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import re
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
 FLUSH_S = 5.0  # spans arrive within this time, and exit waits no longer for a collector
 _DELAY_MS, _BATCH, _QUEUE = 1000, 512, 16_384  # the SDK's default queue of 2,048 drops spans in bursts
-_EXPORT_TIMEOUT_S = 3
+EXPORT_TIMEOUT_S = 3
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_LOW_64 = (1 << 64) - 1
 _STATUSES = ("ok", "error", "cancelled")
 
 
@@ -28,6 +30,14 @@ class TraceContext(NamedTuple):
     trace_id: int
     span_id: int
     sampled: bool = True
+
+
+class SpanEvent(NamedTuple):
+    """Something that happened within a span."""
+
+    name: str
+    wall_ns: int
+    attributes: Mapping[str, object] = {}
 
 
 class Clock:
@@ -41,14 +51,23 @@ class Clock:
         return self._offset_ns + round(stamp_s * 1e9)
 
 
-def new_context(parent: TraceContext | None = None) -> TraceContext:
-    """Ids for a span that starts now: in the parent's trace, or in a trace of its own."""
-    trace_id = parent.trace_id if parent else secrets.randbits(128) or 1
-    return TraceContext(trace_id, new_span_id(), parent.sampled if parent else True)
+def new_context(parent: TraceContext | None = None, sample: float = 1.0) -> TraceContext:
+    """Ids for a span that starts now: in the parent's trace, sampled as the parent is; or in a trace of its own, of
+    which the share `sample` is sampled: by the id, so that every process that is told another share agrees."""
+    if parent is not None:
+        return TraceContext(parent.trace_id, new_span_id(), parent.sampled)
+    trace_id = secrets.randbits(128) or 1
+    return TraceContext(trace_id, new_span_id(), trace_id & _LOW_64 < round(sample * (1 << 64)))
 
 
 def new_span_id() -> int:
     return secrets.randbits(64) or 1
+
+
+def span_id_of(trace_id: int, *parts: object) -> int:
+    """The id of a span that another process draws: whoever knows its parts can link to it."""
+    text = "\0".join(map(str, (trace_id, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 def parse_traceparent(text: str) -> TraceContext | None:
@@ -93,6 +112,7 @@ def emit_span(
     span_id: int | None = None,
     kind: str = "internal",
     links: Iterable[TraceContext] = (),
+    events: Iterable[SpanEvent] = (),
 ) -> int:
     """Send one finished span of `parent`'s trace below `parent` (span_id 0: it is the root); returns its id.
 
@@ -101,22 +121,37 @@ def emit_span(
     if status not in _STATUSES:
         raise ValueError(f"unknown span status {status!r}")
     if _sender and parent.sampled:
-        present = {key: value for key, value in (attributes or {}).items() if value is not None}
         window_ns = start_wall_ns, max(start_wall_ns, end_wall_ns)
-        _sender.send(name, parent, span_id, window_ns, present, status, kind, links)
+        _sender.send(name, parent, span_id, window_ns, _present(attributes or {}), status, kind, links, events)
     return span_id
+
+
+def _present(attributes: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in attributes.items() if value is not None}
 
 
 def flush(timeout_s: float = FLUSH_S) -> bool:
     """Send what is queued; False when it took longer than `timeout_s`."""
-    return _sender is None or _sender.within(_sender.processor.force_flush, timeout_s)
+    return _sender is None or within(_sender.processor.force_flush, timeout_s)
+
+
+def within(work: Callable[[], object], timeout_s: float) -> bool:
+    """Run `work` in a daemon thread: the exporter's own timeouts do not bound what a dead collector costs."""
+    thread = threading.Thread(target=work, name="telemetry-flush", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def is_insecure(endpoint: str) -> bool:
+    return not endpoint.startswith("https://")
 
 
 def shut_down(timeout_s: float = FLUSH_S) -> None:
     """Flush and turn telemetry off; runs by itself at exit."""
     global _sender
     sender, _sender = _sender, None
-    if sender and not sender.within(sender.processor.shutdown, timeout_s):
+    if sender and not within(sender.processor.shutdown, timeout_s):
         log.warning("telemetry: the collector did not take all spans within %.0f s", timeout_s)
 
 
@@ -135,16 +170,15 @@ class _Sender:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        self._api, self._span = trace, sdk.ReadableSpan
+        self._api, self._span, self._event = trace, sdk.ReadableSpan, sdk.Event
         self._resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
         self._scope = InstrumentationScope("baton")
-        insecure = not endpoint.startswith("https://")
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=_EXPORT_TIMEOUT_S)
+        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
         self.processor = BatchSpanProcessor(
             exporter, max_queue_size=_QUEUE, schedule_delay_millis=_DELAY_MS, max_export_batch_size=_BATCH
         )
 
-    def send(self, name, parent, span_id, window_ns, attributes, status, kind, links) -> None:
+    def send(self, name, parent, span_id, window_ns, attributes, status, kind, links, events) -> None:
         api = self._api
         failed = api.Status(api.StatusCode.ERROR) if status == "error" else api.Status(api.StatusCode.UNSET)
         self.processor.on_end(
@@ -156,6 +190,7 @@ class _Sender:
                 # A cancelled call is no error, and gRPC instrumentation elsewhere leaves it unmarked: say it.
                 attributes={**attributes, "baton.status": status},
                 links=[api.Link(self._context(link.trace_id, link.span_id)) for link in links],
+                events=[self._event(event.name, _present(event.attributes), event.wall_ns) for event in events],
                 kind=api.SpanKind[kind.upper()],
                 status=failed,
                 start_time=window_ns[0],
@@ -167,11 +202,3 @@ class _Sender:
     def _context(self, trace_id: int, span_id: int):
         flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
         return self._api.SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)
-
-    @staticmethod
-    def within(work, timeout_s: float) -> bool:
-        """Run `work` in a daemon thread: the exporter's own timeouts do not bound what a dead collector costs."""
-        thread = threading.Thread(target=work, name="telemetry-flush", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        return not thread.is_alive()

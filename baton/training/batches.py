@@ -18,11 +18,11 @@ _GOLDEN = 0.6180339887498949
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
-    """All documents as one array of uint16 token ids, each after an end-of-text token."""
-    separator = tokenizer.token_to_id(END_OF_TEXT)
-    encodings = tokenizer.encode_batch([document.text for document in documents])
-    ids = [token_id for encoding in encodings for token_id in (separator, *encoding.ids)]
-    return np.array(ids + [separator], dtype=np.uint16)
+    """All documents as one array of token ids, each after an end-of-text token where the tokenizer has one."""
+    separator = [] if (end := tokenizer.token_to_id(END_OF_TEXT)) is None else [end]
+    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
+    ids = [token_id for encoding in encodings for token_id in (*separator, *encoding.ids)]
+    return np.array(ids + separator, dtype=np.uint32)
 
 
 class Batches:
@@ -36,6 +36,11 @@ class Batches:
         self._tests = pack(tokenizer, corpus.tests)
         self._offset = np.random.default_rng(seed).random()
         self._tests_every = tests_every
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all text, tests included."""
+        return len(self._library) + len(self._tests)
 
     def draw(self, first_token: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64 [num_tokens // length, length], of the batch that follows `first_token`."""

@@ -1,4 +1,4 @@
-"""The recipe of the demo model: tokenizer, target, draft, evaluation, in this order, each step kept when done."""
+"""The recipe of the demo model: tokenizer, target, draft, heads, evaluation, in this order; what is done is kept."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from baton.engine.speculation.heads_folder import KINDS
 from baton.training.batches import Batches
 from baton.training.corpus import HELD_OUT, Corpus, gather
 from baton.training.evaluate import evaluate
 from baton.training.export import export, load
 from baton.training.files import save_atomically, save_text
+from baton.training.heads import FIGURES, train_heads
 from baton.training.model import Llama, ModelConfig
 from baton.training.tokenizer import load_tokenizer, train_tokenizer
 from baton.training.trainer import Loss, Plan, Trainer, distillation_loss, next_token_loss
@@ -38,6 +40,7 @@ class Recipe:
     target_plan: Plan
     draft_plan: Plan
     distill_plan: Plan
+    heads_minutes: float
     num_function_heads: int = 50
     max_corpus_bytes: int | None = None
     compiled: bool = False
@@ -48,16 +51,16 @@ def full(minutes: float) -> Recipe:
     return Recipe(
         TARGET,
         DRAFT,
-        target_plan=Plan(minutes=0.8 * minutes, max_tokens=30_000_000),
+        target_plan=Plan(minutes=0.65 * minutes, max_tokens=30_000_000),
         draft_plan=Plan(
-            minutes=0.07 * minutes,
+            minutes=0.06 * minutes,
             max_tokens=30_000_000,
             batch_tokens=4096,
             decay_from=0.8,
             lengths=((0.0, 512), (0.75, 2048)),
         ),
         distill_plan=Plan(
-            minutes=0.13 * minutes,
+            minutes=0.11 * minutes,
             max_tokens=30_000_000,
             batch_tokens=4096,
             matrix_lr=0.014,
@@ -65,6 +68,7 @@ def full(minutes: float) -> Recipe:
             decay_from=0.2,
             lengths=((0.0, 512), (0.75, 2048)),
         ),
+        heads_minutes=0.09 * minutes,
         # A third more tokens a second, after a minute of compiling; needs a C++ compiler.
         compiled=shutil.which("g++") is not None,
     )
@@ -79,14 +83,16 @@ def quick(minutes: float = 0.6) -> Recipe:
         ModelConfig(hidden_size=32, intermediate_size=96, num_layers=1, **shape),
         target_plan=Plan(minutes=0.7 * minutes, **plan),
         draft_plan=Plan(minutes=0.1 * minutes, **plan),
-        distill_plan=Plan(minutes=0.2 * minutes, **plan),
+        distill_plan=Plan(minutes=0.1 * minutes, **plan),
+        heads_minutes=0.05 * minutes,
         num_function_heads=5,
         max_corpus_bytes=200_000,
     )
 
 
 def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
-    """Make everything in `out`: target/, draft/, held_out.txt and evaluation.json; returns the evaluation's figures.
+    """Make everything in `out`: target/, draft/, medusa/, eagle/, held_out.txt and evaluation.json; returns the
+    evaluation's figures.
 
     State for resuming is kept in `out/.training` and removed at the end.  Raises OSError if `out` cannot be written,
     ValueError if the corpus is too small.
@@ -96,12 +102,14 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
     run = Run(recipe, out, out / ".training", seed)
     target_figures = run.train_target()
     draft_figures = run.train_draft(load(out / "target").bfloat16())  # the draft follows what is served
+    heads_figures = {kind: run.train_heads(kind) for kind in KINDS}
     models = load(out / "target"), load(out / "draft")
     figures = evaluate(*models, run.tokenizer, run.corpus.held_out, recipe.num_function_heads)
     record = {
         "evaluation": figures,
         "target": target_figures,
         "draft": draft_figures,
+        **heads_figures,
         "corpus": run.corpus.manifest(),
         "seed": seed,
         "torch": torch.__version__,
@@ -137,6 +145,14 @@ class Run:
         imitating = self._train("distill", draft, self.recipe.distill_plan, distillation_loss(draft, target))
         export(draft, self.tokenizer, self.out / "draft")
         return {"on_text": on_text, "imitating": imitating}
+
+    def train_heads(self, kind: str) -> dict:
+        """Train heads on the library text and export them; returns their figures."""
+        folder = self.out / kind
+        if (folder / "model.safetensors").exists():
+            return json.loads((folder / FIGURES).read_text())
+        minutes = self.recipe.heads_minutes
+        return train_heads(kind, self.out / "target", self.corpus.library, folder, minutes, self.seed)
 
     def _new_model(self, config: ModelConfig) -> Llama:
         torch.manual_seed(self.seed)

@@ -128,32 +128,46 @@ class Range(_message.Message):
     def __init__(self, token_begin: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_begin: _Optional[int] = ..., layer_end: _Optional[int] = ...) -> None: ...
 
 class Want(_message.Message):
-    __slots__ = ("ticket", "token_begin", "layout", "transport", "taker_instance", "taker_epoch")
+    __slots__ = ("ticket", "token_begin", "layout", "transport", "taker_instance", "taker_epoch", "part", "share", "num_shares", "digest", "in_blocks")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BEGIN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TAKER_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TAKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ticket: Ticket
     token_begin: int
     layout: KVLayout
     transport: str
     taker_instance: bytes
     taker_epoch: int
-    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., token_begin: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., transport: _Optional[str] = ..., taker_instance: _Optional[bytes] = ..., taker_epoch: _Optional[int] = ...) -> None: ...
+    part: KVPart
+    share: int
+    num_shares: int
+    digest: str
+    in_blocks: bool
+    def __init__(self, ticket: _Optional[_Union[Ticket, _Mapping]] = ..., token_begin: _Optional[int] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., transport: _Optional[str] = ..., taker_instance: _Optional[bytes] = ..., taker_epoch: _Optional[int] = ..., part: _Optional[_Union[KVPart, _Mapping]] = ..., share: _Optional[int] = ..., num_shares: _Optional[int] = ..., digest: _Optional[str] = ..., in_blocks: bool = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("range", "generations", "digests", "payload_bytes")
+    __slots__ = ("range", "generations", "digests", "payload_bytes", "hashes", "is_early")
     RANGE_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    IS_EARLY_FIELD_NUMBER: _ClassVar[int]
     range: Range
     generations: _containers.RepeatedScalarFieldContainer[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     payload_bytes: int
-    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., generations: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    hashes: bytes
+    is_early: bool
+    def __init__(self, range: _Optional[_Union[Range, _Mapping]] = ..., generations: _Optional[_Iterable[int]] = ..., digests: _Optional[_Iterable[int]] = ..., payload_bytes: _Optional[int] = ..., hashes: _Optional[bytes] = ..., is_early: bool = ...) -> None: ...
 
 class Ack(_message.Message):
     __slots__ = ("range",)
@@ -196,12 +210,18 @@ class KVFrame(_message.Message):
     def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., mapping: _Optional[_Union[Mapping, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class Mapping(_message.Message):
-    __slots__ = ("num_bytes", "block_bytes")
+    __slots__ = ("num_bytes", "block_bytes", "access", "base", "device")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     block_bytes: int
-    def __init__(self, num_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ...) -> None: ...
+    access: bytes
+    base: int
+    device: bytes
+    def __init__(self, num_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., access: _Optional[bytes] = ..., base: _Optional[int] = ..., device: _Optional[bytes] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ()

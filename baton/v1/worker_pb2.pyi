@@ -20,7 +20,7 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id")
+    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,10 @@ class Hello(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    WALL_TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    KV_GIVES_FIELD_NUMBER: _ClassVar[int]
+    KV_TAKES_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -49,7 +53,11 @@ class Hello(_message.Message):
     model: ModelCard
     endpoints: _containers.RepeatedCompositeFieldContainer[_kv_pb2.Endpoint]
     host_id: str
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    wall_time_ns: int
+    kv_gives: _containers.RepeatedScalarFieldContainer[str]
+    kv_takes: _containers.RepeatedScalarFieldContainer[str]
+    kv_token_bytes: int
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size")
@@ -66,7 +74,7 @@ class Limits(_message.Message):
     def __init__(self, max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "family", "context", "vocab_size", "dtype", "quantization", "kv_dtype", "attention", "transports")
+    __slots__ = ("name", "family", "context", "vocab_size", "dtype", "quantization", "kv_dtype", "attention", "transports", "linear", "speculator", "prefix_cache", "proposers")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +84,10 @@ class ModelCard(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    LINEAR_FIELD_NUMBER: _ClassVar[int]
+    SPECULATOR_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: str
     context: int
@@ -85,10 +97,14 @@ class ModelCard(_message.Message):
     kv_dtype: str
     attention: str
     transports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
+    linear: str
+    speculator: str
+    prefix_cache: bool
+    proposers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., linear: _Optional[str] = ..., speculator: _Optional[str] = ..., prefix_cache: bool = ..., proposers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms")
+    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPAN_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +116,7 @@ class RequestSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     span_hashes: _containers.RepeatedScalarFieldContainer[bytes]
@@ -111,7 +128,8 @@ class RequestSpec(_message.Message):
     priority: int
     traceparent: str
     budget_ms: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+    speculation: _inference_pb2.Speculation
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ...) -> None: ...
 
 class WorkerSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs")
@@ -155,14 +173,24 @@ class Admit(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("key", "spec", "taker")
+    __slots__ = ("key", "spec", "taker", "sources")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     TAKER_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     key: Key
     spec: RequestSpec
     taker: _kv_pb2.Taker
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., taker: _Optional[_Union[_kv_pb2.Taker, _Mapping]] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[KVSource]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., spec: _Optional[_Union[RequestSpec, _Mapping]] = ..., taker: _Optional[_Union[_kv_pb2.Taker, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[KVSource, _Mapping]]] = ...) -> None: ...
+
+class KVSource(_message.Message):
+    __slots__ = ("handle", "ticket")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    ticket: bytes
+    def __init__(self, handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("key", "handle", "ticket")
@@ -339,20 +367,24 @@ class NotHere(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_matched_tokens: _Optional[int] = ...) -> None: ...
 
 class Fetched(_message.Message):
-    __slots__ = ("key", "num_tokens", "num_bytes", "transport", "transfer_s", "after_last_ready_s")
+    __slots__ = ("key", "num_tokens", "num_bytes", "transport", "transfer_s", "after_last_ready_s", "num_bytes_early", "numerics")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     AFTER_LAST_READY_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_EARLY_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     key: Key
     num_tokens: int
     num_bytes: int
     transport: str
     transfer_s: float
     after_last_ready_s: float
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., transfer_s: _Optional[float] = ..., after_last_ready_s: _Optional[float] = ...) -> None: ...
+    num_bytes_early: int
+    numerics: str
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., transfer_s: _Optional[float] = ..., after_last_ready_s: _Optional[float] = ..., num_bytes_early: _Optional[int] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("keys", "key_index", "choice", "first_index", "num_ids", "token_ids", "logprobs", "has_logprobs", "finish_reason")
@@ -377,7 +409,7 @@ class StepOutput(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ..., key_index: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., first_index: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., finish_reason: _Optional[_Iterable[_Union[_inference_pb2.FinishReason, str]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder")
+    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder", "num_draft_tokens", "num_accepted_tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +419,8 @@ class Load(_message.Message):
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_BY_HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_running: int
     num_waiting: int
@@ -396,7 +430,9 @@ class Load(_message.Message):
     tokens_per_s: float
     state: str
     blocks_by_holder: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class BlockEvents(_message.Message):
     __slots__ = ("epoch", "seq", "snapshot", "sealed", "evicted", "touched")
@@ -415,20 +451,28 @@ class BlockEvents(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., snapshot: bool = ..., sealed: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ..., touched: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class DecodeReport(_message.Message):
-    __slots__ = ("kv_wait_s", "decode_queue_s", "first_step_s", "decode_s", "num_steps", "num_preemptions")
+    __slots__ = ("kv_wait_s", "decode_queue_s", "first_step_s", "decode_s", "num_steps", "num_preemptions", "num_drafts", "proposed_by_position", "accepted_by_position", "speedup")
     KV_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BY_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SPEEDUP_FIELD_NUMBER: _ClassVar[int]
     kv_wait_s: float
     decode_queue_s: float
     first_step_s: float
     decode_s: float
     num_steps: int
     num_preemptions: int
-    def __init__(self, kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    num_drafts: int
+    proposed_by_position: _containers.RepeatedScalarFieldContainer[int]
+    accepted_by_position: _containers.RepeatedScalarFieldContainer[int]
+    speedup: float
+    def __init__(self, kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_drafts: _Optional[int] = ..., proposed_by_position: _Optional[_Iterable[int]] = ..., accepted_by_position: _Optional[_Iterable[int]] = ..., speedup: _Optional[float] = ...) -> None: ...
 
 class Ended(_message.Message):
     __slots__ = ("key", "code", "reason", "message", "retry_after_ms", "decode")

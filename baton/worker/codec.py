@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 
+from baton.engine.config import MAX_DRAFT_TOKENS
 from baton.engine.request import (
     DecodeReport,
     FinishReason,
@@ -11,11 +12,13 @@ from baton.engine.request import (
     LoadReport,
     Request,
     SamplingParams,
+    Speculation,
     TokenLogprobs,
 )
 from baton.service.codec import deadline_of, key_to_proto
 from baton.v1 import inference_pb2, worker_pb2 as pb
 from baton.worker.endings import Status
+from kvtransfer.fetcher import FetchReport
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 
 HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
@@ -47,6 +50,7 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         priority=spec.priority,
         deadline=deadline_of(spec.budget_ms),
         traceparent=spec.traceparent,
+        speculation=_speculation_of(spec.speculation),
     )
 
 
@@ -72,6 +76,13 @@ def _sampling_of(sampling: pb.WorkerSampling) -> SamplingParams:
         n=sampling.n or 1,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
+
+
+def _speculation_of(speculation: inference_pb2.Speculation) -> Speculation:
+    num_tokens = speculation.num_tokens if speculation.HasField("num_tokens") else None
+    if (num_tokens or 0) > MAX_DRAFT_TOKENS:
+        raise ValueError(f"speculation.num_tokens is {num_tokens}, at most {MAX_DRAFT_TOKENS} are allowed")
+    return Speculation(speculation.proposer, num_tokens)
 
 
 def _span_hashes_of(hashes: Iterable[bytes], num_spans: int) -> tuple[bytes, ...]:
@@ -144,7 +155,25 @@ def ended(key: Key, status: Status, report: DecodeReport | None, kv_wait_s: floa
         message.decode.decode_s = report.decode_s
         message.decode.num_steps = report.num_steps
         message.decode.num_preemptions = report.num_preemptions
+        message.decode.num_drafts = report.num_drafts
+        message.decode.proposed_by_position.extend(report.proposed_by_position)
+        message.decode.accepted_by_position.extend(report.accepted_by_position)
+        message.decode.speedup = report.speedup
     return pb.Event(ended=message)
+
+
+def fetched(key: Key, report: FetchReport) -> pb.Event:
+    message = pb.Fetched(
+        key=key_to_proto(key),
+        num_tokens=report.num_tokens,
+        num_bytes=report.num_bytes,
+        transport=report.transport,
+        transfer_s=report.transfer_s,
+        after_last_ready_s=report.after_last_ready_s,
+        num_bytes_early=report.num_bytes_early,
+        numerics=report.numerics,
+    )
+    return pb.Event(fetched=message)
 
 
 def refused(key: Key, reason: str, retry_after_s: float) -> pb.Event:
@@ -165,4 +194,6 @@ def load_to_proto(report: LoadReport, state: str) -> pb.Load:
         tokens_per_s=report.tokens_per_s,
         state=state,
         blocks_by_holder=blocks,
+        num_draft_tokens=report.num_draft_tokens,
+        num_accepted_tokens=report.num_accepted_tokens,
     )

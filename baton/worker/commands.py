@@ -5,6 +5,7 @@ A command that fails ends its key, never the stream; each key ends in `_settle` 
 """
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,10 @@ from baton.worker.intake import Intake
 from baton.worker.leg import Leg, Owed
 from baton.worker.outbox import Outbox
 from baton.worker.states import OPENING, TABLE, Event, State
-from kvtransfer.errors import KVError
+from kvtransfer.errors import KVError, LeaseExpired
 from kvtransfer.fetcher import FetchReport
 from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.wire import Taker
 
 DRAINING_RETRY_S = 1.0
 IN_USE_RETRY_S = 0.05
@@ -58,6 +60,7 @@ class Commands:
         self._engine = engine
         self._handoff = handoff
         self._intake = intake
+        handoff.on_over = self.on_lease_over
         self._on_change = on_change
         self._on_ended = on_ended
 
@@ -105,12 +108,12 @@ class Commands:
         else:
             self.happen(leg, Event.FETCH_FAILED, outcome)
 
-    def on_lease_over(self, key: Key) -> None:
-        """The taker has all it wanted, or never will."""
+    def on_lease_over(self, key: Key, ending: str) -> None:
+        """The takers have all they wanted, or never will; `ending` in the source's words."""
         leg = self.legs.get(key)
         if leg is not None and Owed.LEASE in leg.owed:
             leg.owed.discard(Owed.LEASE)
-            self.happen(leg, Event.LEASE_OVER, None)
+            self.happen(leg, Event.LEASE_OVER, ending)
 
     def on_stream_lost(self, outbox: Outbox) -> None:
         """Everything that came through this session is given up."""
@@ -161,13 +164,17 @@ class Commands:
     def _prefill(self, leg: Leg, message: pb.Prefill) -> None:
         request = self._open(leg, message.spec)
         taker = self._handoff.taker_of(message.taker)
-        acceptance = self._engine.accept(request)
+        leg.sources = [(source.handle, source.ticket) for source in message.sources]
+        acceptance = self._engine.accept(request, bool(leg.sources))
         leg.owed.add(Owed.ENGINE)
         leg.is_prefill = True
+        leg.num_cached_tokens = acceptance.num_cached_tokens
         offer = self._handoff.lease_prompt(leg, acceptance, taker)
         leg.owed.add(Owed.LEASE)
         accepted = pb.Accepted(key=key_to_proto(leg.key), num_cached_tokens=acceptance.num_cached_tokens, **offer)
         leg.outbox.reply(pb.Event(accepted=accepted))
+        if leg.sources:
+            self._pull_prefix(leg, None)
         self._on_change()
 
     def _prefill_here(self, leg: Leg, message: pb.Prefill) -> None:
@@ -180,11 +187,11 @@ class Commands:
     def _offer(self, leg: Leg, message: pb.Offer) -> None:
         self._check_open(leg)
         self._set_deadline(leg, deadline_of(message.budget_ms))
+        taker = self._handoff.taker_of(message.taker)
         if message.WhichOneof("what") == "lease_id":
-            self._end(leg, endings.OFFER_BY_LEASE_UNSUPPORTED)
+            self._offer_again(leg, message.lease_id, taker)
             return
         hashes = codec.chain_of(message.spans)
-        taker = self._handoff.taker_of(message.taker)
         acceptance = self._engine.offer(leg.key, hashes)
         if acceptance.blocks:
             leg.owed.add(Owed.ENGINE)
@@ -193,6 +200,17 @@ class Commands:
             self._end(leg, endings.OK)
             return
         offer = self._handoff.lease_chain(leg, acceptance, hashes, taker)
+        leg.owed.add(Owed.LEASE)
+        leg.outbox.reply(pb.Event(offered=pb.Offered(key=key_to_proto(leg.key), **offer)))
+
+    def _offer_again(self, leg: Leg, lease_id: bytes, taker: Taker) -> None:
+        """A lease that another key has here, for one more taker."""
+        try:
+            offer = self._handoff.lease_again(leg, lease_id, taker)
+        except LeaseExpired:
+            leg.num_matched_tokens = 0
+            self._end(leg, endings.OK)
+            return
         leg.owed.add(Owed.LEASE)
         leg.outbox.reply(pb.Event(offered=pb.Offered(key=key_to_proto(leg.key), **offer)))
 
@@ -223,15 +241,7 @@ class Commands:
         leg.owed.add(Owed.FETCH)
 
     def _report_fetched(self, leg: Leg, report: FetchReport) -> None:
-        fetched = pb.Fetched(
-            key=key_to_proto(leg.key),
-            num_tokens=report.num_tokens,
-            num_bytes=report.num_bytes,
-            transport=report.transport,
-            transfer_s=report.transfer_s,
-            after_last_ready_s=report.after_last_ready_s,
-        )
-        leg.outbox.reply(pb.Event(fetched=fetched))
+        leg.outbox.reply(codec.fetched(leg.key, report))
 
     def _keep_first_tokens(self, leg: Leg, message: pb.Start) -> None:
         leg.start_at = time.monotonic()
@@ -252,6 +262,21 @@ class Commands:
         except LookupError:  # the loop has ended it just now; its RequestEnded, with the reason, is on its way
             self._end(leg, None)
         self._on_change()
+
+    def _pull_prefix(self, leg: Leg, status: Status | None) -> None:
+        """From the next source that will do; what nobody gives is computed here."""
+        leg.fetch_at = leg.fetch_at or time.monotonic()
+        arrived = functools.partial(self._handoff.prefix_arrived, leg)
+        if self._intake.begin_prefix(leg, self.on_fetch_end, arrived):
+            leg.owed.add(Owed.FETCH)
+        else:
+            self._compute_rest(leg, None)
+
+    def _compute_rest(self, leg: Leg, report: FetchReport | None) -> None:
+        try:
+            self._engine.compute_rest(leg.key)
+        except LookupError:  # its RequestEnded, with the reason, is on its way
+            self._end(leg, None)
 
     def _advance(self, leg: Leg, progress: Progress) -> None:
         self._handoff.advance(leg, progress)
@@ -323,11 +348,11 @@ class Commands:
     def _end_with_engine(self, leg: Leg, ended: RequestEnded) -> None:
         self._end(leg, endings.of_engine(ended))
 
-    def _end_lease_lost(self, leg: Leg, subject) -> None:
+    def _end_lease_lost(self, leg: Leg, ending: str) -> None:
         self._end(leg, endings.LEASE_EXPIRED)
 
-    def _end_lease(self, leg: Leg, subject) -> None:
-        leg.status = endings.OK  # taken or not: what became of it is the taker's leg to tell
+    def _end_lease(self, leg: Leg, ending: str) -> None:
+        leg.status = endings.LEASE_OVER[ending]
         self._engine.release_lease(leg.key)
         self._settle(leg, None)
 

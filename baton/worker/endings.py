@@ -27,9 +27,9 @@ DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting dow
 ATTACH_UNSUPPORTED = Status(
     code_pb2.FAILED_PRECONDITION, "ATTACH_UNSUPPORTED", "this worker keeps no parked sequences: send the prompt again"
 )
-OFFER_BY_LEASE_UNSUPPORTED = Status(
-    code_pb2.FAILED_PRECONDITION, "OFFER_BY_LEASE_UNSUPPORTED", "this worker offers span chains only: name the hashes"
-)
+
+# How a lease ends, in the source's words. One that was taken is no news: its taker's leg has said it.
+LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
 
 
 def misplaced(command: str) -> Status:

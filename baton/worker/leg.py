@@ -33,6 +33,8 @@ class Leg:
         self.num_cached_tokens = 0  # here when it was admitted
         self.first_tokens: tuple[FirstToken, ...] = ()
         self.lease_id = b""
+        self.ticket = b""  # the taker's, of that lease
+        self.sources: list[tuple[bytes, bytes]] = []  # handles and tickets of a prefix that lies elsewhere, best first
         self.num_matched_tokens: int | None = None  # of an Offer that is answered with NotHere
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -12,8 +12,10 @@ from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.engine.models.spec import ModelError
+from baton.gguf import GGUFError, GGUFHeader, is_gguf
 from baton.service import server as grpc_server
 from baton.service import telemetry
+from baton.service.admin import Admin
 from baton.service.server import Health
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -21,11 +23,22 @@ from baton.worker.commands import Commands
 from baton.worker.drain import Drain
 from baton.worker.handoff import Handoff
 from baton.worker.intake import Intake
+from baton.worker.leg import Leg
+from baton.worker.meters import Meters
+from baton.worker.kv_codec import convert_rows
+from baton.worker.kv_sums import accelerate
 from baton.worker.reports import SERVICE_NAME, Reports
+from baton.worker.roofline import Roofline, measure
 from baton.worker.session import PROTOCOL, WorkerService
 from baton.worker.settings import WorkerSettings
 from baton.worker.spans import Spans
+from kvtransfer.compatible import gives, takes
+from kvtransfer.cuda_runtime import find_runtime
+from kvtransfer.device_memory import DeviceRegion
+from kvtransfer.endpoints import Address
+from kvtransfer.errors import TransferFailed
 from kvtransfer.fetcher import Fetcher
+from kvtransfer.folder import default_parent
 from kvtransfer.region import Region
 from kvtransfer.source import Source, SourceIdentity
 from kvtransfer.transport import local_host_id
@@ -42,10 +55,29 @@ class Pool:
 
     def __init__(self):
         self.region: Region | None = None
+        self.gpu_region: DeviceRegion | None = None
 
     def allocate(self, num_bytes: int) -> memoryview:
         self.region = Region.create(num_bytes)
         return self.region.memory
+
+    def allocate_on_gpu(self, num_bytes: int, device) -> DeviceRegion:
+        """Raises ValueError with the size where there is no room, or no libcudart to ask."""
+        runtime = find_runtime()
+        if runtime is None:
+            raise ValueError("device cuda: libcudart was not found; leave --device at auto, or give cpu")
+        try:
+            self.gpu_region = DeviceRegion(runtime, device.index, num_bytes)
+        except TransferFailed as error:
+            size = f"{num_bytes / (1 << 30):.2f} GiB"
+            raise ValueError(f"out of GPU memory: {size} of KV: {error}; give fewer --num-blocks") from None
+        return self.gpu_region
+
+    def close(self) -> None:
+        """Nothing computes any more."""
+        self.region.close()
+        if self.gpu_region is not None:
+            self.gpu_region.close()
 
 
 def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
@@ -54,6 +86,7 @@ def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
         model=settings.model,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
+        quantization=settings.quantization,
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
         max_num_seqs=settings.max_num_seqs,
@@ -63,8 +96,13 @@ def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
         linear=settings.linear,
         threads=settings.threads,
         batch_invariant=settings.batch_invariant,
+        speculator=settings.speculator,
+        draft_model=settings.draft_model,
+        num_draft_tokens=settings.num_draft_tokens,
+        device=settings.device,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
     )
-    return Engine.load(config, memory_for=pool.allocate)
+    return Engine.load(config, memory_for=pool.allocate, gpu_memory_for=pool.allocate_on_gpu)
 
 
 class Worker:
@@ -73,9 +111,11 @@ class Worker:
     `port` is the one that it listens on; `loop`, `engine` and `commands` are its parts."""
 
     def __init__(
-        self, settings: WorkerSettings, role: str, engine: Engine, pool: Pool, digest: bytes, server, port: int
+        self, settings: WorkerSettings, role: str, engine: Engine, pool: Pool, digest: bytes, server, port: int,
+        roofline: Roofline | None = None,
     ):  # fmt: skip
-        """`digest`: of the tokenizer. `server` is bound to `port` and not started."""
+        """`digest`: of the tokenizer. `server` is bound to `port` and not started. Without a `roofline` there is no
+        baton_utilisation."""
         self.engine = engine
         self.port = port
         self._settings = settings
@@ -83,6 +123,7 @@ class Worker:
         self._pool = pool
         self._digest = digest
         self._server = server
+        self._roofline = roofline
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> "Worker":
@@ -104,8 +145,8 @@ class Worker:
         """Each part with its end; ends run in the opposite order."""
         engine, settings, exits = self.engine, self._settings, self._exits
         instance, epoch = secrets.token_bytes(INSTANCE_BYTES), secrets.randbits(64)
-        memory, host_id = self._pool.region.memory, local_host_id()
-        exits.callback(self._pool.region.close)
+        memory, host_id = self._pool.region.memory, local_host_id(settings.kv_socket_dir)
+        exits.callback(self._pool.close)
         event_loop = asyncio.get_running_loop()
         self.loop = EngineLoop(
             engine, lambda outputs: event_loop.call_soon_threadsafe(self.commands.on_outputs, outputs)
@@ -114,20 +155,29 @@ class Worker:
         source = Source(
             memory, engine.layout,
             SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class)), host_id,
-            lambda key: self.commands.on_lease_over(key), generations=engine.generation, region=self._pool.region,
-            lease_ttl_s=settings.lease_ttl_s, transports=settings.transports,
+            lambda key, ending: handoff.lease_over(key, ending), generations=engine.generation,
+            region=self._pool.region, lease_ttl_s=settings.lease_ttl_s, transports=settings.transports,
+            codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip
+        handoff = Handoff(source)
         fetcher = Fetcher(
             memory, engine.layout, instance, epoch, host_id, settings.transports,
-            numerics_class=str(engine.numerics_class),
+            numerics_class=str(engine.numerics_class), socket_folder=settings.kv_socket_dir, codec=convert_rows,
+            digest=settings.kv_digest, is_strict=settings.strict_numerics,
         )  # fmt: skip
         exits.callback(fetcher.close)
         spans = Spans(engine.spec.name)
+        meters = Meters(engine, self._pool.region.memory.nbytes, self._roofline)
+
+        def on_end(leg: Leg) -> None:
+            spans.draw(leg)
+            meters.ended(leg)
+
         self.commands = Commands(
-            engine, Handoff(source), Intake(engine, fetcher), lambda: self.reports.change(), spans.draw
+            engine, handoff, Intake(engine, fetcher), lambda: self.reports.change(), on_end
         )
         exits.push_async_callback(source.stop)
-        await source.start(grpc_server.split_address(settings.listen)[0])
+        await source.start(self._kv_address())
 
         hello = self._hello(instance, epoch, host_id, source)
         service = WorkerService(engine, self.commands, hello)
@@ -144,7 +194,19 @@ class Worker:
         exits.push_async_callback(_cancel, reporting)
         exits.push_async_callback(self._server.stop, STOP_GRACE_S)
         exits.callback(health.shut_down)
+        admin = Admin(self._readiness, {"/metrics": meters.page})
+        self.admin_port = await admin.start(settings.admin)
+        exits.push_async_callback(admin.stop)
         await self._server.start()
+
+    def _readiness(self) -> tuple[bool, dict]:
+        state = self.reports.state
+        return state == "serving", {"ready": state == "serving", "state": state}
+
+    def _kv_address(self) -> Address:
+        settings = self._settings
+        listen_host = grpc_server.split_address(settings.listen)[0]
+        return Address(listen_host, settings.advertise_host, settings.kv_socket_dir or default_parent())
 
     def _hello(self, instance: bytes, epoch: int, host_id: str, source: Source) -> pb.Hello:
         engine, config = self.engine, self.engine.config
@@ -161,6 +223,10 @@ class Worker:
             numerics_class=str(engine.numerics_class),
             host_id=host_id,
         )
+        numerics = (engine.layout, str(engine.numerics_class))
+        hello.kv_gives.extend(gives(*numerics, is_strict=self._settings.strict_numerics))
+        hello.kv_takes.extend(takes(*numerics, is_strict=self._settings.strict_numerics))
+        hello.kv_token_bytes = -(-engine.layout.block_bytes // config.block_size)
         hello.limits.max_model_len = config.max_model_len
         hello.limits.max_num_seqs = config.max_num_seqs
         hello.limits.max_num_batched_tokens = config.max_num_batched_tokens
@@ -171,9 +237,13 @@ class Worker:
         hello.model.context = config.max_model_len
         hello.model.vocab_size = engine.spec.vocab_size
         hello.model.dtype = config.dtype
-        hello.model.quantization = self._settings.quantization
+        hello.model.quantization = "none" if engine.weight_form == config.dtype else engine.weight_form
         hello.model.kv_dtype = config.kv_dtype
         hello.model.attention = engine.attention_name
+        hello.model.linear = engine.runner.model.head.name
+        hello.model.speculator = self._settings.speculator
+        hello.model.proposers.extend(engine.speculator.proposers)
+        hello.model.prefix_cache = True
         hello.model.transports.extend(endpoint.transport for endpoint in endpoints)
         for endpoint in endpoints:
             hello.endpoints.add(transport=endpoint.transport, address=endpoint.address, host_id=endpoint.host_id)
@@ -181,7 +251,12 @@ class Worker:
 
 
 def tokenizer_digest(folder: Path) -> bytes:
-    """SHA-256 of tokenizer.json: a gateway with another tokenizer would speak of other tokens."""
+    """Of tokenizer.json, or of a .gguf file's: a gateway with another tokenizer would speak of other tokens."""
+    if is_gguf(folder):
+        try:
+            return GGUFHeader(folder).tokenizer_digest
+        except GGUFError as error:
+            raise ModelError(str(error)) from None
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such model folder")
     path = folder / "tokenizer.json"
@@ -198,11 +273,15 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> int
     digest = tokenizer_digest(settings.model)
     pool = Pool()
     engine = await asyncio.to_thread(load_engine, settings, pool)
+    if not accelerate():
+        log.info("KV digests are summed by numpy: no native kernels here")
     log.info("%s", engine.start_line)
+    roofline = await asyncio.to_thread(measure, engine.runner.model.device, engine.runner.model.dtype)
     telemetry.setup(f"baton-{role}")
-    async with Worker(settings, role, engine, pool, digest, server, port) as worker:
+    async with Worker(settings, role, engine, pool, digest, server, port, roofline) as worker:
         host = settings.listen.rpartition(":")[0]
-        print(f"ready grpc={host}:{port} pid={os.getpid()} role={role}", flush=True)
+        admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
+        print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role}", flush=True)
         await stop.wait()
         await worker.drain()
     telemetry.shut_down()

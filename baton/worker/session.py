@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 
 from baton.engine.engine import Engine
@@ -28,7 +29,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._hello = hello
 
     async def Describe(self, request: pb.DescribeRequest, context) -> pb.Hello:  # noqa: N802
-        return self._hello
+        described = pb.Hello()
+        described.CopyFrom(self._hello)
+        described.wall_time_ns = time.time_ns()
+        return described
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:  # noqa: N802
         """Ends when the gateway hangs up, or when the worker closes it."""

@@ -1,36 +1,65 @@
 """Settings of a worker, the same for both roles; a role brings its own defaults. Imports no torch."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.engine.config import DEVICES, KV_DTYPES, MAX_DRAFT_TOKENS, QUANTIZATIONS, SPECULATORS
 from baton.service.settings import option
+from kvtransfer.cuda_runtime import find_runtime
+
+TRANSPORTS = ("auto", "shm", "nixl", "tcp", "grpc")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
     """What a worker process is told. Raises ValueError, one line, for what cannot have an effect."""
 
-    model: Path = option("model folder (config.json, safetensors, tokenizer.json)", metavar="DIR")
+    model: Path = option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
+    admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     dtype: str = option("compute dtype; auto: the checkpoint's", "auto", choices=("auto", "bf16", "fp32"))
-    kv_dtype: str = option("stored form of KV; auto: the compute dtype", "auto", metavar="auto|bf16|fp32|fp16")
-    quantization: str = option("weight form", "none", metavar="none")
+    kv_dtype: str = option("stored form of KV; auto: the compute dtype", "auto", choices=KV_DTYPES)
+    quantization: str = option(
+        "weight form; auto: what the model is; others round an unquantized one", "auto", choices=QUANTIZATIONS
+    )
     block_size: int = option("tokens per KV block; divides 64 or is a multiple of it", 32)
     num_blocks: int | None = option("KV blocks in the pool (default: sized by the largest batch)", None)
     max_num_seqs: int = option("sequences that run at once", 64)
     max_model_len: int | None = option("longest sequence in tokens (default: the model's context)", None)
     max_num_batched_tokens: int = option("tokens of one step, and so of one prefill chunk", 512)
-    attention: str = option("attention kernel; auto: the best that fits", "auto", metavar="auto|reference|sdpa")
+    attention: str = option("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
     linear: str = option("kernel of linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
-    transports: tuple[str, ...] = option("KV transports", ("shm", "tcp"), choices=("shm", "tcp"), metavar="shm,tcp")
+    transports: tuple[str, ...] = option(
+        "KV transports, auto: all that fit this machine", ("auto",), choices=TRANSPORTS, metavar="auto|shm,tcp,..."
+    )
+    kv_socket_dir: Path | None = option(
+        "folder where workers of this host meet for shared memory; containers: a volume in common "
+        "(default: the folder for temporary files)", None, metavar="DIR"
+    )  # fmt: skip
+    advertise_host: str | None = option(
+        "name or address by which workers on other machines reach this one for KV (default: that of --listen)", None,
+        metavar="HOST",
+    )  # fmt: skip
+    strict_numerics: bool = option("give KV to and take it from workers of the same numerics class only", False)
+    kv_digest: str = option(
+        "what KV is checked with on its way here; sha256: where others could write on the line and it has no TLS", "sum",
+        choices=("sum", "sha256"),
+    )  # fmt: skip
     lease_ttl_s: float = option("how long KV waits for its taker without a word from anyone", 5.0)
     drain_grace_s: float = option("what still runs so long after SIGTERM is ended", 8.0)
     log_level: str = option("least severe line in the log", "info", choices=("debug", "info", "warning", "error"))
     threads: int | None = option("CPU threads (default: torch's choice)", None)
     batch_invariant: bool = option("results do not depend on what shares a batch", True)
-    speculator: str = option("speculative decoding", "off", metavar="off")
-    draft_model: Path | None = option("folder of a draft model; needs a speculator", None, metavar="DIR")
-    num_draft_tokens: int | None = option("tokens drafted per step; needs a speculator", None)
+    speculator: str = option(
+        "what proposes tokens; auto: prompt lookup, and what --draft-model holds", "off", choices=SPECULATORS
+    )
+    draft_model: Path | None = option("folder of a draft model, or of trained heads", None, metavar="DIR")
+    num_draft_tokens: int | None = option(
+        f"tokens proposed in every step, at most {MAX_DRAFT_TOKENS} (default: as many as pay)", None
+    )
+    device: str = option("where to compute; auto: a GPU where there is one", "auto", choices=DEVICES)
     gpu_memory_utilization: float | None = option("share of GPU memory for weights and KV; needs a GPU", None)
 
     def __post_init__(self) -> None:
@@ -44,19 +73,34 @@ class WorkerSettings:
         for name in ("lease_ttl_s", "drain_grace_s"):
             if not 0 < getattr(self, name) < 3600:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and below 3600")
+        self._check_speculation()
         if not self.transports:
-            raise ValueError("--transports is empty: give shm, tcp or both")
+            raise ValueError("--transports is empty: give auto, or some of " + ", ".join(TRANSPORTS[1:]))
+        self._check_address()
+
+    def _check_address(self) -> None:
+        """Where takers find the KV of this worker."""
+        if self.kv_socket_dir is not None and not self.kv_socket_dir.is_dir():
+            raise ValueError(f"--kv-socket-dir {self.kv_socket_dir}: no such folder")
+        host = self.advertise_host
+        if host is not None and (not _HOST.fullmatch(host) or host in ("0.0.0.0", "::")):
+            raise ValueError(f"--advertise-host {host}: give a host name or an IP address, without a port")
+
+    def _check_speculation(self) -> None:
+        if self.draft_model is None and self.speculator not in ("off", "auto", "ngram"):
+            raise ValueError(f"--speculator {self.speculator}: give its folder with --draft-model")
+        if self.num_draft_tokens is not None and not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"--num-draft-tokens {self.num_draft_tokens}: must be 1 to {MAX_DRAFT_TOKENS}")
 
     def _refuse_what_has_no_effect(self) -> None:
-        if self.quantization != "none":
-            raise ValueError(f"--quantization {self.quantization}: this version runs unquantized weights only")
-        if self.kv_dtype not in ("auto", "bf16", "fp32", "fp16"):
-            raise ValueError(f"--kv-dtype {self.kv_dtype}: this version stores auto, bf16, fp32 or fp16")
-        if self.speculator != "off":
-            raise ValueError(f"--speculator {self.speculator}: this version does not speculate; leave it out")
-        if self.draft_model is not None:
-            raise ValueError("--draft-model has no effect without a speculator; leave it out")
-        if self.num_draft_tokens is not None:
-            raise ValueError("--num-draft-tokens has no effect without a speculator; leave it out")
-        if self.gpu_memory_utilization is not None:
+        if self.draft_model is not None and self.speculator in ("off", "ngram"):
+            raise ValueError(f"--draft-model has no effect with --speculator {self.speculator}; leave it out")
+        if self.num_draft_tokens is not None and self.speculator == "off":
+            raise ValueError("--num-draft-tokens has no effect without --speculator; leave it out")
+        if self.device == "cuda" and find_runtime() is None:
+            raise ValueError("--device cuda: there is no CUDA device here; leave it at auto, or give cpu")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"--gpu-memory-utilization {share:g}: must be above 0 and at most 1")
+        if share is not None and (self.device == "cpu" or find_runtime() is None):
             raise ValueError("--gpu-memory-utilization has no effect on a CPU; size the pool with --num-blocks")

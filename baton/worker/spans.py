@@ -1,8 +1,10 @@
 """The spans of one key, drawn from its stamps after its end, whatever the end was. Prompts and tokens never go in.
 
     prefill ▸ prefill.queue, prefill.compute        where the prompt was read
-    kv.transfer                                     where the KV was pulled to
-    decode ▸ decode.queue, decode.steps             where the answer was written
+    kv.transfer                                     where the KV was pulled to; linked to the prefill that it came from
+    decode ▸ decode.queue, decode.steps             where the answer was written; events: preemption
+
+A span's id is made of its trace, key and name, so that another worker can link to it without a word on the wire.
 """
 
 import time
@@ -10,7 +12,7 @@ import time
 from google.rpc import code_pb2
 
 from baton.service import telemetry
-from baton.service.telemetry import Clock, TraceContext
+from baton.service.telemetry import Clock, SpanEvent, TraceContext
 from baton.worker.leg import Leg
 
 
@@ -47,11 +49,11 @@ class Spans:
         }
         # What became of the lease later is not the prefill's failure.
         status = "ok" if done else _status(leg)
-        span = self._emit("prefill", parent, leg.opened_at, end_at, attributes, status)
+        span = self._emit("prefill", leg, parent, leg.opened_at, end_at, attributes, status)
         if done:
             launched_at = leg.opened_at + done.queue_s
-            self._emit("prefill.queue", span, leg.opened_at, launched_at, {}, "ok")
-            self._emit("prefill.compute", span, launched_at, end_at, {}, "ok")
+            self._emit("prefill.queue", leg, span, leg.opened_at, launched_at, {}, "ok")
+            self._emit("prefill.compute", leg, span, launched_at, end_at, {}, "ok")
 
     def _draw_transfer(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         report = leg.fetch_report
@@ -63,9 +65,14 @@ class Spans:
                 "baton.transport": report.transport,
                 "baton.transfer_s": report.transfer_s,
                 "baton.after_last_ready_s": report.after_last_ready_s,
+                "baton.num_bytes_early": report.num_bytes_early,
+                "baton.numerics": report.numerics,
             }
         end_at = leg.fetch_ended_at or ended_at
-        self._emit("kv.transfer", parent, leg.fetch_at, end_at, attributes, "ok" if report else _status(leg))
+        status = "ok" if report else _status(leg)
+        # A prefix that a prefill worker pulls lies with whoever answered another request: there is nothing to link to.
+        links = [] if leg.is_prefill else [self._context(leg, parent, "prefill")]
+        self._emit("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
 
     def _draw_decode(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         report = leg.report
@@ -75,11 +82,22 @@ class Spans:
             "baton.num_preemptions": report.num_preemptions if report else None,
             "baton.kv_wait_s": leg.kv_wait_s,
         }
-        span = self._emit("decode", parent, leg.start_at, ended_at, attributes, _status(leg))
+        if report and report.num_drafts:
+            attributes |= {
+                "baton.speculation.num_drafts": report.num_drafts,
+                "baton.speculation.num_draft_tokens": report.num_draft_tokens,
+                "baton.speculation.num_accepted_tokens": report.num_accepted_tokens,
+                "baton.speculation.mean_accepted": report.num_accepted_tokens / report.num_drafts,
+                "baton.speculation.acceptance_by_position": report.acceptance_by_position,
+                "baton.speculation.speedup": report.speedup,
+            }
+        parked_at = report.preempted_at if report else ()
+        events = [SpanEvent("preemption", self._clock.wall_ns(at)) for at in parked_at]
+        span = self._emit("decode", leg, parent, leg.start_at, ended_at, attributes, _status(leg), events=events)
         if report and report.num_steps:
             first_at = min(leg.start_at + leg.kv_wait_s + report.decode_queue_s, ended_at)
-            self._emit("decode.queue", span, leg.start_at, first_at, {}, "ok")
-            self._emit("decode.steps", span, first_at, ended_at, {}, _status(leg))
+            self._emit("decode.queue", leg, span, leg.start_at, first_at, {}, "ok")
+            self._emit("decode.steps", leg, span, first_at, ended_at, {}, _status(leg))
 
     def _attributes(self, leg: Leg) -> dict[str, object]:
         failed = leg.status.code not in (code_pb2.OK, code_pb2.CANCELLED)
@@ -90,9 +108,19 @@ class Spans:
             "error.type": leg.status.reason if failed else None,
         }
 
-    def _emit(self, name: str, parent: TraceContext, start: float, end: float, attributes, status: str) -> TraceContext:
-        window = (self._clock.wall_ns(start), self._clock.wall_ns(end))
-        return parent._replace(span_id=telemetry.emit_span(name, parent, *window, attributes, status))
+    def _emit(
+        self, name: str, leg: Leg, parent: TraceContext, start: float, end: float, attributes, status: str, links=(),
+        events=(),
+    ) -> TraceContext:  # fmt: skip
+        context, window_ns = self._context(leg, parent, name), (self._clock.wall_ns(start), self._clock.wall_ns(end))
+        telemetry.emit_span(
+            name, parent, *window_ns, attributes, status, span_id=context.span_id, links=links, events=events
+        )
+        return context
+
+    @staticmethod
+    def _context(leg: Leg, parent: TraceContext, name: str) -> TraceContext:
+        return parent._replace(span_id=telemetry.span_id_of(parent.trace_id, *leg.key, name))
 
 
 def _status(leg: Leg) -> str:

@@ -91,6 +91,8 @@ def _table() -> dict[tuple[State, Event], Cell]:
         (s.FETCHED, e.PREFILL_HERE): Cell("prefill_here", s.RUNNING),  # what a chain of spans left to compute
         (s.RUNNING, e.PREFILL_DONE): Cell("report_done", s.RUNNING),
         (s.RUNNING, e.UNREAD): Cell("end_unread", s.ENDING),
+        (s.PREFILLING, e.FETCHED): Cell("compute_rest", s.PREFILLING),  # a prefix that lay elsewhere
+        (s.PREFILLING, e.FETCH_FAILED): Cell("pull_prefix", s.PREFILLING),  # from the next that has it, or not at all
         (s.PREFILLING, e.RENEW): Cell("renew", s.PREFILLING),
         (s.PREFILLING, e.PROGRESS): Cell("advance", s.PREFILLING),
         (s.PREFILLING, e.PREFILL_DONE): Cell("hold", s.HELD),

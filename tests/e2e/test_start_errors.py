@@ -1,4 +1,5 @@
-"""A start that cannot succeed ends with one clear line that names the thing, and with exit status 1 (2: wrong use)."""
+"""A start that cannot succeed ends with one clear line that names the thing, and with exit status 2 (1: an address that is
+taken)."""
 
 import json
 import shutil
@@ -42,7 +43,7 @@ def test_missing_folder(module, tmp_path):
     if module == "gateway":
         options += ["--decode-workers", "127.0.0.1:1"]
     status, stderr = start(module, "--model", str(tmp_path / "nowhere"), *options)
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "nowhere")
 
 
@@ -50,7 +51,7 @@ def test_missing_folder(module, tmp_path):
 def test_missing_file(broken, name):
     (broken / name).unlink()
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "safetensors" if name == "model.safetensors" else name)
 
 
@@ -58,28 +59,28 @@ def test_truncated_weights(broken):
     path = broken / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "model.safetensors")
 
 
 def test_weights_that_are_no_safetensors(broken):
     (broken / "model.safetensors").write_bytes(b"\x80\x04 this is no safetensors file at all" * 20)
     status, stderr = start("prefill_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "model.safetensors")
 
 
 def test_weights_in_another_format(broken):
     (broken / "model.safetensors").rename(broken / "pytorch_model.bin")
     status, stderr = start("prefill_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "safetensors")
 
 
 def test_config_that_is_no_json(broken):
     (broken / "config.json").write_text("{ not json")
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "config.json")
 
 
@@ -88,7 +89,7 @@ def test_unknown_architecture(broken):
     config = {**json.loads(path.read_text()), "model_type": "mamba", "architectures": ["MambaForCausalLM"]}
     path.write_text(json.dumps(config))
     status, stderr = start("decode_worker", "--model", str(broken), "--listen", "127.0.0.1:0")
-    assert status == 1
+    assert status == 2
     assert_one_line(stderr, "config.json", "amba")
 
 

@@ -78,9 +78,9 @@ class Hand:
 
     def __init__(self, model: Model, form: str = "fp32", block_size: int = 16, num_blocks: int = 400):
         self.model = model
-        self.pool = KVPool(KVLayout((model.kv_group(form, block_size),)), num_blocks)
+        self.pool = KVPool(KVLayout((model.kv_group(form, block_size),)), num_blocks, device=model.device)
         # What a block held before must not matter.
-        self.pool.blocks.fill_(float("nan"))
+        self.pool.bytes.fill_(255)  # NaN in every form, or in its scales
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.block_ids: dict[str, list[int]] = {}
         self.num_tokens: dict[str, int] = {}

@@ -7,19 +7,25 @@ import pytest
 import torch
 
 from baton.engine.attention.base import AttentionShape
-from baton.engine.attention.choice import choose
+from baton.engine.attention.choice import BACKENDS, choose
 from baton.engine.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE, swiglu
-from baton.engine.layers.linear import KERNELS
+from baton.engine.layers.linear import KERNELS, packed
+from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.models.loader import load_model
+from baton.engine.quant.weights import DenseWeight
 from kvtransfer.layout import KVGroup, KVLayout
 from tests.engine.folders import Hand, make_folder, random_ids
+from tests.engine.weight_forms import FORMS, dense_weight
 
 ROWS = (1, 2, 7, 9, 64, 512)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-EXACT_LINEAR = [kernel for kernel in KERNELS.values() if kernel.batch_invariant]
+NO_NATIVE = packed.unavailable()
+EXACT_LINEAR = [
+    kernel for kernel in KERNELS.values() if kernel.batch_invariant and not (kernel is PackedLinear and NO_NATIVE)
+]
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
@@ -44,13 +50,13 @@ def with_one_thread(compute):
         torch.set_num_threads(before)
 
 
-def assert_rows_equal(apply, x: torch.Tensor):
+def assert_rows_equal(apply, x: torch.Tensor, rows: tuple[int, ...] = ROWS):
     """apply(x) row by row equals apply on any number of rows, at either end of x."""
     truth = with_one_thread(lambda: apply(x))
-    for count in ROWS:
+    for count in rows:
         for begin in {0, len(x) - count}:
-            rows = apply(x[begin : begin + count].clone())
-            assert torch.equal(rows, truth[begin : begin + count]), f"{count} rows from {begin} differ"
+            got = apply(x[begin : begin + count].clone())
+            assert torch.equal(got, truth[begin : begin + count]), f"{count} rows from {begin} differ"
 
 
 # The demo model's shapes, a test model's, odd ones, and a large one.
@@ -64,7 +70,31 @@ def test_linear(kernel, shape, form, threads):
     in_features, out_features = shape
     weight, bias, x = torch.randn(out_features, in_features), torch.randn(out_features), torch.randn(512, in_features)
     weight, bias, x = (tensor.to(DTYPES[form]) for tensor in (weight / in_features**0.5, bias, x))
-    assert_rows_equal(kernel(weight, bias), x)
+    assert_rows_equal(kernel(DenseWeight(weight), bias, weight.dtype), x)
+
+
+@pytest.mark.skipif(bool(NO_NATIVE), reason=NO_NATIVE)
+@pytest.mark.parametrize("shape", [(96, 37), (480, 200)], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_linear_of_every_form(name, shape, form, threads):
+    """Any number of rows up to 64, then 512: tiles, unpacking and chunks begin at other numbers of rows."""
+    torch.manual_seed(0)
+    in_features, out_features = shape
+    weight, x = FORMS[name]((out_features, in_features)), torch.randn(512, in_features).to(DTYPES[form])
+    if packed.refusal(weight, x.dtype):
+        pytest.skip(packed.refusal(weight, x.dtype))
+    kernel = PackedLinear(weight, torch.randn(out_features).to(x.dtype), x.dtype)
+    assert_rows_equal(kernel, x, rows=(*range(1, 65), 512) if threads == 1 else ROWS)
+
+
+@pytest.mark.skipif(bool(NO_NATIVE), reason=NO_NATIVE)
+@pytest.mark.parametrize("shape", [(2500, 70), (4099, 130)], ids=str)
+def test_long_sums_in_chunks(shape, form, threads):
+    """Sums over more inputs than a chunk holds are put down and taken up again where there are many rows."""
+    torch.manual_seed(0)
+    in_features, out_features = shape
+    weight, x = dense_weight((out_features, in_features), DTYPES[form]), torch.randn(512, in_features).to(DTYPES[form])
+    assert_rows_equal(PackedLinear(weight, None, x.dtype), x, rows=(*range(1, 17), 64, 512))
 
 
 @pytest.mark.parametrize("size", [48, 320, 2048])
@@ -81,15 +111,16 @@ def test_swiglu(size, form, threads):
 
 HEADS = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "gqa-odd": (6, 2, 80), "mqa": (5, 1, 32)}
 # The reference takes every sequence by itself, so fewer shapes say as much and take less of everybody's time.
-ATTENTION_CASES = [("sdpa", heads, window) for heads in HEADS for window in (None, 100)]
+ATTENTION_CASES = [(name, heads, window) for name in ("native", "sdpa") for heads in HEADS for window in (None, 100)]
 ATTENTION_CASES += [("reference", "gqa", 100), ("reference", "gqa-odd", None)]
+QUANTIZED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
 
 
 def make_kv(shape: AttentionShape, form: str, num_tokens: int) -> tuple[KVPool, torch.Tensor]:
     """A pool that holds one long sequence in scattered blocks, and its block table."""
     group = KVGroup("paged", 1, shape.num_kv_heads, shape.head_dim, form, 32)
     pool = KVPool(KVLayout((group,)), num_tokens // 32)
-    pool.blocks.copy_(torch.randn(pool.blocks.shape))
+    pool.write(0, torch.arange(num_tokens), *torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim))
     return pool, torch.randperm(pool.num_blocks)
 
 
@@ -102,12 +133,24 @@ def attend(backend, pool: KVPool, seqs: list[SeqSlice], q: torch.Tensor) -> torc
 
 @pytest.mark.parametrize(("name", "heads", "window"), ATTENTION_CASES)
 def test_attention(name, heads, window, form, threads):
+    check_attention(name, heads, window, form, form)
+
+
+@pytest.mark.parametrize("name", ["native", "sdpa"])
+@pytest.mark.parametrize("stored", QUANTIZED)
+def test_attention_over_quantized_kv(name, stored, form, threads):
+    check_attention(name, "gqa", 100, form, stored)
+
+
+def check_attention(name: str, heads: str, window: int | None, form: str, stored: str) -> None:
     """One sequence of 1,088 tokens: its queries as a decode batch, as chunks, and as both at once."""
     torch.manual_seed(0)
     shape = AttentionShape(*HEADS[heads], windows=(window,), dtype=DTYPES[form])
+    if reason := BACKENDS[name].unfit(shape):
+        pytest.skip(reason)
     backend, _ = choose(name, shape)
     length = 1088
-    pool, block_ids = make_kv(shape, form, length)
+    pool, block_ids = make_kv(shape, stored, length)
     q = torch.randn(length, shape.num_heads, shape.head_dim).to(shape.dtype)
     truth = with_one_thread(lambda: attend(backend, pool, [SeqSlice(0, length, length, block_ids)], q))
     for count in ROWS:

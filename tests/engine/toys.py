@@ -60,22 +60,25 @@ class ToyModel:
         rows = torch.stack([batch.token_ids, batch.positions], 1).float().unsqueeze(1)
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
         pool.write(0, batch.slots, rows, rows)
-        logits = {}
+        logits, wanted = {}, batch.logit_rows.tolist()
         for piece in batch.seqs:
             k, _ = pool.gather(0, piece.block_ids, piece.kv_len)
             assert torch.equal(k[0, :, 1], torch.arange(piece.kv_len).float()), "a token out of its place"
-            logits[piece.query_start + piece.query_len - 1] = toy_logits(k[0, :, 0].long().tolist())
-        wanted = batch.logit_rows.tolist()
+            tokens = k[0, :, 0].long().tolist()
+            for row in range(piece.query_start, piece.query_start + piece.query_len):
+                if row in wanted:
+                    num_seen = piece.kv_len - piece.query_len + row - piece.query_start + 1
+                    logits[row] = toy_logits(tokens[:num_seen])
         return torch.stack([logits[row] for row in wanted]) if wanted else torch.empty(0, VOCAB)
 
 
-def toy_engine(**options) -> Engine:
+def toy_engine(*proposers, **options) -> Engine:
     """Options of EngineConfig; small by default."""
     defaults = dict(block_size=16, num_blocks=64, max_num_seqs=4, max_model_len=512, max_num_batched_tokens=128)
     config = EngineConfig(model=Path("toy"), dtype="fp32", kv_dtype="fp32", **(defaults | options))
     layout = KVLayout((KVGroup("paged", 1, 1, 2, "fp32", config.block_size),))
     pool = KVPool(layout, config.num_blocks, memoryview(bytearray(config.num_blocks * layout.block_bytes)))
-    return Engine(config, ToyModel(config.max_model_len), pool, b"toy", Sampler())
+    return Engine(config, ToyModel(config.max_model_len), pool, b"toy", Sampler(), proposers)
 
 
 def make_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attempt: int = 0, **options) -> Request:

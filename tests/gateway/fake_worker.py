@@ -19,7 +19,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 
 IDENTITY = hashlib.sha256(b"fake model").digest()
-GATES = ("admit", "accept", "prefill", "fetch", "decode", "end")
+GATES = ("admit", "accept", "prefill", "fetch", "decode", "end", "offer")
 _leases: dict[bytes, "_Lease"] = {}
 _lease_ids = itertools.count(1)
 
@@ -69,6 +69,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             model_identity=IDENTITY,
             tokenizer_digest=tokenizer_digest,
             numerics_class="fake/none/fp32/fp32/tp1/exact",
+            kv_gives=["fake fp32"],
+            kv_takes=["fake fp32"],
             host_id="here",
         )
         self.hello.limits.max_model_len = self.hello.model.context = context
@@ -179,6 +181,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         else:
             self._spawn(session, key, self._prefill_here(session, key))
 
+    def _offer(self, session, key, message) -> None:
+        self._spawn(session, key, self._give(session, key, message))
+
     def _fetch(self, session, key, message) -> None:
         self._spawn(session, key, self._take(session, key, message))
 
@@ -190,6 +195,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def _cancel(self, session, key, message) -> None:
         if key in self.held:
             self._end(session, key, 1, "CANCELLED")
+        elif task := session.tasks.pop(key, None):
+            task.cancel()
 
     # ---- what they do ----
 
@@ -226,6 +233,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         lease_id = next(_lease_ids).to_bytes(8, "little")
         lease = _leases[lease_id] = _Lease(self)
         cached = self.num_cached_tokens(message.spec)
+        for source in message.sources:
+            _leases[source.handle].taken.set()
+            cached = max(cached, int.from_bytes(source.ticket, "little"))
         accepted = pb.Accepted(
             key=message.key, lease_id=lease_id, handle=lease_id, ticket=b"t" + lease_id, num_cached_tokens=cached
         )
@@ -233,6 +243,22 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await self._pass("prefill")
         self._send_done(session, message.key, message.spec, cached)
         lease.done.set()
+        await lease.taken.wait()
+        self._end(session, key)
+
+    async def _give(self, session, key, message) -> None:
+        """Spans that are here, leased until they are taken; the ticket tells how many tokens."""
+        await self._pass("offer")
+        hashes = message.spans.hashes
+        self.held.add(key)
+        if not all(span in self.spans for span in hashes):
+            session.send(not_here=pb.NotHere(key=message.key))
+            self._end(session, key)
+            return
+        lease_id = next(_lease_ids).to_bytes(8, "little")
+        lease = _leases[lease_id] = _Lease(self)
+        ticket = (64 * len(hashes)).to_bytes(4, "little")
+        session.send(offered=pb.Offered(key=message.key, lease_id=lease_id, handle=lease_id, ticket=ticket))
         await lease.taken.wait()
         self._end(session, key)
 
@@ -299,6 +325,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if key in self.held:
             self.held.discard(key)
             report = pb.DecodeReport(kv_wait_s=0.0001, decode_queue_s=0.0001, first_step_s=0.0002, num_steps=1)
+            report.proposed_by_position.extend([3, 2])
+            report.accepted_by_position.extend([2, 1])
             ended = pb.Ended(key=key_to_proto(key), code=code, reason=reason, message=reason.lower(), decode=report)
             session.send(ended=ended)
         task = session.tasks.pop(key, None)

@@ -33,6 +33,7 @@ async def test_split(cluster):
         last = messages[-1]
         assert last.finish_reason == pb.FINISH_REASON_LENGTH
         assert (last.usage.prompt_tokens, last.usage.output_tokens) == (300, 12)
+        assert (last.usage.draft_tokens, last.usage.accepted_tokens) == (5, 3)
         assert c.decode[0].kinds()[:3] == ["admit", "fetch", "start"]
         assert c.prefill[0].kinds()[0] == "prefill"
         await c.idle()

@@ -10,7 +10,7 @@ from gateway.limits import MAX_OUTPUT_TOKENS, ServedModel, check, check_size, re
 from gateway.model_folder import Defaults
 from tests.client import make_request
 
-SERVED = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults())
+SERVED = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults(), proposers=frozenset(["ngram"]))
 WIDE = ServedModel("wide", 100_000, 400, frozenset(), Defaults())
 PROMPT = [10, 20, 30]
 
@@ -25,6 +25,9 @@ def field_of(request, served=SERVED) -> str:
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 BAD = [
+    ("slo_class", pb.GenerateRequest(text="x", slo_class="instant")),
+    ("speculation.proposer", pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle"))),
+    ("speculation.num_tokens", pb.GenerateRequest(text="x", speculation=pb.Speculation(num_tokens=17))),
     ("input", make_request(None)),
     ("text", make_request("")),
     ("token_ids.ids", make_request([])),
@@ -115,3 +118,18 @@ def test_unknown_model():
     with pytest.raises(NotFound):
         check(make_request(PROMPT, model="other"), SERVED)
     assert check(make_request(PROMPT, model="fake"), SERVED).token_ids == (10, 20, 30)
+
+
+def test_a_request_without_a_service_level_is_standard():
+    assert check(make_request(PROMPT), SERVED).slo_class == "standard"
+    assert check(pb.GenerateRequest(text="x", slo_class="batch"), SERVED).slo_class == "batch"
+
+
+@pytest.mark.parametrize("proposer", ["", "off", "ngram"])
+def test_a_proposer_that_is_run_may_be_named(proposer):
+    asked = pb.Speculation(proposer=proposer, num_tokens=16)
+    assert check(pb.GenerateRequest(text="x", speculation=asked), SERVED).speculation == asked
+
+
+def test_before_a_worker_has_said_what_it_runs_any_proposer_may_be_named():
+    check(pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle")), WIDE)

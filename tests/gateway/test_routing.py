@@ -2,9 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.routing import Candidate, Decision, NoRoute, choose, choose_source, compatible
+from gateway.routing import Candidate, Decision, NoRoute, choose, choose_holder, choose_source, compatible
 
-BASE = Candidate("", 0, 0, 0, 4096, "class", b"layout", frozenset(["tcp"]), "host")
+WORDS = frozenset(["class", "form bf16"])
+BASE = Candidate("", 0, 0, 0, 4096, WORDS, WORDS, frozenset(["tcp"]), "host")
 
 
 def worker(name: str, matched: int = 0, sequences: int = 0, waiting: int = 0, **fields) -> Candidate:
@@ -61,7 +62,7 @@ def test_no_prefill_worker():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"numerics_class": "other"}, {"layout": b"other"}, {"transports": frozenset(["shm"]), "host_id": "there"}],
+    [{"kv_gives": frozenset(["other"])}, {"kv_gives": frozenset()}, {"transports": frozenset(["shm"]), "host_id": "there"}],
 )
 def test_pairs_that_do_not_fit_are_never_routed_together(fields):
     odd = worker("odd", **fields)
@@ -84,3 +85,29 @@ def test_too_long_for_a_worker():
 
 def test_equal_workers_are_chosen_by_name():
     assert route(1000, [worker("b"), worker("a")], [worker("d"), worker("c")]) == Decision("a", "c", "long_prompt")
+
+
+KV = {"kv_token_bytes": 100_000, "prefill_tokens_per_s": 10_000.0}
+
+
+@pytest.mark.parametrize(
+    "matched, fields, chosen",
+    [
+        (640, {}, "d"),  # 64 ms to compute, 5 and 32 to pull
+        (64, {}, None),  # 6 against 5 and 3
+        (640, {"host_id": "there"}, None),  # 5 and 64
+        (640, {"kv_token_bytes": 0}, None),
+        (640, {"kv_gives": frozenset(["other"])}, None),
+    ],
+)
+def test_a_prefix_is_pulled_where_that_is_quicker(matched, fields, chosen):
+    holders = [worker("d", matched=matched, **{**KV, **fields}), worker("a", **KV)]
+    found = choose_holder(worker("p", **KV), holders)
+    assert (found and found.name) == chosen
+    assert choose_holder(worker("p", matched=matched, **KV), holders) is None
+    assert choose_holder(worker("p", **{**KV, "prefill_tokens_per_s": 1e6}), holders) is None
+
+
+def test_the_holder_of_more_gives():
+    holders = [worker("a", matched=640, **KV), worker("b", matched=1280, **KV), worker("c", matched=1280, **KV)]
+    assert choose_holder(worker("p", matched=320, **KV), holders).name == "b"

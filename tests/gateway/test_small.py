@@ -11,7 +11,7 @@ import pytest
 from baton.service.errors import Overloaded
 from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
-from gateway.admin import Admin
+from baton.service.admin import Admin
 from gateway.admission import Line
 from gateway.embedded_index import EmbeddedIndex
 from gateway.model_folder import Defaults, read_folder
@@ -195,7 +195,7 @@ def test_settings_that_cannot_work(tmp_path, fields, named):
 
 
 async def test_admin():
-    admin = Admin(lambda: (False, {"ready": False}))
+    admin = Admin(lambda: (False, {"ready": False}), {})
     port = await admin.start("127.0.0.1:0")
 
     async def ask(head: bytes) -> tuple[bytes, dict]:

@@ -105,3 +105,20 @@ def test_the_table_is_whole():
     assert {TABLE[Phase.ENDED, event] for event in Event} == {("ignore", Phase.ENDED)}
     assert all(TABLE[phase, event].phase is Phase.ENDED for phase in LIVE for event in (Event.CANCEL, Event.DEADLINE))
     assert state_table_markdown().count("\n") == len(Event) + 1
+
+
+async def test_the_last_tokens_and_the_report_come_at_once(cluster, monkeypatch):
+    """Read in one go, as from a busy loop: the request is over, nothing is lost with the leg."""
+    made = []
+    monkeypatch.setattr(gateway.pipeline, "Attempts", lambda *args: made.append(Attempts(*args)) or made[0])
+    async with cluster(num_prefill=2, num_decode=2) as c:
+        await bring_to(c, Phase.DECODING)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].phase is Phase.DECODING)
+        attempts = made[0]
+        attempts._mailbox.post(attempts._decode, Tokens(0, 1, tuple(EXPECTED[1:]), (), pb2.FINISH_REASON_LENGTH))
+        attempts._mailbox.post(attempts._decode, pb.Ended())
+        assert ids_of(await running) == EXPECTED
+        assert attempts._record.num_attempts == 1
+        let_go(c)
+        await c.idle()

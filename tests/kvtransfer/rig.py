@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import time
+from pathlib import Path
 
 import numpy as np
 
+from kvtransfer.endpoints import Address
 from kvtransfer.fetcher import Fetcher
+from kvtransfer.folder import default_parent
+from kvtransfer.nixl_engine import find_package
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.region import Region
 from kvtransfer.source import Offer, Source, SourceIdentity
@@ -15,6 +19,7 @@ from kvtransfer.transport import local_host_id
 NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"
 NUM_BLOCKS = 40
 NUM_TOKENS = 300  # four spans and a tail of 44
+TRANSPORTS = ("inproc", "shm", "tcp", "grpc", *(("nixl",) if find_package() else ()))
 
 
 def layout(block_size: int = 16, form: str = "bf16", num_layers: int = 3) -> KVLayout:
@@ -23,6 +28,17 @@ def layout(block_size: int = 16, form: str = "bf16", num_layers: int = 3) -> KVL
 
 def span_hashes(num_tokens: int) -> list[bytes]:
     return [bytes([index]) * 32 for index in range(num_tokens // 64)]
+
+
+def kind(frame) -> str:
+    return frame.WhichOneof("kind")
+
+
+async def until(condition, what: str) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+    assert condition(), what
 
 
 class FaultyLine:
@@ -65,9 +81,14 @@ class Destination:
 
 
 class Rig:
-    def __init__(self, transport: str, shape: KVLayout, ttl_s: float = 5.0, taker_shape: KVLayout | None = None):
+    def __init__(
+        self, transport: str, shape: KVLayout, ttl_s: float = 5.0, taker_shape: KVLayout | None = None,
+        source_folder: Path | None = None, taker_folder: Path | None = None,
+    ):  # fmt: skip
         rng = np.random.default_rng(7)
         self.transport = transport
+        self.taker_folder = taker_folder or default_parent()
+        self.address = Address(socket_folder=source_folder or default_parent())
         self.layout = shape
         self.taker_layout = taker_shape or shape
         self.regions = [Region.create(NUM_BLOCKS * each.block_bytes) for each in (shape, self.taker_layout)]
@@ -75,19 +96,25 @@ class Rig:
         self.source_pool[:] = rng.integers(0, 256, len(self.source_pool), dtype=np.uint8)
         self.generation = dict.fromkeys(range(NUM_BLOCKS), 5)
         self.released: list = []
+        self.endings: dict = {}
         identity = SourceIdentity(b"prefill-0", 11, bytes(32), NUMERICS)
         self.source = FaultySource(
-            self.regions[0].memory, shape, identity, local_host_id(), self.released.append,
+            self.regions[0].memory, shape, identity, local_host_id(source_folder), self.on_release,
             generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
+            transports=("auto", transport),
         )  # fmt: skip
         self.fetcher = self.make_fetcher(b"decode-0", 22)
         self.source_ids = rng.permutation(NUM_BLOCKS)
         self.taker_ids = rng.permutation(NUM_BLOCKS)
 
+    def on_release(self, key, ending: str) -> None:
+        self.released.append(key)
+        self.endings[key] = ending
+
     def make_fetcher(self, instance: bytes, epoch: int) -> Fetcher:
         return Fetcher(
-            self.regions[1].memory, self.taker_layout, instance, epoch, local_host_id(), (self.transport,),
-            numerics_class=NUMERICS,
+            self.regions[1].memory, self.taker_layout, instance, epoch, local_host_id(self.taker_folder),
+            (self.transport,), numerics_class=NUMERICS, socket_folder=self.taker_folder,
         )  # fmt: skip
 
     def offer(self, key="k", num_tokens=NUM_TOKENS, fetcher: Fetcher | None = None, num_ready_tokens=0) -> Offer:
@@ -112,7 +139,7 @@ class Rig:
 
     def tokens(self, pool: np.ndarray, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
         """[tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it lies in."""
-        group = self.layout.groups[0]
+        group = (self.layout if pool is self.source_pool else self.taker_layout).groups[0]
         cells = group.num_layers * 2 * group.num_kv_heads
         rows = pool.reshape(NUM_BLOCKS, -1)[:, : group.head_bytes].reshape(NUM_BLOCKS, cells, group.block_size, -1)
         positions = np.arange(begin, end)
@@ -132,7 +159,7 @@ class Rig:
 async def running(transport: str, shape: KVLayout | None = None, **options):
     """A rig; behind it the source must be able to serve one more request and every lease must have ended once."""
     rig = Rig(transport, shape or layout(), **options)
-    await rig.source.start()
+    await rig.source.start(rig.address)
     try:
         yield rig
     finally:

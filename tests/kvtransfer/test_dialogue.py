@@ -9,6 +9,7 @@ from kvtransfer.leases import Watermark
 from kvtransfer.wire import Range
 
 NUM_LAYERS = 5
+LAYERS = range(NUM_LAYERS)
 CHUNK = st.tuples(st.integers(1, 4), st.lists(st.integers(0, NUM_LAYERS - 1), max_size=3))  # spans, layer marks
 
 
@@ -21,7 +22,7 @@ CHUNK = st.tuples(st.integers(1, 4), st.lists(st.integers(0, NUM_LAYERS - 1), ma
 def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_bytes):
     num_tokens = 64 * sum(spans for spans, _ in chunks) + tail
     begin = min(64 * begin_span, num_tokens)
-    sent, taken = (Cursor(begin, num_tokens, NUM_LAYERS) for _ in range(2))
+    sent, taken = (Cursor(begin, num_tokens, LAYERS) for _ in range(2))
     seen = set()
     marks, full = [], 0
     for index, (spans, layers) in enumerate(chunks):
@@ -47,14 +48,14 @@ def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_byt
             Range(64, 128, 1, 5), Range(64, 128, 0, 6), Range(64, 128, 0, 0)),
 )  # fmt: skip
 def test_ranges_follow_each_other(bad):
-    cursor = Cursor(0, 200, NUM_LAYERS)
+    cursor = Cursor(0, 200, LAYERS)
     cursor.take(Range(0, 64, 0, 5))
     with pytest.raises(ProtocolError):
         cursor.take(bad)
 
 
 def test_layers_of_a_stretch_follow_each_other():
-    cursor = Cursor(64, 200, NUM_LAYERS)
+    cursor = Cursor(64, 200, LAYERS)
     cursor.take(Range(64, 192, 0, 2))
     for bad in (Range(64, 192, 0, 2), Range(64, 128, 2, 5), Range(64, 192, 3, 5), Range(192, 200, 0, 5)):
         with pytest.raises(ProtocolError):
@@ -67,9 +68,21 @@ def test_layers_of_a_stretch_follow_each_other():
 @pytest.mark.parametrize("begin", (-64, 63, 264, 201))
 def test_begins_where_a_span_does(begin):
     with pytest.raises(ProtocolError):
-        Cursor(begin, 200, NUM_LAYERS)
+        Cursor(begin, 200, LAYERS)
 
 
 def test_ranges_of_small_tokens_fit_a_frame():
-    moved = Cursor(0, 1 << 20, NUM_LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5)
+    moved = Cursor(0, 1 << 20, LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5)
     assert moved == Range(0, dialogue.MAX_RANGE_TOKENS, 0, NUM_LAYERS)
+
+
+def test_some_layers_of_a_model():
+    """A rank that holds layers 4 to 8: what is written below or above them does not concern it."""
+    cursor = Cursor(0, 200, range(4, 8))
+    assert cursor.upcoming(Watermark(0, 128, 4), 1) is None
+    assert cursor.upcoming(Watermark(0, 128, 6), 1) == Range(0, 128, 4, 6)
+    cursor.take(Range(0, 128, 4, 6))
+    assert cursor.upcoming(Watermark(0, 128, 6), 1) is None
+    assert cursor.upcoming(Watermark(0, 128, 12), 1) == Range(0, 128, 6, 8)
+    cursor.take(Range(0, 128, 6, 8))
+    assert cursor.upcoming(Watermark(128, 200, 9), 1) == Range(128, 200, 4, 8), "complete here before it is elsewhere"

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from kvtransfer.blocks import BlockMemory, Piece, pieces_of, planes_of, selections
+from kvtransfer.blocks import BlockMemory, Cells, Piece, check_movable, pieces_of, selections
 from kvtransfer.errors import LayoutMismatch, ProtocolError
 from kvtransfer.layout import KVGroup, KVLayout, NumericsClass
 from kvtransfer.wire import Range
@@ -36,7 +36,7 @@ def test_numerics_class_reads_what_it_prints():
 @pytest.mark.parametrize("bad", (KVGroup("window", 1, 1, 8, "bf16", 16), KVGroup("paged", 1, 1, 8, "bf16", 32)))
 def test_only_paged_groups_of_one_block_size_move(bad):
     with pytest.raises(LayoutMismatch):
-        planes_of(KVLayout((KVGroup("paged", 1, 1, 8, "bf16", 16), bad)))
+        check_movable(KVLayout((KVGroup("paged", 1, 1, 8, "bf16", 16), bad)))
 
 
 def test_pieces():
@@ -60,16 +60,18 @@ def test_selections_take_every_block_once(num_bytes):
 @pytest.mark.parametrize("form", ("bf16", "int8", "int4"))
 @pytest.mark.parametrize("moved", (Range(0, 300, 0, 3), Range(64, 300, 1, 3), Range(128, 192, 0, 1)))
 @pytest.mark.parametrize("block_size", (16, 64, 128))
-def test_outgoing_and_incoming_are_one_order(form, moved, block_size):
+@pytest.mark.parametrize("in_blocks", (True, False))
+def test_outgoing_and_incoming_are_one_order(form, moved, block_size, in_blocks):
     shape = layout(block_size, form)
     rng = np.random.default_rng(1)
     source = BlockMemory(rng.integers(0, 256, 30 * shape.block_bytes, dtype=np.uint8), shape)
     direct, wired = (BlockMemory(np.zeros(30 * shape.block_bytes, np.uint8), shape) for _ in range(2))
     theirs, ours = rng.permutation(30), rng.permutation(30)
-    direct.copy_from(source, ours, theirs, moved)
-    data = b"".join(bytes(part) for group in source.outgoing(theirs, moved) for part in group)
-    assert len(data) == source.num_bytes(moved)
-    for group in wired.incoming(ours, moved):
+    here, there, received = (Cells(memory, shape.whole[0], 0) for memory in (direct, source, wired))
+    here.copy_from(there, ours, theirs, moved)
+    data = b"".join(bytes(part) for group in there.outgoing(theirs, moved, in_blocks) for part in group)
+    assert len(data) == there.num_bytes(moved)
+    for group in received.incoming(ours, moved, in_blocks):
         for buffer in group:
             buffer[:], data = data[: len(buffer)], data[len(buffer) :]
     assert not data and (direct.blocks == wired.blocks).all() and direct.blocks.any()

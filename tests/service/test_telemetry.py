@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from baton.service import telemetry
+from baton.service import genai_metrics, telemetry
 from baton.service.telemetry import TraceContext
 from tests.otlp import Receiver
 
@@ -60,7 +60,7 @@ def test_not_sampled_by_the_caller_is_not_sent():
 
 PROGRAM = """
 import sys
-from baton.service import telemetry
+from baton.service import genai_metrics, telemetry
 telemetry.setup("child")
 for index in range(3):
     telemetry.emit_span(f"span {index}", telemetry.new_context(), 1, 2)
@@ -125,3 +125,60 @@ def test_traceparent_both_ways():
 )
 def test_broken_traceparent_is_none(text):
     assert telemetry.parse_traceparent(text) is None
+
+
+def test_events_of_a_span():
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        events = [telemetry.SpanEvent("retry", 2, {"why": "full", "unset": None}), telemetry.SpanEvent("bare", 3)]
+        telemetry.emit_span("told", telemetry.new_context(), 1, 4, events=events)
+        assert telemetry.flush()
+        (span,) = receiver.wait_for(lambda spans: spans)
+    assert span.events == (("retry", {"why": "full"}), ("bare", {}))
+
+
+def test_an_id_that_another_process_can_make():
+    one = telemetry.span_id_of(5, "request", 1, "prefill")
+    assert one == telemetry.span_id_of(5, "request", 1, "prefill") and 0 < one < 1 << 64
+    others = {telemetry.span_id_of(5, "request", 2, "prefill"), telemetry.span_id_of(6, "request", 1, "prefill")}
+    assert one not in others and len(others) == 2
+
+
+@pytest.mark.parametrize("share, least, most", [(0.0, 0, 0), (0.25, 180, 320), (1.0, 1000, 1000)])
+def test_a_share_is_sampled(share, least, most):
+    """0.25 of 1,000: five standard deviations each way."""
+    assert least <= sum(telemetry.new_context(None, share).sampled for _ in range(1000)) <= most
+    parent = telemetry.new_context()
+    assert telemetry.new_context(parent, 0.0).sampled
+
+
+def test_metrics_over_otlp():
+    with Receiver() as receiver:
+        assert genai_metrics.setup("tested", receiver.endpoint)
+        genai_metrics.observe("chat", "tiny", 2.0, 0.5, 0.05)
+        genai_metrics.observe("chat", "tiny", 0.1, error_type="OVERLOADED")
+        genai_metrics.shut_down()
+        points = {(point.name, point.attributes.get("error.type")): point for point in receiver.metrics.points}
+    assert {name for name, _ in points} == {
+        f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
+    }
+    answered, refused = (points["gen_ai.server.request.duration", error] for error in (None, "OVERLOADED"))
+    assert (answered.sum, answered.count, refused.sum) == (2.0, 1, 0.1)
+    assert answered.attributes["gen_ai.provider.name"] == "baton" and answered.service == "tested"
+
+
+def test_metrics_are_off_without_an_endpoint_or_when_told(monkeypatch):
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert not genai_metrics.setup("tested")
+    genai_metrics.observe("chat", "tiny", 2.0)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    assert not genai_metrics.setup("tested", "http://127.0.0.1:1")
+
+
+def test_a_collector_that_hangs_holds_no_metrics_up():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        genai_metrics.setup("tested", "http://127.0.0.1:%d" % listener.getsockname()[1])
+        genai_metrics.observe("chat", "tiny", 2.0)
+        genai_metrics.shut_down(0.05)

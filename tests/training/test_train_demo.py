@@ -33,7 +33,7 @@ def test_one_command_makes_the_demo(tmp_path, capsys, seconds_only):
     record = json.loads((out / "evaluation.json").read_text())
     assert record["evaluation"]["target_bits_per_byte"] < 8.0
     assert record["corpus"]["library"]["num_bytes"] <= 200_000
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "medusa", "eagle"):
         assert (out / name / "model.safetensors").exists()
     assert not (out / ".training").exists()
 

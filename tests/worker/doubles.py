@@ -6,6 +6,7 @@ from baton.engine.request import Acceptance, Key, RequestEnded
 from baton.v1 import worker_pb2 as pb
 from baton.worker.commands import Commands
 from baton.worker.endings import Status
+from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef
 
 ROOT = b"r" * 32
@@ -54,14 +55,19 @@ class HandoffDouble:
     def lease_chain(self, leg, acceptance, hashes, taker):
         return self.lease_prompt(leg, acceptance, taker)
 
+    def lease_again(self, leg, lease_id, taker):
+        if lease_id != LEASE_ID:
+            raise LeaseExpired("no such lease")
+        return self.lease_prompt(leg, None, taker)
+
     def cancel(self, leg):
         self.calls.append(("cancel", leg.key))
-        self.end(leg.key)
+        self.end(leg.key, "cancelled")
 
-    def end(self, key):
+    def end(self, key, ending="released"):
         if key in self.leased:
             self.leased.remove(key)
-            self.commands.on_lease_over(key)
+            self.commands.on_lease_over(key, ending)
 
     def __getattr__(self, name):
         return lambda leg, *args: self.calls.append((name, leg.key))
@@ -76,6 +82,12 @@ class IntakeDouble:
 
     def begin(self, leg, handle, ticket, on_end):
         self.running[leg.key] = (leg, on_end)
+
+    def begin_prefix(self, leg, on_end, on_verified):
+        if leg.sources:
+            leg.sources.pop(0)
+            self.running[leg.key] = (leg, on_end)
+        return leg.key in self.running
 
     def stop(self, leg):
         self.stopped.append(leg.key)

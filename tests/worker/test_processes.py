@@ -15,7 +15,8 @@ from tests.otlp import Receiver
 from tests.process import Process
 from tests.worker.scripted import LegEnded, Pair, Session, make_spec, run
 
-OPTIONS = ("--num-blocks", "200", "--threads", "1", "--max-num-seqs", "16")
+# Slow kernels: what happens in mid-stream must find the stream there.
+OPTIONS = ("--attention", "reference", "--linear", "dense", "--num-blocks", "200", "--threads", "1", "--max-num-seqs", "16")
 PHASES = ("admitted", "accepted", "fetching", "done", "started", "row", "never")
 
 

@@ -13,7 +13,7 @@ from kvtransfer.fetcher import FetchReport
 from tests.worker.doubles import LEASE_ID, Bench, OutboxDouble, make_spec
 
 KEY = Key("one", 1)
-REPORT = FetchReport(3, 12, "shm", 0.1, 0.01, "because")
+REPORT = FetchReport(3, 12, 8, "shm", "exact", 0.1, 0.01, "because")
 DONE = PrefillDone(KEY, (FirstToken(0, 7),), 0.1, 0.2, 0, 1)
 FAILED = Status(14, "KV_TRANSFER_FAILED", "line broke")
 

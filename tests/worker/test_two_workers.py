@@ -33,7 +33,7 @@ def bare_answer(model, token_ids, max_tokens, **sampling) -> dict[int, list[int]
     return {index: choice.token_ids for index, choice in bare.run(engine, [request])["bare"].items()}
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_split_equals_whole(model, transport):
     async def main():
         async with run_pair(model, transports=(transport,)) as (pair, _, _):
@@ -193,7 +193,7 @@ def test_a_deadline_ends_both_legs(model):
     async def main():
         async with run_pair(model) as (pair, _, _):
             with pytest.raises(LegEnded) as caught:
-                await pair.generate("late", make_spec(prompt(100), max_tokens=900, budget_ms=400))
+                await pair.generate("late", make_spec(prompt(100), max_tokens=900, budget_ms=100))
             assert caught.value.event.code == 4
             key = pb.Key(request_id="grant")
             await pair.decode.send(admit=pb.Admit(key=key, spec=make_spec(prompt(20), budget_ms=100)))
@@ -257,9 +257,9 @@ def test_tickets_and_handles_that_are_wrong(model):
     run(main)
 
 
-def test_a_worker_of_another_shape_is_refused(model):
+def test_a_finer_form_is_refused(model):
     async def main():
-        async with run_pair(model, decode={"block_size": 16, "num_blocks": 320}) as (pair, _, _):
+        async with run_pair(model, prefill={"kv_dtype": "fp16"}, decode={"kv_dtype": "fp32"}) as (pair, _, _):
             with pytest.raises(LegEnded) as caught:
                 await pair.generate("odd", make_spec(prompt(100)))
             assert (caught.value.event.code, caught.value.event.reason) == (9, "LAYOUT_MISMATCH")
@@ -300,7 +300,7 @@ def test_a_step_that_fails_ends_its_keys_and_nothing_else(model):
         async with run_pair(model) as (pair, _, decode):
             healthy = decode.engine.runner.run
 
-            def fail(slices):
+            def fail(slices, on_layer):
                 decode.engine.runner.run = healthy
                 raise RuntimeError("a kernel went wrong")
 
@@ -326,7 +326,7 @@ def test_a_stalled_loop_is_not_serving(model):
 
             await wait_for(health_pb2.HealthCheckResponse.SERVING)
             healthy, stuck = decode.engine.runner.run, threading.Event()
-            decode.engine.runner.run = lambda slices: stuck.wait(30) and healthy(slices)
+            decode.engine.runner.run = lambda slices, on_layer: stuck.wait(30) and healthy(slices, on_layer)
             walk = asyncio.create_task(pair.generate_here("stuck", make_spec(prompt(100))))
             await wait_for(health_pb2.HealthCheckResponse.NOT_SERVING)
             assert (await pair.decode.next_load()).state == "stalled"
@@ -352,8 +352,12 @@ def test_hello(model):
             assert len(hello.instance) == 16 and hello.epoch and len(hello.tokenizer_digest) == 32
             assert hello.limits.num_blocks == 160 and hello.limits.max_model_len == 1024
             assert hello.model.vocab_size == VOCAB and hello.model.attention
-            assert list(hello.model.transports) == ["shm", "tcp"] and hello.host_id
-            assert await session.stub.Describe(pb.DescribeRequest()) == hello
+            assert list(hello.model.transports) == ["inproc", "shm", "tcp", "grpc"] and hello.host_id
+            assert hello.kv_gives and set(hello.kv_gives) <= set(hello.kv_takes)
+            described = await session.stub.Describe(pb.DescribeRequest())
+            assert described.wall_time_ns > 0
+            described.ClearField("wall_time_ns")
+            assert described == hello
             await session.close()
 
             newer = pb.Command(hello=pb.Hello(protocol_min=2, protocol_max=9))

@@ -17,13 +17,17 @@ from baton.engine.kv.pool import KVPool
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of one model as attention sees them. `windows`: per layer, positions a token sees, itself included."""
+    """Heads of one model as attention sees them, and where. `windows`: per layer, positions a token sees, itself
+    included."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...]
     dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+    kv_form: str = ""  # as stored; "": not known
+    block_size: int = 0  # tokens; 0: not known
 
     @property
     def group_size(self) -> int:
@@ -38,10 +42,24 @@ class Attention(ABC):
     """A backend, made once per model."""
 
     name: str
+    variant: str = ""  # what the bits hang on besides the name; "": nothing
     batch_invariant: bool
+    # Reads of a batch only its table (tensors, and the bounds max_query_len and max_kv_len) and the shapes, and neither
+    # copies from the host nor waits for the device: decode steps may be captured in CUDA graphs.
+    capturable: bool = False
 
     def __init__(self, shape: AttentionShape):
         self.shape = shape
+
+    @classmethod
+    def unfit(cls, shape: AttentionShape) -> str:
+        """Why there is no such backend for this model on this machine; "": there is."""
+        return ""
+
+    @classmethod
+    def avoid(cls, shape: AttentionShape) -> str:
+        """Why it is taken only where it is asked for by name; "": it may be chosen."""
+        return ""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, pool: KVPool) -> Any:
@@ -60,3 +78,14 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) 
     distance = query_positions.unsqueeze(1) - key_positions
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
+
+
+def unfit_cuda(device: torch.device, least: tuple[int, int], below: tuple[int, int] | None = None) -> str:
+    """Why `device` is no CUDA device with a compute capability from `least` to `below`; "": it is."""
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < least or (below and capability >= below):
+        text = "the device has compute capability {}.{}, needs {}.{}".format(*capability, *least)
+        return text + (" to below {}.{}".format(*below) if below else "")
+    return ""

@@ -1,16 +1,28 @@
 """Which attention backend a model gets, and why the others were passed over."""
 
 from baton.engine.attention.base import Attention, AttentionShape
+from baton.engine.attention.flash import FlashAttention2, FlashAttention3
+from baton.engine.attention.native import NativeAttention
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.sdpa import SdpaAttention
+from baton.engine.attention.triton_paged import FastTritonAttention, TritonAttention
 
-BACKENDS = {backend.name: backend for backend in (SdpaAttention, ReferenceAttention)}  # fastest first
+# In the order in which they are preferred.
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        NativeAttention, FlashAttention3, FlashAttention2, FastTritonAttention, TritonAttention, SdpaAttention,
+        ReferenceAttention,
+    )
+}  # fmt: skip
+NOT_EXACT = "a row's bits depend on what shares its batch on this machine, refused in batch-invariant mode"
 
 
 def choose(name: str, shape: AttentionShape, batch_invariant: bool = True) -> tuple[Attention, dict[str, str]]:
-    """The backend for `name` ("auto": the fastest that may be used), and a reason per backend passed over.
+    """The backend for `name` ("auto": the first that may be used), and a reason per backend passed over.
 
-    Raises ValueError with the reason where the one asked for does not exist or may not be used.
+    Raises ValueError with the reason, and with what would fit, where the one asked for does not exist or may not be
+    used.
     """
     if name not in ("auto", *BACKENDS):
         raise ValueError(f"attention backend {name!r}: one of auto, {', '.join(BACKENDS)}")
@@ -19,12 +31,27 @@ def choose(name: str, shape: AttentionShape, batch_invariant: bool = True) -> tu
         if name not in ("auto", known):
             reasons[known] = f"{name} was asked for"
             continue
-        backend = make(shape)
-        if batch_invariant and not backend.batch_invariant:
-            reasons[known] = "a row's bits depend on what shares its batch on this CPU, refused in batch-invariant mode"
+        if name == "auto" and (reason := make.unfit(shape) or make.avoid(shape)):
+            reasons[known] = reason
+            continue
+        backend = make_or_say(known, shape, batch_invariant)
+        if isinstance(backend, str):
+            reasons[known] = backend
             continue
         for other in BACKENDS:
             if other != known:
                 reasons.setdefault(other, f"{known} was " + ("chosen" if name == "auto" else "asked for"))
         return backend, reasons
-    raise ValueError(f"attention backend {name!r}: {reasons[name]}")
+    if name == "auto":
+        raise ValueError("no attention backend fits: " + "; ".join(f"{known}: {why}" for known, why in reasons.items()))
+    others = (known for known, make in BACKENDS.items() if known != name and not make.avoid(shape))
+    fitting = [known for known in others if not isinstance(make_or_say(known, shape, batch_invariant), str)]
+    raise ValueError(f"attention backend {name!r}: {reasons[name]}; what fits: {', '.join(fitting) or 'nothing'}")
+
+
+def make_or_say(name: str, shape: AttentionShape, batch_invariant: bool) -> Attention | str:
+    """The backend, or why it may not be used."""
+    if reason := BACKENDS[name].unfit(shape):
+        return reason
+    backend = BACKENDS[name](shape)
+    return backend if backend.batch_invariant or not batch_invariant else NOT_EXACT

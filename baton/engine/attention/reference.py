@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.attention.base import Attention, visible
+from baton.engine.attention.base import Attention, AttentionShape, visible
 from baton.engine.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 
@@ -25,10 +25,13 @@ class Plan:
 
 
 class ReferenceAttention(Attention):
-    """Exact at any number of rows, in fp32 whatever the compute dtype."""
+    """In fp32 whatever the compute dtype; on a CPU exact at any number of rows."""
 
     name = "reference"
-    batch_invariant = True
+
+    def __init__(self, shape: AttentionShape):
+        super().__init__(shape)
+        self.batch_invariant = shape.device.type == "cpu"
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
         return Plan(batch, pool)
@@ -44,11 +47,11 @@ class ReferenceAttention(Attention):
         missing = -seq.kv_len % SPAN
         k, v = (F.pad(x.float(), (0, 0, 0, missing)) for x in (k, v))
         rows, positions = self._rows(q, seq)
-        maximum = torch.full((*rows.shape[:2], 1), float("-inf"))
+        maximum = rows.new_full((*rows.shape[:2], 1), float("-inf"))
         total, result = torch.zeros_like(maximum), torch.zeros_like(rows)
         for begin in range(0, seq.kv_len, SPAN):
             keys, values = k[:, begin : begin + SPAN], v[:, begin : begin + SPAN]
-            seen = visible(positions, torch.arange(begin, begin + SPAN), self.shape.windows[layer])
+            seen = visible(positions, torch.arange(begin, begin + SPAN, device=q.device), self.shape.windows[layer])
             scores = torch.matmul(rows, keys.transpose(1, 2)) * self.shape.scale
             scores = scores.masked_fill(~seen, float("-inf"))
             new_maximum = torch.maximum(maximum, scores.amax(dim=2, keepdim=True))
@@ -65,7 +68,8 @@ class ReferenceAttention(Attention):
         shape = self.shape
         rows = q.view(seq.query_len, shape.num_kv_heads, shape.group_size, shape.head_dim).transpose(0, 1)
         rows = rows.reshape(shape.num_kv_heads, -1, shape.head_dim)
-        positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len).repeat_interleave(shape.group_size)
+        positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len, device=q.device)
+        positions = positions.repeat_interleave(shape.group_size)
         missing = -rows.shape[1] % ROWS
         return F.pad(rows, (0, 0, 0, missing)), F.pad(positions, (0, missing))
 

@@ -66,7 +66,7 @@ class SdpaAttention(Attention):
     def __init__(self, shape: AttentionShape):
         super().__init__(shape)
         self.tile = TILE[shape.dtype]
-        self.batch_invariant = has_flash(shape)
+        self.batch_invariant = shape.device.type == "cpu" and has_flash(shape)
         self.decode_rows, self.tails = safe_shapes(shape) if self.batch_invariant else (self.tile, ())
         self._windows = set(shape.windows)
         self._scratch = torch.empty(0)
@@ -174,11 +174,8 @@ class SdpaAttention(Attention):
         heads, num_rows = 2 * self.shape.num_kv_heads, group.block_table.numel() * pool.block_size
         needed = heads * num_rows * self.shape.head_dim
         if self._scratch.numel() < needed or self._scratch.dtype != pool.dtype:
-            self._scratch = torch.empty(needed, dtype=pool.dtype)
-        k, v = pool.gather_padded(layer, group.block_table, self._scratch)
-        if group.stale is not None:
-            self._scratch[:needed].view(heads, num_rows, -1).index_fill_(1, group.stale, 0)
-        return k.to(dtype), v.to(dtype)
+            self._scratch = torch.empty(needed, dtype=pool.dtype, device=pool.device)
+        return pool.gather_padded(layer, group.block_table, dtype, group.stale, self._scratch)
 
     def _tiles(self, q: Tensor, group: Group) -> Tensor:
         """[tokens, num_heads, head_dim] -> [tiles, kv_heads, tile, head_dim]."""

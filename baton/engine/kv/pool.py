@@ -1,101 +1,149 @@
-"""The pool: all KV of a worker as one piece of byte memory, [block][layer][k|v][kv_head][token][head_dim].
+"""The pool: all KV of a worker as one piece of byte memory, [block][layer][k|v][kv_head][token][head_dim], and at the
+end of each block the scales of a quantized form, [layer][k|v][kv_head][token].
 
-The memory may be a mapping that other processes see (a memfd); layers are strided views of it, never copies.
+The memory may be a mapping that other processes see (a memfd); layers are strided views of it, never copies. A row (one
+token of one head of K or of V) is encoded when it is written and decoded when it is read; blocks are copied as bytes.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import KVLayout
+from baton.engine.kv.quant import STORED, decode, encode, num_elements
+from kvtransfer.layout import SCALE_BYTES, KVLayout
 
+CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class KVPool:
-    """Paged KV of one model. Blocks are numbered [0, num_blocks); what is in them is the ledger's business."""
+    """Paged KV of one model. Blocks are numbered [0, num_blocks); what is in them is the ledger's business.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, memory: memoryview | None = None):
-        """`memory`: writable, at least num_blocks * layout.block_bytes; None allocates zeroed memory of its own."""
+    `blocks`: the rows as they are stored, [num_blocks, layers, 2, kv_heads, block_size, elements of a row];
+    `scales`: their scales as bytes, [num_blocks, layers, 2, kv_heads, block_size, scale bytes of a row].
+    """
+
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, memory: memoryview | Any = None, device: torch.device = CPU
+    ):  # fmt: skip
+        """`memory`: writable, at least num_blocks * layout.block_bytes; on a GPU whatever has the CUDA array interface.
+        None allocates zeroed memory of its own."""
         (group,) = layout.groups
-        if group.form not in DTYPES:
-            raise ValueError(f"KV form {group.form!r} is not supported by this pool: one of {', '.join(DTYPES)}")
+        if group.form == "int4" and group.head_dim % 2:
+            raise ValueError(f"KV form int4 packs two elements into a byte: head_dim {group.head_dim} is odd")
         num_bytes = num_blocks * layout.block_bytes
-        if memory is not None and memory.nbytes < num_bytes:
-            raise ValueError(f"KV pool of {num_blocks} blocks needs {num_bytes} bytes, its memory has {memory.nbytes}")
-        self.layout, self.group, self.num_blocks = layout, group, num_blocks
+        self.layout, self.group, self.num_blocks, self.device = layout, group, num_blocks, device
+        self._memory = memory  # held: on a GPU a tensor over it does not
         if memory is None:
-            self.bytes = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
+            self.bytes = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
         else:
-            self.bytes = torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(num_blocks, -1)
-        shape = (num_blocks, group.num_layers, 2, group.num_kv_heads, group.block_size, group.head_dim)
-        self.blocks = self.bytes.view(DTYPES[group.form]).view(shape)
-        # Cells (one layer's K or V of one head in one block) as rows: whole sequences are gathered by one index_select.
-        self._cells = self.blocks.view(-1, group.block_size * group.head_dim)
-        heads = torch.arange(2 * group.num_kv_heads).view(-1, 1)
+            on_cpu = device == CPU
+            whole = torch.frombuffer(memory, dtype=torch.uint8) if on_cpu else torch.as_tensor(memory, device=device)
+            if whole.numel() < num_bytes:
+                sizes = f"needs {num_bytes} bytes, its memory has {whole.numel()}"
+                raise ValueError(f"KV pool of {num_blocks} blocks {sizes}")
+            self.bytes = whole[:num_bytes].view(num_blocks, -1)
+        rows = (num_blocks, group.num_layers, 2, group.num_kv_heads, group.block_size)
+        stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
+        self.blocks = stored.view(*rows, num_elements(group.form, group.head_dim))
+        self.scales = self.bytes[:, group.head_bytes :].view(*rows, SCALE_BYTES.get(group.form, 0))
+        # A stored dtype that attention computes in is gathered cell by cell (one layer's K or V of one head in one
+        # block), a whole sequence by one index_select, and written by one index_copy_.
+        self._is_plain = group.form in DTYPES
+        if self._is_plain:
+            self._cells = self.blocks.view(-1, group.block_size * group.head_dim)
+            self._tokens = self.blocks.view(-1, group.head_dim)
+        heads = torch.arange(2 * group.num_kv_heads, device=device).view(-1, 1)
         self._cell_of_head = [heads + 2 * group.num_kv_heads * layer for layer in range(group.num_layers)]
-        self._tokens = self.blocks.view(-1, group.head_dim)
         self._rows_per_layer = 2 * group.num_kv_heads * group.block_size
         self._slots = self._rows = torch.empty(0)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.blocks.dtype
+        """What rows are decoded to without loss."""
+        return self.blocks.dtype if self._is_plain else torch.float32
 
     @property
     def block_size(self) -> int:
         return self.group.block_size
 
-    def k(self, layer: int) -> Tensor:
-        """Keys of a layer, a view [num_blocks, kv_heads, block_size, head_dim]."""
-        return self.blocks[:, layer, 0]
-
-    def v(self, layer: int) -> Tensor:
-        """Values of a layer, a view [num_blocks, kv_heads, block_size, head_dim]."""
-        return self.blocks[:, layer, 1]
-
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k and v [T, kv_heads, head_dim] at `slots` [T] (block_id * block_size + offset)."""
+        if not self._is_plain:
+            self._encode(layer, slots, k, v)
+            return
         if slots is not self._slots:  # the same for all layers of a step
             self._slots, self._rows = slots, self._token_rows(slots)
         rows = (self._rows + self._rows_per_layer * layer).view(-1)
         self._tokens.index_copy_(0, rows, torch.stack((k, v), dim=1).to(self.dtype).view(-1, self.group.head_dim))
 
+    def _encode(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        rows, scales = encode(self.group.form, torch.stack((k, v), dim=1))
+        block_ids, offsets = slots // self.block_size, slots % self.block_size
+        self.blocks.view(torch.uint8)[:, layer][block_ids, :, :, offsets] = rows
+        self.scales[:, layer][block_ids, :, :, offsets] = scales
+
     def _token_rows(self, slots: Tensor) -> Tensor:
         """Rows of layer 0 that the tokens at `slots` own, [T, 2 * kv_heads]."""
         size = self.block_size
         first = (slots // size) * (self._rows_per_layer * self.group.num_layers) + slots % size
-        return first.unsqueeze(1) + torch.arange(2 * self.group.num_kv_heads) * size
+        return first.unsqueeze(1) + torch.arange(2 * self.group.num_kv_heads, device=self.device) * size
 
     def gather(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Copies of the first `num_tokens` tokens of a sequence: k, v [kv_heads, num_tokens, head_dim]."""
+        """The first `num_tokens` tokens of a sequence, decoded without loss: k, v [kv_heads, num_tokens, head_dim]."""
         blocks = block_ids[: self.layout.num_blocks(num_tokens)]
-        k, v = self.gather_padded(layer, blocks.unsqueeze(0))
+        k, v = self.gather_padded(layer, blocks.unsqueeze(0), self.dtype)
         return k[0, :, :num_tokens], v[0, :, :num_tokens]
 
-    def gather_padded(self, layer: int, block_table: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Copies of whole blocks of B sequences: k, v [B, kv_heads, N * block_size, head_dim].
+    def gather_padded(
+        self,
+        layer: int,
+        block_table: Tensor,
+        dtype: torch.dtype,
+        stale: Tensor | None = None,
+        scratch: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Whole blocks of B sequences, decoded to `dtype`: k, v [B, kv_heads, N * block_size, head_dim].
 
-        `block_table`: int64 [B, N]. `out`: a flat buffer of the pool's dtype to copy into, large enough.
+        `block_table`: int64 [B, N]. `stale`: which of the B * N * block_size tokens are to be zero instead.
+        `scratch`: a flat buffer of the pool's dtype to copy into, large enough; forms that are decoded need none.
         """
         group = self.group
         batch, num_blocks = block_table.shape
+        if self._is_plain:
+            cells = self._gather_cells(layer, block_table, scratch)
+        else:
+            cells = self._gather_decoded(layer, block_table, dtype)
+        cells = cells.view(2 * group.num_kv_heads, batch * num_blocks * group.block_size, group.head_dim)
+        if stale is not None:
+            cells.index_fill_(1, stale, 0)
+        cells = cells.view(2, group.num_kv_heads, batch, num_blocks * group.block_size, group.head_dim).to(dtype)
+        return cells[0].transpose(0, 1), cells[1].transpose(0, 1)
+
+    def _gather_cells(self, layer: int, block_table: Tensor, out: Tensor | None) -> Tensor:
+        group = self.group
         cells_per_block = 2 * group.num_kv_heads * group.num_layers
         index = (block_table.reshape(1, -1) * cells_per_block + self._cell_of_head[layer]).view(-1)
         if out is not None:
             out = out[: index.numel() * self._cells.shape[1]].view(index.numel(), -1)
-        cells = torch.index_select(self._cells, 0, index, out=out)
-        cells = cells.view(2, group.num_kv_heads, batch, num_blocks * group.block_size, group.head_dim)
-        return cells[0].transpose(0, 1), cells[1].transpose(0, 1)
+        return torch.index_select(self._cells, 0, index, out=out)
+
+    def _gather_decoded(self, layer: int, block_table: Tensor, dtype: torch.dtype) -> Tensor:
+        index = block_table.view(-1)
+        rows, scales = self.blocks.view(torch.uint8)[:, layer][index], self.scales[:, layer][index]
+        # [B * N, 2, kv_heads, block_size, ...] -> heads outside
+        return decode(self.group.form, rows.movedim(0, 2).contiguous(), scales.movedim(0, 2), dtype)
 
     def tail_is_finite(self, block_ids: Tensor, num_tokens: int) -> bool:
         """Whether what lies behind the last token of a sequence in its last block is free of infinities and NaN."""
         offset = num_tokens % self.block_size
         if offset == 0:
             return True
-        tail = self.blocks[block_ids[num_tokens // self.block_size], :, :, :, offset:]
-        return math.isfinite(tail.abs().amax())
+        where = block_ids[num_tokens // self.block_size], slice(None), slice(None), slice(None), slice(offset, None)
+        values = self.scales[where].view(torch.float16) if self.scales.shape[-1] else self.blocks[where].float()
+        return math.isfinite(values.abs().amax())
 
     def copy_block(self, src: int, dst: int) -> None:
         """Copy all layers of one block: a tail that becomes somebody's own."""

@@ -16,6 +16,8 @@ GRAIN = 32768  # elements up to which torch runs an elementwise loop on one thre
 def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * size], gates first -> silu(gate) * up [T, size]. `size` is a multiple of VECTOR_STRIDE."""
     gate, up = gate_up.chunk(2, dim=1)
+    if gate_up.device.type != "cpu":  # one thread an element: nothing is cut
+        return F.silu(gate).mul_(up)
     num_rows, size = gate.shape
     num_threads = torch.get_num_threads()
     whole = gate.numel() < GRAIN or num_threads == 1

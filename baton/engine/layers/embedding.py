@@ -3,6 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.linear.panels import Panels
+
 
 class Embedding:
     """Rows of a table by token id."""
@@ -13,3 +17,21 @@ class Embedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden_size]."""
         return F.embedding(token_ids, self.weight)
+
+
+class PackedEmbedding:
+    """Rows of the output head where a kernel has packed it: the table is held once."""
+
+    def __init__(self, panels: Panels):
+        self._panels = panels
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden_size]."""
+        return self._panels.rows(token_ids)
+
+
+def tied(embedding, head: LinearKernel):
+    """What looks up tokens where `head` was made of the table of `embedding`: whichever of the two needs no copy."""
+    if isinstance(embedding, Embedding) and isinstance(head, PackedLinear) and head.panels.is_dense:
+        return PackedEmbedding(head.panels)
+    return embedding

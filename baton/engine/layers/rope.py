@@ -39,6 +39,16 @@ class Rope:
         self._cos = torch.cat((cos, cos), dim=1).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=1).unsqueeze(1)
 
+    def to(self, device: torch.device) -> "Rope":
+        """Moves the tables; the same bits on every device, since they are made on the CPU."""
+        self._cos, self._sin = self._cos.to(device), self._sin.to(device)
+        return self
+
+    @property
+    def signed_tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin, fp32 [positions, 1, head_dim], for both halves of a head; those of sin's first are negated."""
+        return self._cos, self._sin
+
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """int64 [T] -> cos, sin [T, 1, head_dim]; once per step, for all layers."""
         return self._cos[positions].to(dtype), self._sin[positions].to(dtype)

@@ -1,7 +1,6 @@
 """The Llama family: Llama 2 to 3.2, Mistral, Qwen2 and Qwen3 differ by biases, q/k norms, windows and rope only."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -9,53 +8,56 @@ from torch import Tensor
 
 from baton.engine.attention.base import Attention
 from baton.engine.batch import ForwardBatch
+from baton.engine.device import instruction_set
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE, swiglu
-from baton.engine.layers.embedding import Embedding
+from baton.engine.layers.embedding import tied
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.rope import Rope
+from baton.engine.models.fused import fuse
+from baton.engine.models.layer import Layer
+from baton.engine.models.linears import Linears, Make
 from baton.engine.models.spec import ModelSpec
+from baton.engine.quant.formats.base import HEAD, Source
 from kvtransfer.layout import KVGroup
-
-Read = Callable[..., Tensor]  # (tensor name, *shape) -> tensor in the compute dtype
-Linear = Callable[[Tensor, Tensor | None], LinearKernel]  # (weight, bias) -> kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer; q, k, v are one product, gate and up another."""
-
-    input_norm: RMSNorm
-    qkv: LinearKernel
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
-    output: LinearKernel
-    mlp_norm: RMSNorm
-    gate_up: LinearKernel
-    down: LinearKernel
 
 
 class Model:
     """A loaded model. One thread at a time may call `forward`: it owns the scratch memory of its attention backend."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, read: Read, linear: Linear, attention: Attention, rope: Rope
+        self, spec: ModelSpec, dtype: torch.dtype, source: Source, make: Make, attention: Attention, rope: Rope
     ):
+        """`make(weight, bias)` gives the kernel that applies a weight of any form."""
         self.spec, self.dtype, self.attention, self.rope = spec, dtype, attention, rope
-        self.reasons: dict[str, dict[str, str]] = {}  # attention | linear -> backend -> why it was not taken
-        embedding = read("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
-        self.embedding = Embedding(embedding)
-        self.layers = [_layer(spec, index, read, linear) for index in range(spec.num_layers)]
-        self.norm = RMSNorm(read("model.norm.weight", spec.hidden_size), spec.norm_eps)
-        head = embedding if spec.tied else read("lm_head.weight", spec.vocab_size, spec.hidden_size)
-        self.head = linear(head, None)
+        self.device = attention.shape.device
+        self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
+        linears = Linears(source, make)
+        vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
+        self.embedding = source.embedding(vocab_size, hidden_size)
+        self.layers = [_layer(spec, index, source, linears) for index in range(spec.num_layers)]
+        self.norm = RMSNorm(source.tensor("model.norm.weight", hidden_size), spec.norm_eps)
+        if spec.tied:
+            self.head = linears.make([source.tied_head(self.embedding, vocab_size, hidden_size)])
+            self.embedding = tied(self.embedding, self.head)
+        else:
+            self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False)
+        self.weights = linears.report()
+        source.release()
+        self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, rope)
 
     @property
     def numerics(self) -> tuple[str, ...]:
         """What the bits of KV hang on besides weights and dtypes: kernels, instruction set, rope factors."""
-        capability = torch.backends.cpu.get_cpu_capability().lower()
-        return (self.attention.name, self.head.name, capability, *self.rope.variant)
+        capability = instruction_set(self.device)
+        attention, linears = self.attention.variant or self.attention.name, "+".join(sorted(self.weights.kernels))
+        return (attention, self.layers_name, linears, capability, *self.rope.variant)
+
+    @property
+    def layers_name(self) -> str:
+        """What runs the layers: fused (one native call), triton or torch."""
+        return "torch" if self.fused is None else self.fused.name
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """How this model's KV lies in a pool; `form` is a key of kvtransfer.layout.ELEMENT_BITS."""
@@ -66,6 +68,19 @@ class Model:
 
         `on_layer(layer)` is called when the KV of that layer is written, for all tokens of the step.
         """
+        return self.logits(self.hidden(batch, pool, on_layer)[batch.logit_rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned."""
+        if self.fused is not None:
+            return self.head(self.fused.norm(hidden.contiguous(), self.norm.weight)).float()
+        return self.head(self.norm(hidden)).float()
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Write the KV of all tokens and return what the last layer leaves, before the final norm: [>= T, hidden_size],
+        the rows of the batch first."""
+        if self.fused is not None:
+            return self.fused(self.embedding(batch.token_ids), batch, pool, on_layer)
         num_tokens = batch.token_ids.shape[0]
         missing = -num_tokens % self.head.row_multiple
         positions = F.pad(batch.positions, (0, missing))
@@ -80,7 +95,7 @@ class Model:
             self.attention(plan, index, q, mixed[:num_tokens])
             x = x + layer.output(mixed.flatten(1))
             x = x + layer.down(swiglu(layer.gate_up(layer.mlp_norm(x))))
-        return self.head(self.norm(x[batch.logit_rows])).float()
+        return x
 
     def _write_kv(
         self, layer: Layer, index: int, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, pool: KVPool
@@ -98,46 +113,26 @@ class Model:
         return q
 
 
-def _layer(spec: ModelSpec, index: int, read: Read, linear: Linear) -> Layer:
+def _layer(spec: ModelSpec, index: int, source: Source, linears: Linears) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, size = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    padding = -size % VECTOR_STRIDE  # swiglu's rows have the length that it needs
 
-    def weight(names: tuple[str, ...], sizes: tuple[int, ...], in_size: int) -> Tensor:
-        """Weights of projections that share their input, one above the other."""
-        parts = [read(f"{prefix}{name}.weight", out, in_size) for name, out in zip(names, sizes, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def bias(wanted: bool, names: tuple[str, ...], sizes: tuple[int, ...]) -> Tensor | None:
-        if not wanted:
-            return None
-        return torch.cat([read(f"{prefix}{name}.bias", out) for name, out in zip(names, sizes, strict=True)])
+    def linear(names: tuple[str, ...], sizes: tuple[int, ...], in_size: int, bias: bool, **pads: int) -> LinearKernel:
+        return linears.read([prefix + name for name in names], sizes, in_size, bias, **pads)
 
     def norm(name: str, length: int) -> RMSNorm:
-        return RMSNorm(read(f"{prefix}{name}.weight", length), spec.norm_eps)
+        return RMSNorm(source.tensor(f"{prefix}{name}.weight", length), spec.norm_eps)
 
-    qkv, qkv_sizes = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (q_size, kv_size, kv_size)
-    gate_up, down, output = ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",), ("self_attn.o_proj",)
-    padding = -size % VECTOR_STRIDE
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return Layer(
         input_norm=norm("input_layernorm", hidden),
-        qkv=linear(weight(qkv, qkv_sizes, hidden), bias(spec.qkv_bias, qkv, qkv_sizes)),
+        qkv=linear(qkv, (q_size, kv_size, kv_size), hidden, spec.qkv_bias),
         q_norm=norm("self_attn.q_norm", spec.head_dim) if spec.qk_norm else None,
         k_norm=norm("self_attn.k_norm", spec.head_dim) if spec.qk_norm else None,
-        output=linear(weight(output, (hidden,), q_size), bias(spec.output_bias, output, (hidden,))),
+        output=linear(("self_attn.o_proj",), (hidden,), q_size, spec.output_bias),
         mlp_norm=norm("post_attention_layernorm", hidden),
-        gate_up=linear(
-            _pad_halves(weight(gate_up, (size, size), hidden), padding),
-            _pad_halves(bias(spec.mlp_bias, gate_up, (size, size)), padding),
-        ),
-        down=linear(F.pad(weight(down, (hidden,), size), (0, padding)), bias(spec.mlp_bias, down, (hidden,))),
+        gate_up=linear(("mlp.gate_proj", "mlp.up_proj"), (size, size), hidden, spec.mlp_bias, rows=padding),
+        down=linear(("mlp.down_proj",), (hidden,), size, spec.mlp_bias, columns=padding),
     )
-
-
-def _pad_halves(x: Tensor | None, padding: int) -> Tensor | None:
-    """Zero rows behind the gates and behind the ups, so that swiglu's rows have the length it needs."""
-    if x is None or padding == 0:
-        return x
-    gate, up = x.chunk(2)
-    zeros = x.new_zeros(padding, *x.shape[1:])
-    return torch.cat((gate, zeros, up, zeros))

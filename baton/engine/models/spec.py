@@ -1,9 +1,10 @@
-"""What a Hugging Face folder says of its model before any weight is read: config.json and generation_config.json."""
+"""What a model says of itself before any weight is read: config.json and generation_config.json, or GGUF metadata."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.engine.models.errors import ModelError, read_json
+from baton.gguf import is_gguf
 from kvtransfer.layout import KVGroup
 
 ARCHITECTURES = {
@@ -18,10 +19,6 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 HEAD_DIM = {"qwen3": 128}
-
-
-class ModelError(Exception):
-    """A model folder that cannot be served; the message is one line that names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class RopeSpec:
 class ModelSpec:
     """Family, shapes and conventions of one model. Sizes in elements, `context` in tokens."""
 
-    folder: Path
+    folder: Path  # or a .gguf file
     family: str  # llama | mistral | qwen2 | qwen3
     vocab_size: int
     hidden_size: int
@@ -84,7 +81,7 @@ class ModelSpec:
 
     @property
     def name(self) -> str:
-        return self.folder.name
+        return self.folder.stem if is_gguf(self.folder) else self.folder.name
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """How this model's KV lies in a pool. Windowed layers keep all tokens too."""
@@ -92,8 +89,12 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "ModelSpec":
-        """Read config.json and, where there is one, generation_config.json. Raises ModelError."""
+        """Read config.json and, where there is one, generation_config.json; or the metadata of a .gguf file.
+
+        Raises ModelError."""
         folder = Path(folder)
+        if is_gguf(folder):
+            return _from_gguf(folder)
         if not folder.is_dir():
             raise ModelError(f"{folder}: no such model folder")
         path = folder / "config.json"
@@ -108,17 +109,17 @@ class ModelSpec:
             raise ModelError(f"{path}: {error}") from None
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file of the model folder, or a ModelError that names the file."""
+def _from_gguf(path: Path) -> ModelSpec:
+    # Not above: settings of a worker import this, and its --help should not wait for numpy.
+    from baton.engine.models.gguf_file import GGUFFile, config_of
+
+    file = GGUFFile(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
+        return _spec(path, config_of(file), {})
+    except KeyError as error:
+        raise ModelError(f"{path}: metadata: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{path}: metadata: {error}") from None
 
 
 def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:

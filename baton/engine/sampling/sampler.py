@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.request import SamplingParams, TokenLogprobs
+from baton.engine.request import Request, SamplingParams, TokenLogprobs
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.penalties import changes, penalize
 
@@ -33,6 +33,20 @@ class SampleRow:
     min_tokens_left_bans: frozenset[int] = frozenset()  # ids that may not be drawn while min_tokens is not reached
 
 
+NO_TOKENS: frozenset[int] = frozenset()
+
+
+def sample_row(
+    request: Request, params: SamplingParams, choice: int, token_ids: list[int], draft_ids: Sequence[int] = ()
+) -> SampleRow:
+    """What the token after token_ids + draft_ids is drawn with. `params`: request.sampling, or it without logprobs."""
+    num_tokens, border = len(token_ids) + len(draft_ids), request.num_prompt_tokens
+    banned = request.stop_token_ids if num_tokens - border < request.min_tokens else NO_TOKENS
+    if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+        return SampleRow(params, choice, num_tokens, (), (), banned)
+    return SampleRow(params, choice, num_tokens, token_ids[:border], [*token_ids[border:], *draft_ids], banned)
+
+
 class Sampled(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None
@@ -49,7 +63,7 @@ class Sampler:
         for index, row in enumerate(rows):
             if row.params.temperature == 0.0:
                 continue
-            if _filters(row.params):
+            if has_filters(row.params):
                 token_ids[index] = draw_filtered(scores[index], row)
             else:
                 plain.append(index)
@@ -71,7 +85,7 @@ class Sampler:
         return scores
 
 
-def _filters(params: SamplingParams) -> bool:
+def has_filters(params: SamplingParams) -> bool:
     return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
 
 

@@ -1,0 +1,166 @@
+"""FlashAttention behind the interface: flash-attn 2.x (Dao 2023) and FlashAttention-3 (Shah et al. 2024), which read
+the pool in place: its pages are the blocks, seen as [blocks, tokens, kv heads, head_dim].
+
+Both split KV by the load: a row's bits depend on what shares its batch.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
+from baton.engine.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.kv.pool import DTYPES, KVPool
+
+FEW_QUERIES = 32  # of a sequence, for flash_attn_with_kvcache
+PAGE_MULTIPLE = 256  # tokens, of flash-attn 2.x
+HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Sequences of one call. `rows`: theirs of the batch, None: all."""
+
+    rows: Tensor | None
+    table: SeqTable
+    key_starts: (
+        Tensor | None
+    )  # int32 [S + 1]: where each one's tokens would begin if they lay in a row; None: not asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    parts: tuple[Part, ...]
+    pool: KVPool
+
+
+class FlashAttention2(Attention):
+    """Chunks through `flash_attn_varlen_func`, decode and verification through `flash_attn_with_kvcache`."""
+
+    name = "flash"
+    batch_invariant = False
+    capturable = True
+
+    def __init__(self, shape: AttentionShape):
+        super().__init__(shape)
+        module = load("flash_attn")
+        self._chunks: Callable[..., Tensor] = module.flash_attn_varlen_func
+        self._cached: Callable[..., Tensor] = module.flash_attn_with_kvcache
+
+    @classmethod
+    def unfit(cls, shape: AttentionShape) -> str:
+        if reason := unfit_cuda(shape.device, (8, 0)) or missing("flash_attn", "'baton[flash]'") or unfit_rows(shape):
+            return reason
+        if shape.block_size % PAGE_MULTIPLE:
+            return f"block_size {shape.block_size} is not a multiple of {PAGE_MULTIPLE}"
+        return ""
+
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+        table = batch.table or SeqTable.of(batch.seqs, pool.bytes.device)
+        if all(seq.query_len == table.max_query_len for seq in batch.seqs):
+            few = table.max_query_len <= FEW_QUERIES
+            starts = None if few else F.pad(table.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+            return Plan((Part(None, table, starts),), pool)
+        one = [i for i, seq in enumerate(batch.seqs) if seq.query_len == 1]
+        more = [i for i, seq in enumerate(batch.seqs) if seq.query_len > 1]
+        return Plan(tuple(part_of(batch.seqs, members, table) for members in (one, more) if members), pool)
+
+    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+        for part in plan.parts:
+            if part.rows is None:
+                out.copy_(self._part(plan.pool, layer, part, q))
+            else:
+                out[part.rows] = self._part(plan.pool, layer, part, q[part.rows])
+
+    def _part(self, pool: KVPool, layer: int, part: Part, q: Tensor) -> Tensor:
+        table = part.table
+        k, v = pages(pool, layer)
+        options = {"softmax_scale": self.shape.scale, "causal": True, "window_size": self._window(layer)}
+        if part.key_starts is None:
+            rows = q.unflatten(0, (-1, table.max_query_len))
+            cached = self._cached(rows, k, v, cache_seqlens=table.kv_lens, block_table=table.block_ids, **options)
+            return cached.flatten(0, 1)
+        return self._chunks(
+            q, k, v, table.query_starts, part.key_starts, table.max_query_len, table.max_kv_len,
+            block_table=table.block_ids, **options,
+        )  # fmt: skip
+
+    def _window(self, layer: int) -> tuple[int, int]:
+        """As flash-attn counts it: positions to the left of a token, and to its right."""
+        window = self.shape.windows[layer]
+        return (-1, -1) if window is None else (window - 1, 0)
+
+
+class FlashAttention3(FlashAttention2):
+    """One call for whatever a step holds, with any page size. Its module is built from flash-attention's `hopper`."""
+
+    name = "flash3"
+
+    def __init__(self, shape: AttentionShape):
+        Attention.__init__(self, shape)
+        self._cached = load("flash_attn_interface").flash_attn_with_kvcache
+
+    @classmethod
+    def unfit(cls, shape: AttentionShape) -> str:
+        reason = unfit_cuda(shape.device, (9, 0), below=(10, 0))
+        return reason or missing("flash_attn_interface") or unfit_rows(shape)
+
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+        return Plan((Part(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
+
+    def _part(self, pool: KVPool, layer: int, part: Part, q: Tensor) -> Tensor:
+        table = part.table
+        return self._cached(
+            q, *pages(pool, layer), cache_seqlens=table.kv_lens, page_table=table.block_ids,
+            cu_seqlens_q=table.query_starts, max_seqlen_q=table.max_query_len, softmax_scale=self.shape.scale,
+            causal=True, window_size=self._window(layer),
+        )  # fmt: skip
+
+
+def pages(pool: KVPool, layer: int) -> tuple[Tensor, Tensor]:
+    """k and v [blocks, tokens, kv heads, head_dim], views."""
+    return pool.blocks[:, layer, 0].transpose(1, 2), pool.blocks[:, layer, 1].transpose(1, 2)
+
+
+def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> Part:
+    """Some sequences of a step, their rows side by side."""
+    device = table.kv_lens.device
+    chosen = [seqs[i] for i in members]
+    rows = [row for seq in chosen for row in range(seq.query_start, seq.query_start + seq.query_len)]
+    lens = torch.tensor([[seq.query_len for seq in chosen], [seq.kv_len for seq in chosen]])
+    starts = F.pad(lens.cumsum(1), (1, 0)).to(device, torch.int32)
+    query_len, kv_len = lens.amax(1).tolist()
+    index = torch.tensor(members).to(device)
+    own = SeqTable(starts[0], table.kv_lens[index], table.block_ids[index], query_len, kv_len)
+    return Part(torch.tensor(rows).to(device), own, starts[1] if query_len > 1 else None)
+
+
+def unfit_rows(shape: AttentionShape) -> str:
+    """Dtypes, head dimensions and stored forms that both take; "": these."""
+    if shape.dtype not in (torch.bfloat16, torch.float16):
+        return "computes in bf16 or fp16"
+    if shape.head_dim % HEAD_DIM_MULTIPLE or shape.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {shape.head_dim} is not a multiple of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+    if shape.kv_form and DTYPES.get(shape.kv_form) != shape.dtype:
+        return f"reads KV in the compute dtype, {shape.kv_form} is stored"
+    return ""
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def missing(name: str, extra: str = "") -> str:
+    """Why a module is not there; "": it is."""
+    try:
+        load(name)
+    except ModuleNotFoundError:
+        return f"{name} is not installed" + (f": pip install --no-build-isolation {extra}" if extra else "")
+    except ImportError as error:  # built for another torch
+        return f"{name} does not load: {error}"
+    return ""

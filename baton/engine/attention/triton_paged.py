@@ -1,0 +1,207 @@
+"""Attention in Triton (kernels/paged_attention.py): reads the pool where it lies, in any stored form.
+
+Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
+not. The fixed form cuts at fixed borders and has one tile for both, so that a row has the same bits either way; the
+fast form has a small tile for decode, a large one for chunks, and as many splits as the load needs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine import kernels
+from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
+from baton.engine.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.kv.pool import KVPool
+
+BLOCK_N = 64  # positions a program reduces at a time
+FEW_QUERIES = 32  # of a sequence, up to which KV may be split
+FIXED_TILE = 64  # rows: the least that a warp group multiplies on Hopper
+FIXED_SPLIT = 256  # positions
+FAST_FEW_TILE = 16  # rows: the least that tl.dot takes
+FAST_CHUNK_TILE = 128
+FAST_LEAST_SPLIT = 128  # positions
+PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Sequences that run alike: all of the batch, with `query_len` tokens each, or those that `tiles` and `tokens`
+    name."""
+
+    num_tiles: int
+    tile: int  # rows
+    split_len: int
+    num_splits: int  # 1: nothing is left to combine
+    num_tokens: int  # to be combined
+    query_len: int = 0
+    tiles_per_seq: int = 0
+    tiles: Tensor | None = None  # int32 [num_tiles, 2]: sequence, first row of its queries
+    tokens: Tensor | None = None  # int32 [num_tokens, 2]: row of the batch, position
+    partials: Tensor | None = None  # fp32 [T, heads, splits, head_dim]
+    stats: Tensor | None = None  # fp32 [T, heads, splits, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    table: SeqTable
+    launches: tuple[Launch, ...]
+    layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # k, v and their scales
+    pool: KVPool
+
+
+class TritonAttention(Attention):
+    """Exact: fixed tiles, splits at fixed borders."""
+
+    name = "triton"
+    batch_invariant = True
+    capturable = True
+
+    def __init__(self, shape: AttentionShape):
+        from baton.engine.kernels import paged_attention  # triton is an extra
+
+        super().__init__(shape)
+        self._kernels = paged_attention
+        self._pool: KVPool | None = None
+        self._layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._block_d = max(16, 1 << (shape.head_dim - 1).bit_length())
+        processors = 8
+        if shape.device.type == "cuda":
+            processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
+        self._wanted = PROGRAMS_PER_PROCESSOR * processors
+
+    @classmethod
+    def unfit(cls, shape: AttentionShape) -> str:
+        if reason := kernels.unavailable(shape.device.type):
+            return reason
+        least = (8, 9) if shape.kv_form == "fp8_e4m3" else (8, 0)
+        if shape.device.type == "cuda" and (reason := unfit_cuda(shape.device, least)):
+            return reason
+        return f"head_dim {shape.head_dim} is above {MAX_HEAD_DIM}" if shape.head_dim > MAX_HEAD_DIM else ""
+
+    @classmethod
+    def avoid(cls, shape: AttentionShape) -> str:
+        return "" if shape.device.type == "cuda" else "Triton's interpreter is for tests"
+
+    # ---- the plan ----
+
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+        if pool is not self._pool:
+            self._pool, self._layers = pool, layers_of(pool)
+        table = batch.table or SeqTable.of(batch.seqs, pool.bytes.device)
+        if all(seq.query_len == table.max_query_len for seq in batch.seqs):
+            launches = (self._uniform_launch(table),)
+        else:
+            few = [i for i, seq in enumerate(batch.seqs) if seq.query_len <= FEW_QUERIES]
+            many = [i for i, seq in enumerate(batch.seqs) if seq.query_len > FEW_QUERIES]
+            launches = tuple(self._launch(batch.seqs, members, table) for members in (few, many) if members)
+        return Plan(table, launches, self._layers, pool)
+
+    def _uniform_launch(self, table: SeqTable) -> Launch:
+        """Made of bounds alone, as a CUDA graph needs it."""
+        num_seqs, query_len = len(table.kv_lens), table.max_query_len
+        tile = self._tile(query_len)
+        per_seq = -(-query_len * self.shape.group_size // tile)
+        split_len, num_splits = self._splits(num_seqs * per_seq, query_len, table.max_kv_len)
+        num_tokens = num_seqs * query_len
+        scratch = self._scratch(num_tokens, num_splits, table.kv_lens.device)
+        return Launch(
+            num_seqs * per_seq, tile, split_len, num_splits, num_tokens, query_len, per_seq, None, None, *scratch
+        )
+
+    def _launch(self, seqs: Sequence[SeqSlice], members: list[int], table: SeqTable) -> Launch:
+        device, size = table.kv_lens.device, self.shape.group_size
+        query_len, kv_len = (max(getattr(seqs[i], name) for i in members) for name in ("query_len", "kv_len"))
+        tile = self._tile(query_len)
+        tiles = [(i, row) for i in members for row in range(0, seqs[i].query_len * size, tile)]
+        split_len, num_splits = self._splits(len(tiles), query_len, kv_len)
+        places = ((seqs[i].query_start, seqs[i].kv_len - seqs[i].query_len, seqs[i].query_len) for i in members)
+        tokens = [(start + t, before + t) for start, before, count in places for t in range(count)]
+        scratch = self._scratch(max(row for row, _ in tokens) + 1, num_splits, device)
+        on_device = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (tiles, tokens))
+        return Launch(len(tiles), tile, split_len, num_splits, len(tokens), 0, 0, *on_device, *scratch)
+
+    def _scratch(self, num_rows: int, num_splits: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        if num_splits == 1:
+            return None, None
+        sizes = (self.shape.head_dim, 2)
+        return tuple(torch.empty(num_rows, self.shape.num_heads, num_splits, size, device=device) for size in sizes)
+
+    def _tile(self, query_len: int) -> int:
+        return FIXED_TILE
+
+    def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int]:
+        """Length and number of the splits that programs of their own take; 1: a program takes all of a row's."""
+        crowded = num_tiles * self.shape.num_kv_heads >= self._wanted
+        return FIXED_SPLIT, 1 if crowded or query_len > FEW_QUERIES else -(-longest // FIXED_SPLIT)
+
+    # ---- a layer ----
+
+    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+        if q.stride(2) != 1 or out.stride(1) != out.shape[2] or out.stride(2) != 1:
+            raise ValueError(
+                "triton attention takes queries with contiguous heads, and an output with its heads in a row"
+            )
+        window = self.shape.windows[layer]
+        for launch in plan.launches:
+            self._attend(plan, launch, plan.layers[layer], q, out, window)
+            if launch.num_splits > 1:
+                self._combine(plan, launch, out, window)
+
+    def _attend(self, plan: Plan, launch: Launch, layer: tuple, q: Tensor, out: Tensor, window: int | None) -> None:
+        k, v, k_scales, v_scales = layer
+        shape, group, table = self.shape, plan.pool.group, plan.table
+        self._kernels.attend[(launch.num_tiles, shape.num_kv_heads, launch.num_splits)](
+            q, out, _or(launch.partials, out), _or(launch.stats, out), k, v, k_scales, v_scales,
+            _or(launch.tiles, table.kv_lens), table.query_starts, table.kv_lens, table.block_ids,
+            q.stride(0), q.stride(1), out.stride(0), table.block_ids.stride(0), *k.stride()[:3],
+            *k_scales.stride()[:3], shape.scale * self._kernels.LOG2_E, window or 0, group.block_size,
+            launch.split_len, launch.num_splits, launch.tiles_per_seq,
+            GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
+            BLOCK_N=BLOCK_N, FORM=group.form if group.form in ("int8", "int4") else "cast",
+            WINDOWED=window is not None, PARTIAL=launch.num_splits > 1,
+            num_warps=8 if launch.tile * self._block_d > 64 * 128 else 4, enable_fp_fusion=not self.batch_invariant,
+        )  # fmt: skip
+
+    def _combine(self, plan: Plan, launch: Launch, out: Tensor, window: int | None) -> None:
+        kv_lens = plan.table.kv_lens
+        self._kernels.combine[(launch.num_tokens, self.shape.num_heads)](
+            launch.partials, launch.stats, _or(launch.tokens, kv_lens), kv_lens, out, out.stride(0), window or 0,
+            launch.split_len, launch.num_splits, launch.query_len,
+            HEAD_DIM=self.shape.head_dim, BLOCK_D=self._block_d, WINDOWED=window is not None,
+            num_warps=1, enable_fp_fusion=not self.batch_invariant,
+        )  # fmt: skip
+
+
+class FastTritonAttention(TritonAttention):
+    """Tiles and splits by what there is to do: a row's bits depend on it."""
+
+    name = "triton-fast"
+    batch_invariant = False
+
+    def _tile(self, query_len: int) -> int:
+        if query_len <= FEW_QUERIES:
+            return FAST_FEW_TILE
+        return FAST_CHUNK_TILE if self._block_d <= 128 else FAST_CHUNK_TILE // 2
+
+    def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int]:
+        wanted = self._wanted // (num_tiles * self.shape.num_kv_heads) if query_len <= FEW_QUERIES else 1
+        least = max(FAST_LEAST_SPLIT, -(-longest // max(wanted, 1)))
+        split_len = -(-least // BLOCK_N) * BLOCK_N
+        return split_len, -(-longest // split_len)
+
+
+def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Per layer: k, v [blocks, kv heads, tokens, elements], and their scales fp16 (k, v again where there are none)."""
+    scales = pool.scales.view(torch.float16) if pool.scales.shape[-1] else pool.blocks
+    return [
+        (pool.blocks[:, layer, 0], pool.blocks[:, layer, 1], scales[:, layer, 0], scales[:, layer, 1])
+        for layer in range(pool.group.num_layers)
+    ]
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

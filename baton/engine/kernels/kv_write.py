@@ -1,0 +1,133 @@
+"""Queries and keys normalized and rotated, keys and values encoded and stored, in one pass over the projected heads.
+
+The torch twins are layers/norm.py and layers/rope.py, kv/quant.py's `encode` and KVPool.write. Here a head stays in
+fp32 from the projection to the store; rows that need neither norm nor rotation are stored as `encode` stores them, to
+the byte.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.kernels.tiles import ROUND, narrow
+from baton.engine.kv.pool import KVPool
+
+HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
+
+
+def write_kv(
+    heads: Tensor, num_heads: int, positions: Tensor, slots: Tensor, tables: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor, float] | None, pool: KVPool, layer: int,
+) -> Tensor:  # fmt: skip
+    """Rotated queries [T, num_heads, head_dim]; K and V of `layer` go to the pool.
+
+    heads [T, H + 2 * Hkv, head_dim]: queries, keys, values as projected, the last dimension contiguous. positions,
+    slots int64 [T]: a slot below 0 is not written. tables: Rope.signed_tables, fp32. norms: weights of the queries' and
+    of the keys' RMSNorm, and its epsilon.
+    """
+    group = pool.group
+    q = torch.empty(len(slots), num_heads, group.head_dim, dtype=heads.dtype, device=heads.device)
+    q_weight, k_weight, eps = norms if norms is not None else (heads, heads, 0.0)
+    rows = pool.blocks[:, layer]
+    scales = pool.scales.view(torch.float16)[:, layer] if pool.scales.shape[-1] else rows
+    _write[(len(slots), num_heads + 2 * group.num_kv_heads)](
+        heads, q, rows, scales, positions, slots, *tables, q_weight, k_weight, eps,
+        heads.stride(0), heads.stride(1), tables[0].stride(0), *rows.stride()[:4], *scales.stride()[:4],
+        group.block_size, NUM_HEADS=num_heads, NUM_KV_HEADS=group.num_kv_heads, HEAD_DIM=group.head_dim,
+        BLOCK=max(16, triton.next_power_of_2(group.head_dim)) // 2,
+        FORM=group.form if group.form in ("int8", "int4") else "cast",
+        LIMIT=torch.finfo(pool.blocks.dtype).max if group.form.startswith("fp8") else 0.0,
+        NORMED=norms is not None, num_warps=1,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _write(
+    heads, q, rows, scales, positions, slots, cos, sin, q_weight, k_weight, eps,
+    token_stride, head_stride, table_stride, block_stride, side_stride, kv_head_stride, row_stride,
+    scale_block_stride, scale_side_stride, scale_head_stride, scale_row_stride, block_size,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    FORM: tl.constexpr, LIMIT: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, queries' + keys' + values' heads). A head is held as its even and its odd elements, BLOCK each."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x = heads + token * token_stride + head * head_stride
+    even = 2 * tl.arange(0, BLOCK)
+    mask = even < HEAD_DIM
+    low = tl.load(x + even, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(x + even + 1, mask=even + 1 < HEAD_DIM, other=0.0).to(tl.float32)
+    if head < NUM_HEADS + NUM_KV_HEADS:
+        position = tl.load(positions + token)
+        weight = q_weight if head < NUM_HEADS else k_weight
+        inverse = 1.0
+        if NORMED:
+            inverse = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / HEAD_DIM + eps)
+        cos_row, sin_row = cos + position * table_stride, sin + position * table_stride
+        low = _rotated(x, weight, inverse, cos_row, sin_row, even, HEAD_DIM, NORMED)
+        high = _rotated(x, weight, inverse, cos_row, sin_row, even + 1, HEAD_DIM, NORMED)
+    if head < NUM_HEADS:
+        place = q + (token * NUM_HEADS + head) * HEAD_DIM + even
+        tl.store(place, narrow(low, q.dtype.element_ty), mask=mask)
+        tl.store(place + 1, narrow(high, q.dtype.element_ty), mask=even + 1 < HEAD_DIM)
+        return
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    side = (head - NUM_HEADS) // NUM_KV_HEADS  # 0: a key, 1: a value
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    block, offset = slot // block_size, slot % block_size
+    place = rows + block * block_stride + side * side_stride + kv_head * kv_head_stride + offset * row_stride
+    scale_place = scales + block * scale_block_stride + side * scale_side_stride
+    scale_place += kv_head * scale_head_stride + offset * scale_row_stride
+    _store(place, scale_place, low, high, even, HEAD_DIM, FORM, LIMIT)
+
+
+@triton.jit
+def _rotated(x, weight, inverse, cos, sin, dims, HEAD_DIM: tl.constexpr, NORMED: tl.constexpr):
+    """Elements `dims` of a head after norm and rotation: the first half pairs with the second, sin carries its sign."""
+    mask = dims < HEAD_DIM
+    others = (dims + HEAD_DIM // 2) % HEAD_DIM
+    value = tl.load(x + dims, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(x + others, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        value = value * inverse * tl.load(weight + dims, mask=mask, other=0.0).to(tl.float32)
+        other = other * inverse * tl.load(weight + others, mask=mask, other=0.0).to(tl.float32)
+    return value * tl.load(cos + dims, mask=mask, other=0.0) + other * tl.load(sin + dims, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(rows, scales, low, high, even, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, LIMIT: tl.constexpr):
+    mask, odd_mask = even < HEAD_DIM, even + 1 < HEAD_DIM
+    if FORM == "int8":
+        largest = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
+        scale = tl.minimum(tl.div_rn(largest, 127.0), HALF_MAX).to(tl.float16)
+        tl.store(scales, scale)
+        tl.store(rows + even, _level(low, scale, -127.0, 127.0).to(tl.int8), mask=mask)
+        tl.store(rows + even + 1, _level(high, scale, -127.0, 127.0).to(tl.int8), mask=odd_mask)
+    elif FORM == "int4":
+        least = tl.minimum(tl.min(tl.where(mask, low, float("inf")), 0), tl.min(tl.where(mask, high, float("inf")), 0))
+        most = tl.maximum(tl.max(tl.where(mask, low, float("-inf")), 0), tl.max(tl.where(mask, high, float("-inf")), 0))
+        scale = tl.minimum(tl.div_rn(most - least, 15.0), HALF_MAX).to(tl.float16)
+        zero = tl.maximum(tl.minimum(least, HALF_MAX), -HALF_MAX).to(tl.float16)
+        tl.store(scales, scale)
+        tl.store(scales + 1, zero)
+        first = _level(low - zero.to(tl.float32), scale, 0.0, 15.0).to(tl.uint8)
+        second = _level(high - zero.to(tl.float32), scale, 0.0, 15.0).to(tl.uint8)
+        tl.store(rows + even // 2, first | (second << 4), mask=mask)
+    else:
+        if LIMIT > 0.0:
+            low = tl.maximum(tl.minimum(low, LIMIT), -LIMIT)
+            high = tl.maximum(tl.minimum(high, LIMIT), -LIMIT)
+        tl.store(rows + even, narrow(low, rows.dtype.element_ty), mask=mask)
+        tl.store(rows + even + 1, narrow(high, rows.dtype.element_ty), mask=odd_mask)
+
+
+@triton.jit
+def _level(x, scale, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """x / scale, half to even, within [LEAST, MOST]; 0 where the scale is."""
+    scale = scale.to(tl.float32)
+    level = tl.where(scale == 0.0, 0.0, tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)))
+    level = tl.maximum(tl.minimum(level, MOST), LEAST)
+    return (level + ROUND) - ROUND

@@ -1,0 +1,225 @@
+"""Products with a weight of any form: y [M, out] = x [M, in] @ w.T, dequantized as it is read.
+
+    dense   floating point            values [out, in]
+    int8    int8, fp32 scales         values [out, in]
+    fp8     e4m3, fp32 scales         values [out, in]
+    int4    two columns in a byte     values [out, in / 2]; of each BLOCK_K columns the first half in the low halves
+    w8a8    int8, x int8 with a scale per row, a segment's (or group's) products summed as integers
+
+Scales (and offsets) are fp32 [out, groups], a group of inputs each, or one a row. They meet a group's sum, not its
+weights, so that 4 and 8-bit integers are multiplied as they are, exactly in bf16.
+
+`multiply` cuts the inputs into segments whose number depends on the weight's shape alone. Either a program takes one
+segment and leaves a partial sum that `add_segments` adds in order, or it takes all of them in that order: the same
+arithmetic, so that a row's bits do not depend on which way was taken for how many rows, nor, in one tile shape, on the
+rows beside it. The torch twin of all is `dequantize()` of quant/weights.py.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.engine.kernels.tiles import dot, narrow
+
+
+@triton.jit
+def multiply(
+    x, w, scales, offsets, bias, x_scales, y, partials,
+    num_rows, num_out, num_in, x_stride, w_stride, group, num_groups, segment_len, num_segments,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of out, tiles of rows, segments; 1 where not PARTIAL). BLOCK_K divides `group` and `segment_len`.
+
+    partials fp32 [segments, M, out], before the scale of a row; y in its own dtype.
+    """
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, out_mask = rows < num_rows, outs < num_out
+    x_rows = x + rows.to(tl.int64)[:, None] * x_stride
+    w_rows = w + outs.to(tl.int64)[None, :] * w_stride
+    scale_rows = outs * num_groups
+    first, last = 0, num_segments
+    if PARTIAL:
+        first = tl.program_id(2)
+        last = first + 1
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for segment in range(first, last):
+        begin = segment * segment_len
+        part = _segment(
+            x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask,
+            begin, tl.minimum(begin + segment_len, num_in), num_in, group,
+            KIND, GROUPED, OFFSETS, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        total = total + part
+    mask = row_mask[:, None] & out_mask[None, :]
+    places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]
+    if PARTIAL:
+        tl.store(partials + tl.program_id(2) * num_rows * num_out + places, total, mask=mask)
+    else:
+        total = _finish(total, scales, bias, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED, BIAS)
+        tl.store(y + places, narrow(total, y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _segment(
+    x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask, begin, end, num_in, group,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BLOCK_M, BLOCK_N] of the inputs [begin, end)."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if KIND == "w8a8" and not GROUPED else tl.float32)
+    for k in range(begin, end, BLOCK_K):
+        if KIND == "int4":
+            halves = tl.arange(0, HALF)
+            packed = tl.load(w_rows + (k // 2 + halves)[:, None], mask=out_mask[None, :], other=0x88)
+            low_ins, high_ins = k + halves, k + HALF + halves
+            x_low = tl.load(x_rows + low_ins[None, :], mask=row_mask[:, None] & (low_ins < num_in)[None, :], other=0.0)
+            x_high = tl.load(
+                x_rows + high_ins[None, :], mask=row_mask[:, None] & (high_ins < num_in)[None, :], other=0.0
+            )
+            low = narrow(((packed & 15).to(tl.int8) - 8).to(tl.float32), x_low.dtype)
+            high = narrow(((packed >> 4).to(tl.int8) - 8).to(tl.float32), x_low.dtype)
+            if GROUPED:
+                part = dot(x_high, high, dot(x_low, low, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
+            else:
+                acc = dot(x_high, high, dot(x_low, low, acc))
+            if OFFSETS:
+                x_sum = tl.sum(x_low.to(tl.float32), 1) + tl.sum(x_high.to(tl.float32), 1)
+        else:
+            ins = k + tl.arange(0, BLOCK_K)
+            x_tile = tl.load(x_rows + ins[None, :], mask=row_mask[:, None] & (ins < num_in)[None, :], other=0.0)
+            w_tile = tl.load(w_rows + ins[:, None], mask=out_mask[None, :] & (ins < num_in)[:, None], other=0.0)
+            if KIND != "dense" and KIND != "w8a8":
+                w_tile = narrow(w_tile.to(tl.float32), x_tile.dtype)
+            if KIND == "w8a8":
+                if GROUPED:
+                    part = tl.dot(x_tile, w_tile, out_dtype=tl.int32).to(tl.float32)
+                else:
+                    acc = tl.dot(x_tile, w_tile, acc, out_dtype=tl.int32)
+            elif GROUPED:
+                part = dot(x_tile, w_tile, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            else:
+                acc = dot(x_tile, w_tile, acc)
+            if OFFSETS:
+                x_sum = tl.sum(x_tile.to(tl.float32), 1)
+        if GROUPED:
+            scale = tl.load(scales + scale_rows + k // group, mask=out_mask, other=0.0)
+            acc = acc + part * scale[None, :]
+        if OFFSETS:
+            offset = tl.load(offsets + scale_rows + k // group, mask=out_mask, other=0.0)
+            acc = acc + x_sum[:, None] * offset[None, :]
+    return acc.to(tl.float32)
+
+
+@triton.jit
+def _finish(
+    total, scales, bias, x_scales, rows, outs, row_mask, out_mask,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """What is left when all inputs are summed."""
+    if KIND != "dense" and not GROUPED:
+        total = total * tl.load(scales + outs, mask=out_mask, other=0.0)[None, :]
+    if KIND == "w8a8":
+        total = total * tl.load(x_scales + rows, mask=row_mask, other=0.0)[:, None]
+    if BIAS:
+        total = total + tl.load(bias + outs, mask=out_mask, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def add_segments(
+    partials, scales, bias, x_scales, y, num_rows, num_out, num_segments,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Partial sums [segments, M, out] in order, from zero as `multiply` does. Grid (tiles of out, tiles of rows)."""
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, out_mask = rows < num_rows, outs < num_out
+    mask = row_mask[:, None] & out_mask[None, :]
+    places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for segment in range(0, num_segments):
+        begin = partials + segment * num_rows * num_out
+        total = total + tl.load(begin + places, mask=mask, other=0.0)
+    total = _finish(total, scales, bias, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED, BIAS)
+    tl.store(y + places, narrow(total, y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def multiply_row(
+    x, w, scales, offsets, bias, y, num_out, num_in, w_stride, group, num_groups,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PACK_K: tl.constexpr,
+):  # fmt: skip
+    """One row, without the matrix unit: grid (tiles of out). PACK_K: the columns that int4 bytes are packed by.
+    Not for w8a8."""
+    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    out_mask = outs < num_out
+    w_rows = w + outs.to(tl.int64)[:, None] * w_stride
+    scale_rows = outs[:, None] * num_groups
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, num_in, BLOCK_K):
+        if KIND == "int4":
+            octets = k + tl.arange(0, BLOCK_K)  # BLOCK_K bytes, and so twice as many inputs, two turns of the loop
+            mask = octets * 2 < num_in
+            packed = tl.load(w_rows + octets[None, :], mask=out_mask[:, None] & mask[None, :], other=0x88)
+            low_ins = octets // (PACK_K // 2) * PACK_K + octets % (PACK_K // 2)
+            low_mask, high_mask = mask & (low_ins < num_in), mask & (low_ins + PACK_K // 2 < num_in)
+            x_low = tl.load(x + low_ins, mask=low_mask, other=0.0).to(tl.float32)[None, :]
+            x_high = tl.load(x + low_ins + PACK_K // 2, mask=high_mask, other=0.0).to(tl.float32)[None, :]
+            low = ((packed & 15).to(tl.int8) - 8).to(tl.float32)
+            high = ((packed >> 4).to(tl.int8) - 8).to(tl.float32)
+            part = low * x_low + high * x_high
+            x_sum, first = x_low + x_high, low_ins
+        else:
+            ins = k + tl.arange(0, BLOCK_K)
+            mask = ins < num_in
+            w_tile = tl.load(w_rows + ins[None, :], mask=out_mask[:, None] & mask[None, :], other=0.0)
+            x_tile = tl.load(x + ins, mask=mask, other=0.0).to(tl.float32)[None, :]
+            part = w_tile.to(tl.float32) * x_tile
+            x_sum, first = x_tile, ins
+        if GROUPED:
+            places = scale_rows + (first // group)[None, :]
+            seen = out_mask[:, None] & mask[None, :]
+            part = part * tl.load(scales + places, mask=seen, other=0.0)
+            if OFFSETS:
+                part = part + x_sum * tl.load(offsets + places, mask=seen, other=0.0)
+        acc = acc + part
+    total = tl.sum(acc, 1)
+    if KIND != "dense" and not GROUPED:
+        total = total * tl.load(scales + outs, mask=out_mask, other=0.0)
+        if OFFSETS:
+            total = total + _sum_of(x, num_in, BLOCK_K) * tl.load(offsets + outs, mask=out_mask, other=0.0)
+    if BIAS:
+        total = total + tl.load(bias + outs, mask=out_mask, other=0.0)
+    tl.store(y + outs, narrow(total, y.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def _sum_of(x, num_in, BLOCK_K: tl.constexpr):
+    acc = tl.zeros([BLOCK_K], tl.float32)
+    for k in range(0, num_in, BLOCK_K):
+        ins = k + tl.arange(0, BLOCK_K)
+        acc = acc + tl.load(x + ins, mask=ins < num_in, other=0.0).to(tl.float32)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def quantize_rows(x, values, scales, num_in, x_stride, BLOCK: tl.constexpr):
+    """int8 per row, symmetric: scale = max |x| / 127, half to even. Grid (rows); values [M, in] contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for k in range(0, num_in, BLOCK):
+        ins = k + tl.arange(0, BLOCK)
+        largest = tl.maximum(
+            largest, tl.abs(tl.load(x + row * x_stride + ins, mask=ins < num_in, other=0.0).to(tl.float32))
+        )
+    scale = tl.max(largest, 0) / 127.0
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    for k in range(0, num_in, BLOCK):
+        ins = k + tl.arange(0, BLOCK)
+        q = tl.load(x + row * x_stride + ins, mask=ins < num_in, other=0.0).to(tl.float32) / divisor
+        q = (q + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds half to even
+        tl.store(values + row * num_in + ins, q.to(tl.int8), mask=ins < num_in)
+    tl.store(scales + row, scale)

@@ -1,0 +1,198 @@
+"""Attention over the paged pool: chunks with a prefix and decode tokens, any group size, windows, any stored form.
+
+One program takes a tile of query rows that share a KV head (token after token, the heads of a token side by side) and
+walks KV in spans of BLOCK_N absolute positions with a running maximum and sum (FlashAttention-2, Dao 2023). KV is cut
+into splits of `split_len` positions. Either a program takes one split and leaves a partial result that `combine` merges
+(Flash-Decoding, Dao et al. 2023), or it takes all of them.
+
+Fixed form: the tile's shape and split_len are constants, a split's result and the merging of splits are the same
+arithmetic in both ways, without contraction to fma. A row's bits then do not depend on who shares its tile or step, or
+on which of the two ways was taken. The torch twin is attention/reference.py.
+"""
+
+import triton
+import triton.language as tl
+
+from baton.engine.kernels.tiles import dot, load_rows, narrow
+
+LOG2_E = 1.4426950408889634
+
+
+# Values that change from step to step: no kernel of its own for those that are 1 or divisible by 16.
+@triton.jit(do_not_specialize=["table_stride", "window", "split_len", "num_splits", "tiles_per_seq"])
+def attend(
+    q, out, partials, stats, k, v, k_scales, v_scales, tiles, query_starts, kv_lens, block_table,
+    q_stride, q_head_stride, out_stride, table_stride, block_stride, head_stride, token_stride,
+    scale_block_stride, scale_head_stride, scale_token_stride,
+    log2_scale, window, block_size, split_len, num_splits, tiles_per_seq,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, kv heads, splits; 1 split where not PARTIAL).
+
+    q, out [T, H, D]; k, v and their scales: one layer of the pool, [blocks, kv heads, tokens, ..]; query_starts,
+    kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence, first of its rows; not read where every sequence
+    has tiles_per_seq > 0. partials fp32 [T, H, num_splits, D]: sums before division; stats, with 2: maximum, sum.
+    """
+    kv_head = tl.program_id(1)
+    num_heads = tl.num_programs(1) * GROUP
+    if tiles_per_seq > 0:
+        seq = tl.program_id(0) // tiles_per_seq
+        first_row = tl.program_id(0) % tiles_per_seq * BLOCK_M
+    else:
+        seq = tl.load(tiles + 2 * tl.program_id(0))
+        first_row = tl.load(tiles + 2 * tl.program_id(0) + 1)
+    query_start = tl.load(query_starts + seq)
+    query_len = tl.load(query_starts + seq + 1) - query_start
+    before = tl.load(kv_lens + seq) - query_len  # tokens before the first query
+    # The tile sees [begin, end); begin lies on a border of spans.
+    end = before + tl.minimum(query_len, (first_row + BLOCK_M - 1) // GROUP + 1)
+    whole = before + first_row // GROUP + 1
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(before + first_row // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
+    if PARTIAL:
+        begin = tl.maximum(begin, tl.program_id(2) * split_len)
+        end = tl.minimum(end, (tl.program_id(2) + 1) * split_len)
+        if begin >= end:
+            return
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    tokens = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    mask = (tokens < query_len)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (query_start + tokens).to(tl.int64) * q_stride + heads * q_head_stride
+    q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    k += kv_head.to(tl.int64) * head_stride
+    v += kv_head.to(tl.int64) * head_stride
+    k_scales += kv_head.to(tl.int64) * scale_head_stride
+    v_scales += kv_head.to(tl.int64) * scale_head_stride
+    table = block_table + seq.to(tl.int64) * table_stride
+
+    if PARTIAL:
+        maximum, total, acc = _reduce(
+            q_tile, k, v, k_scales, v_scales, table, before + tokens, whole, begin, end,
+            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED,
+        )  # fmt: skip
+        places = ((query_start + tokens).to(tl.int64) * num_heads + heads) * num_splits + tl.program_id(2)
+        tl.store(stats + 2 * places, maximum, mask=tokens < query_len)
+        tl.store(stats + 2 * places + 1, total, mask=tokens < query_len)
+        tl.store(partials + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+    else:
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for split in range(begin // split_len * split_len, end, split_len):
+            split_maximum, split_total, split_acc = _reduce(
+                q_tile, k, v, k_scales, v_scales, table, before + tokens, whole,
+                tl.maximum(begin, split), tl.minimum(end, split + split_len),
+                block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED,
+            )  # fmt: skip
+            maximum, kept, added = _merge(maximum, split_maximum)
+            total = total * kept + split_total * added
+            acc = acc * kept[:, None] + split_acc * added[:, None]
+        total = tl.where(total == 0.0, 1.0, total)  # rows beyond the sequence's last
+        places = (query_start + tokens).to(tl.int64) * out_stride + heads * HEAD_DIM
+        tl.store(out + places[:, None] + dims[None, :], narrow(acc / total[:, None], out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "split_len", "num_splits", "query_len"])
+def combine(
+    partials, stats, tokens, kv_lens, out, out_stride, window, split_len, num_splits, query_len,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 2]: row of the batch,
+    position; not read where every sequence has query_len > 0 tokens."""
+    head = tl.program_id(1)
+    if query_len > 0:
+        row = tl.program_id(0)
+        position = tl.load(kv_lens + row // query_len) - query_len + row % query_len
+    else:
+        row = tl.load(tokens + 2 * tl.program_id(0))
+        position = tl.load(tokens + 2 * tl.program_id(0) + 1)
+    if position < 0:  # padding
+        return
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(position - window + 1, 0) // split_len
+    dims = tl.arange(0, BLOCK_D)
+    place = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for split in range(first, position // split_len + 1):
+        split_total = tl.load(stats + 2 * (place + split) + 1)
+        split_acc = tl.load(partials + (place + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        maximum, kept, added = _merge(maximum, tl.load(stats + 2 * (place + split)))
+        total = total * kept + split_total * added
+        acc = acc * kept + split_acc * added
+    result = narrow(acc / total, out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _reduce(
+    q, k, v, k_scales, v_scales, table, positions, whole, begin, end,
+    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Positions [begin, end) for rows at `positions` [M]: maximum [M] (of base-2 scores), sum [M], sums [M, D].
+    Every row sees the positions below `whole`, but for a window."""
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    middle = begin
+    if not WINDOWED:
+        middle = tl.maximum(begin, tl.minimum(whole, end) // BLOCK_N * BLOCK_N)
+    for start in range(begin, middle, BLOCK_N):
+        maximum, total, acc = _span(
+            maximum, total, acc, q, k, v, k_scales, v_scales, table, positions, start, end,
+            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, False, False,
+        )  # fmt: skip
+    for start in range(middle, end, BLOCK_N):
+        maximum, total, acc = _span(
+            maximum, total, acc, q, k, v, k_scales, v_scales, table, positions, start, end,
+            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED, True,
+        )  # fmt: skip
+    return maximum, total, acc
+
+
+@triton.jit
+def _span(
+    maximum, total, acc, q, k, v, k_scales, v_scales, table, positions, start, end,
+    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N positions from `start` on. Not MASKED: all of them are there and seen by every row."""
+    keys = start + tl.arange(0, BLOCK_N)
+    there = keys < end
+    block_ids = tl.load(table + keys // block_size, mask=there, other=0).to(tl.int64)
+    offsets = block_ids * block_stride + (keys % block_size) * token_stride
+    scale_offsets = block_ids * scale_block_stride + (keys % block_size) * scale_token_stride
+    k_tile = load_rows(k, k_scales, offsets, scale_offsets, there, HEAD_DIM, BLOCK_D, FORM, q.dtype, MASKED)
+    scores = dot(q, tl.trans(k_tile), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * log2_scale
+    if MASKED:
+        seen = (keys[None, :] <= positions[:, None]) & there[None, :]
+        if WINDOWED:
+            seen = seen & (positions[:, None] - keys[None, :] < window)
+        scores = tl.where(seen, scores, float("-inf"))
+    maximum, kept, _ = _merge(maximum, tl.max(scores, 1))
+    weights = tl.exp2(scores - tl.where(maximum == float("-inf"), 0.0, maximum)[:, None])
+    total = total * kept + tl.sum(weights, 1)
+    v_tile = load_rows(v, v_scales, offsets, scale_offsets, there, HEAD_DIM, BLOCK_D, FORM, q.dtype, MASKED)
+    return maximum, total, dot(narrow(weights, q.dtype), v_tile, acc * kept[:, None])
+
+
+@triton.jit
+def _merge(maximum, other):
+    """The larger of two maxima, and what sums under each are worth under it. -inf: has seen nothing, worth nothing."""
+    larger = tl.maximum(maximum, other)
+    finite = tl.where(larger == float("-inf"), 0.0, larger)
+    return larger, tl.exp2(maximum - finite), tl.exp2(other - finite)

@@ -1,0 +1,37 @@
+"""A pool as the native kernels take it."""
+
+import ctypes
+
+from baton.engine.kv.pool import KVPool
+from kvtransfer.layout import SCALE_BYTES
+
+FORMS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5, "int4": 6}
+HEAD_DIM_MULTIPLE = 16  # a vector
+
+
+class NativePool(ctypes.Structure):
+    """`Pool` of native/kv.h."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "bytes", "block_bytes", "block_size", "num_layers", "num_kv_heads", "head_dim", "form", "row_bytes",
+            "scale_bytes",
+        )
+    ]  # fmt: skip
+
+
+def native_pool(pool: KVPool) -> NativePool:
+    """Holds an address: the pool must live as long as what is made of it."""
+    group = pool.group
+    return NativePool(
+        bytes=pool.bytes.data_ptr(),
+        block_bytes=pool.layout.block_bytes,
+        block_size=group.block_size,
+        num_layers=group.num_layers,
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        form=FORMS[group.form],
+        row_bytes=group.row_bytes,
+        scale_bytes=SCALE_BYTES.get(group.form, 0),
+    )

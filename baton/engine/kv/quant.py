@@ -1,0 +1,99 @@
+"""The stored forms of KV: what a row of one token and one head is as bytes, and back. Plain torch, the text to read;
+the native kernels write and read the same bytes.
+
+    fp32 bf16 fp16        a cast
+    fp8_e4m3 fp8_e5m2     a cast that saturates at the largest finite value; no scales
+    int8                  x = scale * q, q in [-127, 127], scale = max|x| / 127 in fp16
+    int4                  x = scale * q + zero, q in [0, 15], scale = (max - min) / 15 and zero = min in fp16;
+                          the even element in the low half of a byte
+
+q is rounded, half to even, with the scale as it is stored. One scale (and zero) per token and head, so that a token can
+be written once and never again.
+"""
+
+import torch
+from torch import Tensor
+
+from kvtransfer.layout import ELEMENT_BITS
+
+STORED = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "int4": torch.uint8,  # two elements
+}
+HALF_MAX = torch.finfo(torch.float16).max
+
+
+def encode(form: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., head_dim], any float dtype -> rows uint8 [..., row_bytes], scales uint8 [..., scale bytes of a row].
+
+    Raises ValueError for an unknown form, and for int4 with an odd head_dim.
+    """
+    if form not in STORED:
+        raise ValueError(f"kv form {form!r}: one of {', '.join(STORED)}")
+    if form == "int4":
+        return _encode_int4(x.float())
+    if form == "int8":
+        return _encode_int8(x.float())
+    stored = STORED[form]
+    if form.startswith("fp8"):
+        limit = torch.finfo(stored).max
+        x = x.float().clamp(-limit, limit)
+    return _bytes(x.to(stored)), x.new_empty((*x.shape[:-1], 0), dtype=torch.uint8)
+
+
+def decode(form: str, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `encode` stored, computed in fp32 and rounded once: [..., head_dim] in `dtype`.
+
+    rows uint8 [..., row_bytes], scales uint8 [..., scale bytes of a row], not looked at where a form has none.
+    """
+    if form not in STORED:
+        raise ValueError(f"kv form {form!r}: one of {', '.join(STORED)}")
+    if form == "int8":
+        return (rows.view(torch.int8) * _halves(scales)).to(dtype)
+    if form == "int4":
+        scale, zero = _halves(scales).split(1, dim=-1)
+        values = torch.stack((rows & 15, rows >> 4), dim=-1).flatten(-2)
+        return torch.addcmul(zero, values.float(), scale).to(dtype)
+    return rows.view(STORED[form]).to(dtype)
+
+
+def num_elements(form: str, head_dim: int) -> int:
+    """Elements of STORED[form] that one row takes."""
+    return head_dim * ELEMENT_BITS[form] // 8 // STORED[form].itemsize
+
+
+def _encode_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _half(x.abs().amax(dim=-1, keepdim=True) / 127)
+    return _bytes(_rounded(x, scale).clamp(-127, 127).to(torch.int8)), _bytes(scale)
+
+
+def _encode_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.shape[-1] % 2:
+        raise ValueError(f"kv form 'int4': head_dim {x.shape[-1]} is odd")
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    scale, zero = _half((high - low) / 15), _half(low)
+    values = _rounded(x - zero.float(), scale).clamp(0, 15).to(torch.uint8)
+    return values[..., 0::2] | values[..., 1::2] << 4, _bytes(torch.cat((scale, zero), dim=-1))
+
+
+def _half(x: Tensor) -> Tensor:
+    return x.clamp(-HALF_MAX, HALF_MAX).half()
+
+
+def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, half to even; 0 where the scale is (a row of equal values, or too small for fp16)."""
+    scale = scale.float()
+    return torch.where(scale == 0, 0.0, x / scale).round()
+
+
+def _halves(scales: Tensor) -> Tensor:
+    return scales.contiguous().view(torch.float16).float()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)

@@ -1,0 +1,23 @@
+"""What applies a linear weight. A `LinearKernel` owns the arithmetic of one weight form, and says whether rows are
+independent of what shares their batch."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class LinearKernel(ABC):
+    """Parameters of one weight, and x -> y."""
+
+    name: str
+    batch_invariant: bool
+    row_multiple: int  # rows that the caller pads to, once per step, so that no kernel has to
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> y [T, out_features], both in the compute dtype."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors, resident or mapped."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, Tensor))

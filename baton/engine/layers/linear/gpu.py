@@ -1,0 +1,53 @@
+"""Which kernel applies a weight on a GPU, and why not another."""
+
+import torch
+from torch import Tensor
+
+from baton.engine import kernels
+from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.layers.linear.dense import FastLinear
+from baton.engine.quant.weights import DenseWeight, Weight
+
+KERNELS = ("triton", "fast")
+
+
+class GpuChoice:
+    """Makes the kernel of every weight of one model, and remembers why others were passed over."""
+
+    def __init__(self, name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device):
+        """Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact."""
+        if name not in ("auto", *KERNELS):
+            raise ValueError(f"linear kernel {name!r} on a GPU: one of auto, {', '.join(KERNELS)}")
+        self._name, self._exact, self._dtype, self._device = name, batch_invariant, dtype, device
+        self.reasons: dict[str, str] = {}  # kernel -> why it was passed over
+        if batch_invariant:
+            self.reasons["fast"] = "cuBLAS chooses its kernel by the number of rows, refused in batch-invariant mode"
+        if missing := kernels.unavailable(device.type):
+            self.reasons["triton"] = missing
+        if name in self.reasons or len(self.reasons) == len(KERNELS):
+            raise ValueError("linear kernel {}: {}".format(name, "; ".join(self.reasons.values())))
+        self._table = None
+
+    def __call__(self, weight: Weight, bias: Tensor | None = None) -> LinearKernel:
+        """weight [out_features, in_features] of any form on the device, bias [out_features] -> its kernel."""
+        if "triton" in self.reasons or self._name == "fast":
+            self.reasons.setdefault("triton", f"{self._name} was asked for")
+            return FastLinear(weight, bias, self._dtype)
+        from baton.engine.layers.linear import triton  # an extra
+
+        if why := triton.refusal(weight, self._dtype):
+            weight = DenseWeight(weight.dequantize())
+            self.reasons["triton, as it is stored"] = f"{why}: expanded to the compute dtype"
+        kernel = triton.GpuLinear(weight, bias, self._dtype, self._exact)
+        self.reasons.setdefault("fast", "is one of the paths of triton, which a measured table chooses from")
+        if not self._exact and self._device.type == "cuda":
+            self._measured().apply(kernel, self._device, self._dtype)
+        return kernel
+
+    def _measured(self):
+        from baton.engine.layers.linear.tuning import CudaMeasure, Table, table_path
+
+        if self._table is None:
+            name = torch.cuda.get_device_name(self._device)
+            self._table = Table(table_path(name), CudaMeasure(self._device))
+        return self._table

@@ -1,0 +1,24 @@
+"""Projections that share their input and whose weights cannot stand in one matrix (other bits, groups or orders)."""
+
+import torch
+from torch import Tensor
+
+from baton.engine.layers.linear.base import LinearKernel
+
+
+class JoinedLinear(LinearKernel):
+    """Outputs of several kernels side by side: as exact as the least exact of them."""
+
+    def __init__(self, parts: list[LinearKernel]):
+        """At least one kernel, all over the same inputs."""
+        self._parts = parts
+        self.name = "+".join(dict.fromkeys(part.name for part in parts))
+        self.batch_invariant = all(part.batch_invariant for part in parts)
+        self.row_multiple = max(part.row_multiple for part in parts)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=1)

@@ -1,0 +1,117 @@
+"""Packed weights applied by the native kernels (engine/native/linear*.cpp), one C call a layer.
+
+Rows are independent by construction: an output's sum takes its inputs in one order, whatever the number of rows or of
+threads.
+
+Integer weights meet int8 activations, so that the products are integers (VNNI) and their sums exact:
+- activations "dynamic": one scale per row, as the form says.
+- activations "none" (weight-only forms): one scale per row and group of inputs (per 128 inputs where the weight has
+  longer groups or none), as llama.cpp does; the rounding costs about 1/254 of a group's largest value. Widening the
+  weights to bf16 instead halves the speed of a long prompt and changes logits less than the weights' own rounding.
+Floating-point weights meet bf16 (or fp32) activations and are summed in fp32.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine import native
+from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.layers.linear.panels import PANEL, SCALE_KINDS, Panels, pack
+from baton.engine.layers.linear.panels import refusal as refusal_of_form
+from baton.engine.quant.weights import Weight
+
+X_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Linear(ctypes.Structure):
+    """struct Linear of native/linear.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "bias", "order")),
+        *((name, ctypes.c_void_p) for name in ("outlier_columns", "outlier_values")),
+        *((name, ctypes.c_int64) for name in ("num_outliers", "num_out", "num_in", "padded_in", "group")),
+        *((name, ctypes.c_int64) for name in ("groups_per_scale", "kind", "scale_kind", "activations", "x_kind")),
+        ("input_scale", ctypes.c_float),
+    ]
+
+
+@cache
+def _apply():
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    return native.library().function("baton_linear", *arguments)
+
+
+@cache
+def unavailable() -> str:
+    """Why this machine has no native linear kernels; empty where it has them."""
+    library = native.library()
+    if library is None:
+        return native.reason()
+    if not library.function("baton_linear_supported", restype=ctypes.c_int64)():
+        return "this processor has no AVX-512 VNNI and BF16"
+    return ""
+
+
+class PackedLinear(LinearKernel):
+    """One packed weight of any form."""
+
+    name = "native"
+    batch_invariant = True
+    row_multiple = 1
+
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
+        """weight [out_features, in_features], bias [out_features]; dtype of x and y: fp32 or bf16."""
+        self._panels = panels = pack(weight, dtype)
+        self._bias = None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).contiguous()
+        self._num_out, self._dtype = panels.num_out, dtype
+
+        def address(tensor: Tensor | None) -> int | None:
+            return None if tensor is None else tensor.data_ptr()
+
+        self._struct = _Linear(
+            values=address(panels.values),
+            scales=address(panels.scales),
+            offsets=address(panels.offsets),
+            bias=address(self._bias),
+            order=address(panels.order),
+            outlier_columns=address(panels.outlier_columns),
+            outlier_values=address(panels.outlier_values),
+            num_outliers=0 if panels.outlier_columns is None else panels.outlier_columns.numel(),
+            num_out=panels.num_out,
+            num_in=panels.num_in,
+            padded_in=panels.padded_in,
+            group=panels.group,
+            groups_per_scale=panels.groups_per_scale,
+            kind=panels.kind,
+            scale_kind=0 if panels.scales is None else SCALE_KINDS.index(panels.scales.dtype),
+            activations=panels.activations,
+            x_kind=X_KINDS[dtype],
+            input_scale=panels.input_scale,
+        )
+        self.address, self._apply = ctypes.addressof(self._struct), _apply()  # address: for native code that calls it
+
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.num_bytes + (0 if self._bias is None else self._bias.nbytes)
+
+    @property
+    def panels(self) -> Panels:
+        """The weight as the kernel reads it."""
+        return self._panels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not x.is_contiguous():
+            x = x.contiguous()
+        num_rows = x.shape[0]
+        y = x.new_empty(num_rows, self._num_out)
+        self._apply(self.address, x.data_ptr(), y.data_ptr(), num_rows, torch.get_num_threads())
+        return y
+
+
+def refusal(weight: Weight, dtype: torch.dtype) -> str:
+    """Why there is no native kernel for this weight here; empty where there is one."""
+    return unavailable() or refusal_of_form(weight, dtype)

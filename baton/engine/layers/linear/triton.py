@@ -1,0 +1,277 @@
+"""Weights on a GPU applied by Triton kernels (kernels/linear.py), dequantized as they are read; and by cuBLAS.
+
+A `GpuLinear` has several paths to the same product. In exact mode there is one, with one tile for any number of rows;
+otherwise a table says which is fastest for how many (tuning.py): measured, by weight form and shape.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.kernels import linear as kernels
+from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.quant.weights import DenseWeight, Fp8Weight, IntWeight, Weight
+
+EXACT_TILE = 64  # rows: the least that a warp group multiplies on Hopper
+FAST_TILES = (16, 64, 128)
+BLOCK_N, MAX_BLOCK_K, MIN_BLOCK_K = 64, 128, 32
+SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200
+MIN_SEGMENT = 512  # inputs
+ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+E4M3_MAX = 448.0
+FP8_CAPABILITY = (8, 9)
+
+Path = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight as the kernels take it."""
+
+    kind: str  # see kernels/linear.py
+    values: Tensor
+    num_out: int
+    num_in: int
+    block_k: int
+    group: int  # inputs of a scale
+    scales: Tensor | None = None  # fp32 [out, groups]
+    offsets: Tensor | None = None
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.scales is not None and self.scales.shape[1] > 1
+
+
+class GpuLinear(LinearKernel):
+    """One weight of any form."""
+
+    name = "triton"
+    row_multiple = 1
+
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, exact: bool):
+        """weight and bias stand on the device; dtype: of x and y. `refusal` has nothing against the weight."""
+        self.batch_invariant = exact
+        self._weight = stored = store(weight, dtype)
+        self._bias = None if bias is None else bias.float()
+        self._dense_bias = bias
+        self._dtype, self._order, self._outliers = dtype, None, None
+        self._activations, self._input_scale = getattr(weight, "activations", "none"), 1.0
+        self._block_in = weight.block[1] if isinstance(weight, Fp8Weight) else 0
+        if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
+            self._input_scale = weight.input_scale
+        if isinstance(weight, IntWeight):
+            self._order = weight.order
+            if weight.outliers is not None and weight.outliers.columns.numel():
+                self._columns = weight.outliers.columns
+                self._outliers = GpuLinear(DenseWeight(weight.outliers.values), None, dtype, exact)
+        wanted = round(SEGMENTED_PROGRAMS / -(-stored.num_out // BLOCK_N))
+        num_segments = max(1, min(wanted, stored.num_in // MIN_SEGMENT))
+        multiple = math.lcm(stored.block_k, stored.group if stored.is_grouped else 1)
+        self._segment_len = -(-stored.num_in // (num_segments * multiple)) * multiple
+        self._num_segments = -(-stored.num_in // self._segment_len)
+        self.paths = self._exact_paths() if exact else self._fast_paths()
+        self._by_rows: list[tuple[float, str]] = self._unmeasured()
+
+    @property
+    def num_bytes(self) -> int:
+        parts = (self._weight.values, self._weight.scales, self._weight.offsets, self._bias)
+        own = sum(part.nbytes for part in parts if part is not None)
+        return own + (0 if self._outliers is None else self._outliers.num_bytes)
+
+    @property
+    def key(self) -> str:
+        """What a measured table is by."""
+        weight, grouped = self._weight, f"g{self._weight.group}" if self._weight.is_grouped else ""
+        offsets = "" if weight.offsets is None else "asym"
+        dtype = str(self._dtype).removeprefix("torch.")
+        return "-".join(filter(None, (weight.kind, grouped, offsets, dtype, f"{weight.num_out}x{weight.num_in}")))
+
+    @property
+    def num_in(self) -> int:
+        return self._weight.num_in
+
+    def use(self, by_rows: list[tuple[float, str]]) -> None:
+        """`by_rows`: (largest number of rows, path) ascending, the last one infinite."""
+        self._by_rows = by_rows
+
+    def __call__(self, x: Tensor) -> Tensor:
+        num_rows = x.shape[0]
+        path = next(name for most, name in self._by_rows if num_rows <= most)
+        y = self.paths[path](self._ordered(x))
+        return y if self._outliers is None else y + self._outliers(x[:, self._columns])
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        x = x if self._order is None else x[:, self._order]
+        return x if x.stride(1) == 1 else x.contiguous()
+
+    # ---- paths ----
+
+    def _exact_paths(self) -> dict[str, Path]:
+        return {f"tile{EXACT_TILE}": lambda x: self._tiled(x, EXACT_TILE)}
+
+    def _fast_paths(self) -> dict[str, Path]:
+        paths: dict[str, Path] = {f"tile{tile}": lambda x, tile=tile: self._tiled(x, tile) for tile in FAST_TILES}
+        kind = self._weight.kind
+        if kind != "w8a8":
+            paths["row"] = self._row
+        if kind == "dense":
+            paths["cublas"] = lambda x: F.linear(x, self._weight.values, self._dense_bias)
+        aligned = self._weight.num_out % 16 == 0 and self._weight.num_in % 16 == 0
+        if kind == "w8a8" and not self._weight.is_grouped and aligned:
+            paths["int_mm"] = self._int_mm
+        whole = not self._weight.is_grouped and self._activations in ("dynamic", "static")
+        if kind == "fp8" and whole and aligned and self._dtype == torch.bfloat16:
+            paths["scaled_mm"] = self._scaled_mm
+        return paths
+
+    def _unmeasured(self) -> list[tuple[float, str]]:
+        """Where nothing was measured."""
+        if self.batch_invariant:
+            return [(math.inf, f"tile{EXACT_TILE}")]
+        if "cublas" in self.paths:
+            return [(math.inf, "cublas")]
+        first = [(1, "row")] if "row" in self.paths else []
+        return [*first, (32, "tile16"), (128, "tile64"), (math.inf, "tile128")]
+
+    def fits(self, path: str, num_rows: int) -> bool:
+        """Whether a path takes so many rows."""
+        return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
+
+    def _tiled(self, x: Tensor, tile: int) -> Tensor:
+        stored, num_rows = self._weight, x.shape[0]
+        x, x_scales = self._activated(x)
+        y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype)
+        grid = (-(-stored.num_out // BLOCK_N), -(-num_rows // tile))
+        split = self._num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
+        num_partials = self._num_segments if split else 0
+        partials = x.new_empty(num_partials, num_rows, stored.num_out, dtype=torch.float32)
+        form = dict(KIND=stored.kind, GROUPED=stored.is_grouped, BIAS=self._bias is not None)
+        launch = dict(num_warps=8 if tile > 64 else 4, enable_fp_fusion=not self.batch_invariant)
+        kernels.multiply[(*grid, max(num_partials, 1))](
+            x, stored.values, stored.scales, stored.offsets, self._bias, x_scales, y, partials,
+            num_rows, stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
+            stored.group, stored.num_in // stored.group, self._segment_len, self._num_segments,
+            OFFSETS=stored.offsets is not None, PARTIAL=split,
+            BLOCK_M=tile, BLOCK_N=BLOCK_N, BLOCK_K=stored.block_k, **form, **launch,
+        )  # fmt: skip
+        if split:
+            kernels.add_segments[grid](
+                partials, stored.scales, self._bias, x_scales, y, num_rows, stored.num_out, self._num_segments,
+                BLOCK_M=tile, BLOCK_N=BLOCK_N, **form, **launch,
+            )  # fmt: skip
+        return y
+
+    def _row(self, x: Tensor) -> Tensor:
+        stored = self._weight
+        x, _ = self._activated(x)
+        y = x.new_empty(1, stored.num_out, dtype=self._dtype)
+        kernels.multiply_row[(-(-stored.num_out // ROW_BLOCK_N),)](
+            x, stored.values, stored.scales, stored.offsets, self._bias, y, stored.num_out, stored.num_in,
+            stored.values.stride(0), stored.group, stored.num_in // stored.group,
+            KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None,
+            BIAS=self._bias is not None, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, PACK_K=stored.block_k,
+        )  # fmt: skip
+        return y
+
+    def _int_mm(self, x: Tensor) -> Tensor:
+        values, x_scales = self._activated(x)
+        y = torch._int_mm(values, self._weight.values.t()).float() * x_scales.unsqueeze(1) * self._weight.scales.t()
+        return (y if self._bias is None else y + self._bias).to(self._dtype)
+
+    def _scaled_mm(self, x: Tensor) -> Tensor:
+        x = x.float()
+        if self._activations == "static":
+            x_scales = x.new_full((x.shape[0], 1), self._input_scale)
+        else:
+            x_scales = (x.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
+        values = (x / x_scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        weight = self._weight
+        return torch._scaled_mm(
+            values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t().contiguous(), bias=self._dense_bias,
+            out_dtype=self._dtype,
+        )  # fmt: skip
+
+    def _activated(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the weight is multiplied with: x as it is; int8 and its scales; or rounded to e4m3 and back."""
+        if self._weight.kind == "w8a8":
+            values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+            scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+            kernels.quantize_rows[(x.shape[0],)](x, values, scales, x.shape[1], x.stride(0), BLOCK=1024)
+            return values, scales
+        if self._weight.kind != "fp8" or self._activations == "none":
+            return x, None
+        return rounded_to_e4m3(x, self._activations, self._block_in, self._input_scale), None
+
+
+def refusal(weight: Weight, dtype: torch.dtype) -> str:
+    """Why the kernels cannot apply a weight in this compute dtype; empty where they can."""
+    if dtype not in DTYPES:
+        return f"computes in bf16, fp16 and fp32, not in {dtype}"
+    if isinstance(weight, DenseWeight):
+        return ""
+    if isinstance(weight, Fp8Weight) and weight.values.is_cuda and torch.cuda.get_device_capability() < FP8_CAPABILITY:
+        return "fp8 needs compute capability {}.{}".format(*FP8_CAPABILITY)
+    group = weight.group if isinstance(weight, IntWeight) else weight.block[1]
+    num_in = weight.shape[1]
+    if group < num_in and (group % MIN_BLOCK_K or num_in % group):
+        return f"groups of {group} inputs"
+    if (
+        isinstance(weight, IntWeight)
+        and weight.activations == "dynamic"
+        and (weight.bits == 4 or weight.offsets is not None)
+    ):
+        return "int4 weights, and weights with offsets, meet activations as they are"
+    return ""
+
+
+def store(weight: Weight, dtype: torch.dtype) -> Stored:
+    """A weight that `refusal` has nothing against."""
+    num_out, num_in = weight.shape
+    if isinstance(weight, DenseWeight):
+        return Stored("dense", weight.values.to(dtype).contiguous(), num_out, num_in, 64, num_in)
+    if isinstance(weight, Fp8Weight):
+        scales = weight.scales.repeat_interleave(weight.block[0], 0)[:num_out].contiguous()
+        group = min(weight.block[1], num_in)
+        return Stored("fp8", weight.values.contiguous(), num_out, num_in, block_k(group, num_in), group, scales)
+    group, block = weight.group, block_k(weight.group, num_in)
+    scales = weight.scales.contiguous()
+    offsets = None if weight.offsets is None else weight.offsets.contiguous()
+    if weight.bits == 4:
+        return Stored("int4", packed_by(weight.values, num_in, block), num_out, num_in, block, group, scales, offsets)
+    kind = "w8a8" if weight.activations == "dynamic" else "int8"
+    return Stored(kind, weight.values.contiguous(), num_out, num_in, block, group, scales, offsets)
+
+
+def block_k(group: int, num_in: int) -> int:
+    """Inputs of a tile: a power of two that divides a group."""
+    if group == num_in:
+        return MAX_BLOCK_K
+    return min(MAX_BLOCK_K, group & -group)
+
+
+def packed_by(values: Tensor, num_in: int, block: int) -> Tensor:
+    """int4, neighbours in a byte [out, in / 2] -> of each `block` columns the first half in the low halves; zeros
+    behind the last column."""
+    halves = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
+    halves = F.pad(halves, (0, -num_in % block), value=8).unflatten(1, (-1, 2, block // 2))
+    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
+
+
+def rounded_to_e4m3(x: Tensor, activations: str, block_in: int, input_scale: float) -> Tensor:
+    """x [M, in] as e4m3 with the scales of the form, in the dtype of x."""
+    values = x.float()
+    if activations == "dynamic-block":
+        num_in = x.shape[1]
+        values = F.pad(values, (0, -num_in % block_in)).unflatten(1, (-1, block_in))
+        return _through_e4m3(values, None).flatten(1)[:, :num_in].to(x.dtype)
+    return _through_e4m3(values, input_scale if activations == "static" else None).to(x.dtype)
+
+
+def _through_e4m3(values: Tensor, scale: float | None) -> Tensor:
+    scales = scale if scale is not None else (values.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
+    return (values / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scales

@@ -1,0 +1,88 @@
+"""Which path of a GPU kernel is fastest for how many rows: measured once per device, software and weight shape, and
+kept in a file."""
+
+import hashlib
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from baton.engine.layers.linear.triton import GpuLinear
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+NUM_RUNS = 7
+FLUSH_BYTES = 256 << 20  # beyond the L2 of any GPU: in a model other weights have passed since
+SOURCES = ("layers/linear/triton.py", "kernels/linear.py")  # below baton/engine: another kernel is another table
+
+Measure = Callable[[Callable[[], object]], float]  # seconds of one run
+
+
+class Table:
+    """Paths by weight and rows, of one device and software. A file that cannot be written is done without."""
+
+    def __init__(self, path: Path, measure: Measure):
+        self._path, self._measure = path, measure
+        try:
+            self._best: dict[str, dict[str, str]] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            self._best = {}
+
+    @torch.inference_mode()
+    def apply(self, kernel: GpuLinear, device: torch.device, dtype: torch.dtype) -> None:
+        """Has the kernel use what is fastest; measures what the file does not know."""
+        found = self._best.get(kernel.key, {})
+        if not all(found.get(str(rows)) in kernel.paths for rows in ROWS):
+            x = torch.randn(ROWS[-1], kernel.num_in, device=device).to(dtype)
+            found = {str(rows): self._fastest(kernel, x[:rows]) for rows in ROWS}
+            self._best[kernel.key] = found
+            self._save()
+        limits = [float(rows) for rows in ROWS[:-1]] + [math.inf]
+        kernel.use([(limit, found[str(rows)]) for limit, rows in zip(limits, ROWS, strict=True)])
+
+    def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> str:
+        fitting = {name: path for name, path in kernel.paths.items() if kernel.fits(name, len(x))}
+        seconds = {name: self._measure(lambda path=path: path(x)) for name, path in fitting.items()}
+        return min(seconds, key=seconds.get)
+
+    def _save(self) -> None:
+        part = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps(self._best, indent=1))
+            part.replace(self._path)
+        except OSError:
+            part.unlink(missing_ok=True)
+
+
+def table_path(device_name: str) -> Path:
+    """Below the user's cache folder; BATON_CACHE names another."""
+    root = os.environ.get("BATON_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    folder = Path(root) if root else Path.home() / ".cache"
+    engine = Path(__file__).parents[2]
+    parts = [device_name, torch.__version__, *((engine / source).read_text() for source in SOURCES)]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return folder / "baton" / f"linear-{digest}.json"
+
+
+class CudaMeasure:
+    """Median time of a run on the current device, the caches cold."""
+
+    def __init__(self, device: torch.device):
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+    def __call__(self, run: Callable[[], object]) -> float:
+        run()
+        seconds = []
+        for _ in range(NUM_RUNS):
+            self._flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(seconds)

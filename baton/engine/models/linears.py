@@ -1,0 +1,84 @@
+"""The linear layers of a model as they are built: read, merged, given a kernel; and a record of what came of it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.layers.linear import JoinedLinear, LinearKernel
+from baton.engine.quant.formats.base import Source
+from baton.engine.quant.merge import merge, pad
+from baton.engine.quant.weights import Weight, form_name
+
+Make = Callable[[Weight, Tensor | None], LinearKernel]  # (weight, bias) -> kernel
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReport:
+    """What the linear weights of a loaded model came to."""
+
+    form: str  # of all that differ, the one of most weights first: "int4-g32-asym+int8-g16"
+    kernels: tuple[str, ...]  # names, the one of most weights first
+    num_bytes: int  # of the kernels, resident or mapped
+    file_bytes: int
+    notes: tuple[str, ...]  # what was not read as it is stored
+
+    def __str__(self) -> str:
+        sizes = f"{self.num_bytes / (1 << 20):.1f} MiB in kernels, {self.file_bytes / (1 << 20):.1f} MiB in files"
+        return f"{self.form} ({'; '.join((sizes, *self.notes))})"
+
+
+class Linears:
+    """Makes kernels of the modules of one source, and keeps count."""
+
+    def __init__(self, source: Source, make: Make):
+        self._source, self._make = source, make
+        self._forms: Counter[str] = Counter()
+        self._kernels: Counter[str] = Counter()
+        self._num_bytes = 0
+
+    def report(self) -> WeightReport:
+        """Of all that was made."""
+        forms, kernels = ([name for name, _ in counter.most_common()] for counter in (self._forms, self._kernels))
+        notes = tuple(f"{count} x {what}" for what, count in self._source.notes.items())
+        return WeightReport("+".join(forms), tuple(kernels), self._num_bytes, self._source.file_bytes, notes)
+
+    def read(
+        self,
+        modules: Sequence[str],
+        sizes: Sequence[int],
+        in_features: int,
+        bias: bool,
+        rows: int = 0,
+        columns: int = 0,
+    ) -> LinearKernel:
+        """One kernel for modules that share their input, their outputs one after the other.
+
+        `rows` zeros follow the outputs of each module, `columns` its inputs.
+        """
+        weights = [
+            pad(self._source.linear(module, size, in_features), rows, columns)
+            for module, size in zip(modules, sizes, strict=True)
+        ]
+        if not bias:
+            return self.make(weights)
+        biases = [
+            F.pad(self._source.tensor(f"{module}.bias", size), (0, rows))
+            for module, size in zip(modules, sizes, strict=True)
+        ]
+        return self.make(weights, torch.cat(biases))
+
+    def make(self, weights: Sequence[Weight], bias: Tensor | None = None) -> LinearKernel:
+        """A kernel for weights one above the other; several behind one where their forms do not agree."""
+        merged = merge(weights)
+        biases = [None] * len(merged) if bias is None else bias.split([weight.shape[0] for weight in merged])
+        kernels = [self._make(weight, part) for weight, part in zip(merged, biases, strict=True)]
+        for weight, kernel in zip(merged, kernels, strict=True):
+            num_values = weight.shape[0] * weight.shape[1]
+            self._forms[form_name(weight)] += num_values
+            self._kernels[kernel.name] += num_values
+            self._num_bytes += kernel.num_bytes
+        return kernels[0] if len(kernels) == 1 else JoinedLinear(kernels)

@@ -1,0 +1,397 @@
+// Attention that reads the pool where it lies.
+//
+// One algorithm for chunks and decode tokens: queries that share a KV head are rows, in tiles of up to ROWS; KV is
+// taken in spans of 64 absolute positions, unpacked once per tile, with a running maximum and sum (flash attention,
+// arXiv 2205.14135). Every score adds over head_dim in order, every output over positions in order, and a span that a
+// row does not see leaves its sums as they were; so a row has the same bits in any tile, batch, chunk, on any thread.
+//
+// Products are bf16 pairs added in fp32 (vdpbf16ps) where queries are bf16 and the stored elements fit into bf16, else
+// fp32. Scales of int8 and int4 are applied to scores and weights, so that their elements stay exact.
+
+#include "attention.h"
+
+#if defined(BATON_AVX512) && defined(__AVX512BF16__)
+#define BATON_BF16  // products of bf16 pairs
+#endif
+
+namespace baton {
+namespace {
+
+constexpr int SPAN = 64, ROWS = 64;
+constexpr int64_t SERIAL_WORK = 1 << 17;  // multiplications that cost less than waking a second thread
+constexpr float UNSEEN = -1e30f;
+
+// ---- elements as the products take them: float, or bf16 bits ----
+
+template <int64_t F>
+inline void expand(const uint8_t* row, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; i += 16) store16(to + i, stored16<F>(row, i));
+}
+template <int64_t F>
+inline void expand(const uint8_t* row, int64_t size, uint16_t* to) {
+  for (int64_t i = 0; i < size; i += 16) {
+    if (F == FORM_BF16)
+      std::memcpy(to + i, row + 2 * i, 32);
+    else
+      write16(BF16, to, i, stored16<F>(row, i));
+  }
+}
+
+inline void take(int64_t kind, const void* from, int64_t index, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; i += 16) store16(to + i, read16(kind, from, index + i));
+}
+inline void take(int64_t, const void* from, int64_t index, int64_t size, uint16_t* to) {
+  std::memcpy(to, (const uint16_t*)from + index, size * 2);
+}
+
+inline float as_float(float x) { return x; }
+inline float as_float(uint16_t x) { return from_bf16(x); }
+
+// rows [64][words] of 32 bits -> [words][64].
+inline void transpose(const uint32_t* rows, int64_t words, uint32_t* to) {
+#ifdef BATON_AVX512
+  for (int64_t column = 0; column < words; column += 16) {
+    const __mmask16 mask = words - column >= 16 ? 0xffff : (1 << (words - column)) - 1;
+    for (int j = 0; j < SPAN; j += 16) {
+      __m512i a[16], b[16];
+      for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi32(mask, rows + (j + i) * words + column);
+      for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+      }
+      for (int i = 0; i < 16; i += 4) {
+        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+      }
+      for (int i = 0; i < 4; i++) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+      }
+      for (int i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+        a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
+        a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
+      }
+      for (int i = 0; i < 16 && column + i < words; i++) _mm512_store_si512(to + (column + i) * SPAN + j, a[i]);
+    }
+  }
+#else
+  for (int64_t column = 0; column < words; column++)
+    for (int j = 0; j < SPAN; j++) to[column * SPAN + j] = rows[j * words + column];
+#endif
+}
+
+
+// ---- products ----
+
+#ifdef BATON_BF16
+inline __m512 dot2(__m512 sum, uint32_t pair, const uint32_t* pairs) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(pairs));
+}
+#endif
+
+// q [R][size] times keys [size / (1 | 2)][64] -> scores [R][64].
+template <int R>
+inline void score(const float* q, int64_t size, const uint32_t* keys, float* scores) {
+  V16 sums[R][4] = {};
+  for (int64_t d = 0; d < size; d++)
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < 4; i++)
+        sums[r][i] = fma16(all16(q[r * size + d]), load16((const float*)keys + d * SPAN + i * 16), sums[r][i]);
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < 4; i++) store16(scores + r * SPAN + i * 16, sums[r][i]);
+}
+
+// weights [R][64] times C vectors of values [64 / (1 | 2)][size], added to what is there times `kept`.
+template <int R, int C>
+inline void mix(const float* weights, const uint32_t* values, int64_t size, const float* kept, float* to) {
+  V16 sums[R][C];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < C; i++) sums[r][i] = load16(to + r * size + i * 16) * kept[r];
+  for (int j = 0; j < SPAN; j++)
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < C; i++)
+        {
+        const V16 value = load16((const float*)values + j * size + i * 16);
+        sums[r][i] = fma16(all16(weights[r * SPAN + j]), value, sums[r][i]);
+      }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < C; i++) store16(to + r * size + i * 16, sums[r][i]);
+}
+
+#ifdef BATON_BF16
+template <int R>
+inline void score(const uint16_t* q, int64_t size, const uint32_t* keys, float* scores) {
+  __m512 sums[R][4] = {};
+  for (int64_t d = 0; d < size / 2; d++)
+    for (int r = 0; r < R; r++) {
+      uint32_t pair;
+      std::memcpy(&pair, q + r * size + d * 2, 4);
+      for (int i = 0; i < 4; i++) sums[r][i] = dot2(sums[r][i], pair, keys + d * SPAN + i * 16);
+    }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < 4; i++) _mm512_storeu_ps(scores + r * SPAN + i * 16, sums[r][i]);
+}
+
+template <int R, int C>
+inline void mix(const uint16_t* weights, const uint32_t* values, int64_t size, const float* kept, float* to) {
+  __m512 sums[R][C];
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < C; i++) sums[r][i] = (__m512)(load16(to + r * size + i * 16) * kept[r]);
+  for (int j = 0; j < SPAN / 2; j++)
+    for (int r = 0; r < R; r++) {
+      uint32_t pair;
+      std::memcpy(&pair, weights + r * SPAN + j * 2, 4);
+      for (int i = 0; i < C; i++) sums[r][i] = dot2(sums[r][i], pair, values + j * size + i * 16);
+    }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < C; i++) _mm512_storeu_ps(to + r * size + i * 16, sums[r][i]);
+}
+#endif
+
+// ---- a span ----
+
+template <class T>
+struct Span {
+  uint32_t* keys;    // transposed, [head_dim / (1 | 2)][64]
+  uint32_t* values;  // [64 / (1 | 2)][head_dim]
+  float key_scale[SPAN], key_zero[SPAN], value_scale[SPAN], value_zero[SPAN];
+};
+
+template <int64_t F>
+inline void read_scales(const Pool& pool, int64_t block_id, int64_t row, int j, int count, float* scale, float* zero) {
+  if (F != FORM_INT8 && F != FORM_INT4) return;
+  const uint16_t* stored = pool.scales(block_id, row);
+  constexpr int step = F == FORM_INT8 ? 1 : 2;
+  for (int i = 0; i < count; i++) {
+    scale[j + i] = from_fp16(stored[i * step]);
+    if (F == FORM_INT4) zero[j + i] = from_fp16(stored[i * step + 1]);
+  }
+}
+
+inline void pair_up(const float* rows, int64_t size, uint32_t* to) { std::memcpy(to, rows, SPAN * size * 4); }
+inline void pair_up(const uint16_t* rows, int64_t size, uint32_t* to) {
+  for (int j = 0; j < SPAN; j += 2)
+    for (int64_t i = 0; i < size; i++)
+      to[j / 2 * size + i] = rows[j * size + i] | uint32_t(rows[(j + 1) * size + i]) << 16;
+}
+
+// Asks for the rows of the next span while this one is computed: a head's rows in one block are a page or less, and the
+// next block is far away, so that the processor's own prefetching begins anew with each.
+inline void prefetch(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, int64_t begin) {
+  const int64_t end = std::min<int64_t>(begin + SPAN, seq.kv_len);
+  for (int64_t position = begin; position < end; position = (position / pool.block_size + 1) * pool.block_size) {
+    const int64_t offset = position % pool.block_size, count = std::min(pool.block_size - offset, end - position);
+    for (int kind = 0; kind < 2; kind++) {
+      const int64_t row = pool.row(layer, kind, head) + offset;
+      const uint8_t* stored = pool.values(seq.block_ids[position / pool.block_size], row);
+      for (int64_t i = 0; i < count * pool.row_bytes; i += 64) __builtin_prefetch(stored + i);
+    }
+  }
+}
+
+// Positions [begin, begin + 64) of one head; what lies behind `kv_len` is zero.
+template <int64_t F, class T>
+void unpack(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, int64_t begin, T* rows, Span<T>& span) {
+  const int64_t size = pool.head_dim, count = std::min<int64_t>(SPAN, seq.kv_len - begin);
+  for (int kind = 0; kind < 2; kind++) {
+    float* scale = kind ? span.value_scale : span.key_scale;
+    float* zero = kind ? span.value_zero : span.key_zero;
+    for (int64_t j = 0; j < count;) {
+      const int64_t position = begin + j, offset = position % pool.block_size;
+      const int64_t run = std::min(pool.block_size - offset, count - j);
+      const int64_t block_id = seq.block_ids[position / pool.block_size];
+      const int64_t row = pool.row(layer, kind, head) + offset;
+      const uint8_t* stored = pool.values(block_id, row);
+      for (int64_t i = 0; i < run; i++) expand<F>(stored + i * pool.row_bytes, size, rows + (j + i) * size);
+      read_scales<F>(pool, block_id, row, j, run, scale, zero);
+      j += run;
+    }
+    std::memset(rows + count * size, 0, (SPAN - count) * size * sizeof(T));
+    std::fill(scale + count, scale + SPAN, 0.0f);
+    std::fill(zero + count, zero + SPAN, 0.0f);
+    if (kind)
+      pair_up(rows, size, span.values);
+    else
+      transpose((const uint32_t*)rows, size * sizeof(T) / 4, span.keys);
+  }
+}
+
+// ---- a row ----
+
+struct Row {
+  int64_t position;
+  float query_sum;  // for zero points of keys
+  float maximum, total, zeros;
+};
+
+inline void put(float* to, V16 x) { store16(to, x); }
+inline void put(uint16_t* to, V16 x) { write16(BF16, to, 0, x); }
+
+// scores [64] -> weights [64] relative to the new maximum; returns what is kept of the sums so far.
+// Not inlined: the compiler must not join its operations in another way for another number of rows.
+template <int64_t F, class T>
+[[gnu::noinline]] float weigh(const float* scores, const Span<T>& span, int64_t begin, int64_t window, float scale,
+                              Row& row, T* weights) {
+  const int64_t first = window ? row.position - window + 1 - begin : 0, last = row.position - begin;
+  I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int32_t from = int32_t(std::max<int64_t>(first, 0)), upto = int32_t(std::min<int64_t>(last, SPAN));
+  V16 x[4], most = all16(UNSEEN);
+  for (int i = 0; i < 4; i++, lane += 16) {
+    x[i] = load16(scores + i * 16);
+    if (F == FORM_INT8 || F == FORM_INT4) x[i] = x[i] * load16(span.key_scale + i * 16);
+    if (F == FORM_INT4) x[i] = fma16(all16(row.query_sum), load16(span.key_zero + i * 16), x[i]);
+    x[i] = (lane >= from) & (lane <= upto) ? x[i] * scale : all16(-INFINITY);
+    most = x[i] > most ? x[i] : most;
+  }
+  const float maximum = std::max(row.maximum, max_of16(most));
+  const float kept = power_of_two(all16(row.maximum - maximum))[0];
+  V16 total{}, zeros{};
+  for (int i = 0; i < 4; i++) {
+    V16 p = power_of_two(x[i] - maximum);
+    total += p;
+    if (F == FORM_INT4) zeros = fma16(p, load16(span.value_zero + i * 16), zeros);
+    if (F == FORM_INT8 || F == FORM_INT4) p = p * load16(span.value_scale + i * 16);
+    put(weights + i * 16, p);
+  }
+  row.maximum = maximum;
+  row.total = row.total * kept + sum16(total);
+  if (F == FORM_INT4) row.zeros = row.zeros * kept + sum16(zeros);
+  return kept;
+}
+
+template <int64_t F, int R, class T>
+void attend_rows(const T* q, const Span<T>& span, int64_t size, int64_t begin, int64_t window, float scale, Row* rows,
+                 float* to) {
+  alignas(64) float scores[R * SPAN];
+  alignas(64) T weights[R * SPAN];
+  float kept[R];
+  score<R>(q, size, span.keys, scores);
+  for (int r = 0; r < R; r++)
+    kept[r] = weigh<F>(scores + r * SPAN, span, begin, window, scale, rows[r], weights + r * SPAN);
+  int64_t i = 0;
+  for (; i + 64 <= size; i += 64) mix<R, 4>(weights, span.values + i, size, kept, to + i);
+  for (; i < size; i += 16) mix<R, 1>(weights, span.values + i, size, kept, to + i);
+}
+
+// ---- a tile ----
+
+struct Call {
+  const Pool& pool;
+  const Shape& shape;
+  int64_t layer;
+  const void* q;
+  int64_t q_stride;
+  void* out;
+};
+
+// Rows [first, first + count) of one sequence and KV head: row r is head r % group of token r / group.
+template <int64_t F, class T>
+void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t first, int count) {
+  static thread_local std::vector<char> memory;
+  const Pool& pool = call.pool;
+  const int64_t size = pool.head_dim, group = call.shape.num_heads / pool.num_kv_heads;
+  const int64_t window = call.shape.windows[call.layer], words = SPAN * size;
+  static_assert(ROWS == SPAN);
+  uint32_t* parts = (uint32_t*)scratch(memory, 5 * words * 4);  // of head_dim x 64 each, 32 bits or less
+  T *q = (T*)parts, *unpacked = (T*)(parts + words);
+  float* sums = (float*)(parts + 2 * words);
+  std::memset(sums, 0, count * size * sizeof(float));
+  Row rows[ROWS];
+  for (int r = 0; r < count; r++) {
+    const int64_t token = (first + r) / group, which = head * group + (first + r) % group;
+    take(call.shape.kind, call.q, (seq.query_start + token) * call.q_stride + which * size, size, q + r * size);
+    rows[r] = {seq.kv_len - seq.query_len + token, 0, UNSEEN, 0, 0};
+    if (F == FORM_INT4)
+      for (int64_t d = 0; d < size; d++) rows[r].query_sum += as_float(q[r * size + d]);
+  }
+  Span<T> span;
+  span.keys = parts + 3 * words, span.values = parts + 4 * words;
+  const float scale = 1.44269504f / std::sqrt(float(size));  // to powers of two
+  const int64_t least = window ? std::max<int64_t>(0, rows[0].position - window + 1) : 0;
+  for (int64_t begin = least / SPAN * SPAN; begin <= rows[count - 1].position; begin += SPAN) {
+    unpack<F>(pool, seq, call.layer, head, begin, unpacked, span);
+    prefetch(pool, seq, call.layer, head, begin + SPAN);
+    int r = 0;
+    const auto go = [&](auto attend, int step) {
+      for (; r + step <= count; r += step)
+        attend(q + r * size, span, size, begin, window, scale, rows + r, sums + r * size);
+    };
+    go(attend_rows<F, 6, T>, 6), go(attend_rows<F, 4, T>, 4), go(attend_rows<F, 2, T>, 2), go(attend_rows<F, 1, T>, 1);
+  }
+  for (int r = 0; r < count; r++) {
+    const int64_t token = (first + r) / group, which = head * group + (first + r) % group;
+    const int64_t to = ((seq.query_start + token) * call.shape.num_heads + which) * size;
+    for (int64_t d = 0; d < size; d += 16)
+      write16(call.shape.kind, call.out, to + d, (load16(sums + r * size + d) + rows[r].zeros) / rows[r].total);
+  }
+}
+
+using Tile = void (*)(const Call&, const Sequence&, int64_t, int64_t, int);
+
+Tile tile_for(int64_t form, [[maybe_unused]] int64_t kind) {
+#ifdef BATON_BF16
+  if (kind == BF16 && form == FORM_BF16) return attend_tile<FORM_BF16, uint16_t>;
+  if (kind == BF16 && form == FORM_E4M3) return attend_tile<FORM_E4M3, uint16_t>;
+  if (kind == BF16 && form == FORM_E5M2) return attend_tile<FORM_E5M2, uint16_t>;
+  if (kind == BF16 && form == FORM_INT8) return attend_tile<FORM_INT8, uint16_t>;
+  if (kind == BF16 && form == FORM_INT4) return attend_tile<FORM_INT4, uint16_t>;
+#endif
+  switch (form) {
+    case FORM_FP32: return attend_tile<FORM_FP32, float>;
+    case FORM_BF16: return attend_tile<FORM_BF16, float>;
+    case FORM_FP16: return attend_tile<FORM_FP16, float>;
+    case FORM_E4M3: return attend_tile<FORM_E4M3, float>;
+    case FORM_E5M2: return attend_tile<FORM_E5M2, float>;
+    case FORM_INT8: return attend_tile<FORM_INT8, float>;
+    default: return attend_tile<FORM_INT4, float>;
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+// What decides bits besides the source.
+extern "C" const char* baton_attention_variant() {
+#if defined(BATON_BF16)
+  return "avx512bf16";
+#elif defined(BATON_AVX512)
+  return "avx512";
+#else
+  return "plain";
+#endif
+}
+
+void baton_attention(const Pool* pool, const Shape* shape, const Sequence* seqs, int64_t num_seqs, int64_t layer,
+                     const void* q, int64_t q_stride, void* out, int64_t num_threads) {
+  const Call call{*pool, *shape, layer, q, q_stride, out};
+  const Tile attend = tile_for(pool->form, shape->kind);
+  const int64_t group = shape->num_heads / pool->num_kv_heads;
+  int64_t num_tiles = 0, work = 0;
+  for (int64_t i = 0; i < num_seqs; i++) {
+    num_tiles += (seqs[i].query_len * group + ROWS - 1) / ROWS;
+    work += seqs[i].query_len * seqs[i].kv_len;
+  }
+  const int64_t num_items = num_tiles * pool->num_kv_heads;
+  if (work * shape->num_heads * pool->head_dim < SERIAL_WORK) num_threads = 1;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads) if (num_threads > 1)
+  for (int64_t item = 0; item < num_items; item++) {
+    // Last tiles first: they see most.
+    int64_t tile = num_tiles - 1 - item / pool->num_kv_heads;
+    const Sequence* seq = seqs;
+    for (;; seq++) {
+      const int64_t own = (seq->query_len * group + ROWS - 1) / ROWS;
+      if (tile < own) break;
+      tile -= own;
+    }
+    const int64_t count = std::min<int64_t>(ROWS, seq->query_len * group - tile * ROWS);
+    attend(call, *seq, item % pool->num_kv_heads, tile * ROWS, int(count));
+  }
+}

@@ -1,0 +1,56 @@
+// What the linear kernels share: bf16, and memory that a thread keeps.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define BATON_AVX512  // what the vector code here is written in
+#include <immintrin.h>
+#endif
+
+namespace baton {
+
+inline float from_bf16(uint16_t bits) {
+  uint32_t wide = uint32_t(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+// Round to nearest even; a NaN stays one.
+inline uint16_t to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16) | 0x40;
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Memory of the calling thread that only grows: a kernel's scratch, aligned to a cache line.
+inline char* scratch(std::vector<char>& memory, size_t num_bytes) {
+  if (memory.size() < num_bytes + 64) memory.resize(num_bytes + 64);
+  return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+}
+
+#ifdef BATON_AVX512
+inline __m512 load16_bf16(const uint16_t* from, __mmask16 mask = 0xffff) {
+  __m256i bits = _mm256_maskz_loadu_epi16(mask, from);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+// As to_bf16, in integers: vcvtneps2bf16 would turn subnormals to zero.
+inline void store16_bf16(uint16_t* to, __m512 values, __mmask16 mask = 0xffff) {
+  __m512i bits = _mm512_castps_si512(values);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+#endif
+
+}  // namespace baton

@@ -1,0 +1,57 @@
+// One call per linear layer: prepare the rows, then share out the panels. Which thread takes which panel, and how many
+// there are, changes no bit.
+#include <atomic>
+
+#include "linear.h"
+
+using namespace baton;
+
+#if defined(BATON_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+
+namespace {
+constexpr int64_t SERIAL_WORK = 1 << 18;  // multiplications that cost less than waking a second thread (about 5 us)
+}
+
+// Whether this build has the kernels.
+extern "C" int64_t baton_linear_supported() { return 1; }
+
+// x [num_rows][num_in] -> y [num_rows][num_out], both of linear->x_kind, rows without gaps.
+extern "C" void baton_linear(const Linear* linear, const void* x, void* y, int64_t num_rows, int64_t num_threads) {
+  thread_local std::vector<char> memory;
+  const int64_t width = linear->kind == W_F32 ? 4 : linear->kind == W_BF16 || linear->kind == W_E4M3 ? 2 : 1;
+  const int64_t num_groups = linear->num_groups(), stride = (linear->padded_in * width + 63) / 64 * 64;
+  const int64_t sizes[] = {num_rows * stride, num_rows * num_groups * 4, num_rows * num_groups * 4};
+  char* at = scratch(memory, sizes[0] + sizes[1] + sizes[2] + num_rows * linear->num_outliers * 4);
+  Rows rows{num_rows, stride, at, reinterpret_cast<float*>(at + sizes[0]),
+            reinterpret_cast<int32_t*>(at + sizes[0] + sizes[1]),
+            reinterpret_cast<float*>(at + sizes[0] + sizes[1] + sizes[2])};
+  const bool integers = linear->kind == U8 || linear->kind == U4;
+  const int64_t num_panels = linear->num_panels();
+  if (num_rows * linear->num_out * linear->padded_in < SERIAL_WORK) num_threads = 1;
+  std::atomic<int64_t> taken{0};
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+    thread_local std::vector<char> own;
+    if (num_rows == 1) {
+#pragma omp single
+      prepare_row(*linear, x, 0, rows);
+    } else {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < num_rows; ++row) prepare_row(*linear, x, row, rows);
+    }
+    // A panel is taken before the one ahead of it is multiplied, which fetches it meanwhile.
+    for (int64_t panel = taken++, next; panel < num_panels; panel = next) {
+      next = taken++;
+      const int64_t ahead = next < num_panels ? next : panel;
+      if (integers) int_panel(*linear, panel, ahead, rows, y, own);
+      else float_panel(*linear, panel, ahead, rows, y, own);
+    }
+  }
+}
+
+#else
+
+extern "C" int64_t baton_linear_supported() { return 0; }
+extern "C" void baton_linear(const Linear*, const void*, void*, int64_t, int64_t) {}
+
+#endif

@@ -1,0 +1,120 @@
+// Sixteen floats at a time, in the compiler's own vectors: a CPU without AVX-512 does them in smaller pieces.
+#pragma once
+
+#include <cmath>
+
+#include "common.h"
+
+namespace baton {
+
+// Elements of activations, as attention/native.py numbers them.
+enum Kind : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+
+using V16 = float __attribute__((vector_size(64)));
+using I16 = int32_t __attribute__((vector_size(64)));
+
+inline V16 load16(const float* from) {
+  V16 x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+inline void store16(float* to, V16 x) { std::memcpy(to, &x, sizeof x); }
+inline V16 all16(float x) { return x - V16{}; }
+inline V16 fma16(V16 a, V16 b, V16 c) {
+#ifdef BATON_AVX512
+  return (V16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return a * b + c;
+#endif
+}
+// Halves are put together until one is left.
+template <class Join>
+inline float joined16(V16 x, Join join) {
+  using I4 = int32_t __attribute__((vector_size(16)));
+  using V8 = float __attribute__((vector_size(32)));
+  using V4 = float __attribute__((vector_size(16)));
+  V8 halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  const V8 eight = join(halves[0], halves[1]);
+  V4 quarters[2];
+  std::memcpy(quarters, &eight, sizeof eight);
+  V4 four = join(quarters[0], quarters[1]);
+  four = join(four, __builtin_shuffle(four, I4{2, 3, 0, 1}));
+  four = join(four, __builtin_shuffle(four, I4{1, 0, 3, 2}));
+  return four[0];
+}
+inline float sum16(V16 x) {
+  return joined16(x, [](auto a, auto b) { return a + b; });
+}
+inline float max_of16(V16 x) {
+  return joined16(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+inline uint32_t to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float from_fp16(uint16_t x) {
+  _Float16 half;
+  std::memcpy(&half, &x, sizeof half);
+  return float(half);
+}
+inline uint16_t to_fp16(float x) {
+  _Float16 half = _Float16(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof bits);
+  return bits;
+}
+
+// Elements [index, index + 16) of a tensor of some Kind, and back.
+inline V16 read16(int64_t kind, const void* from, int64_t index) {
+  if (kind == FP32) return load16((const float*)from + index);
+  const uint16_t* halves = (const uint16_t*)from + index;
+#ifdef BATON_AVX512
+  if (kind == FP16) return (V16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves));
+  return (V16)load16_bf16(halves);
+#else
+  V16 x;
+  for (int i = 0; i < 16; i++) x[i] = kind == FP16 ? from_fp16(halves[i]) : from_bf16(halves[i]);
+  return x;
+#endif
+}
+inline void write16(int64_t kind, void* to, int64_t index, V16 x) {
+  if (kind == FP32) return store16((float*)to + index, x);
+  uint16_t* halves = (uint16_t*)to + index;
+#ifdef BATON_AVX512
+  if (kind == FP16) {
+    _mm256_storeu_si256((__m256i*)halves, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+    return;
+  }
+  store16_bf16(halves, (__m512)x);
+#else
+  for (int i = 0; i < 16; i++) halves[i] = kind == FP16 ? to_fp16(x[i]) : to_bf16(x[i]);
+#endif
+}
+inline V16 rounded16(int64_t kind, V16 x) {
+  if (kind == FP32) return x;
+  uint16_t halves[16];
+  write16(kind, halves, 0, x);
+  return read16(kind, halves, 0);
+}
+
+// 2^x for x <= 127; exactly 1 at 0, exactly 0 below -126.
+inline V16 power_of_two(V16 x) {
+  const float magic = 12582912;
+  x = x > -127.0f ? x : all16(-127.0f);
+  const V16 shifted = x + magic, whole = shifted - magic, rest = x - whole;
+  V16 y = all16(1.5403530e-4f);  // exp(rest * ln 2), |rest| <= 0.5
+  for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    y = fma16(y, rest, all16(c));
+  const I16 bits = ((I16)shifted - (I16)all16(magic) + 127) << 23;
+  return y * (V16)bits;
+}
+
+}  // namespace baton

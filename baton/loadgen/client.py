@@ -1,0 +1,110 @@
+"""Sends jobs to a gateway at their times, or N at a time, and notes what becomes of each."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from baton.loadgen.outcome import Outcome
+from baton.loadgen.workload import Job, prompt_ids
+from baton.service.phases import PHASES
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+_TIMING_FIELDS = tuple((phase, f"{phase}_s") for phase in (*PHASES, "transfer"))
+_PREPARED_TOKENS = 8 << 20  # of prompts: 32 MiB
+_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
+
+
+class Unreachable(Exception):
+    """One line: no gateway answers."""
+
+
+async def model_info(target: str) -> pb.GetModelInfoResponse:
+    """Raises Unreachable."""
+    async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
+        try:
+            return await inference_pb2_grpc.InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            raise Unreachable(f"{target}: {error.code().name}: {error.details()}") from None
+
+
+class Sender:
+    """One channel and its requests: `prepare`, then `open` or `closed`, whose `begin` is time.monotonic() of the run's
+    start, the same for all senders."""
+
+    def __init__(self, target: str, vocab_size: int, seed: int, timeout_s: float, on_end: Callable[[], None]):
+        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
+        self._vocab_size, self._seed, self._timeout_s, self._on_end = vocab_size, seed, timeout_s, on_end
+        self._prepared: dict[int, pb.GenerateRequest] = {}
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Makes the first requests before the run: one costs a tenth of a whole call of eight messages."""
+        num_tokens = 0
+        for job in jobs:
+            num_tokens += job.num_prompt
+            if num_tokens > _PREPARED_TOKENS:
+                return
+            self._prepared[job.index] = self._make(job)
+
+    async def open(self, jobs: Sequence[Job], begin: float) -> list[Outcome]:
+        """Each at its time, whatever has become of the others."""
+        running: list[asyncio.Task[Outcome]] = []
+        for job in jobs:
+            request = self._request(job)  # before its time, not at it
+            await asyncio.sleep(begin + job.at_s - time.monotonic())
+            running.append(asyncio.create_task(self._one(job, request, begin, job.at_s)))
+        return list(await asyncio.gather(*running))
+
+    async def closed(self, jobs: Sequence[Job], concurrency: int, begin: float) -> list[Outcome]:
+        """`concurrency` at a time: the next is meant to be sent when one has ended."""
+        waiting, done = iter(jobs), []
+
+        async def work() -> None:
+            for job in waiting:
+                request = self._request(job)
+                done.append(await self._one(job, request, begin, time.monotonic() - begin))
+
+        await asyncio.sleep(begin - time.monotonic())
+        await asyncio.gather(*(work() for _ in range(concurrency)))
+        return done
+
+    def _request(self, job: Job) -> pb.GenerateRequest:
+        return self._prepared.pop(job.index, None) or self._make(job)
+
+    def _make(self, job: Job) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=prompt_ids(job, self._vocab_size, self._seed)),
+            sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(max_tokens=job.num_output, ignore_eos=True),
+        )
+
+    async def _one(self, job: Job, request: pb.GenerateRequest, begin: float, intended_s: float) -> Outcome:
+        outcome = Outcome(job.index, intended_s, job.num_prompt)
+        clock, num_output, num_messages, longest_gap = time.monotonic, 0, 0, 0.0
+        at = first = last = outcome.sent_s = clock() - begin
+        message = None
+        try:
+            async for message in self._generate(request, timeout=self._timeout_s):
+                at = clock() - begin
+                if num_output == 0:
+                    first = at
+                elif at - last > longest_gap:
+                    longest_gap = at - last
+                last, num_messages = at, num_messages + 1
+                num_output += len(message.token_ids)
+        except grpc.aio.AioRpcError as error:
+            outcome.status, outcome.reason = error.code().name, error.details() or ""
+        outcome.first_s, outcome.last_s, outcome.num_output = first, last, num_output
+        outcome.num_messages, outcome.longest_gap_s = num_messages, longest_gap
+        if message is not None and message.HasField("timing"):
+            outcome.num_cached = message.usage.cached_tokens
+            timing = message.timing
+            outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
+        self._on_end()
+        return outcome

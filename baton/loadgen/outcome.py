@@ -1,0 +1,45 @@
+"""What became of one request, as its client saw it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Times are seconds after the run's start. Latencies count from the intended arrival: a sender that is late does
+    not make the server look fast."""
+
+    index: int
+    intended_s: float
+    num_prompt: int
+    sent_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_output: int = 0
+    num_cached: int = 0
+    num_messages: int = 0
+    longest_gap_s: float = 0.0  # between two messages
+    status: str = "OK"  # a gRPC status code
+    reason: str = ""
+    phases_s: dict[str, float] = field(default_factory=dict)  # as the reply's timing says; PHASES and transfer
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "OK"
+
+    @property
+    def lag_s(self) -> float:
+        """How late it was sent."""
+        return self.sent_s - self.intended_s
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.intended_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_s - self.intended_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; None for one token."""
+        return (self.last_s - self.first_s) / (self.num_output - 1) if self.num_output > 1 else None

@@ -1,0 +1,89 @@
+"""report.html: one page that needs nothing beside it."""
+
+import html
+from collections.abc import Mapping, Sequence
+
+from baton.loadgen import plot
+from baton.loadgen.outcome import Outcome
+
+_STYLE = """
+body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1020px;color:#111827;background:#fff}
+h1{font-size:20px;margin:0 0 4px}h2{font-size:15px;margin:22px 0 6px}
+.bound{background:#eff6ff;border-left:4px solid #2563eb;padding:10px 14px;margin:14px 0;font-size:15px}
+.invalid{background:#fef2f2;border-left-color:#dc2626}
+.grid{display:grid;grid-template-columns:1fr 1fr;gap:18px}svg{width:100%;height:auto}svg text{font-size:10px;fill:#6b7280}
+svg text.mark{fill:#dc2626}table{border-collapse:collapse}td,th{padding:3px 12px 3px 0;text-align:right}
+td:first-child,th:first-child{text-align:left}.legend{font-size:12px;color:#374151}
+.legend span{margin-right:12px;white-space:nowrap}.legend i{display:inline-block;width:10px;height:10px;margin-right:4px}
+.nothing,.facts{color:#6b7280}
+"""
+
+
+def page(summary: Mapping, outcomes: Sequence[Outcome], sweep: Sequence[Mapping]) -> str:
+    """`sweep`: summaries by rate, of which `summary` is one; empty without a sweep."""
+    answered = [outcome for outcome in outcomes if outcome.ok]
+    marks = dict(part.split("=") for part in summary["slo"].split(",") if part)
+    bounds = {name: {"SLO": float(value.removesuffix("ms")) / 1e3} for name, value in marks.items()}
+    plots = [
+        ("Time to first token", plot.distribution({"TTFT": [o.ttft_s for o in answered]}, "s", bounds.get("ttft", {}))),
+        (
+            "Time per output token",
+            plot.distribution(
+                {"TPOT": [o.tpot_s for o in answered if o.tpot_s is not None]}, "s", bounds.get("tpot", {})
+            ),
+        ),
+        (
+            "Timeline: TTFT by intended arrival",
+            plot.points({"answered": [(o.intended_s, o.ttft_s) for o in answered]}, "arrival, s", "TTFT, s"),
+        ),
+        ("Goodput by offered rate", _sweep(sweep)),
+    ]
+    phases = {name: value for name, value in summary["phases_s"].items() if value}
+    cells = "".join(f"<section><h2>{title}</h2>{svg}</section>" for title, svg in plots)
+    invalid = "" if summary["valid"] else " invalid"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton bench</title><style>{_STYLE}</style>'
+        f"<h1>Baton bench: {html.escape(summary['workload'])}</h1>"
+        f'<p class="facts">{html.escape(summary["target"])}, {summary["date"]}, {html.escape(summary["model"])}</p>'
+        f'<p class="bound{invalid}">{html.escape(verdict(summary))}</p>{_figures(summary)}'
+        f"<h2>Where the time to the second token goes (mean, s)</h2>{plot.stack(phases, 's')}"
+        f'<div class="grid">{cells}</div></html>\n'
+    )
+
+
+def verdict(summary: Mapping) -> str:
+    """The sentence that names the bound; of a run that does not count, that first."""
+    void = f"Not valid: requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99. "
+    return ("" if summary["valid"] else void) + summary["bound"]["sentence"]
+
+
+def _figures(summary: Mapping) -> str:
+    rows = "".join(
+        f"<tr><td>{name}</td>{''.join(f'<td>{_ms(summary[key][point])}</td>' for point in ('p50', 'p95', 'p99', 'max'))}</tr>"
+        for name, key in (
+            ("TTFT", "ttft_s"),
+            ("TPOT", "tpot_s"),
+            ("longest gap", "longest_gap_s"),
+            ("end to end", "e2e_s"),
+        )
+    )
+    slo = f", within {summary['slo']}: {summary['slo_met_share'] or 0:.1%}" if summary["slo"] else ""
+    rates = (
+        f"{summary['num_answered']} of {summary['num_requests']} answered{slo}; {summary['requests_per_s']:.2f} requests/s, "
+        f"goodput {summary['goodput_per_s']:.2f}/s, {summary['output_tokens_per_s']:.0f} output tokens/s, "
+        f"{summary['cached_share'] or 0:.0%} of the prompt tokens from cache"
+    )
+    head = "<tr><th>ms</th><th>p50</th><th>p95</th><th>p99</th><th>max</th></tr>"
+    return f"<p>{html.escape(rates)}</p><table>{head}{rows}</table>"
+
+
+def _sweep(sweep: Sequence[Mapping]) -> str:
+    series = {
+        "goodput": [(step["rate"], step["goodput_per_s"]) for step in sweep],
+        "answered": [(step["rate"], step["requests_per_s"]) for step in sweep],
+    }
+    return plot.curves(series if sweep else {}, "offered, requests/s", "per s")
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{1e3 * value:.1f}"

@@ -1,0 +1,101 @@
+"""Recorded request traces, in the two formats that are published: Mooncake's JSON lines and Azure's CSV."""
+
+import csv
+import gzip
+import io
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+MOONCAKE_BLOCK = 512  # tokens of a prompt behind one hash id
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+class TraceError(ValueError):
+    """One line: the file, where in it, and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request. Equal `hash_ids` at the same places are equal prefixes, MOONCAKE_BLOCK tokens each; empty: unknown,
+    the prompt shares nothing."""
+
+    at_s: float  # after the first of the trace
+    num_prompt: int
+    num_output: int
+    hash_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path) -> list[Entry]:
+    """All entries in order of time; a name that ends with .gz is unpacked. Raises TraceError."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = io.StringIO(data.decode("utf-8-sig"))
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise TraceError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    name = path.name.removesuffix(".gz")
+    reader = _mooncake if name.endswith(".jsonl") else _azure if name.endswith(".csv") else None
+    if reader is None:
+        raise TraceError(f"{path}: a trace is a .jsonl (Mooncake) or a .csv (Azure), packed with gzip or not")
+    try:
+        entries = sorted(reader(lines), key=lambda entry: entry.at_s)
+    except _BadLine as error:
+        raise TraceError(f"{path}: line {error.number}: {error.what}") from None
+    except csv.Error as error:
+        raise TraceError(f"{path}: not CSV: {error}") from None
+    if not entries:
+        raise TraceError(f"{path}: no requests in it")
+    first = entries[0].at_s
+    return [Entry(entry.at_s - first, entry.num_prompt, entry.num_output, entry.hash_ids) for entry in entries]
+
+
+class _BadLine(Exception):
+    def __init__(self, number: int, what: str):
+        super().__init__(what)
+        self.number, self.what = number, what
+
+
+def _mooncake(lines: Iterable[str]) -> Iterator[Entry]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            hash_ids = tuple(map(int, fields.get("hash_ids", ())))
+            entry = Entry(
+                fields["timestamp"] / 1000, int(fields["input_length"]), int(fields["output_length"]), hash_ids
+            )
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+            raise _BadLine(number, f"not a Mooncake request ({_words(error)})") from None
+        yield _checked(entry, number)
+
+
+def _azure(lines: Iterable[str]) -> Iterator[Entry]:
+    reader = csv.DictReader(lines)
+    missing = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
+    if missing:
+        raise _BadLine(1, f"no column {missing[0]}; an Azure trace has {', '.join(_AZURE_COLUMNS)}")
+    for number, row in enumerate(reader, 2):
+        try:
+            # The published stamps have 7 digits behind the second, Python reads 6.
+            at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            entry = Entry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        except (ValueError, TypeError) as error:
+            raise _BadLine(number, f"not an Azure request ({_words(error)})") from None
+        yield _checked(entry, number)
+
+
+def _checked(entry: Entry, number: int) -> Entry:
+    if not math.isfinite(entry.at_s):
+        raise _BadLine(number, f"arrives at {entry.at_s}")
+    if entry.num_prompt < 1 or entry.num_output < 0:
+        raise _BadLine(number, f"{entry.num_prompt} prompt and {entry.num_output} output tokens")
+    return entry
+
+
+def _words(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,104 @@
+"""What is sent and when: jobs from a trace or drawn, with prompts that share what the trace says they share."""
+
+import hashlib
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.loadgen.trace import MOONCAKE_BLOCK, Entry
+
+FIRST_TOKEN = 5  # ids below are special in the models that we know of
+_SHARED_STREAM, _OWN_STREAM = 1, 2  # of random numbers: blocks of hash ids, and what belongs to one job alone
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request. `at_s`: when it is meant to be sent, after the run's start; 0 in a closed loop."""
+
+    index: int
+    at_s: float
+    num_prompt: int
+    num_output: int
+    hash_ids: tuple[int, ...] = ()
+    block: int = MOONCAKE_BLOCK  # tokens behind one hash id
+
+
+def prompt_ids(job: Job, vocab_size: int, seed: int) -> list[int]:
+    """Token ids [num_prompt]: blocks of equal hash ids are equal, whatever job they stand in."""
+    ids: list[int] = []
+    for hash_id in job.hash_ids:
+        ids += _draw(f"{seed} {_SHARED_STREAM} {hash_id}", job.block, vocab_size)
+    if (missing := job.num_prompt - len(ids)) > 0:
+        ids += _draw(f"{seed} {_OWN_STREAM} {job.index}", missing, vocab_size)
+    return ids[: job.num_prompt]
+
+
+def _draw(seed: str, num: int, vocab_size: int) -> list[int]:
+    """`num` ids that hang on `seed` alone. A hash's stream: making one of numpy's generators takes longer than all else
+    that is done for a request of 256 tokens."""
+    import numpy as np  # here: other commands start without it
+
+    words = np.frombuffer(hashlib.shake_128(seed.encode()).digest(4 * num), "<u4")
+    return (words % (vocab_size - FIRST_TOKEN) + FIRST_TOKEN).tolist()
+
+
+def from_trace(entries: Sequence[Entry], rate_scale: float, length_scale: float, limit: int | None) -> list[Job]:
+    """The trace, `rate_scale` times as fast, its lengths times `length_scale` (blocks too, so that sharing stays)."""
+    block = max(1, round(MOONCAKE_BLOCK * length_scale))
+    return [
+        Job(
+            index,
+            entry.at_s / rate_scale,
+            max(1, round(entry.num_prompt * length_scale)),
+            max(1, round(entry.num_output * length_scale)),
+            entry.hash_ids,
+            block,
+        )
+        for index, entry in enumerate(entries[:limit])
+    ]
+
+
+def drawn(rng: random.Random, times: Iterator[float], num: int, num_prompt: int, num_output: int) -> list[Job]:
+    """`num` jobs whose lengths vary by a quarter around the means."""
+    return [Job(index, next(times), _around(rng, num_prompt), _around(rng, num_output)) for index in range(num)]
+
+
+def _around(rng: random.Random, mean: int) -> int:
+    return max(1, round(mean * rng.uniform(0.75, 1.25)))
+
+
+def arrivals(kind: str, rate: float, rng: random.Random) -> Iterator[float]:
+    """Seconds after the start, without end. poisson: independent; constant: evenly; burst: eight at once, Poisson."""
+    at_s, burst = 0.0, 8
+    while True:
+        if kind == "constant":
+            yield at_s
+            at_s += 1 / rate
+        elif kind == "poisson":
+            at_s += rng.expovariate(rate)
+            yield at_s
+        else:
+            at_s += rng.expovariate(rate / burst)
+            yield from [at_s] * burst
+
+
+def fitted(jobs: Sequence[Job], context: int) -> tuple[list[Job], int]:
+    """Jobs that the model can hold, and how many were cut: outputs to an eighth of the context at most, then prompts."""
+    longest_output = max(1, context // 8)
+    cut, result = 0, []
+    for job in jobs:
+        num_output = min(job.num_output, longest_output)
+        num_prompt = min(job.num_prompt, context - num_output - 1)
+        cut += (num_prompt, num_output) != (job.num_prompt, job.num_output)
+        result.append(Job(job.index, job.at_s, num_prompt, num_output, job.hash_ids, job.block))
+    return result, cut
+
+
+def shares(jobs: Sequence[Job], num: int) -> list[list[Job]]:
+    """Every `num`-th job to each of `num` senders."""
+    return [list(jobs[first::num]) for first in range(min(num, max(1, len(jobs))))]
+
+
+def duration_s(jobs: Sequence[Job]) -> float:
+    return max((job.at_s for job in jobs), default=0.0) or math.nan

@@ -1,0 +1,1 @@
+"""Makes quantized model folders, and measures what that costs."""

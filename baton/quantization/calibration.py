@@ -1,0 +1,92 @@
+"""The calibration set: texts like those that the model will read, cut to short samples."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from baton.quantization.errors import QuantizeError
+
+DEFAULT = Path(__file__).with_name("calibration.jsonl")
+NUM_SAMPLES = 64
+SAMPLE_TOKENS = 512
+MIN_TOKENS = 8  # of a sample: less says nothing
+
+Messages = list[dict[str, str]]
+Render = Callable[[Messages], str]  # by the model's chat template
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line: a text, or a conversation that the model's chat template makes one of."""
+
+    line: int
+    text: str | None
+    messages: Messages | None
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """JSON lines, each an object with "text", "prompt" or "messages". Raises QuantizeError with the line number."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise QuantizeError(f"{path}: not readable ({error})") from None
+    prompts = [_prompt(f"{path}, line {number}", number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise QuantizeError(f'{path}: empty; give JSON lines such as {{"text": "..."}}')
+    return prompts
+
+
+def load_tokenizer(model: Path) -> Tokenizer:
+    """tokenizer.json of a model folder. Raises QuantizeError."""
+    path = model / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises Exception itself
+        raise QuantizeError(f"{path}: not a tokenizer ({error})") from None
+
+
+def make_samples(prompts: list[Prompt], tokenizer: Tokenizer, render: Render) -> list[Tensor]:
+    """Token ids int64 [at most SAMPLE_TOKENS] of at most NUM_SAMPLES prompts, evenly spread over the list.
+
+    Raises QuantizeError where all of them are too short to say anything.
+    """
+    count = min(NUM_SAMPLES, len(prompts))
+    chosen = [prompts[index * len(prompts) // count] for index in range(count)]
+    texts = [prompt.text if prompt.messages is None else render(prompt.messages) for prompt in chosen]
+    samples = [torch.tensor(tokenizer.encode(text).ids[:SAMPLE_TOKENS]) for text in texts]
+    samples = [sample for sample in samples if len(sample) >= MIN_TOKENS]
+    if not samples:
+        raise QuantizeError(f"the calibration texts are all shorter than {MIN_TOKENS} tokens; give longer ones")
+    return samples
+
+
+def _prompt(where: str, number: int, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise QuantizeError(f"{where}: not JSON ({error.msg}); each line is an object") from None
+    if not isinstance(record, dict):
+        raise QuantizeError(f"{where}: not a JSON object")
+    text = record.get("text", record.get("prompt"))
+    messages = record.get("messages")
+    if isinstance(text, str) and text.strip() and messages is None:
+        return Prompt(number, text, None)
+    if text is None and _is_conversation(messages):
+        return Prompt(number, None, messages)
+    raise QuantizeError(f'{where}: needs one of "text" or "prompt" (a text) or "messages" (role and content each)')
+
+
+def _is_conversation(messages: object) -> bool:
+    return (
+        isinstance(messages, list)
+        and len(messages) > 0
+        and all(
+            isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in messages
+        )
+    )

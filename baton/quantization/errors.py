@@ -1,0 +1,5 @@
+"""What quantizing and scoring refuse."""
+
+
+class QuantizeError(Exception):
+    """Wrong input or wrong use; one line that names the thing and says what to do."""

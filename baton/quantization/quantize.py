@@ -1,0 +1,134 @@
+"""From a float model folder to a quantized one, a layer at a time: read, calibrated, rounded, written, dropped.
+
+What is alive at once: one layer in fp32, the second moments of one stage's inputs, the calibration set's activations at
+that layer (num_tokens x (2 x hidden_size + 2 x intermediate_size) fp32 at most), and a shard of the output.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from baton.engine.layers.rope import Rope
+from baton.engine.models.loader import Weights
+from baton.engine.models.errors import read_json
+from baton.engine.models.spec import ModelSpec
+from baton.engine.quant.formats.registry import quantization_config
+from baton.quantization.block import STAGES, Block, Stage, linear_shapes
+from baton.quantization.errors import QuantizeError
+from baton.quantization.folder import FolderWriter, new_folder
+from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
+from baton.quantization.stored import config_of, tensors_of
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model, a scheme and a group size that fit each other."""
+
+    spec: ModelSpec
+    scheme: Scheme
+    settings: Settings
+
+    @property
+    def packed(self) -> bool:
+        """Weight-only integers lie in int32 words."""
+        return self.scheme.grouped or self.scheme.name == "int8-weight-only"
+
+
+def plan(model: Path, scheme: str, group: int | None = None) -> Job:
+    """All that can be checked before any weight is read. Raises QuantizeError, ModelError."""
+    if scheme not in SCHEMES:
+        raise QuantizeError(f"scheme {scheme!r}: one of {', '.join(SCHEMES)}")
+    if not model.is_dir():
+        raise QuantizeError(f"{model}: no such model folder (a folder with config.json and safetensors is needed)")
+    spec = ModelSpec.from_folder(model)
+    if (found := quantization_config(model)) is not None:
+        method = found.get("quant_method", "unknown")
+        raise QuantizeError(f"{model}: already quantized ({method}); give the float model")
+    return Job(spec, SCHEMES[scheme], Settings(_group(spec, SCHEMES[scheme], group), DTYPES[spec.dtype]))
+
+
+def quantize(job: Job, out: Path, samples: list[Tensor] | None = None, progress: bool = False) -> None:
+    """Write the quantized folder. `samples`: token ids of the calibration set, needed if job.scheme.calibrated.
+
+    `out` appears whole or not at all, whatever happens in between. Raises QuantizeError where it exists, ModelError for
+    a broken model.
+    """
+    with new_folder(out) as writer, torch.inference_mode():
+        weights = Weights(job.spec.folder)
+        embedding = weights.read(EMBEDDING, (job.spec.vocab_size, job.spec.hidden_size))
+        activations = [F.embedding(sample, embedding).float() for sample in samples or ()]
+        longest = max((len(sample) for sample in samples or ()), default=1)
+        rope, config = Rope(job.spec.rope, job.spec.head_dim, longest), None
+        for index in tqdm(range(job.spec.num_layers), job.scheme.name, unit="layer", disable=not progress):
+            form, activations = _quantize_layer(job, index, weights, rope, activations, writer)
+            config = config or config_of(job.scheme.name, form, job.packed)
+        writer.add({EMBEDDING: embedding, FINAL_NORM: weights.read(FINAL_NORM, (job.spec.hidden_size,))})
+        if not job.spec.tied:
+            writer.add({HEAD: weights.read(HEAD, (job.spec.vocab_size, job.spec.hidden_size))})
+        writer.finish(job.spec.folder, read_json(job.spec.folder / "config.json") | {"quantization_config": config})
+
+
+def _quantize_layer(
+    job: Job, index: int, weights: Weights, rope: Rope, activations: list[Tensor], writer: FolderWriter
+) -> tuple[Form, list[Tensor]]:
+    """Round and write one layer: the form of one of its linears, and what the rounded layer makes of the calibration
+    set."""
+    block = Block(job.spec, index, weights.read, rope)
+    forms: dict[str, Form] = {}
+
+    def fold(stage: Stage) -> None:
+        job.scheme.fold(block, stage, job.settings)
+
+    def round_stage(stage: Stage) -> None:
+        made = job.scheme.round(block, stage, job.settings)
+        forms.update(made)
+        block.weights.update((name, form.dequantize()) for name, form in made.items())
+
+    if job.scheme.fold is not None:
+        block.run(activations, fold)
+    if job.scheme.calibrated:
+        activations = block.run(activations, round_stage)
+    else:
+        for names in STAGES:
+            round_stage(Stage(names, []))
+    _write(job, block, forms, writer)
+    return forms[STAGES[0][0]], activations
+
+
+def _write(job: Job, block: Block, forms: dict[str, Form], writer: FolderWriter) -> None:
+    prefix, dtype = f"model.layers.{block.index}.", job.settings.dtype
+    for name, form in forms.items():
+        writer.add(tensors_of(prefix + name, form, dtype, job.packed))
+    writer.add({f"{prefix}{name}.bias": bias.to(dtype) for name, bias in block.biases.items()})
+    writer.add({f"{prefix}{name}.weight": norm.to(dtype) for name, norm in block.norms.items()})
+
+
+def _group(spec: ModelSpec, scheme: Scheme, group: int | None) -> int | None:
+    """The group asked for, or for int4 the largest that divides every linear."""
+    widths = sorted({shape[1] for shape in linear_shapes(spec).values()})
+    if group is None:
+        if not scheme.grouped:
+            return None
+        fitting = [size for size in GROUPS if not any(width % size for width in widths)]
+        if not fitting:
+            raise QuantizeError(f"no group of {_listed(GROUPS)} divides the model's {_listed(widths)} inputs; use int8")
+        return fitting[-1]
+    if not scheme.grouped and scheme.name != "int8-weight-only":
+        raise QuantizeError(f"scheme {scheme.name} has one scale a row; leave --group away")
+    if group not in GROUPS:
+        raise QuantizeError(f"group {group}: one of {_listed(GROUPS)}")
+    if wrong := [width for width in widths if width % group]:
+        raise QuantizeError(f"group {group} does not divide the {_listed(wrong)} inputs of a layer; take a smaller one")
+    return group
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,105 @@
+"""How well a model predicts a text: bits per byte, perplexity, and how often it would go on like another model.
+
+The text goes through the engine's own path: prefill chunks in batches, KV written to a pool in its stored form and read
+back from there, so that what is measured is what is served.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from baton.engine.batch import ForwardBatch, SeqSlice
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from kvtransfer.layout import KVLayout
+
+CHUNK = 512  # tokens of one step
+LOGIT_ROWS = 128  # of which logits are held at once: half a GB at a vocabulary of a million
+BLOCK_SIZE = 32
+MAX_WINDOW = 2048  # tokens of context that a prediction can have
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of all tokens but the first of each text."""
+
+    nats: Tensor  # fp64 [num_tokens]: minus the log probability of each
+    choices: Tensor  # int64 [num_tokens]: the most likely token at each position
+    num_bytes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nats)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats.sum().item() / math.log(2) / self.num_bytes
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nats.mean().item())
+
+    def standard_error(self, other: "Score") -> float:
+        """Of the difference of both in bits per byte, token by token on the same text."""
+        return (self.nats - other.nats).std().item() * self.num_tokens**0.5 / math.log(2) / self.num_bytes
+
+    def agreement(self, other: "Score") -> float:
+        """Share of positions at which both would go on with the same token."""
+        return (self.choices == other.choices).double().mean().item()
+
+
+def score(model: Model, kv_form: str, texts: Sequence[list[int]], num_bytes: int, progress: bool = False) -> Score:
+    """`texts`: token ids, each with what stands before a text (its first token is given, not predicted); `num_bytes`:
+    of what is predicted."""
+    window = min(MAX_WINDOW, model.spec.context)
+    pool = KVPool(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), -(-window // BLOCK_SIZE))
+    nats, choices = [], []
+    total = sum(len(ids) - 1 for ids in texts)
+    with tqdm(total=total, unit="token", desc="score", disable=not progress) as bar, torch.inference_mode():
+        for ids in texts:
+            for begin, first, end in windows(len(ids), window):
+                for rows, logits in _Window(model, pool, ids[begin : end - 1]).chunks(first - 1 - begin):
+                    targets = torch.tensor([ids[begin + 1 + row] for row in rows])
+                    nats.append(F.cross_entropy(logits, targets, reduction="none").double())
+                    choices.append(logits.argmax(dim=1))
+                    bar.update(len(rows))
+    return Score(torch.cat(nats), torch.cat(choices), num_bytes)
+
+
+def windows(num_tokens: int, length: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, first, end): tokens [first, end) are predicted from what stands behind `begin`, every token but the first
+    once. Windows hold `length` inputs and advance by half of that, so context is never short but at a text's start."""
+    first = 1
+    while first < num_tokens:
+        end = min(num_tokens, max(length + 1, first + length // 2))
+        yield max(0, end - length - 1), first, end
+        first = end
+
+
+class _Window:
+    """One sequence that owns the whole pool."""
+
+    def __init__(self, model: Model, pool: KVPool, token_ids: list[int]):
+        self._model, self._pool, self._ids = model, pool, torch.tensor(token_ids)
+        self._block_ids = torch.arange(pool.num_blocks)
+
+    def chunks(self, first_row: int) -> Iterator[tuple[range, Tensor]]:
+        """Rows from `first_row` on and their logits fp32 [rows, vocab_size]."""
+        for begin in range(0, len(self._ids), CHUNK):
+            end = min(begin + CHUNK, len(self._ids))
+            hidden = self._step(begin, end)
+            for low in range(max(begin, first_row), end, LOGIT_ROWS):
+                rows = range(low, min(low + LOGIT_ROWS, end))
+                yield rows, self._model.logits(hidden[rows.start - begin : rows.stop - begin])
+
+    def _step(self, begin: int, end: int) -> Tensor:
+        # One sequence in consecutive blocks: a token's slot is its position.
+        positions = torch.arange(begin, end)
+        sequence = SeqSlice(0, end - begin, end, self._block_ids)
+        batch = ForwardBatch(self._ids[begin:end], positions, positions, [sequence], torch.tensor([end - begin - 1]))
+        return self._model.hidden(batch, self._pool)

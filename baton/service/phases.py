@@ -1,0 +1,7 @@
+"""The phases of a request up to its second message, in order: fields of Timing without their `_s`. They lie one after the
+other and leave nothing out."""
+
+PHASES = (
+    "tokenize", "route", "admit", "prefill_queue", "prefill", "first_delivery", "kv_wait", "decode_queue", "first_step",
+    "second_delivery",
+)  # fmt: skip

@@ -1,0 +1,41 @@
+"""A service level objective of one request, in the words of the command line: ttft=300ms,tpot=50ms."""
+
+import re
+from typing import NamedTuple
+
+_PART = re.compile(r"(ttft|tpot|e2e)=([0-9]*\.?[0-9]+)(ms|s)")
+
+
+class Slo(NamedTuple):
+    """Seconds; None: no bound."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def __str__(self) -> str:
+        parts = [(name[:-2], value) for name, value in self._asdict().items() if value is not None]
+        return ",".join(f"{name}={1e3 * value:g}ms" for name, value in parts)
+
+    def missed(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> list[str]:
+        """Which of ttft, tpot and e2e. `tpot_s` None: an answer of one token has none, and cannot miss it."""
+        measured = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s}
+        bounds = zip(self, measured.items(), strict=True)
+        return [name for bound, (name, value) in bounds if bound is not None and value is not None and value > bound]
+
+    def met(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> bool:
+        return not self.missed(ttft_s, tpot_s, e2e_s)
+
+
+def parse_slo(text: str) -> Slo:
+    """Raises ValueError naming the part that is none."""
+    bounds: dict[str, float] = {}
+    for part in text.split(","):
+        found = _PART.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"{part.strip()!r} is no objective; write for instance ttft=300ms,tpot=50ms")
+        name = f"{found[1]}_s"
+        if name in bounds:
+            raise ValueError(f"{found[1]} stands there twice")
+        bounds[name] = float(found[2]) / (1000 if found[3] == "ms" else 1)
+    return Slo(**bounds)

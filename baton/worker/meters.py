@@ -1,0 +1,67 @@
+"""What a worker counts: its load when somebody scrapes, and each key once, when it has ended."""
+
+import resource
+
+from baton.engine.engine import Engine
+from baton.service.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics
+from baton.worker.leg import Leg
+from baton.worker.roofline import Cost, Roofline
+
+
+class Meters:
+    """`page` is /metrics."""
+
+    def __init__(self, engine: Engine, pool_bytes: int, roofline: Roofline | None = None):
+        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where nobody measured it."""
+        metrics = Metrics(engine.spec.name)
+        self.page = metrics.page
+        self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
+        self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens that were not computed", "tier")
+        self._bytes = metrics.counter("baton_transfer_bytes", "KV pulled from other workers", "transport")
+        self._transfer = metrics.histogram("baton_transfer_seconds", "first want to last confirm", PHASE_BUCKETS)()
+        self._hidden = metrics.histogram(
+            "baton_transfer_hidden_ratio", "share of a transfer that prefill covered", RATIO_BUCKETS
+        )()
+        self._spec = metrics.counter("baton_spec_tokens", "proposed tokens, by what the target said", "result")
+        self._preemptions = metrics.counter("baton_preemptions", "sequences parked for want of blocks")()
+        metrics.collect(
+            Gauge("baton_running", "sequences in the batch", lambda: engine.load_report().num_running),
+            Gauge("baton_waiting", "sequences that wait for blocks", lambda: engine.load_report().num_waiting),
+            Gauge("baton_batch_size", "sequences of the last step", lambda: engine.last_batch_size),
+            Gauge("baton_kv_blocks", "blocks of the pool", lambda: engine.load_report().blocks_by_holder, "holder"),
+            Gauge("baton_memory_bytes", "memory by what it is for", self._memory, "kind"),
+            Gauge("baton_utilisation", "achieved over what the device can do", self._utilisation, "limit"),
+        )
+
+    def ended(self, leg: Leg) -> None:
+        """Of a key that has just ended, however it did."""
+        if leg.prefill_done:
+            self._prefix("local").inc(leg.prefill_done.num_cached_tokens)
+        if report := leg.fetch_report:
+            self._prefix("pulled").inc(report.num_tokens)
+            self._bytes(report.transport).inc(report.num_bytes)
+            self._transfer.observe(report.transfer_s)
+            if report.transfer_s > 0:
+                self._hidden.observe(max(0.0, 1.0 - report.after_last_ready_s / report.transfer_s))
+        if report := leg.report:
+            self._preemptions.inc(report.num_preemptions)
+            accepted = report.num_accepted_tokens
+            self._spec("accepted").inc(accepted)
+            self._spec("rejected").inc(report.num_draft_tokens - accepted)
+
+    def _utilisation(self) -> dict[str, float]:
+        if self._roofline is None:
+            return {}
+        rates = self._engine.work.rates()
+        return {
+            "bandwidth": self._cost.bytes_per_s(rates) / self._roofline.bytes_per_s,
+            "flops": self._cost.flops_per_s(rates) / self._roofline.flops_per_s,
+        }
+
+    def _memory(self) -> dict[str, float]:
+        return {
+            "weights": self._engine.runner.model.weights.num_bytes,
+            "kv": self._pool_bytes,
+            "draft": self._engine.speculator.num_bytes,
+            "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }

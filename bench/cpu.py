@@ -1,0 +1,205 @@
+"""The CPU engine against llama.cpp and transformers: python bench/cpu.py [--quick] [--json FILE].
+
+Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts of 512 tokens, decoding one, 8 and 32
+sequences behind prompts of 8 tokens, for each weight form beside the peer's file of as many bits. `make bench-peers`
+builds llama.cpp; without it its rows stand alone. --quick: 2 of the 16 layers, three weight forms and fewer rounds.
+
+The read limit is the best of a read sweep, a copy (read and written bytes) and our own matrix-vector product.
+"""
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import limits  # noqa: E402
+import shape  # noqa: E402
+from baton.engine.layers.linear import choose  # noqa: E402
+from baton.engine.quant.weights import IntWeight  # noqa: E402
+from cpu_arms import FORMS, Ours, make_spec  # noqa: E402
+from cpu_peers import LlamaCpp, Transformers  # noqa: E402
+from report import Report, finish, interleave, medians, start  # noqa: E402
+
+NUM_THREADS = 2
+PROMPT, SHORT_PROMPT = 512, 8
+BATCHES = (8, 32)
+LLAMA_CPP = "llama.cpp"
+
+
+@dataclass(frozen=True)
+class Goals:
+    """Against llama.cpp's file of as many bits; empty: none."""
+
+    kind: str  # type of that file
+    prefill: str
+    decode: str
+
+
+GOALS = {
+    "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.0"),
+    "int8": Goals("Q8_0", "ratio >= 3.0", "ratio >= 1.1"),
+    "int8-g32": Goals("Q8_0", "", ""),
+    "int4-g32": Goals("Q4_0", "ratio >= 2.5", "ratio >= 1.1"),
+    "int4-g128": Goals("Q4_0", "ratio >= 2.5", "ratio >= 1.1"),
+}
+QUICK_FORMS, QUICK_LAYERS = ("bf16", "int8", "int4-g32"), 2
+BATCH_GOAL = "ratio >= 2.0"
+LIMIT_SHARE = {"bf16": "ratio >= 0.85", "int8": "ratio >= 0.85"}
+TRANSFORMERS_GOALS = {"bf16": ("", "ratio >= 2.5"), "int8": ("ratio >= 1.8", "")}  # prefill, decode
+
+
+class Bench:
+    """The rows of one run."""
+
+    def __init__(self, report: Report, quick: bool, llama_cpp: LlamaCpp, num_layers: int):
+        self._report, self._llama_cpp, self._num_layers = report, llama_cpp, num_layers
+        self._num_rounds, self._num_steps = (2, 6) if quick else (3, 16)
+        self._spec = make_spec(num_layers, shape.HIDDEN_SIZE, shape.FFN_SIZE, shape.VOCAB_SIZE)
+        self._transformers: Transformers | None = None
+        self._read_bytes_per_s = self._limits()
+
+    def _limits(self) -> float:
+        read, copied = limits.read_bytes_per_s(), limits.copy_bytes_per_s()
+        own = gemv_bytes_per_s()
+        for name, value in (("read sweep", read), ("copy", copied), ("own int8 matrix-vector product", own)):
+            self._report.add(f"machine: {name}", value / 1e9, "GB/s")
+        return max(read, copied, own)
+
+    def form(self, name: str) -> None:
+        """All rows of one weight form."""
+        goals, ours = GOALS[name], Ours(name, self._spec)
+        self._memory(name, ours)
+        peer = self._transformers if name in TRANSFORMERS_GOALS else None
+        arms = {"ours": lambda: ours.prefill_s(PROMPT), "A/A": lambda: ours.prefill_s(PROMPT)}
+        if self._llama_cpp:
+            arms[LLAMA_CPP] = lambda: self._llama_cpp.prefill_s(goals.kind, PROMPT)
+        if peer is not None:
+            arms["transformers"] = lambda: peer.prefill_s(PROMPT)
+        transformers_goal = TRANSFORMERS_GOALS.get(name, ("", ""))[0]
+        self._rows(f"prefill {PROMPT}, {name}", PROMPT, arms, goals, goals.prefill, transformers_goal)
+        for batch_size in (1, *BATCHES):
+            self._decode(name, ours, batch_size, goals, peer if batch_size == 1 else None)
+
+    def _decode(self, name: str, ours: Ours, batch_size: int, goals: Goals, peer: Transformers | None) -> None:
+        steps = self._num_steps if batch_size == 1 else self._num_steps // 2
+        arms = {"ours": lambda: ours.step_s(batch_size, SHORT_PROMPT, steps)}
+        if batch_size == 1:
+            arms["A/A"] = arms["ours"]
+        if self._llama_cpp:
+            arms[LLAMA_CPP] = lambda: self._llama_cpp.step_s(goals.kind, batch_size, SHORT_PROMPT, steps)
+        transformers_goal = TRANSFORMERS_GOALS.get(name, ("", ""))[1]
+        if peer is not None and transformers_goal:
+            arms["transformers"] = lambda: peer.step_s(SHORT_PROMPT, steps)
+        goal = goals.decode if batch_size == 1 else BATCH_GOAL
+        limit = self._read_bytes_per_s / ours.report.num_bytes * batch_size
+        row = f"decode, batch {batch_size}, {name}"
+        rate = self._rows(row, batch_size, arms, goals, goal, transformers_goal, limit)
+        if batch_size == 1:
+            self._report.add(
+                f"{row}: weights read", rate * ours.report.num_bytes / 1e9, "GB/s",
+                against=self._read_bytes_per_s / 1e9, goal=LIMIT_SHARE.get(name, ""),
+            )  # fmt: skip
+
+    def _rows(
+        self, row: str, num_tokens: int, arms: dict[str, Callable[[], float]], goals: Goals, goal: str,
+        transformers_goal: str, limit: float | None = None,
+    ) -> float:  # fmt: skip
+        """Tokens/s of every arm, ours against each; returns ours."""
+        interleave(arms, 1)  # warm
+        found = {arm: num_tokens / seconds for arm, seconds in medians(interleave(arms, self._num_rounds)).items()}
+        llama_cpp = found.get(LLAMA_CPP)
+        against = f"{row}: over {LLAMA_CPP} {goals.kind}"
+        goal = goal if llama_cpp else ""
+        self._report.add(against, found["ours"], "tokens/s", against=llama_cpp, limit=limit, goal=goal)
+        if peer := found.get("transformers"):
+            name = f"{row}: over transformers"
+            self._report.add(name, found["ours"], "tokens/s", against=peer, limit=limit, goal=transformers_goal)
+        if "A/A" in found:
+            self._report.add(f"{row}: A/A", found["A/A"], "tokens/s", against=found["ours"])
+        return found["ours"]
+
+    def _memory(self, name: str, ours: Ours) -> None:
+        resident, stored = ours.resident_bytes / 2**20, ours.report.file_bytes / 2**20
+        self._report.add(f"{name}: resident weights over stored", resident, "MiB", against=stored, goal="ratio <= 1.05")
+
+    def not_exact(self) -> None:
+        """bf16 with the kernel that batch invariance refuses, against ours in bf16."""
+        exact, fast = Ours("bf16", self._spec), Ours("bf16", self._spec, linear="fast", batch_invariant=False)
+        for row, num_tokens, measure in (
+            (f"prefill {PROMPT}", PROMPT, lambda arm: arm.prefill_s(PROMPT)),
+            ("decode, batch 1", 1, lambda arm: arm.step_s(1, SHORT_PROMPT, self._num_steps)),
+            ("decode, batch 8", 8, lambda arm: arm.step_s(8, SHORT_PROMPT, self._num_steps // 2)),
+        ):
+            arms = {"exact": lambda: measure(exact), "fast": lambda: measure(fast)}
+            interleave(arms, 1)
+            found = medians(interleave(arms, self._num_rounds))
+            name = f"{row}, bf16: F.linear, not batch-invariant, over exact"
+            self._report.add(name, num_tokens / found["fast"], "tokens/s", against=num_tokens / found["exact"])
+
+    def best_transformers(self) -> None:
+        """bf16 or fp32, whichever reads a prompt faster; it stays for the rows that want it."""
+        found = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            model = Transformers(self._num_layers, dtype)
+            seconds = [model.prefill_s(PROMPT) for _ in range(3)]
+            step = model.step_s(SHORT_PROMPT, self._num_steps)
+            name = f"transformers {str(dtype).removeprefix('torch.')}"
+            self._report.add(f"{name}: prefill {PROMPT}", PROMPT / min(seconds), "tokens/s")
+            self._report.add(f"{name}: decode, batch 1", 1 / step, "tokens/s")
+            if not found or min(seconds) < found["seconds"]:
+                found = {"seconds": min(seconds), "model": model}
+        self._transformers = found["model"]
+
+    def overhead(self) -> None:
+        """A step of an engine with as many layers and next to no weights is Python, scheduling and call overhead."""
+        tiny, ours = Ours("bf16", make_spec(self._num_layers, 64, 64, 256)), Ours("bf16", self._spec)
+        steps = self._num_steps
+        engines = {"tiny": tiny, "ours": ours}
+        arms = {name: lambda engine=engine: engine.step_s(1, SHORT_PROMPT, steps) for name, engine in engines.items()}
+        found = medians(interleave(arms, self._num_rounds))
+        row, milliseconds = "decode, batch 1, bf16", {name: seconds * 1e3 for name, seconds in found.items()}
+        self._report.add(f"{row}: a step without weights", milliseconds["tiny"], "ms", against=milliseconds["ours"])
+        share = 100 * found["tiny"] / found["ours"]
+        self._report.add(f"{row}: Python and scheduling", share, "% of step", goal="value < 3")
+
+
+def gemv_bytes_per_s() -> float:
+    """Of an int8 product whose weights are larger than any cache."""
+    num_out, num_in = 65536, 4096
+    values = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8)
+    make, _ = choose("auto", True, torch.bfloat16)
+    kernel = make(IntWeight(8, values, torch.ones(num_out, 1), num_in, activations="dynamic"), None)
+    x = torch.randn(1, num_in).bfloat16()
+    return kernel.num_bytes / limits.best_seconds(lambda: kernel(x))
+
+
+def main() -> int:
+    arguments, report = start("cpu", "Prefill and decode of the CPU engine against llama.cpp and transformers.")
+    torch.set_num_threads(NUM_THREADS)
+    num_layers = QUICK_LAYERS if arguments.quick else shape.NUM_LAYERS
+    with tempfile.TemporaryDirectory() as folder:
+        llama_cpp = LlamaCpp(Path(folder), num_layers)
+        if not llama_cpp:
+            print("no llama.cpp here (make bench-peers builds it): its rows stand alone")
+        try:
+            bench = Bench(report, arguments.quick, llama_cpp, num_layers)
+            bench.overhead()
+            bench.best_transformers()
+            for name in QUICK_FORMS if arguments.quick else FORMS:
+                bench.form(name)
+                gc.collect()
+            bench.not_exact()
+        finally:
+            llama_cpp.close()
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What bench/cpu.py measures: a whole engine of ours with random weights of one form. Answers in seconds."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import shape
+from baton.engine.attention.base import AttentionShape
+from baton.engine.attention.choice import choose as choose_attention
+from baton.engine.config import EngineConfig, resolve
+from baton.engine.engine import Engine
+from baton.engine.kv.pool import KVPool
+from baton.engine.layers.linear import choose as choose_linear
+from baton.engine.layers.rope import Rope
+from baton.engine.models.llama import Model
+from baton.engine.models.spec import ModelSpec, RopeSpec
+from baton.engine.quant.formats.base import Source
+from baton.engine.quant.weights import DenseWeight, IntWeight, Weight
+from baton.engine.request import RequestEnded
+from baton.engine.sampling.sampler import Sampler
+from kvtransfer.layout import KVLayout
+from tests import bare
+
+MAX_LEN = 1024
+
+
+@dataclass(frozen=True)
+class Form:
+    """A weight form of ours."""
+
+    bits: int
+    group: int = 0  # 0: one scale a row
+    activations: str = "none"
+
+
+FORMS = {
+    "bf16": Form(16),
+    "int8": Form(8, activations="dynamic"),
+    "int8-g32": Form(8, 32),
+    "int4-g32": Form(4, 32),
+    "int4-g128": Form(4, 128),
+}
+
+
+class RandomSource(Source):
+    """Random weights of one form. Modules of one shape share their values: kernels pack copies of their own."""
+
+    name = "random"
+
+    def __init__(self, form: Form):
+        super().__init__()
+        self._form, self._weights, self._stored = form, {}, 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def file_bytes(self) -> int:
+        """What a file would hold: the values, and fp16 scales."""
+        return self._stored
+
+    def tensor(self, name: str, *size: int) -> Tensor:
+        self._stored += 2 * torch.Size(size).numel()
+        if len(size) == 1:
+            return torch.ones(size, dtype=torch.bfloat16)
+        return (torch.randn(size, generator=self._generator) * 0.02).bfloat16()
+
+    def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        size = (out_features, in_features)
+        if size not in self._weights:
+            self._weights[size] = self._make(*size)
+        weight = self._weights[size]
+        self._stored += weight.values.nbytes + (2 * weight.scales.numel() if isinstance(weight, IntWeight) else 0)
+        return weight
+
+    def _make(self, num_out: int, num_in: int) -> Weight:
+        form = self._form
+        if form.bits == 16:
+            return DenseWeight((torch.randn(num_out, num_in, generator=self._generator) * 0.02).bfloat16())
+        group = form.group or num_in
+        scales = (torch.rand(num_out, num_in // group, generator=self._generator) * 0.04 / 2**form.bits).half().float()
+        low, dtype = (-127, torch.int8) if form.bits == 8 else (0, torch.uint8)
+        columns = num_in * form.bits // 8
+        values = torch.randint(low, low + 255, (num_out, columns), dtype=dtype, generator=self._generator)
+        return IntWeight(form.bits, values, scales, group, activations=form.activations)
+
+
+def make_spec(num_layers: int, hidden_size: int, ffn_size: int, vocab_size: int) -> ModelSpec:
+    return ModelSpec(
+        folder=Path("random"), family="llama", vocab_size=vocab_size, hidden_size=hidden_size,
+        intermediate_size=ffn_size, num_layers=num_layers, num_heads=shape.NUM_HEADS, num_kv_heads=shape.NUM_KV_HEADS,
+        head_dim=shape.HEAD_DIM, norm_eps=1e-5, rope=RopeSpec("default", shape.ROPE_THETA, MAX_LEN, MAX_LEN),
+        windows=(None,) * num_layers, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied=False,
+        dtype="bf16", eos_token_ids=(), generation_config={},
+    )  # fmt: skip
+
+
+class Ours:
+    """A whole engine: scheduler, pool, sampler, and the model in one weight form."""
+
+    def __init__(self, form: str, spec: ModelSpec, linear: str = "auto", batch_invariant: bool = True):
+        config = EngineConfig(model=spec.folder, num_blocks=33 * MAX_LEN // 32, max_model_len=MAX_LEN, linear=linear)
+        self._config = resolve(config, spec)
+        make, _ = choose_linear(linear, batch_invariant, torch.bfloat16)
+        heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16)
+        attention, _ = choose_attention("auto", heads, batch_invariant)
+        rope = Rope(spec.rope, spec.head_dim, MAX_LEN)
+        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, rope)
+        self.report = model.weights
+        self.resident_bytes = self.report.num_bytes + 2 * spec.vocab_size * spec.hidden_size  # and the embedding
+        pool = KVPool(KVLayout((model.kv_group("bf16", self._config.block_size),)), self._config.num_blocks)
+        self._engine = Engine(self._config, model, pool, b"", Sampler())
+        self._vocab_size, self._count = spec.vocab_size, 0
+        self._generator = torch.Generator().manual_seed(0)
+
+    def prefill_s(self, num_prompt: int) -> float:
+        """From submit to the first token."""
+        request = self._request(num_prompt, 1)
+        begun = time.perf_counter()
+        bare.run(self._engine, [request])
+        return time.perf_counter() - begun
+
+    def step_s(self, batch_size: int, num_prompt: int, num_steps: int) -> float:
+        """Median of the steps in which every sequence decodes."""
+        engine, open_requests, seconds = self._engine, batch_size, []
+        for _ in range(batch_size):
+            engine.submit(self._request(num_prompt, num_steps + batch_size * num_prompt // 64 + 8))
+        while open_requests:
+            begun = time.perf_counter()
+            outputs = engine.step()
+            if len(outputs) == batch_size and not any(isinstance(each, RequestEnded) for each in outputs):
+                seconds.append(time.perf_counter() - begun)
+            open_requests -= sum(isinstance(each, RequestEnded) for each in outputs)
+        return statistics.median(seconds[2:num_steps])
+
+    def _request(self, num_prompt: int, num_output: int):
+        self._count += 1
+        ids = torch.randint(5, self._vocab_size, (num_prompt,), generator=self._generator).tolist()
+        return bare.make_request(str(self._count), ids, max_tokens=num_output)

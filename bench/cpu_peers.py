@@ -1,0 +1,80 @@
+"""Against whom bench/cpu.py measures: llama.cpp in a process of its own, transformers in this one; seconds of each."""
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import shape
+
+PEERS_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
+
+
+class LlamaCpp:
+    """The peer's process (bench/llama_cpp_peer.py), or nothing where `make bench-peers` was not run."""
+
+    def __init__(self, folder: Path, num_layers: int):
+        self._process = None
+        if PEERS_PYTHON.exists():
+            command = [PEERS_PYTHON, Path(__file__).with_name("llama_cpp_peer.py"), folder, str(num_layers)]
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __bool__(self) -> bool:
+        return self._process is not None
+
+    def prefill_s(self, kind: str, num_prompt: int) -> float:
+        return self._ask(type=kind, batch_size=1, num_prompt=num_prompt, num_steps=0)[0]
+
+    def step_s(self, kind: str, batch_size: int, num_prompt: int, num_steps: int) -> float:
+        steps = self._ask(type=kind, batch_size=batch_size, num_prompt=num_prompt, num_steps=num_steps)
+        return statistics.median(steps[2:])
+
+    def _ask(self, **question) -> list[float]:
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("llama.cpp's process ended")
+        return json.loads(line)["seconds"]
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait(timeout=30)
+
+
+class Transformers:
+    """LlamaForCausalLM with its defaults (SDPA, a dynamic cache)."""
+
+    def __init__(self, num_layers: int, dtype: torch.dtype):
+        from transformers import LlamaConfig, LlamaForCausalLM  # of the extra `test`
+
+        config = LlamaConfig(
+            vocab_size=shape.VOCAB_SIZE, hidden_size=shape.HIDDEN_SIZE, intermediate_size=shape.FFN_SIZE,
+            num_hidden_layers=num_layers, num_attention_heads=shape.NUM_HEADS, num_key_value_heads=shape.NUM_KV_HEADS,
+            head_dim=shape.HEAD_DIM, max_position_embeddings=1024, tie_word_embeddings=False,
+        )  # fmt: skip
+        self._model = LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def prefill_s(self, num_prompt: int) -> float:
+        ids = torch.randint(5, shape.VOCAB_SIZE, (1, num_prompt))
+        return timed(lambda: self._model(ids, logits_to_keep=1))
+
+    @torch.inference_mode()
+    def step_s(self, num_prompt: int, num_steps: int) -> float:
+        ids = torch.randint(5, shape.VOCAB_SIZE, (1, num_prompt))
+        cache = self._model(ids, logits_to_keep=1).past_key_values
+        token = torch.tensor([[7]])
+        steps = [timed(lambda: self._model(token, past_key_values=cache).logits.argmax(-1)) for _ in range(num_steps)]
+        return statistics.median(steps[2:])
+
+
+def timed(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun

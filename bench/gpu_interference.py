@@ -1,0 +1,64 @@
+"""Two engines on one GPU, a process each: what decode loses while the other reads prompts, and the other way round."""
+
+import multiprocessing
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+import gpu_arms
+
+DECODE_BATCH, DECODE_CONTEXT = 32, 1024
+PROMPT, CHUNK = 8192, 2048  # a step of 2,048 tokens is what a decode step may have to wait for
+
+
+@dataclass(frozen=True)
+class Interference:
+    idle_p99_s: float
+    loaded_p99_s: float
+    solo_prefill: float  # tokens/s
+    loaded_prefill: float
+
+
+def measure(quick: bool) -> Interference:
+    """Engines are made in turn, so that both have loaded before anything is timed."""
+    num_steps, seconds = (200, 3.0) if quick else (1000, 10.0)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_read_prompts, args=(theirs,), daemon=True)
+    child.start()
+    try:
+        ours.recv()  # ready
+        decode = gpu_arms.Ours(
+            "bf16", torch.device("cuda"), max_num_seqs=DECODE_BATCH, context=DECODE_CONTEXT + num_steps + 256
+        )
+        idle = _p99(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps))
+        ours.send(seconds)
+        solo = ours.recv()
+        ours.send(600.0)  # until it is told otherwise
+        loaded = _p99(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps))
+        ours.send("stop")
+        return Interference(idle, loaded, solo, ours.recv())
+    finally:
+        child.terminate()
+        child.join()
+
+
+def _p99(seconds: list[float]) -> float:
+    return statistics.quantiles(seconds, n=100)[98]
+
+
+def _read_prompts(pipe) -> None:
+    ours = gpu_arms.Ours("bf16", torch.device("cuda"), max_num_seqs=4, context=PROMPT + 256, chunk=CHUNK)
+    ours.prefill_s(PROMPT)
+    pipe.send("ready")
+    while True:
+        limit_s = pipe.recv()
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() - begun < limit_s and not pipe.poll():
+            ours.prefill_s(PROMPT)
+            count += 1
+        if pipe.poll():
+            pipe.recv()
+        pipe.send(count * PROMPT / (time.perf_counter() - begun))

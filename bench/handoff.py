@@ -1,0 +1,217 @@
+"""The handoff: KV at the speed of the machine, hidden behind prefill. python bench/handoff.py [--quick] [--json FILE].
+
+First every transport against a bare copy by the same means, in the same two processes, in turn. Then two workers
+against one: what a client waits between its first token and its second, for the same prompts split and whole.
+"""
+
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import grpc  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from baton.training.export import export  # noqa: E402
+from baton.training.model import Llama, ModelConfig  # noqa: E402
+from baton.training.tokenizer import train_tokenizer  # noqa: E402
+from baton.v1 import inference_pb2 as pb  # noqa: E402
+from baton.v1 import inference_pb2_grpc  # noqa: E402
+from kvtransfer.cuda_runtime import find_runtime  # noqa: E402
+from kvtransfer.nixl_engine import find_package  # noqa: E402
+from kvtransfer.runs import merged_runs  # noqa: E402
+from kvtransfer.wire import Range  # noqa: E402
+from moving import BLOCK_TOKENS, Pair, scattered  # noqa: E402
+from report import Report, finish, interleave, medians, start  # noqa: E402
+from tests.stack import Stack  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+# Counts by block bytes.
+SIZES = {64 * KIB: (1, 64, 1024), MIB: (1, 64, 256), 2 * MIB: (1, 32, 128), 8 * MIB: (1, 8, 32)}
+QUICK_SIZES = {64 * KIB: (1, 512), 2 * MIB: (32,)}
+NOISE = 0.10  # between two bare copies: beyond it a rate says nothing
+RATED_BYTES = 32 * MIB  # below it a transfer is mostly its dialogue, and the row tells milliseconds
+# 101 M parameters, of which the vocabulary's three quarters cost no prefill time; KV 4 KiB a token.
+MODEL = ModelConfig(98_304, 768, 2_048, num_layers=4, num_heads=12, num_kv_heads=4, head_dim=64, max_length=4_096)
+PROMPT = 2_048
+NUM_PAIRS = 300
+WORKER = ("--threads", "1", "--max-num-seqs", "4", "--num-blocks", "512", "--transports", "auto")
+
+
+# ---- payload rate ----
+
+
+def payload(report: Report, runner: asyncio.Runner, sizes: dict[int, tuple[int, ...]], num_rounds: int) -> None:
+    transports = ["shm", "tcp", "grpc", *(["nixl"] if find_package() else [])]
+    for block_bytes, counts in sizes.items():
+        pair = Pair(runner, block_bytes, transports)
+        try:
+            for count in counts:
+                _descriptors(report, pair, block_bytes, count)
+                for transport in transports:
+                    _rate(report, pair, transport, block_bytes, count, num_rounds)
+        finally:
+            pair.close()
+    if "nixl" not in transports:
+        print("nixl: not measured, not installed here")
+    print("cuda_ipc: not measured" + ("" if find_runtime() else ", no GPU here"))
+
+
+def _descriptors(report: Report, pair: Pair, block_bytes: int, count: int) -> None:
+    """Blocks scattered on both sides, as a pool in use has them, and side by side, as a fresh one has them."""
+    moved = Range(0, count * BLOCK_TOKENS, 0, pair.layout.groups[0].num_layers)
+    ids = [np.array(scattered(pair.num_blocks, count, seed)) for seed in (1, 2)]
+    fresh = np.arange(count)
+    name = f"{_size(block_bytes)} x {count}: descriptors"
+    report.add(f"{name}, scattered", len(merged_runs(pair.layout, *ids, moved)), "runs")
+    report.add(f"{name}, side by side", len(merged_runs(pair.layout, fresh, fresh, moved)), "runs")
+
+
+def _rate(report: Report, pair: Pair, transport: str, block_bytes: int, count: int, num_rounds: int) -> None:
+    """The whole fetch, from the handle in hand to the last block verified, over the bare copy."""
+    num_bytes = count * block_bytes
+    pair.fetch(transport, "sum", count)
+    pair.check(count)
+    bare = pair.memcpy if transport == "shm" else pair.sendall
+    arms: dict[str, Callable[[], float]] = {
+        "off": lambda: pair.fetch(transport, "off", count)[0],
+        "sum": lambda: pair.fetch(transport, "sum", count)[0],
+        "bare": lambda: bare(num_bytes),
+        "bare again": lambda: bare(num_bytes),
+    }
+    found = medians(interleave(arms, num_rounds))
+    name = f"{transport}, {_size(block_bytes)} x {count}"
+    if num_bytes < RATED_BYTES:
+        for arm in ("off", "sum"):
+            report.add(f"{name}: digests {arm}", found[arm] * 1e3, "ms", against=found["bare"] * 1e3)
+        return
+    rate = {arm: num_bytes / seconds / 1e9 for arm, seconds in found.items()}
+    is_void = not 1 - NOISE <= rate["bare again"] / rate["bare"] <= 1 + NOISE
+    for arm, least in (("off", 0.85), ("sum", 0.70)):
+        goal = f"ratio >= {least:.2f}" if transport in ("shm", "tcp") and not is_void else ""
+        void = f": VOID, two bare copies differ by more than {NOISE:.0%}" if is_void else ""
+        report.add(f"{name}: digests {arm}{void}", rate[arm], "GB/s", against=rate["bare"], goal=goal)
+    report.add(f"{name}: A/A, bare over bare", rate["bare again"], "GB/s", against=rate["bare"])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes // KIB} KiB"
+
+
+# ---- hidden ----
+
+
+class Answer(NamedTuple):
+    ttft_s: float
+    gap_s: float  # first token to second: what of the handoff the client sees, and one step
+    is_split: bool
+
+
+class Client:
+    def __init__(self, target: str):
+        self._channel = grpc.insecure_channel(target)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def ask(self, prompt_ids: list[int]) -> Answer:
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=prompt_ids), sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(max_tokens=2, ignore_eos=True),
+        )  # fmt: skip
+        began, stamps, transfer_s = time.perf_counter(), [], 0.0
+        for message in self._stub.Generate(request, timeout=300):
+            stamps.extend([time.perf_counter()] * len(message.token_ids))
+            transfer_s = max(transfer_s, message.timing.transfer_s)
+        return Answer(stamps[0] - began, stamps[1] - stamps[0], transfer_s > 0)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def make_model(folder: Path) -> Path:
+    """Random, of MODEL's shape; a small tokenizer, since prompts are token ids."""
+    torch.manual_seed(0)
+    model = Llama(MODEL)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if num_parameters < 100e6:
+        raise RuntimeError(f"{num_parameters / 1e6:.0f} M parameters: at least 100 M")
+    export(model, train_tokenizer([Path(__file__).read_text()], 1024), folder)
+    return folder
+
+
+def hidden(report: Report, folder: Path, num_pairs: int) -> None:
+    model = make_model(folder / "model")
+    options = {"options": WORKER, "env": {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}}
+    split_options = {**options, "gateway_options": ("--split", "always")}
+    with (
+        Stack(model, folder / "split", **split_options) as split,
+        Stack(model, folder / "whole", num_prefill=0, **options) as whole,
+    ):
+        clients = Client(split.target), Client(whole.target)
+        try:
+            _compare(report, *clients, num_pairs)
+        finally:
+            for client in clients:
+                client.close()
+
+
+def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> None:
+    rng = random.Random(0)
+    found: dict[str, list[Answer]] = {"split": [], "whole": [], "whole again": []}
+    for index in range(-1, num_pairs):
+        same, other = ([rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)] for _ in range(2))
+        arms = [("split", split, same), ("whole", whole, same), ("whole again", whole, other)]
+        for name, client, prompt_ids in arms if index % 2 else reversed(arms):
+            answer = client.ask(prompt_ids)
+            if index >= 0:  # what came before warmed up
+                found[name].append(answer)
+    if not all(answer.is_split for answer in found["split"]):
+        raise RuntimeError("a request of the split arm was not handed over")
+    ttft_ms = statistics.median(answer.ttft_s for answer in found["split"]) * 1e3
+    report.add(f"hidden, {PROMPT} tokens: TTFT, split over whole", ttft_ms, "ms",
+               against=statistics.median(answer.ttft_s for answer in found["whole"]) * 1e3)  # fmt: skip
+    margin_ms = 0.03 * ttft_ms + 2
+    handed, noise = _differences(found["split"], found["whole"]), _differences(found["whole again"], found["whole"])
+    for name, share, margin in (("p50", 0.5, margin_ms), ("p99", 0.99, margin_ms + 5)):
+        floor = abs(_quantile(noise, share) if name == "p50" else _quantile(sorted(map(abs, noise)), share))
+        report.add(f"hidden, {name}: A/A, whole minus whole", floor, "ms")
+        row = f"hidden, {name}: first token to second, split minus whole"
+        if floor > margin:
+            report.add(f"{row}: VOID, the noise exceeds {margin:.1f} ms", _quantile(handed, share), "ms")
+        else:
+            report.add(row, _quantile(handed, share), "ms", goal=f"value <= {margin:.1f}")
+
+
+def _differences(ours: list[Answer], theirs: list[Answer]) -> list[float]:
+    """Milliseconds, pair by pair, in order of size."""
+    return sorted((a.gap_s - b.gap_s) * 1e3 for a, b in zip(ours, theirs, strict=True))
+
+
+def _quantile(ordered: list[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> int:
+    arguments, report = start("handoff", "KV between two workers: payload rates, and what of it a client waits for.")
+    quick = arguments.quick
+    with asyncio.Runner() as runner:
+        payload(report, runner, QUICK_SIZES if quick else SIZES, 3 if quick else 9)
+    with tempfile.TemporaryDirectory() as name:
+        hidden(report, Path(name), 2 if quick else NUM_PAIRS)
+    why = "" if find_runtime() else ", no GPU here"
+    print(f"hidden, two processes on one GPU, CUDA IPC, 8B shape: not measured{why}")
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""From a naive server to all techniques on: python bench/ladder.py [--quick] [--json FILE].
+
+Each technique alone on the naive server, and added to those before it, on the same pool of KV bytes and the same
+requests: a synthetic chat trace at an eighth of its lengths, which fits the demo model's context, over held-out text.
+Throughput is that of requests which are all there at once; latencies and goodput are those of the trace's own arrivals,
+sped up to a share of what the naive server can take. bench/ladder_table.py makes the README's table of the result.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+
+from baton.cli.eval import encode, read_texts  # noqa: E402
+from baton.loadgen import workload  # noqa: E402
+from baton.loadgen.summary import percentiles  # noqa: E402
+from baton.loadgen.trace import read_trace  # noqa: E402
+from baton.service.slo import parse_slo  # noqa: E402
+from load import Job, LoadGenerator, Progress  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from rung import Ran, Rung, Technique, Told  # noqa: E402
+from tests.stack import Stack  # noqa: E402
+
+MODEL = ROOT / "demo" / "target"
+TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
+QUALITY = ROOT / "bench" / "results" / "quality-cpu-2026-11-20.json"
+LENGTH_SCALE = 1 / 8  # the longest prompt of the trace is then 2,005 tokens
+CONTEXT, BLOCK = 2048, 16
+NUM_BLOCKS = 8 * CONTEXT // BLOCK  # of bf16 KV: eight answers of the longest kind
+NUM_BLOCKS_INT8 = NUM_BLOCKS * 3584 // 1848  # as many bytes (of a token, bench/quality.py)
+PLACES = 32
+CHUNK = 512
+NUM_WARM = 4
+RATE_SHARE = 0.8  # of what the naive server can take: all rungs get the same arrivals
+SLO = parse_slo("ttft=300ms,tpot=25ms")
+CORES = len(os.sched_getaffinity(0))
+
+NAIVE = dict(
+    dtype="bf16",
+    attention="reference",
+    linear="dense",
+    block_size=BLOCK,
+    num_blocks=NUM_BLOCKS,
+    max_num_seqs=PLACES,
+    max_num_batched_tokens=CONTEXT + PLACES,  # every prompt in one step
+)
+INT8_KV = dict(kv_dtype="int8", num_blocks=NUM_BLOCKS_INT8)
+TECHNIQUES = (
+    Technique("continuous batching", rules=dict(continuous=True)),
+    Technique("paged KV", rules=dict(paged=True)),
+    Technique("prefix cache", rules=dict(named=True)),
+    Technique("chunked prefill", dict(max_num_batched_tokens=CHUNK)),
+    Technique("attention backend", dict(attention="auto")),
+    Technique("linear kernels", dict(linear="auto")),
+    Technique("int8 weights", dict(linear="auto", quantization="int8")),
+    Technique("int8 KV", INT8_KV),
+    Technique("speculation (ngram)", dict(speculator="ngram")),
+)
+INT4 = Technique("int4-g32 weights", dict(linear="auto", quantization="int4-g32"))
+WORKER_OPTIONS = (
+    "--quantization", "int8", "--kv-dtype", "int8", "--block-size", str(BLOCK), "--num-blocks", str(NUM_BLOCKS_INT8),
+    "--max-num-seqs", str(PLACES), "--max-num-batched-tokens", str(CHUNK), "--speculator", "ngram",
+)  # fmt: skip
+# Rows of the recorded run of bench/quality.py: what was measured of the form of the weights, or of KV.
+QUALITY_ROWS = {"bf16": "bf16", "int8": "int8", "int4-g32": "--quantization int4-g32", "int8 kv": "kv int8"}
+GOALS = {"ttft": "ratio <= 0.4", "throughput": "ratio >= 3", "kv": "value >= 0.9"}
+
+
+class Trace:
+    """The jobs of every run: the same lengths, sharing and arrivals, each time over another text."""
+
+    def __init__(self, num_jobs: int):
+        entries = read_trace(TRACE)[100 : 100 + num_jobs]
+        scaled = workload.from_trace(entries, 1.0, LENGTH_SCALE, None)
+        self._jobs, _ = workload.fitted(scaled, CONTEXT)
+        self._ids = [token_id for ids in encode(MODEL, read_texts(None)) for token_id in ids]
+
+    def jobs(self, text: int, requests_per_s: float | None) -> list[Job]:
+        """`requests_per_s` None: all at once."""
+        first_s, last_s = self._jobs[0].at_s, self._jobs[-1].at_s
+        pace = len(self._jobs) / requests_per_s / (last_s - first_s) if requests_per_s else 0.0
+        return [Job(self._prompt(text, job), job.num_output, pace * (job.at_s - first_s)) for job in self._jobs]
+
+    def _prompt(self, text: int, job: workload.Job) -> tuple[int, ...]:
+        """Blocks of equal hash ids are equal passages."""
+        ids: list[int] = []
+        for hash_id in job.hash_ids:
+            ids += self._passage(f"{text} {hash_id}", job.block)
+        ids += self._passage(f"{text} own {job.index}", max(0, job.num_prompt - len(ids)))
+        return tuple(ids[: job.num_prompt])
+
+    def _passage(self, name: str, num: int) -> list[int]:
+        begin = random.Random(name).randrange(len(self._ids) - num)
+        return self._ids[begin : begin + num]
+
+
+class Ladder:
+    """Rows of rungs, each against the naive server's."""
+
+    def __init__(self, report: Report, trace: Trace):
+        self._report, self._trace = report, trace
+        self._quality = {row["row"]: row["value"] for row in json.loads(QUALITY.read_text())["rows"]}
+        self._naive: dict[str, float] = {}
+        self._answers: list[list[int]] = []
+        self._rate = 0.0
+
+    def rung(self, name: str, techniques: Sequence[Technique], goals: bool = False) -> None:
+        """The first one is the naive server, which the others are measured against; it sets the rate of arrivals."""
+        rung = Rung(MODEL, NAIVE, techniques)
+        kv = "int8 kv" if rung.engine.config.kv_dtype == "int8" else "bf16"
+        weights = rung.engine.config.quantization
+        self.measure(name, rung.run, ("bf16" if weights == "auto" else weights, kv), goals)
+
+    def measure(
+        self, name: str, run: Callable[[Sequence[Job]], Ran], forms: tuple[str, str], goals: bool = False
+    ) -> None:
+        """`forms`: QUALITY_ROWS of its weights and KV. `goals`: whether it is held to those of all together."""
+        run(self._trace.jobs(0, None)[:NUM_WARM])
+        full = run(self._trace.jobs(1, None))
+        if not self._rate:
+            self._rate = RATE_SHARE * full.requests_per_s
+            self._report.add("arrivals over naive throughput", self._rate, "requests/s", against=full.requests_per_s)
+        paced = run(self._trace.jobs(2, self._rate))
+        self._add_times(name, paced.told, goals)
+        self._row(name, "throughput", full.requests_per_s, "requests/s", GOALS["throughput"] if goals else "")
+        if full.kv_use is not None:
+            self._row(name, "KV used over held", full.kv_use, "share", GOALS["kv"] if goals else "")
+        self._add_quality(name, [each.token_ids for each in full.told + paced.told], forms)
+
+    def _add_times(self, name: str, told: Sequence[Told], goals: bool) -> None:
+        values = {
+            "TTFT": percentiles([each.ttft_s for each in told]),
+            "TPOT": percentiles([each.tpot_s for each in told if each.tpot_s is not None]),
+        }
+        for what, point in itertools.product(values, ("p50", "p95", "p99")):
+            goal = GOALS["ttft"] if goals and (what, point) == ("TTFT", "p50") else ""
+            self._row(name, f"{what} {point}", 1e3 * values[what][point], "ms", goal)
+        num_good = sum(SLO.met(each.ttft_s, each.tpot_s, each.e2e_s) for each in told)
+        self._row(name, f"goodput within {SLO}", num_good / len(told) * self._rate, "requests/s")
+        num_cached = sum(each.num_cached for each in told)
+        self._row(name, "prompt tokens found in the cache", num_cached / sum(map(_num_prompt, told)), "share")
+
+    def _add_quality(self, name: str, answers: list[list[int]], forms: tuple[str, str]) -> None:
+        """Tokens before the first that the naive server answers otherwise; bits per byte as bench/quality.py has
+        recorded them, for the form of the weights or of KV, whichever loses more."""
+        self._answers = self._answers or answers
+        num_same = sum(_num_common(*pair) for pair in zip(answers, self._answers, strict=True))
+        self._report.add(f"{name}: tokens as the naive server's", num_same / sum(map(len, answers)), "share")
+        recorded = max(self._quality[f"{QUALITY_ROWS[form]}: bits per byte"] for form in forms)
+        self._row(name, "bits per byte, recorded", recorded, "bits/byte")
+
+    def _row(self, name: str, what: str, value: float, unit: str, goal: str = "") -> None:
+        naive = self._naive.setdefault(what, value)
+        self._report.add(f"{name}: {what}", value, unit, against=naive, goal=goal)
+
+
+def _num_prompt(told: Told) -> int:
+    return len(told.job.prompt_ids)
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second)))
+
+
+def served(ladder: Ladder, runner: asyncio.Runner, folder: Path) -> None:
+    """All on, through a gateway and as its client sees it: by one worker that has all cores, then by two that share
+    them. `--split always`: what the router would rather leave whole is split too."""
+    for name, split, num_prefill, num_threads in (
+        ("all on, served by one worker", "never", 0, CORES),
+        ("all on, split over two workers", "always", 1, max(1, CORES // 2)),
+    ):
+        options = [*WORKER_OPTIONS, "--threads", str(num_threads)]
+        gateway_options = ["--split", split, "--max-queue-wait-s", "60"]
+        with Stack(
+            MODEL, folder / split, num_prefill=num_prefill, options=options, gateway_options=gateway_options
+        ) as stack:
+            ladder.measure(name, lambda jobs: runner.run(_through(stack.target, jobs)), ("int8", "int8 kv"))
+
+
+async def _through(target: str, jobs: Sequence[Job]) -> Ran:
+    load = LoadGenerator(target)
+    try:
+        return Ran([_told(progress) for progress in await load.open(jobs)], None)
+    finally:
+        await load.close()
+
+
+def _told(progress: Progress) -> Told:
+    begun = progress.job.arrival_s
+    times = begun + progress.ttft_s, begun + progress.e2e_s
+    return Told(progress.job, *times, progress.token_ids, progress.usage.cached_tokens)
+
+
+def main() -> int:
+    arguments, report = start("ladder", "From a naive server to all techniques on, each alone and added up.")
+    ladder = Ladder(report, Trace(16 if arguments.quick else 32))
+    ladder.rung("naive", ())
+    if not arguments.quick:
+        for technique in (*TECHNIQUES, INT4):
+            ladder.rung(f"{technique.name} alone", [technique])
+        for num in range(2, len(TECHNIQUES)):
+            ladder.rung(f"+ {TECHNIQUES[num - 1].name}", TECHNIQUES[:num])
+    ladder.rung("all on", TECHNIQUES, goals=True)
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        served(ladder, runner, Path(folder))
+    ladder.rung("naive again", ())
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The README's table from a recorded run of bench/ladder.py: python bench/ladder_table.py FILE prints it."""
+
+import json
+import sys
+from pathlib import Path
+
+SAME = "tokens as the naive server's"
+HEAD = (
+    "| rung | requests/s | TTFT p50 / p95 / p99, ms | TPOT p50 / p95 / p99, ms | goodput, requests/s | KV used over held "
+    "| tokens as naive | bits per byte |\n|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(path: Path) -> str:
+    """Markdown: what was run and when, each technique alone, then added up in the order to switch them on."""
+    report = json.loads(path.read_text())
+    rungs: dict[str, dict[str, dict]] = {}
+    for row in report["rows"]:
+        name, _, what = row["row"].partition(": ")
+        if what:
+            rungs.setdefault(name, {})[what.partition(" within")[0]] = row
+    alone = [name for name in rungs if name.endswith(" alone")]
+    added = [name for name in rungs if name not in alone]
+    lines = [
+        f"`{report['command']}`, {report['date']}, {report['machine']['cpu']}, {report['machine']['cores']} cores; "
+        f"recorded in [{path.name}](bench/results/{path.name}).",
+        "",
+        HEAD,
+        *(_line(name, rungs[name]) for name in added),
+    ]
+    if alone:
+        lines += ["", "Each alone on the naive server:", "", HEAD, *(_line(name, rungs[name]) for name in alone)]
+    return "\n".join(lines)
+
+
+def _line(name: str, rows: dict[str, dict]) -> str:
+    def times(what: str) -> str:
+        values = (rows[f"{what} {point}"]["value"] for point in ("p50", "p95", "p99"))
+        return " / ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
+
+    throughput, kv = rows["throughput"], rows.get("KV used over held")
+    cells = (
+        name,
+        f"{throughput['value']:.3g} ({throughput['ratio']:.2g}x){_verdict(throughput)}",
+        times("TTFT") + _verdict(rows["TTFT p50"]),
+        times("TPOT"),
+        f"{rows['goodput']['value']:.3g}",
+        f"{kv['value']:.2f}{_verdict(kv)}" if kv else "",
+        f"{rows[SAME]['value']:.0%}",
+        f"{rows['bits per byte, recorded']['value']:.4f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _verdict(row: dict) -> str:
+    return {None: "", True: ", met", False: ", **missed**"}[row["met"]]
+
+
+def main() -> int:
+    if len(sys.argv) != 2:
+        print(f"usage: python bench/{Path(__file__).name} FILE", file=sys.stderr)
+        return 2
+    print(table(Path(sys.argv[1])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What the load generator itself can send: python bench/loadgen.py [--quick] [--json FILE].
+
+Against a stub that answers every call with eight messages from a process on another core; the sender, and the bare
+grpc.aio loop that it is measured against, have one core to themselves and take turns on it.
+"""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import grpc  # noqa: E402
+
+from baton.loadgen.run import Plan, run_jobs  # noqa: E402
+from baton.loadgen.workload import Job  # noqa: E402
+from baton.v1 import inference_pb2 as pb  # noqa: E402
+from baton.v1 import inference_pb2_grpc  # noqa: E402
+from report import Report, finish, interleave, medians, start  # noqa: E402
+from tests.process import Process  # noqa: E402
+
+CORES = sorted(os.sched_getaffinity(0))
+SENDER_CORE, STUB_CORE = CORES[0], CORES[-1]
+NUM_MESSAGES, NUM_PROMPT, CONCURRENCY, VOCAB = 8, 256, 16, 4096
+
+
+class Rate(NamedTuple):
+    calls_per_s: float
+    calls_per_cpu_s: float  # of the sender: what it could do if the stub were never the limit
+
+
+class Bare:
+    """The least that a Python client can do: one request, made once, sent again and again, its messages counted."""
+
+    def __init__(self, target: str):
+        self._target = target
+        ids = pb.TokenIds(ids=[5] * NUM_PROMPT)
+        self._request = pb.GenerateRequest(token_ids=ids, stopping=pb.Stopping(max_tokens=NUM_MESSAGES))
+
+    def run(self, num_calls: int) -> Rate:
+        return asyncio.run(self._run(num_calls))
+
+    async def _run(self, num_calls: int) -> Rate:
+        async with grpc.aio.insecure_channel(self._target) as channel:
+            generate = inference_pb2_grpc.InferenceStub(channel).Generate
+            waiting = iter(range(num_calls))
+
+            async def work() -> None:
+                for _ in waiting:
+                    num = 0
+                    async for _message in generate(self._request, timeout=60):
+                        num += 1
+                    assert num == NUM_MESSAGES
+
+            wall, cpu = time.perf_counter(), time.process_time()
+            await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
+            return Rate(num_calls / (time.perf_counter() - wall), num_calls / (time.process_time() - cpu))
+
+
+def jobs(num: int, per_s: float | None = None) -> list[Job]:
+    return [Job(index, index / per_s if per_s else 0.0, NUM_PROMPT, NUM_MESSAGES) for index in range(num)]
+
+
+def closed(report: Report, target: str, num_calls: int, num_rounds: int) -> float:
+    """As fast as one process can; returns the bare loop's calls per second. The generator's requests are all different,
+    and made before the run, as its first ones always are; the bare loop's one request is made before it too."""
+    bare, plan = Bare(target), Plan(target, VOCAB, CONCURRENCY)
+    rates: dict[str, list[Rate]] = {}
+
+    def generator() -> Rate:
+        ran = run_jobs(plan, jobs(num_calls))
+        assert all(outcome.num_messages == NUM_MESSAGES for outcome in ran.outcomes)
+        return Rate(num_calls / ran.duration_s, num_calls / (ran.cpu_share * ran.duration_s))
+
+    def noted(name: str, run: Callable[[], Rate]) -> Callable[[], float]:
+        def arm() -> float:
+            rates.setdefault(name, []).append(run())
+            return rates[name][-1].calls_per_s
+
+        return arm
+
+    def loop() -> Rate:
+        return bare.run(num_calls)
+
+    generator(), loop()  # warm
+    arms = {"generator": generator, "bare": loop, "bare again": loop}
+    wall = medians(interleave({name: noted(name, run) for name, run in arms.items()}, num_rounds))
+    cpu = medians({name: [rate.calls_per_cpu_s for rate in each] for name, each in rates.items()})
+    name = f"{NUM_MESSAGES} messages a call, {CONCURRENCY} at a time"
+    for what, unit, found in (("", "calls/s", wall), (", sender's CPU alone", "calls/CPU s", cpu)):
+        report.add(f"{name}{what}", found["generator"], unit, against=found["bare"], goal="ratio >= 0.85")
+        report.add(f"{name}{what}: A/A, bare over bare", found["bare again"], unit, against=found["bare"])
+    return wall["bare"]
+
+
+def processes(report: Report, target: str, calls_per_s: float, seconds: float) -> None:
+    """The same arrivals from one process and from two: each has half the work."""
+    os.sched_setaffinity(0, CORES)
+    load = jobs(round(calls_per_s * seconds), calls_per_s)
+    ran = {num: run_jobs(Plan(target, VOCAB, num_processes=num), load) for num in (1, 2)}
+    assert all(outcome.ok for each in ran.values() for outcome in each.outcomes)
+    name = f"open loop, {calls_per_s:.0f} calls/s: busiest sender"
+    report.add(
+        f"{name}, two processes over one", ran[2].cpu_share, "of a core", against=ran[1].cpu_share, goal="ratio <= 0.65"
+    )
+
+
+def main() -> int:
+    arguments, report = start("loadgen", "What the load generator itself can send.")
+    os.sched_setaffinity(0, {SENDER_CORE})
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [
+            "taskset",
+            "-c",
+            str(STUB_CORE),
+            sys.executable,
+            str(ROOT / "bench" / "loadgen_stub.py"),
+            str(NUM_MESSAGES),
+        ]
+        stub = Process("stub", argv, Path(folder))
+        try:
+            target = stub.ready()["grpc"]
+            calls_per_s = closed(report, target, 800 if arguments.quick else 3000, 3 if arguments.quick else 9)
+            processes(report, target, calls_per_s / 4, 4 if arguments.quick else 10)
+        finally:
+            stub.kill()
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

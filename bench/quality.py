@@ -1,0 +1,169 @@
+"""What quantization costs: python bench/quality.py [--quick] [--json FILE].
+
+Every scheme on the demo model, and every form of KV: bits per byte on the held-out modules and top-1 agreement with
+the bf16 model through the engine, and the bytes of the weights. Deterministic, so instead of A/A rows each figure comes
+with the standard error of its difference to bf16, token by token. bench/quality_table.py makes the docs' table of it.
+"""
+
+import random
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tokenizers import Tokenizer  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from baton.cli.eval import Texts, encode, read_texts  # noqa: E402
+from baton.engine.models.loader import load_model  # noqa: E402
+from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, Prompt, make_samples, read_prompts  # noqa: E402
+from baton.quantization.errors import QuantizeError  # noqa: E402
+from baton.quantization.quantize import plan, quantize  # noqa: E402
+from baton.quantization.scoring import Score, score  # noqa: E402
+from kvtransfer.layout import KVLayout  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+
+MODEL = ROOT / "demo" / "target"
+GROUPS = (32, 64, 128)
+KV_FORMS = {"fp8_e4m3": "", "fp8_e5m2": "", "int8": "ratio <= 1.005", "int4": "ratio <= 1.03"}
+# scheme -> goal against bf16, and the plain rounding that it must beat
+SCHEMES = {
+    "int8": ("ratio <= 1.005", None),
+    "int8-weight-only": ("ratio <= 1.005", None),
+    "int8-outlier": ("ratio <= 1.005", "int8"),
+    "smoothquant-w8a8": ("ratio <= 1.005", "int8"),
+    "fp8": ("ratio <= 1.01", None),
+    "fp8-static": ("ratio <= 1.01", "fp8"),
+}
+INT4 = {"int4-rtn": ("", None), "int4-awq": ("ratio <= 1.03", "int4-rtn"), "int4-gptq": ("ratio <= 1.03", "int4-rtn")}
+# Of the standard library and not held out: what the demo model was trained on.
+OWN_MODULES = ("argparse.py", "dataclasses.py", "inspect.py", "pathlib.py", "subprocess.py", "tarfile.py", "typing.py")
+
+
+class Bench:
+    """The bf16 model's figures, and everything else against them."""
+
+    def __init__(self, report: Report, quick: bool):
+        self._report = report
+        self._ids, self._num_bytes = held_out(*((6, 256) if quick else (30, 768)))
+        self._num_samples = 8 if quick else NUM_SAMPLES
+        self._tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+        self._default = self._samples(read_prompts(DEFAULT))
+        self._scores: dict[str, Score] = {}
+        self._model = load_model(MODEL, dtype="bf16")
+        self._weight_bytes = weight_bytes(MODEL)
+        report.add("text", self._num_bytes, "bytes")
+        report.add("text", sum(len(ids) - 1 for ids in self._ids), "tokens")
+        self._bf16 = self._scores["bf16"] = score(self._model, "bf16", self._ids, self._num_bytes)
+        report.add("bf16: bits per byte", self._bf16.bits_per_byte, "bits/byte")
+        report.add("bf16: weights", self._weight_bytes, "bytes")
+
+    def weights(self, scheme: str, group: int | None, goal: str, rival: str | None) -> None:
+        """A folder made and scored. `rival`: plain rounding at the same bits and group."""
+        suffix = f" g{group}" if group else ""
+        self._made(scheme + suffix, scheme, group, goal, self._default)
+        if rival is not None:
+            found, plain = self._scores[scheme + suffix], self._scores[rival + suffix]
+            name = f"{scheme}{suffix}: against {rival}"
+            beats = "" if scheme == "fp8-static" else "ratio <= 1.0"  # what is fixed beforehand cannot beat what adapts
+            self._report.add(name, found.bits_per_byte, "bits/byte", against=plain.bits_per_byte, goal=beats)
+
+    def loaded(self, quantization: str) -> None:
+        """Plain rounding as a worker does it while it loads a float folder, with zero points at 4 bits."""
+        found = score(load_model(MODEL, quantization=quantization), "bf16", self._ids, self._num_bytes)
+        self._add(f"--quantization {quantization}", found, "")
+
+    def calibrated_on(self, name: str, texts: list[str], scheme: str, group: int) -> None:
+        """The same scheme, calibrated on other texts."""
+        samples = self._samples([Prompt(0, text, None) for text in texts])
+        self._made(f"{scheme} g{group}, calibrated on {name}", scheme, group, "", samples)
+
+    def kv(self, form: str, goal: str) -> None:
+        self._add(f"kv {form}", score(self._model, form, self._ids, self._num_bytes), goal)
+        group = self._model.kv_group(form, 32)
+        plain = self._model.kv_group("bf16", 32)
+        self._report.add(f"kv {form}: KV of a token", _token_bytes(group), "bytes", against=_token_bytes(plain))
+
+    def _made(self, name: str, scheme: str, group: int | None, goal: str, samples: list[Tensor]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "made"
+            job = plan(MODEL, scheme, group)
+            quantize(job, out, samples if job.scheme.calibrated else None)
+            found = score(load_model(out), "bf16", self._ids, self._num_bytes)
+            self._add(name, found, goal)
+            self._report.add(f"{name}: weights", weight_bytes(out), "bytes", against=self._weight_bytes)
+
+    def _add(self, name: str, found: Score, goal: str) -> None:
+        self._scores[name] = found
+        against = self._bf16.bits_per_byte
+        self._report.add(f"{name}: bits per byte", found.bits_per_byte, "bits/byte", against=against, goal=goal)
+        self._report.add(f"{name}: standard error", found.standard_error(self._bf16), "bits/byte", against=against)
+        self._report.add(f"{name}: top-1 agreement", found.agreement(self._bf16), "share")
+
+    def _samples(self, prompts: list[Prompt]) -> list[Tensor]:
+        step = max(1, len(prompts) // self._num_samples)
+        return make_samples(prompts[::step], self._tokenizer, lambda messages: "")
+
+
+def held_out(num_modules: int, num_tokens: int) -> tuple[list[list[int]], int]:
+    """The first tokens of each held-out module, and how many bytes those are."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    found = read_texts(None)
+    ids = [ids[: num_tokens + 1] for ids in encode(MODEL, Texts(found.name, found.texts[:num_modules]))]
+    return ids, sum(len(tokenizer.decode(each[1:]).encode()) for each in ids)
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _token_bytes(group) -> float:
+    """Scales and all."""
+    return KVLayout((group,)).block_bytes / group.block_size
+
+
+def own_texts() -> list[str]:
+    """Pieces of library modules, as long as those of the default set."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    texts = [(stdlib / name).read_text() for name in OWN_MODULES if (stdlib / name).is_file()]
+    pieces = [text[begin : begin + 1900] for text in texts for begin in range(0, min(len(text), 19000), 1900)]
+    return pieces[:NUM_SAMPLES]
+
+
+def number_tables() -> list[str]:
+    """Rows of decimals: nothing that a model of Python source is asked to write."""
+    rng = random.Random(0)
+    return [" ".join(f"{rng.uniform(-1000, 1000):.3f}" for _ in range(160)) for _ in range(NUM_SAMPLES)]
+
+
+def main() -> int:
+    arguments, report = start("quality", "Bits per byte of every scheme and KV form on the demo model.")
+    bench = Bench(report, arguments.quick)
+    for form, goal in KV_FORMS.items():
+        bench.kv(form, goal)
+    for scheme, (goal, rival) in SCHEMES.items():
+        bench.weights(scheme, None, goal, rival)
+    fitting = [group for group in GROUPS if _fits(group)]
+    for group in fitting:
+        bench.loaded(f"int4-g{group}")
+        for scheme, (goal, rival) in INT4.items():
+            bench.weights(scheme, group, goal, rival)
+    bench.calibrated_on("its own kind of text", own_texts(), "int4-gptq", fitting[-1])
+    bench.calibrated_on("the wrong kind of text", number_tables(), "int4-gptq", fitting[-1])
+    return finish(arguments, report)
+
+
+def _fits(group: int) -> bool:
+    try:
+        plan(MODEL, "int4-rtn", group)
+    except QuantizeError as error:
+        print(f"group {group}: left out: {error}")
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""One rung of bench/ladder.py: an engine of some options, and how requests are given to it.
+
+A naive server is made here and not in the engine: batches that begin when all of the one before have ended, and a place
+in the pool for the longest answer whatever a request needs are rules of who submits what and when.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.request import Key, PrefillDone, Refusal, Request, RequestEnded, SamplingParams, TokenRun
+from kvtransfer.naming import chain_hashes, root_hash
+from load import Job
+
+IDLE_S = 0.0005  # between two looks at the clock while nobody has arrived
+
+
+@dataclass(frozen=True)
+class Technique:
+    """What one rung changes: options of the engine, or rules of submitting."""
+
+    name: str
+    options: dict[str, object] = field(default_factory=dict)
+    rules: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """`continuous`: a request joins when there is room for it, not when the batch has ended. `paged`: room is what it
+    holds, not the longest answer. `named`: its spans have names, so prefixes are found."""
+
+    continuous: bool = False
+    paged: bool = False
+    named: bool = False
+
+
+@dataclass(slots=True)
+class Told:
+    """What became of one job; seconds after the run's start."""
+
+    job: Job
+    first_s: float = 0.0
+    last_s: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.job.arrival_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_s - self.job.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.last_s - self.first_s) / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
+
+
+@dataclass
+class Ran:
+    """One run. `kv_use`: bytes of KV that are computed and needed over those held for it, mean over the steps; None
+    where nobody has looked."""
+
+    told: list[Told]
+    kv_use: float | None
+
+    @property
+    def duration_s(self) -> float:
+        return max(each.last_s for each in self.told)
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.told) / self.duration_s
+
+
+class Rung:
+    """`run(jobs)`, again and again."""
+
+    def __init__(self, model: Path, base: dict[str, object], techniques: Sequence[Technique]):
+        """`base`: options of the naive engine, which each technique's win over."""
+        options, rules = dict(base), Rules()
+        for technique in techniques:
+            options |= technique.options
+            rules = replace(rules, **technique.rules)
+        self.rules = rules
+        self.engine = Engine.load(EngineConfig(model=model, **options))
+        self._places = self._num_places()
+        self._request_ids = map(str, itertools.count())
+        self._parent = root_hash(self.engine.model_identity)
+
+    def run(self, jobs: Sequence[Job]) -> Ran:
+        """Each job at its arrival, as soon as the rules let it in."""
+        waiting, told = deque(sorted(jobs, key=lambda job: job.arrival_s)), {}
+        running: dict[str, Told] = {}
+        samples, batch = [], 0  # places of the batch under way
+        begun = time.perf_counter()
+        while waiting or running:
+            now = time.perf_counter() - begun
+            if self.rules.continuous or not running:
+                batch = len(running)
+                while waiting and waiting[0].arrival_s <= now and len(running) < self._places:
+                    if (entered := self._enter(waiting[0])) is None:
+                        break
+                    running[entered] = told[entered] = Told(waiting.popleft())
+                batch = max(batch, len(running))
+            outputs = self.engine.step()
+            now = time.perf_counter() - begun
+            if self.engine.launched:
+                samples.append(self._kv(len(running) if self.rules.continuous else batch))
+            else:
+                time.sleep(IDLE_S)
+            for output in outputs:
+                _note(output, running, now)
+        live, held = (sum(column) for column in zip(*samples, strict=True))
+        return Ran(list(told.values()), live / held)
+
+    def _num_places(self) -> int:
+        config = self.engine.config
+        if self.rules.paged:
+            return config.max_num_seqs
+        return min(config.max_num_seqs, self.engine.num_blocks * config.block_size // config.max_model_len)
+
+    def _enter(self, job: Job) -> str | None:
+        """Its request id, or None where the pool has no room yet."""
+        request_id = next(self._request_ids)
+        hashes = chain_hashes(self._parent, job.prompt_ids) if self.rules.named else []
+        request = Request(
+            key=Key(request_id),
+            token_ids=job.prompt_ids,
+            num_prompt_tokens=len(job.prompt_ids),
+            sampling=SamplingParams(),
+            max_tokens=job.num_output,
+            span_hashes=tuple(hashes),
+            chain_parent=(hashes[-1] if hashes else self._parent) if self.rules.named else bytes(32),
+        )
+        try:
+            self.engine.submit(request)
+        except Refusal:
+            return None
+        return request_id
+
+    def _kv(self, num_places: int) -> tuple[int, int]:
+        """Tokens (live, held). A token that several requests share is live once."""
+        engine, size = self.engine, self.engine.layout.block_size
+        live: dict[int, int] = {}
+        for group in engine.admission.groups.values():
+            for seq in group.live:
+                for index, block_id in enumerate(seq.block_ids):
+                    computed = max(0, min(size, seq.num_computed - index * size))
+                    live[block_id] = max(live.get(block_id, 0), computed)
+        if not self.rules.paged:
+            return sum(live.values()), num_places * engine.config.max_model_len
+        holders = engine.ledger.counts()
+        return sum(live.values()), (engine.num_blocks - holders["cached"] - holders["free"]) * size
+
+
+def _note(output, running: dict[str, Told], now: float) -> None:
+    told = running.get(output.key.request_id)
+    if told is None:
+        return
+    if isinstance(output, PrefillDone):
+        told.first_s = told.last_s = now
+        told.num_cached = output.num_cached_tokens
+        told.token_ids.append(output.first_tokens[0].token_id)
+    elif isinstance(output, TokenRun):
+        told.last_s = now
+        told.token_ids.extend(output.token_ids)
+    elif isinstance(output, RequestEnded):
+        if output.error:
+            raise RuntimeError(f"{output.key}: {output.error} {output.message}")
+        del running[output.key.request_id]

@@ -1,0 +1,357 @@
+"""What speculation brings on this machine: python bench/speculation.py [--quick] [--json FILE].
+
+Bare engines of one model, plain and with each proposer, on three texts, in turn; every comparison has an A/A pair,
+plain against plain, beside it. Speed is that of decoding: output tokens over the time after the last prompt was read.
+"""
+
+import itertools
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
+
+import torch  # noqa: E402
+
+from baton.engine.engine import Engine  # noqa: E402
+from baton.engine.request import PrefillDone, RequestEnded, Speculation, TokenRun  # noqa: E402
+from baton.training.corpus import gather  # noqa: E402
+from baton.training.evaluate import select_heads  # noqa: E402
+from baton.training.tokenizer import load_tokenizer  # noqa: E402
+from report import Report, finish, interleave, medians, start  # noqa: E402
+from tests import bare  # noqa: E402
+
+TARGET = ROOT / "demo" / "target"
+FOLDERS = {"ngram": None, **{name: ROOT / "demo" / name for name in ("draft", "medusa", "eagle")}}
+SEEDS = {"edit": 2.5, "code": 1.8, "shuffled": 1.3}  # times plain, as published for such texts
+GOALS = {("edit", "ngram"): 2.5, ("code", "best"): 1.8}
+CORES = len(os.sched_getaffinity(0))
+BATCHES = (1, 4, 16, 64)
+FIXED_WIDTH = 4  # of the acceptance rows
+PROMPT, OUTPUT = 256, 128  # tokens
+EDIT_EVERY = 16  # tokens of the passage between two edits
+REPEATED = 0.7  # share of an edit task's answer that must lie in its prompt
+
+
+# ---- engines ----
+
+
+@dataclass
+class Measured:
+    """One batch; times and tokens from when its last prompt was read, `total_s` from the beginning."""
+
+    num_tokens: int
+    decode_s: float
+    total_s: float
+    verify_s: float
+    draft_s: float
+    answers: list[list[int]]
+    num_proposed: int
+    num_accepted: int
+
+
+@dataclass
+class Arm:
+    """One engine, its time in calls of the model and of proposers, and what was measured."""
+
+    engine: Engine
+    spent_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    runs: list[Measured] = field(default_factory=list)
+    request_ids: itertools.count = field(default_factory=itertools.count)
+
+    @classmethod
+    def load(cls, **options) -> "Arm":
+        arm = cls(bare.load_engine(TARGET, num_blocks=1024, **options))
+        arm._watch(arm.engine.runner, "run", "verify")
+        for proposer in arm.engine.speculator.proposers.values():
+            for name in ("prepare", "propose", "advance"):
+                arm._watch(proposer, name, "draft")
+        return arm
+
+    def _watch(self, owner: object, name: str, kind: str) -> None:
+        call = getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            begun = time.perf_counter()
+            result = call(*args, **kwargs)
+            self.spent_s[kind] += time.perf_counter() - begun
+            return result
+
+        setattr(owner, name, watched)
+
+    def run(self, prompts: Sequence[Sequence[int]], num_output: int, width: int | None = None) -> Measured:
+        """Greedy answers of `num_output` tokens. `width`: proposals in every step; None: as many as pay."""
+        requests = []
+        for prompt in prompts:
+            request = bare.make_request(str(next(self.request_ids)), prompt, max_tokens=num_output)
+            requests.append(replace(request, speculation=Speculation(num_tokens=width)))
+        answers: dict[str, list[int]] = {request.key.request_id: [] for request in requests}
+        num_reading = num_open = len(requests)
+        num_tokens = num_proposed = num_accepted = 0
+        begun = read = time.perf_counter()
+        for request in requests:
+            self.engine.submit(request)
+        while num_open:
+            for output in self.engine.step():
+                match output:
+                    case PrefillDone():
+                        answers[output.key.request_id].append(output.first_tokens[0].token_id)
+                        num_reading -= 1
+                    case TokenRun():
+                        answers[output.key.request_id] += output.token_ids
+                        num_tokens += len(output.token_ids)
+                    case RequestEnded():
+                        assert not output.error, output
+                        num_open -= 1
+                        num_proposed += output.report.num_draft_tokens
+                        num_accepted += output.report.num_accepted_tokens
+            if num_reading == 0:  # from here on it decodes only
+                num_reading, num_tokens = -1, 0
+                read = time.perf_counter()
+                self.spent_s.clear()
+        ended = time.perf_counter()
+        spent_s = self.spent_s
+        return Measured(
+            num_tokens, ended - read, ended - begun, spent_s["verify"], spent_s["draft"],
+            list(answers.values()), num_proposed, num_accepted,
+        )  # fmt: skip
+
+    def tokens_per_s(self, prompts: Sequence[Sequence[int]], num_output: int) -> float:
+        self.runs.append(self.run(prompts, num_output))
+        return self.runs[-1].num_tokens / self.runs[-1].decode_s
+
+    def useful_share(self) -> float:
+        """Of its decoding time what is spent on verifying and drafting; the rest is what keeps it from its ideal."""
+        return statistics.median((run.verify_s + run.draft_s) / run.decode_s for run in self.runs)
+
+
+def proposers() -> dict[str, Path | None]:
+    """Those whose weights are here."""
+    return {name: folder for name, folder in FOLDERS.items() if folder is None or folder.exists()}
+
+
+# ---- texts ----
+
+
+class Texts:
+    """Prompts of three kinds from held-out modules of the standard library, each drawn once."""
+
+    def __init__(self, plain: Arm, num_edits: int):
+        self._plain, self._rng = plain, random.Random(0)
+        tokenizer = load_tokenizer(TARGET)
+        documents = gather().held_out
+        heads = select_heads(documents, 200)
+        self._rng.shuffle(heads)
+        self._contexts = [ids[-PROMPT:] for head in heads if len(ids := tokenizer.encode(head.text).ids) >= PROMPT]
+        tokens = [token_id for document in documents for token_id in tokenizer.encode(document.text).ids]
+        self._shuffled = self._rng.sample(tokens, len(tokens))
+        self.edits = self._edit_tasks(num_edits)
+
+    def prompts(self, text: str, number: int) -> list[list[int]]:
+        """The one prompt of round `number`."""
+        if text == "shuffled":
+            return self.shuffled(1, PROMPT, number)
+        prompts = self.edits if text == "edit" else self._contexts
+        return [prompts[number % len(prompts)]]
+
+    def shuffled(self, num_prompts: int, length: int, number: int) -> list[list[int]]:
+        begin = number * num_prompts * length
+        ids = [self._shuffled[(begin + index) % len(self._shuffled)] for index in range(num_prompts * length)]
+        return [ids[index : index + length] for index in range(0, len(ids), length)]
+
+    def _edit_tasks(self, count: int) -> list[list[int]]:
+        """A passage with every 16th token changed, and the lines before it twice: "write this again, corrected".
+
+        The passage is what the model itself writes there, since the demo model follows no instructions; taken are those
+        whose answer does repeat the prompt.
+        """
+        tasks = []
+        for context in self._contexts:
+            (passage,) = self._plain.run([context], OUTPUT, width=0).answers
+            for place in range(EDIT_EVERY - 1, len(passage), EDIT_EVERY):
+                passage[place] = self._rng.randrange(5, 4096)
+            prompt = [*context, *passage, *context]
+            (answer,) = self._plain.run([prompt], OUTPUT, width=0).answers
+            if repeated(answer, prompt) >= REPEATED:
+                tasks.append(prompt)
+            if len(tasks) == count:
+                break
+        return tasks
+
+
+def repeated(answer: Sequence[int], prompt: Sequence[int], length: int = 4) -> float:
+    """Share of the answer's runs of so many tokens that stand in the prompt."""
+    known = {tuple(prompt[index : index + length]) for index in range(len(prompt) - length + 1)}
+    runs = [tuple(answer[index : index + length]) for index in range(len(answer) - length + 1)]
+    return sum(run in known for run in runs) / len(runs)
+
+
+# ---- rows ----
+
+
+def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_rounds: int) -> None:
+    """Speed-up of every proposer on one text at batch 1, against plain in the same rounds."""
+    found = measure(arms, lambda number: texts.prompts(text, number), OUTPUT, num_rounds)
+    plain, again = found.pop("plain"), found.pop("plain again")
+    name = {"code": "held-out code"}.get(text, text)
+    for proposer, speed in found.items():
+        goal = GOALS.get((text, proposer))
+        report.add(
+            f"{name}: {proposer} over plain (seeds {SEEDS[text]} x)", speed, "tokens/s", against=plain,
+            goal=f"ratio >= {goal}" if goal else "",
+        )  # fmt: skip
+    report.add(f"{name}: A/A, plain over plain", again, "tokens/s", against=plain)
+    best = max(found, key=found.get)
+    if goal := GOALS.get((text, "best")):
+        row = f"{name}: best proposer ({best}) over plain"
+        report.add(row, found[best], "tokens/s", against=plain, goal=f"ratio >= {goal}")
+    for proposer, speed in found.items():
+        ideal = speed / arms[proposer].useful_share()
+        report.add(f"{name}: {proposer} over its ideal", speed, "tokens/s", against=ideal, goal="ratio >= 0.88")
+    if text == "code" and (losers := [each for each, speed in found.items() if speed < found["ngram"]]):
+        print(f"{name}: slower than ngram: {', '.join(losers)}")
+
+
+def measure(
+    arms: dict[str, Arm], prompts: Callable[[int], list[list[int]]], num_output: int, num_rounds: int
+) -> dict[str, float]:
+    """Median output tokens/s of each arm, the same prompts for all in each round; "plain again" beside "plain"."""
+    return medians(rounds(arms, prompts, num_output, num_rounds))
+
+
+def rounds(
+    arms: dict[str, Arm], prompts: Callable[[int], list[list[int]]], num_output: int, num_rounds: int
+) -> dict[str, list[float]]:
+    def once(arm: Arm) -> Callable[[], float]:
+        numbers = itertools.count()
+        return lambda: arm.tokens_per_s(prompts(next(numbers)), num_output)
+
+    calls = {name: once(arm) for name, arm in arms.items()} | {"plain again": once(arms["plain"])}
+    interleave(calls, 2)  # warm, and the proposers' costs are known
+    for arm in arms.values():
+        arm.runs.clear()
+    return interleave(calls, num_rounds)
+
+
+def acceptance(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_prompts: int) -> None:
+    """Share of proposals that the target drew too, with as many proposed in every step for all proposers."""
+    for proposer, arm in arms.items():
+        if proposer in ("plain", "auto"):  # auto is ngram, and draft where that is silent
+            continue
+        runs = [arm.run(texts.prompts(text, number), OUTPUT, width=FIXED_WIDTH) for number in range(num_prompts)]
+        num_proposed = sum(run.num_proposed for run in runs)
+        row = f"{text}: {proposer}, accepted of {FIXED_WIDTH} proposed"
+        report.add(row, sum(run.num_accepted for run in runs) / max(1, num_proposed), "share")
+
+
+def never_below(report: Report, arms: dict[str, Arm], texts: Texts, batch_size: int, num_rounds: int) -> None:
+    """Left on where it cannot pay: the lower end of the 95 % interval of the median ratio, pair by pair."""
+
+    def prompts(number: int) -> list[list[int]]:
+        return texts.shuffled(batch_size, 32, number)
+
+    found = rounds(arms, prompts, 64, num_rounds)
+    plain, again = found.pop("plain"), found.pop("plain again")
+    low, high = interval([a / b for a, b in zip(again, plain, strict=True)])
+    spread = max(1 - low, high - 1, 0.0)
+    report.add(f"batch {batch_size}, shuffled: A/A spread", spread, "of 1")
+    for name, speeds in found.items():
+        low, _ = interval([a / b for a, b in zip(speeds, plain, strict=True)])
+        row = f"batch {batch_size}, shuffled: {name} over plain, low end"
+        report.add(row, low, "x", goal=f"value >= {0.98 - spread:.3f}")
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the median, from order statistics."""
+    ordered, count = sorted(values), len(values)
+    below, rank = 0.5**count, 0
+    while below + math.comb(count, rank + 1) * 0.5**count <= 0.025:
+        rank += 1
+        below += math.comb(count, rank) * 0.5**count
+    return ordered[rank], ordered[-1 - rank]
+
+
+def against_transformers(report: Report, arms: dict[str, Arm], texts: Texts, num_rounds: int) -> None:
+    """Assisted generation with the same two models, prompt included on both sides."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folders = (TARGET, FOLDERS["draft"])
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval() for folder in folders)
+    options = dict(max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False, pad_token_id=0)
+
+    def theirs(number: int, **more) -> float:
+        token_ids = torch.tensor(texts.prompts("code", number))
+        begun = time.perf_counter()
+        output = target.generate(token_ids, attention_mask=torch.ones_like(token_ids), **options, **more)
+        return (output.shape[1] - token_ids.shape[1]) / (time.perf_counter() - begun)
+
+    def ours(name: str, number: int) -> float:
+        run = arms[name].run(texts.prompts("code", number), OUTPUT)
+        return OUTPUT / run.total_s
+
+    def once(call: Callable[..., float], *args, **more) -> Callable[[], float]:
+        numbers = itertools.count()
+        return lambda: call(*args, next(numbers), **more)
+
+    calls = {
+        "assisted": once(theirs, assistant_model=draft),
+        "transformers": once(theirs),
+        **{name: once(ours, name) for name in arms},
+    }
+    interleave(calls, 1)
+    found = medians(interleave(calls, num_rounds))
+    assisted = found.pop("assisted")
+    report.add("transformers: assisted over plain", assisted, "tokens/s", against=found.pop("transformers"))
+    for name, speed in found.items():
+        goal = "ratio >= 1.5" if name == "draft" else ""
+        report.add(f"held-out code: {name} over transformers assisted", speed, "tokens/s", against=assisted, goal=goal)
+
+
+def best_threads(arm: Arm, texts: Texts) -> int:
+    seconds = {}
+    for num_threads in sorted({1, CORES}):
+        torch.set_num_threads(num_threads)
+        seconds[num_threads] = statistics.median(arm.run(texts.prompts("code", 0), 32).decode_s for _ in range(5))
+    return min(seconds, key=seconds.get)
+
+
+def main() -> int:
+    arguments, report = start("speculation", "Speed-up by speculation, on three texts and at four batch sizes.")
+    quick = arguments.quick
+    plain = Arm.load()
+    texts = Texts(plain, 2 if quick else 12)
+    torch.set_num_threads(num_threads := best_threads(plain, texts))
+    print(f"{num_threads} threads; {len(texts.edits)} edit tasks")
+    found = proposers()
+    for name in FOLDERS.keys() - found.keys():
+        print(f"{name}: not measured, {FOLDERS[name].relative_to(ROOT)} is not there")
+    arms = {"plain": plain}
+    arms |= {name: Arm.load(speculator=name, draft_model=folder) for name, folder in found.items()}
+    arms["auto"] = Arm.load(speculator="auto", draft_model=found["draft"])
+    for text in SEEDS:
+        acceptance(report, arms, texts, text, 1 if quick else 8)
+    for text in SEEDS:
+        compare(report, arms, texts, text, 3 if quick else 20)
+    left_on = {"plain": plain, "auto": arms["auto"]}
+    for batch_size in BATCHES[:2] if quick else BATCHES:
+        never_below(report, left_on, texts, batch_size, 4 if quick else 24)
+    against_transformers(report, {name: arms[name] for name in (*found, "auto")}, texts, 1 if quick else 10)
+    if not torch.cuda.is_available():
+        print("forced acceptance on a GPU: not measured, there is none here")
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""What being seen costs: python bench/telemetry.py [--quick] [--json FILE].
+
+Stacks of one gateway and one decode worker that differ in where their spans and metrics go: nowhere (twice: the A/A row), to a
+collector that takes them, to a port that nobody listens on, and to one that accepts and never answers. All run at once, and
+take turns request by request. /metrics and the log line are always on: the last row is what they take, after the last token.
+"""
+
+import asyncio
+import os
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from gateway import access_log  # noqa: E402
+from gateway.meters import Meters  # noqa: E402
+from gateway.slo_classes import BUILT_IN  # noqa: E402
+from load import Job, LoadGenerator  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from tests.gateway.test_meters import ANSWERED, record  # noqa: E402
+from tests.otlp import Receiver  # noqa: E402
+from tests.stack import Stack  # noqa: E402
+
+MODEL = ROOT / "demo" / "target"
+PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read where they are answered
+OFF, AGAIN = "off", "off again"
+COLLECTORS = ("up", "down", "stalled")
+
+
+class Arms:
+    """A stack an arm, which takes one request a round."""
+
+    def __init__(self, folder: Path, exits: ExitStack, runner: asyncio.Runner):
+        self._run = runner.run
+        self._rng = random.Random(0)
+        self._loads: dict[str, LoadGenerator] = {}
+        self.ttft_s: dict[str, list[float]] = {}
+        self.gateways = {}
+        receiver = exits.enter_context(Receiver())
+        endpoints = {"up": receiver.endpoint, "down": _closed_port(), "stalled": _deaf_port(exits)}
+        for name in (OFF, *COLLECTORS, AGAIN):
+            env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoints.get(name, "")}
+            options = {"num_prefill": 0, "options": ("--threads", "1", "--num-blocks", "128"), "env": env}
+            stack = exits.enter_context(Stack(MODEL, folder / name.replace(" ", "-"), **options))
+            self._loads[name], self.gateways[name] = self._run(_connect(stack.target)), stack.gateways[0]
+            self.ttft_s[name] = []
+        self.receiver = receiver
+
+    def close(self) -> None:
+        for load in self._loads.values():
+            self._run(load.close())
+
+    def request(self, name: str) -> float:
+        """One; returns its whole time in seconds."""
+        prompt_ids = tuple(self._rng.randrange(5, VOCAB) for _ in range(PROMPT))
+        done = self._run(self._loads[name].one(Job(prompt_ids, OUTPUT)))
+        self.ttft_s[name].append(done.ttft_s)
+        return done.e2e_s
+
+
+async def _connect(target: str) -> LoadGenerator:
+    return LoadGenerator(target)
+
+
+def _closed_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return "http://127.0.0.1:%d" % taken.getsockname()[1]
+
+
+def _deaf_port(exits: ExitStack) -> str:
+    listener = exits.enter_context(socket.socket())
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return "http://127.0.0.1:%d" % listener.getsockname()[1]
+
+
+def traced_or_not(report: Report, arms: Arms, num_rounds: int) -> None:
+    names = (OFF, *COLLECTORS, AGAIN)
+    for name in names:
+        arms.request(name)  # warm
+        arms.ttft_s[name].clear()
+    rng, whole_s = random.Random(0), {name: [] for name in names}
+    for _ in range(num_rounds):
+        # In any order: whoever follows itself finds its weights in the cache.
+        for name in rng.sample(names, len(names)):
+            whole_s[name].append(arms.request(name))
+    whole = _quick(whole_s)
+    ttft = _quick(arms.ttft_s)
+    # Not the quickest TPOT of a request: that is one whose first token came late.
+    tpot = {name: (whole[name] - ttft[name]) / (OUTPUT - 1) for name in names}
+    for name in (*COLLECTORS, AGAIN):
+        is_same = name == AGAIN
+        title = "A/A, off over off" if is_same else f"collector {name}, over none"
+        tpot_goal, ttft_goal = ("", "") if is_same else ("ratio <= 1.01", "value <= 0.2")
+        report.add(f"TPOT: {title}", 1e3 * tpot[name], "ms", against=1e3 * tpot[OFF], goal=tpot_goal)
+        added = 1e3 * (ttft[name] - ttft[OFF])
+        report.add(f"TTFT added to {1e3 * ttft[OFF]:.2f} ms: {title}", added, "ms", goal=ttft_goal)
+
+
+def _quick(values: dict[str, list[float]]) -> dict[str, float]:
+    """The quickest fifth of the rounds ends here: a cost is in all of them, the machine's other work is not."""
+    return {name: statistics.quantiles(each, n=5)[0] for name, each in values.items()}
+
+
+def after_the_last_token(report: Report, num_requests: int) -> None:
+    """What the gateway does for a request that has ended: its metrics, its log line."""
+    meters = Meters("tiny", BUILT_IN, lambda: 0, lambda: 0)
+    ended = record(**ANSWERED)
+    for name, work in (("metrics", meters.ended), ("log line, without its writing", access_log.line)):
+        begun = time.perf_counter()
+        for _ in range(num_requests):
+            work(ended, None)
+        report.add(f"after the last token: {name}", 1e6 * (time.perf_counter() - begun) / num_requests, "us/request")
+
+
+def main() -> int:
+    arguments, report = start("telemetry", "Spans and metrics on against off, with the collector up, down and stalled.")
+    with tempfile.TemporaryDirectory() as name, asyncio.Runner() as runner, ExitStack() as exits:
+        arms = Arms(Path(name), exits, runner)
+        traced_or_not(report, arms, 15 if arguments.quick else 110)
+        num_spans = len(arms.receiver.wait_for(lambda spans: spans))
+        report.add("spans that the collector received", num_spans, "spans", goal="value >= 1")
+        arms.close()
+    after_the_last_token(report, 500 if arguments.quick else 5000)
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

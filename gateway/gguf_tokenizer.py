@@ -1,0 +1,146 @@
+"""The tokenizer of a .gguf file, as the tokenizer.json that its model had before it was converted.
+
+Kinds and rules as in llama.cpp's llama-vocab.cpp: `gpt2` is byte-level BPE with a splitting rule of its own name, and
+`llama` is SentencePiece BPE, whose merges follow from the pieces' scores.
+"""
+
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from baton.gguf import GGUFHeader
+from baton.service.settings import SettingsError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types
+SPACE = "\u2581"  # SentencePiece's
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class _Rule(NamedTuple):
+    """How a byte-level vocabulary wants its text."""
+
+    splits: tuple[str, ...]  # expressions, one after the other
+    normalizer: str = ""  # NFC
+    whole_words: bool = False  # a word of the vocabulary is taken as it is, whatever the merges say
+    add_bos: bool = False  # where the file does not say
+
+
+_LLAMA3 = _Rule((WORDS + r"|\p{N}{1,3}" + REST,), whole_words=True, add_bos=True)
+_QWEN2 = _Rule((WORDS + r"|\p{N}" + REST,), normalizer="NFC")
+RULES = {
+    "gpt-2": _Rule((GPT2,)),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "smollm": _Rule((r"\p{N}", GPT2)),
+    "tekken": _Rule((TEKKEN,), whole_words=True),
+}
+
+
+def tokenizer_json(header: GGUFHeader) -> bytes:
+    """Raises SettingsError for a kind that is not known, or a file without a vocabulary."""
+    tokens, types = header.get("tokenizer.ggml.tokens"), header.get("tokenizer.ggml.token_type")
+    if not tokens:
+        raise SettingsError(f"{header.path}: tokenizer.ggml.tokens is missing: a model without its vocabulary")
+    types = types or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        counts = f"{len(types)} entries for {len(tokens)} tokens"
+        raise SettingsError(f"{header.path}: tokenizer.ggml.token_type has {counts}")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    kind = header.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, add_bos = _byte_level(header, vocabulary)
+    elif kind == "llama":
+        tokenizer, add_bos = _sentencepiece(header, tokens, types), True
+    else:
+        raise SettingsError(f"{header.path}: tokenizer.ggml.model {kind!r} is not supported, one of gpt2, llama")
+    _add_tokens(tokenizer, tokens, types)
+    _add_ends(tokenizer, header, tokens, add_bos)
+    return tokenizer.to_str().encode()
+
+
+def _byte_level(header: GGUFHeader, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
+    name, merges = header.get("tokenizer.ggml.pre"), header.get("tokenizer.ggml.merges")
+    if name not in RULES:
+        raise SettingsError(f"{header.path}: tokenizer.ggml.pre {name!r} is not supported, one of {', '.join(RULES)}")
+    if merges is None:
+        raise SettingsError(f"{header.path}: tokenizer.ggml.merges is missing")
+    rule = RULES[name]
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    model = models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=rule.whole_words)
+    tokenizer = Tokenizer(model)
+    if rule.normalizer:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in rule.splits]
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, rule.add_bos
+
+
+def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> Tokenizer:
+    scores = header.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise SettingsError(f"{header.path}: tokenizer.ggml.scores are missing, or not one a token")
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, USER_DEFINED)}
+    merges = _merges(vocabulary, scores, pieces)
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = header.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Replace(" ", SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if prefix else steps)
+    ends = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
+    )
+    return tokenizer
+
+
+def _merges(vocabulary: dict[str, int], scores: list[float], pieces: set[str]) -> list[tuple[str, str]]:
+    """Every way to put a piece together from two others, the piece with the best score first."""
+    found = []
+    for token in pieces:
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                found.append((-scores[vocabulary[token]], vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control tokens have no text; user-defined ones are matched whole."""
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (UNKNOWN, CONTROL):
+            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+
+
+def _add_ends(tokenizer: Tokenizer, header: GGUFHeader, tokens: list[str], add_bos: bool) -> None:
+    """What the tokenizer puts around a text."""
+    wanted = {"bos": header.get("tokenizer.ggml.add_bos_token", add_bos)}
+    wanted["eos"] = header.get("tokenizer.ggml.add_eos_token", False)
+    found = {}
+    for name, is_wanted in wanted.items():
+        token_id = header.get(f"tokenizer.ggml.{name}_token_id")
+        if is_wanted and token_id is not None and token_id < len(tokens):
+            found[name] = (tokens[token_id], token_id)
+    if found:
+        order = [found[name][0] for name in ("bos",) if name in found] + ["$A"]
+        order += [found[name][0] for name in ("eos",) if name in found]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=" ".join(order), special_tokens=list(found.values())
+        )

@@ -1,0 +1,69 @@
+"""The requests of this gateway, those that run and the last that have ended, for operators to look at. No content."""
+
+from collections import deque
+
+from baton.v1 import fleet_pb2 as pb
+from gateway.meters import outcome
+from gateway.record import Record
+from gateway.timing import now, timing
+
+NUM_KEPT = 500  # ended requests, about 1 KB each
+_DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
+
+
+class Journal:
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Record] = {}
+        self._ended: deque[tuple[Record, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
+        self._since = now()
+        self._num_ended = self._num_input = self._num_output = 0
+
+    def began(self, record: Record) -> None:
+        self._running[id(record)] = record
+
+    def ended(self, record: Record, error: BaseException | None) -> None:
+        """However it did."""
+        self._running.pop(id(record), None)
+        self._ended.append((record, outcome(error), now()))
+        self._num_ended += 1
+        self._num_input += record.num_prompt_tokens or 0
+        self._num_output += record.num_output_tokens
+
+    def listed(self, request: pb.ListRequestsRequest, num_waiting: int) -> pb.ListRequestsResponse:
+        """Running ones oldest first, ended ones newest first."""
+        answer = pb.ListRequestsResponse(
+            num_running=len(self._running),
+            num_waiting=num_waiting,
+            num_ended=self._num_ended,
+            num_input_tokens=self._num_input,
+            num_output_tokens=self._num_output,
+            uptime_s=now() - self._since,
+        )
+        for record in list(self._running.values())[: request.max_running or _DEFAULT_RUNNING]:
+            answer.running.append(_view(record, ("", ""), None))
+        for record, how, ended_at in list(reversed(self._ended))[: request.max_recent or _DEFAULT_RECENT]:
+            answer.recent.append(_view(record, how, ended_at))
+        return answer
+
+
+def _view(record: Record, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
+    at = now()
+    view = pb.RequestView(
+        request_id=record.checked.request_id if record.checked else "",
+        trace_id=f"{record.context.trace_id:032x}",
+        phase=record.phase,
+        outcome=how[0],
+        reason=how[1],
+        age_s=at - record.stamps.received,
+        ended_s=0.0 if ended_at is None else at - ended_at,
+        prompt_tokens=record.num_prompt_tokens or 0,
+        cached_tokens=record.num_cached_tokens,
+        output_tokens=record.num_output_tokens,
+        num_attempts=record.num_attempts,
+    )
+    if record.decision is not None:
+        view.prefill, view.decode = record.decision.prefill or "", record.decision.decode or ""
+    view.timing.CopyFrom(timing(record.stamps, record.measured, record.num_longest_output))
+    return view

@@ -1,0 +1,145 @@
+"""What the gateway counts: every request once, when it has ended, from the same stamps as its timing and its spans."""
+
+from collections.abc import Callable, Mapping
+
+from baton.service import genai_metrics
+from baton.service.errors import BatonError
+from baton.service.metrics import (
+    DURATION_BUCKETS,
+    PHASE_BUCKETS,
+    TPOT_BUCKETS,
+    TTFT_BUCKETS,
+    Gauge,
+    Metrics,
+)
+from baton.service.slo import Slo
+from baton.v1 import inference_pb2 as pb
+from gateway.record import Record
+from gateway.timing import breakdown, now, timing
+
+
+_OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
+_MAX_REASONS = 64  # each is a label value; workers are trusted to have few words, and counted all the same
+_REFUSED = frozenset(
+    ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
+)
+
+
+class Meters:
+    """Read at a scrape: `num_running`, `num_waiting`: requests in the gateway, and of these in its queues;
+    `num_workers`: by the state that this gateway sees them in."""
+
+    def __init__(
+        self,
+        model_name: str,
+        slo_classes: Mapping[str, Slo],
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+        is_index_up: Callable[[], bool] = lambda: True,
+        num_workers: Callable[[], Mapping[str, int]] = dict,
+    ):
+        metrics = Metrics(model_name)
+        self.page = metrics.page
+        self._slo_classes = slo_classes
+        self._reasons: set[str] = set()
+        self._ttft = metrics.histogram("baton_ttft_seconds", "arrival to first token sent", TTFT_BUCKETS)()
+        self._tpot = metrics.histogram("baton_tpot_seconds", "per output token after the first", TPOT_BUCKETS)()
+        self._itl = metrics.histogram(
+            "baton_itl_seconds", "gap between messages per token of the later", TPOT_BUCKETS
+        )()
+        self._e2e = metrics.histogram("baton_e2e_seconds", "arrival to the end, answered requests", DURATION_BUCKETS)()
+        self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
+        self._requests = metrics.counter("baton_requests", "requests that have ended", "outcome", "reason")
+        self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
+        self._migrations = metrics.counter("baton_migrations", "attempts after the first")()
+        self._slo_requests = metrics.counter("baton_slo_requests", "requests that their service level counts", "class")
+        self._slo_met = metrics.counter("baton_slo_met", "of these, within it", "class")
+        self._slo_missed = metrics.counter("baton_slo_missed", "of these, beyond it, by what", "class", "objective")
+        for name in slo_classes:
+            self._slo_requests(name)
+            self._slo_met(name)
+            for objective in _OBJECTIVES:
+                self._slo_missed(name, objective)
+        metrics.collect(
+            Gauge("baton_running", "requests in the gateway", num_running),
+            Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
+            Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
+            Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
+        )
+
+    def ended(self, record: Record, error: BaseException | None) -> None:
+        """Of a request that has just ended, however it did."""
+        how, reason = outcome(error)
+        if reason not in self._reasons and len(self._reasons) >= _MAX_REASONS:
+            reason = "OTHER"
+        self._reasons.add(reason)
+        self._requests(how, reason).inc()
+        if record.num_attempts > 1:
+            self._migrations.inc(record.num_attempts - 1)
+        self._count_slo(record, error)
+        stamps = record.stamps
+        self._tokens("input").inc(record.num_prompt_tokens or 0)
+        self._tokens("cached").inc(record.num_cached_tokens)
+        self._tokens("output").inc(record.num_output_tokens)
+        for phase, spent_s in breakdown(stamps, record.measured).items():
+            self._phase(phase).observe(spent_s)
+        measured = timing(stamps, record.measured, record.num_longest_output)
+        exemplar = _exemplar(record)
+        _tell_collector(record, error, measured)
+        if stamps.first_sent is None:
+            return
+        self._ttft.observe(stamps.first_sent - stamps.received, exemplar)
+        if measured.tpot_s:
+            self._tpot.observe(measured.tpot_s, exemplar)
+        if error is None:
+            self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
+
+    def _count_slo(self, record: Record, error: BaseException | None) -> None:
+        """A request counts unless its client ended it or it could not be served by anybody."""
+        how, _ = outcome(error)
+        if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
+            return
+        name, stamps = record.checked.slo_class, record.stamps
+        self._slo_requests(name).inc()
+        missed = ["answer"]
+        if error is None and stamps.first_sent is not None:
+            told = timing(stamps, record.measured, record.num_longest_output)
+            missed = self._slo_classes[name].missed(told.ttft_s, told.tpot_s or None, told.total_s)
+        for objective in missed:
+            self._slo_missed(name, objective).inc()
+        if not missed:
+            self._slo_met(name).inc()
+
+    def gap(self, record: Record, gap_s: float) -> None:
+        """Between two messages of a choice, for each token of the later one."""
+        self._itl.observe(gap_s, _exemplar(record))
+
+
+def _tell_collector(record: Record, error: BaseException | None, measured: pb.Timing) -> None:
+    """The same over OTLP, by the names of the conventions."""
+    how, reason = outcome(error)
+    ttft_s, tpot_s = (measured.ttft_s, measured.tpot_s) if record.stamps.first_sent is not None else (None, None)
+    ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received
+    error_type = None if how == "ok" else reason
+    genai_metrics.observe(record.operation, record.model, ended_s, ttft_s, tpot_s or None, error_type)
+
+
+def outcome(error: BaseException | None) -> tuple[str, str]:
+    """(ok | cancelled | refused | failed, the reason in the error's own word)."""
+    if error is None:
+        return "ok", ""
+    if not isinstance(error, BatonError):
+        return ("failed", "INTERNAL") if isinstance(error, Exception) else ("cancelled", "CANCELLED")
+    if error.reason == "CANCELLED":
+        return "cancelled", error.reason
+    code = error.code.name
+    return ("refused" if code in _REFUSED else "failed"), error.reason or code
+
+
+def _is_overload(error: BaseException | None) -> bool:
+    return isinstance(error, BatonError) and error.code.name == "RESOURCE_EXHAUSTED"
+
+
+def _exemplar(record: Record) -> dict[str, str] | None:
+    context = record.context
+    return {"trace_id": f"{context.trace_id:032x}"} if context.sampled else None

@@ -1,0 +1,32 @@
+"""Which service level a request asks for: named classes, of the built-in table or of the operator's file."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from baton.service.slo import Slo, parse_slo
+
+DEFAULT_CLASS = "standard"
+BUILT_IN: Mapping[str, Slo] = {
+    "interactive": Slo(ttft_s=0.3, tpot_s=0.05),
+    "standard": Slo(ttft_s=1.0, tpot_s=0.1),
+    "batch": Slo(),
+}
+_MAX_CLASSES = 16  # each is a label value of metrics
+
+
+def read_classes(path: Path | None) -> Mapping[str, Slo]:
+    """A TOML file of lines `name = "ttft=300ms,tpot=50ms"` (empty: no bound), which replaces the built-in table; None:
+    that table. Raises ValueError, one line."""
+    if path is None:
+        return BUILT_IN
+    try:
+        found = tomllib.loads(path.read_text())
+        classes = {name: parse_slo(text) if text else Slo() for name, text in found.items()}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if DEFAULT_CLASS not in classes:
+        raise ValueError(f"{path}: no class {DEFAULT_CLASS}, which requests have that name none")
+    if len(classes) > _MAX_CLASSES:
+        raise ValueError(f"{path}: {len(classes)} classes, at most {_MAX_CLASSES}")
+    return classes

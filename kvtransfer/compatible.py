@@ -1,0 +1,80 @@
+"""Whose KV may feed whom: the numerics class and the layout of both sides decide, nothing else.
+
+    exact     the same numerics class: every bit as if the taker had computed it; block sizes may differ
+    mixed     the same model, the taker's form equal or lossier, any tensor-parallel degree, other kernels
+    refused   another model or shape, a finer form on the taker's side, or a side that wants exact and is not
+"""
+
+from kvtransfer.errors import LayoutMismatch
+from kvtransfer.layout import ELEMENT_BITS, LOSSINESS, KVLayout, NumericsClass
+
+EXACT, MIXED = "exact", "mixed"
+
+
+def converts(source_form: str, taker_form: str) -> bool:
+    """A copy feeds the same or a lossier form, never a finer one."""
+    return source_form == taker_form or LOSSINESS[source_form] < LOSSINESS[taker_form]
+
+
+def relation(
+    source: KVLayout, source_numerics: str, taker: KVLayout, taker_numerics: str, *, is_strict: bool = False
+) -> str:
+    """EXACT or MIXED for two workers; layouts are those of the whole model. Raises LayoutMismatch, both printed."""
+    reason = _reason(source, source_numerics, taker, taker_numerics, is_strict)
+    if reason:
+        ours, theirs = f"{source} as {source_numerics}", f"{taker} as {taker_numerics}"
+        raise LayoutMismatch(f"{reason}: the source keeps {ours}, the taker {theirs}")
+    return EXACT if source_numerics == taker_numerics else MIXED
+
+
+def _reason(source: KVLayout, source_numerics: str, taker: KVLayout, taker_numerics: str, is_strict: bool) -> str:
+    if _shape(source) != _shape(taker):
+        return "other layers, heads or groups"
+    for ours, theirs in zip(source.groups, taker.groups):
+        if not converts(ours.form, theirs.form):
+            return f"{ours.form} cannot become {theirs.form}"
+    if source_numerics == taker_numerics:
+        return ""
+    if is_strict:
+        return "strict numerics: another numerics class"
+    if _identity(source_numerics) != _identity(taker_numerics):
+        return "another model"
+    return ""
+
+
+def gives(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[str]:
+    """Words for what a worker's KV is: it may feed whoever has one of them among what it `takes`. Opaque to others."""
+    words = [f"{_shape(layout)} class {numerics}"]
+    if not is_strict:
+        words.append(_general(layout, numerics, tuple(group.form for group in layout.groups)))
+    return words
+
+
+def takes(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[str]:
+    """Words for the KV that a worker can be fed with."""
+    words = [f"{_shape(layout)} class {numerics}"]
+    if not is_strict:
+        forms = [tuple(form for form in ELEMENT_BITS if converts(form, group.form)) for group in layout.groups]
+        # Groups keep one form each and the same one today; a layout of several forms takes its own only.
+        own = {group.form for group in layout.groups}
+        each = [(form,) * len(layout.groups) for form in forms[0]] if len(own) == 1 else [tuple(own)]
+        words += [_general(layout, numerics, chosen) for chosen in each]
+    return words
+
+
+def _general(layout: KVLayout, numerics: str, forms: tuple[str, ...]) -> str:
+    return f"{_shape(layout)} model {_identity(numerics)} form {'+'.join(forms)}"
+
+
+def _shape(layout: KVLayout) -> str:
+    """What no conversion changes."""
+    groups = (f"{g.kind}:{g.num_layers}x{g.num_kv_heads}x{g.head_dim}" for g in layout.groups)
+    return f"v{layout.version} {'+'.join(groups)}"
+
+
+def _identity(numerics: str) -> str:
+    """Of the model; a class that cannot be read is like none but itself."""
+    try:
+        return NumericsClass.parse(numerics).identity
+    except ValueError:
+        return numerics

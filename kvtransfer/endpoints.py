@@ -1,0 +1,132 @@
+"""Where a source is reached and how a taker gets there: one place that knows every transport by name."""
+
+import asyncio
+import functools
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvtransfer import folder, grpc_stream, inproc, nixl, shm, tcp
+from kvtransfer.blocks import BlockMemory
+from kvtransfer.errors import PeerLost, TransferFailed
+from kvtransfer.layout import Endpoint, KVLayout
+from kvtransfer.nixl_engine import NixlAgent
+from kvtransfer.region import Region
+from kvtransfer.transport import Line
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and the
+    host's own name does not lead here. `socket_folder`: where processes of this host meet."""
+
+    listen_host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    socket_folder: Path = field(default_factory=folder.default_parent)
+
+    def of(self, host: str, port: int) -> str:
+        if self.advertise_host:
+            host = self.advertise_host
+        elif host in _WILDCARDS:
+            host = socket.gethostbyname(socket.gethostname())
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Listeners:
+    """A source's open doors."""
+
+    def __init__(self):
+        self._open: list = []
+        self.endpoints: tuple[Endpoint, ...] = ()
+
+    async def open(
+        self, names: Sequence[str], memory: BlockMemory, region: Region | None, address: Address, host_id: str,
+        on_line: Callable[[Line, str], None],
+    ) -> None:  # fmt: skip
+        """One for each transport of `names` that `memory` can be read by; `region`: the file behind it, None where
+        other processes cannot map it. Raises OSError naming what cannot be listened on."""
+        for name in names:
+            found = await self._listen(name, memory, region, address, lambda line, name=name: on_line(line, name))
+            if found:
+                listener, where = found
+                self._open.append(listener)
+                self.endpoints += (Endpoint(name, where, host_id),)
+
+    async def close(self) -> None:
+        while self._open:
+            await self._open.pop().close()
+
+    async def _listen(self, name: str, memory: BlockMemory, region, address: Address, on_line) -> tuple | None:
+        match name:
+            case "inproc":
+                listener = inproc.InprocListener(memory, on_line)
+                return listener, listener.name
+            case "shm" if region is not None:
+                listener = shm.ShmListener(region, memory.layout, address.socket_folder, on_line)
+                return listener, listener.address
+            case "tcp":
+                listener = await tcp.listen(address.listen_host, on_line)
+                return listener, address.of(*listener.sock.getsockname()[:2])
+            case "nixl":
+                try:
+                    agent = await _agent(memory)
+                except TransferFailed as exc:
+                    raise OSError(str(exc)) from exc
+                listener = await nixl.listen(address.listen_host, agent, memory.layout.block_bytes, on_line)
+                return listener, address.of(*listener.sock.getsockname()[:2])
+            case "grpc":
+                listener = await grpc_stream.listen(address.listen_host, on_line)
+                return listener, address.of(address.listen_host, listener.port)
+        return None
+
+
+class Doors:
+    """A taker's ways to the sources, with what it keeps of them from one fetch to the next."""
+
+    def __init__(self, memory: BlockMemory, socket_folder: Path | None = None):
+        """`memory`: the pool that is written into."""
+        self._memory = memory
+        self._agent: NixlAgent | None = None
+        self._making_agent = asyncio.Lock()
+        self._socket_folder = socket_folder or folder.default_parent()
+        self._mappings = shm.Mappings()
+
+    async def open(self, endpoint: Endpoint, layout: KVLayout) -> Line:
+        """`layout`: of the source's pool. Raises PeerLost."""
+        match endpoint.transport:
+            case "inproc":
+                return await inproc.connect(endpoint.address)
+            case "shm":
+                return await shm.connect(endpoint.address, self._socket_folder, self._mappings, layout)
+            case "nixl":
+                return await nixl.connect(endpoint.address, await self._own_agent(), layout.block_bytes)
+            case "grpc":
+                return await grpc_stream.connect(endpoint.address)
+            case _:
+                return await tcp.connect(endpoint.address)
+
+    async def _own_agent(self) -> NixlAgent:
+        """Made when it is first needed. Raises PeerLost: another transport may do."""
+        async with self._making_agent:
+            if self._agent is None:
+                try:
+                    self._agent = await _agent(self._memory)
+                except TransferFailed as exc:
+                    raise PeerLost(str(exc)) from exc
+            return self._agent
+
+    def close(self) -> None:
+        """Unmaps the pools of other processes. No fetch may be under way."""
+        self._mappings.clear()
+        if self._agent:
+            self._agent.close()
+            self._agent = None
+
+
+async def _agent(memory: BlockMemory) -> NixlAgent:
+    """In a thread: it takes most of a second. Raises TransferFailed."""
+    make = functools.partial(NixlAgent, memory.blocks.ctypes.data, memory.blocks.nbytes)
+    return await asyncio.get_running_loop().run_in_executor(None, make)

@@ -1,0 +1,123 @@
+"""Where unix sockets lie: a folder per process below a parent that all processes of a host, or containers with a
+volume in common, can see. A folder that nobody lives in any more is removed by the next process that makes one."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+_PREFIX = "baton-kv-"
+_LOCK = "lock"
+SOCKET = "kv"
+_SETTLE_S = 10.0  # younger folders may still be without their lock
+_NAME = re.compile(rf"{_PREFIX}[A-Za-z0-9_]+/{SOCKET}")
+_MAX_SOCKET_PATH = 107  # bytes of sun_path, without its final null
+
+
+def default_parent() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def host_id(parent: Path) -> str:
+    """Equal for two processes exactly when they run under one kernel and see the same folder. Raises OSError."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    status = os.stat(parent)
+    return hashlib.sha256(f"{boot}/{status.st_dev}/{status.st_ino}".encode()).hexdigest()[:32]
+
+
+def socket_path(parent: Path, address: str) -> str:
+    """The socket that `address` names below `parent`. Raises ValueError for an address that leads elsewhere."""
+    if not _NAME.fullmatch(address):
+        raise ValueError(f"{address[:80]!r} names no socket below {parent}")
+    return str(parent / address)
+
+
+class SocketFolder:
+    """0700, locked as long as the process lives: the kernel lets go of the lock however the process ends."""
+
+    def __init__(self, parent: Path):
+        """Removes the folders of the dead first. Raises OSError, one line, when `parent` cannot hold sockets."""
+        sweep(parent)
+        try:
+            self._path, self._lock = _make(parent)
+        except OSError as exc:
+            raise OSError(f"no KV sockets can be made in {parent}: {exc.strerror or exc}") from exc
+        self.address = f"{self._path.name}/{SOCKET}"
+        self.socket_path = str(self._path / SOCKET)
+        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
+            self.remove()
+            raise OSError(f"{parent} is too long a path for unix sockets, at most {_MAX_SOCKET_PATH} bytes with them")
+
+    def remove(self) -> None:
+        """Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self._path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _make(parent: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # swept: this process stood still for _SETTLE_S
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), os.stat(path / _LOCK)):
+                return path, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(lock)
+
+
+def sweep(parent: Path) -> list[str]:
+    """Removes this user's folders whose process is gone; their names."""
+    swept = []
+    try:
+        found = [Path(entry.path) for entry in os.scandir(parent) if entry.name.startswith(_PREFIX)]
+    except OSError:
+        return []
+    for path in found:
+        try:
+            status = os.stat(path, follow_symlinks=False)
+            owned = status.st_uid == os.geteuid() and path.is_dir() and not path.is_symlink()
+            if owned and time.time() - status.st_mtime > _SETTLE_S and _is_abandoned(path):
+                shutil.rmtree(path)
+                swept.append(path.name)
+        except OSError:
+            continue  # another process was faster, or it is not ours to remove
+    return swept
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return not _answers(path / SOCKET)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+
+
+def _answers(path: Path) -> bool:
+    """Whether somebody listens: a folder may be older than the lock."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+        return True

@@ -1,0 +1,37 @@
+"""bench/gpu.py and bench/gpu_all.py: what they say where there is no GPU, and that an arm of theirs runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+ARM = """
+import torch, gpu_arms
+ours = gpu_arms.Ours("bf16", torch.device("cpu"), (2, 64, 128, 4, 2, 16, 300), max_num_seqs=4, context=256, chunk=128)
+assert ours.prefill_s(100) > 0 and len(ours.steps_s(3, 40, 5)) == 5 and len(ours.hit_s(200)) == 2
+alone = [ours.tokens([prompt], 4)[0] for prompt in ([5, 6, 7], [8, 9])]
+assert ours.tokens([[5, 6, 7], [8, 9]], 4) == alone and len(alone[0]) == 4
+assert ours.token_bytes == 2 * 2 * 2 * 16 * 2  # layers, k and v, heads, head_dim, bytes
+assert round(gpu_arms.prefill_flops(2048) / 1e12, 1) == 29.7
+"""
+
+
+@without_gpu
+@pytest.mark.parametrize("command", [["bench/gpu.py"], ["bench/gpu.py", "--quick"], ["bench/gpu_all.py", "results"]])
+def test_without_a_gpu_one_line_and_2(command):
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{command[0]}: needs a CUDA device")
+    assert not (ROOT / "results").exists()
+
+
+def test_an_arm_runs():
+    """On the CPU: the engine that the rows measure, put together as they do."""
+    done = subprocess.run([sys.executable, "-c", ARM], cwd=ROOT / "bench", capture_output=True, text=True,
+                          env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr

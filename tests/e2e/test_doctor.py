@@ -1,0 +1,109 @@
+"""`baton doctor` on a healthy stack, and on broken ones: each fault found by name, with the one thing to do."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.models import make_model
+from tests.stack import Stack
+
+NOBODY = "127.0.0.1:9"
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    argv = [sys.executable, "-m", "baton.cli.main", "doctor", *arguments]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def fault(output: str) -> str:
+    """The one failure."""
+    (line,) = [line for line in output.splitlines() if line.lstrip().startswith("FAIL")]
+    return line
+
+
+@pytest.fixture(scope="module")
+def loose(model, tmp_path_factory):
+    """Workers without a gateway: shared memory only, network only, and another model."""
+    folder = tmp_path_factory.mktemp("loose")
+    options = ("--num-blocks", "160", "--threads", "1")
+    other = make_model(folder / "other", seed=7)
+    plans = {
+        "shm": Stack(model, folder / "shm", num_decode=0, num_gateways=0, options=(*options, "--transports", "shm")),
+        "tcp": Stack(model, folder / "tcp", num_prefill=0, num_gateways=0, options=(*options, "--transports", "tcp")),
+        "other": Stack(other, folder / "other-logs", num_prefill=0, num_gateways=0, options=options),
+    }
+    for stack in plans.values():
+        stack.__enter__()
+    yield {name: stack.address[stack.workers[0].name] for name, stack in plans.items()}
+    for stack in plans.values():
+        stack.stop()
+
+
+def test_a_healthy_stack(stack, receiver):
+    status, output = doctor("--target", stack.target, "--collector", receiver.endpoint)
+    assert status == 0 and output.endswith("a request would work\n"), output
+    for part in ("gateway", "collector", "prefill", "decode", "layouts", "handoff", "request"):
+        assert any(line.split()[:2] == ["ok", part] for line in output.splitlines()), (part, output)
+    assert "shm" in output and "GB/s" in output and "chosen" in output
+    assert "clock" in output and "prefix cache on" in output and "attention" in output
+
+
+def test_the_blocks_it_moved_come_back(stack, probes):
+    assert doctor("--target", stack.target)[0] == 0
+    for probe in probes.values():
+        probe.wait_idle()
+
+
+def test_nobody_at_the_door():
+    status, output = doctor("--target", NOBODY)
+    assert status == 1
+    assert f"no gateway answers there: start it, or correct --target" in output
+
+
+def test_a_worker_that_is_not_there(loose):
+    status, output = doctor("--prefill-workers", NOBODY, "--decode-workers", loose["tcp"])
+    assert status == 1
+    assert "no prefill worker answers there: start it, or correct --prefill-workers" in fault(output)
+
+
+def test_an_address_of_something_else(stack, loose):
+    status, output = doctor("--prefill-workers", stack.target, "--decode-workers", loose["tcp"])
+    assert status == 1
+    assert "something else than a prefill worker answers there: correct --prefill-workers" in fault(output)
+
+
+def test_a_worker_in_the_wrong_list(loose):
+    status, output = doctor("--prefill-workers", loose["shm"], "--decode-workers", f"{loose['tcp']},{loose['shm']}")
+    assert status == 1
+    assert "is a prefill worker: take it out of --decode-workers" in output
+
+
+def test_no_transport_in_common(loose):
+    status, output = doctor("--prefill-workers", loose["shm"], "--decode-workers", loose["tcp"])
+    assert status == 1
+    assert "no transport between taker and source" in fault(output)
+    assert "give both workers a transport in common (--transports)" in fault(output)
+
+
+def test_another_model(loose):
+    status, output = doctor("--prefill-workers", loose["shm"], "--decode-workers", loose["other"])
+    assert status == 1
+    assert "serves another model (config or weights) than" in output
+    assert "start all with the same --model" in output
+
+
+def test_redis_and_collector_that_are_not_there(stack):
+    status, output = doctor("--target", stack.target, "--redis", f"redis://{NOBODY}", "--collector", f"http://{NOBODY}")
+    assert status == 1
+    failures = [line for line in output.splitlines() if "FAIL" in line]
+    assert len(failures) == 2 and "redis" in failures[0] and "collector" in failures[1], output
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", "host:port", "127.0.0.1:99999"])
+def test_wrong_use(wrong):
+    argv = [sys.executable, "-m", "baton.cli.main", "doctor", "--decode-workers", wrong]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and wrong in done.stderr

@@ -1,0 +1,62 @@
+"""The gateway's page in a real browser, over a real stack."""
+
+import shutil
+import subprocess
+from urllib.request import urlopen
+
+import pytest
+
+from baton.cli.main import main
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    assert found, "chromium is missing: install Debian's package chromium"
+    return found
+
+
+def dom(chromium: str, url: str, folder) -> str:
+    """The page after four seconds of its own time."""
+    argv = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}"]
+    done = subprocess.run(
+        [*argv, "--virtual-time-budget=4000", "--dump-dom", url], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_page_shows_the_fleet(stack, client, prompts, chromium, tmp_path):
+    replies = [client.generate(prompts(80), temperature=0.0, max_tokens=6, ignore_eos=True) for _ in range(5)]
+    admin = stack.gateways[0].ready()["admin"]
+    page = dom(chromium, f"http://{admin}/", tmp_path)
+    assert 'class="good"' in page and ">ready<" in page
+    for reply in replies:
+        assert reply.request_id in page
+    for name, process in zip(("prefill", "decode"), stack.workers, strict=True):
+        assert f"{name} {stack.address[process.name]}" in page
+    assert "TTFT" in page and "TPOT" in page and "6 tokens" in page and "160 blocks" in page
+    assert "nothing yet" not in page.split("Running, oldest first")[0]
+
+
+def test_the_page_needs_nothing_from_elsewhere(stack):
+    admin = stack.gateways[0].ready()["admin"]
+    text = urlopen(f"http://{admin}/", timeout=10).read().decode()
+    assert "http://" not in text and "https://" not in text and "src=" not in text
+
+
+def test_a_report_in_a_browser(stack, chromium, tmp_path):
+    out = tmp_path / "run"
+    main(["bench", "--target", stack.target, "--rate", "20", "--num-requests", "20", "--prompt-tokens", "64",
+          "--output-tokens", "8", "--out", str(out)])  # fmt: skip
+    page = dom(chromium, (out / "report.html").as_uri(), tmp_path / "profile")
+    assert page.count("<svg") >= 4 and "20 of 20 answered" in page
+
+
+def test_top_sees_the_same(stack, client, prompts, capsys):
+    client.generate(prompts(40), temperature=0.0, max_tokens=3)
+    assert main(["top", "--target", stack.target, "--once"]) == 0
+    said = capsys.readouterr().out
+    assert f"decode {stack.address['decode0']}" in said and "TTFT" in said

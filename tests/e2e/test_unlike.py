@@ -1,0 +1,44 @@
+"""Prefill and decode workers that keep KV in other blocks and in another form."""
+
+import sys
+from pathlib import Path
+
+from tests import bare
+from tests.client import Client
+from tests.e2e.conftest import GATEWAY_OPTIONS
+from tests.process import Process
+
+MAX_TOKENS = 10
+EOS = (0, 4)
+BATON = str(Path(sys.executable).with_name("baton"))
+
+
+def test_other_block_sizes_are_token_for_token_the_whole_run(run_stack, model, prompts):
+    engine = bare.load_engine(model, num_blocks=160, threads=1)
+    options = {"prefill_options": ("--block-size", "32"), "decode_options": ("--block-size", "64")}
+    with run_stack("blocks", gateway_options=GATEWAY_OPTIONS, **options) as stack:
+        client = Client(stack.target)
+        for index, num_tokens in enumerate((31, 150, 300)):
+            prompt_ids, sampling = prompts(num_tokens), {"temperature": 0.9, "seed": index, "n": 2}
+            request = bare.make_request(str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, **sampling)
+            whole = bare.run(engine, [request])[str(index)]
+            reply = client.generate(prompt_ids, max_tokens=MAX_TOKENS, **sampling)
+            assert reply.timing.transfer_s > 0
+            for choice, wanted in whole.items():
+                assert reply.choices[choice].token_ids == wanted.token_ids
+        client.close()
+
+
+def test_up_with_unlike_roles_answers(model, prompts, tmp_path):
+    """A bf16 prefill feeds an int8 decode."""
+    argv = [BATON, "up", "--model", str(model), "--listen", "127.0.0.1:0", "--num-blocks", "160", "--threads", "1"]
+    argv += ["--gateway.split", "always", "--prefill.block-size", "32", "--decode.block-size", "64"]
+    process = Process("up", [*argv, "--decode.kv-dtype", "int8"], tmp_path, {"OMP_NUM_THREADS": "1"})
+    try:
+        client = Client(process.ready(90)["grpc"])
+        reply = client.generate(prompts(200), max_tokens=MAX_TOKENS, temperature=0.0)
+        assert 0 < len(reply.token_ids) <= MAX_TOKENS and reply.timing.transfer_s > 0
+        client.close()
+    finally:
+        process.stop(30)
+    assert "mixed" in process.text()

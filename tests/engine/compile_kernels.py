@@ -1,0 +1,91 @@
+"""Compile the attention and KV kernels for GPUs that are not here, down to their machine code, and print what came out
+as JSON: per kernel, its matrix instructions, shared memory and warps. Run with
+TRITON_INTERPRET=0."""
+
+import json
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from baton.engine.kernels import kv_write, paged_attention
+
+POINTERS = {
+    "fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5", "int8": "*i8",
+    "int4": "*u8", "int32": "*i32", "int64": "*i64",
+}  # fmt: skip
+MULTIPLES = ("num_in", "num_out", "group", "segment_len")
+
+
+def compiled(kernel, pointers: dict[str, str], constants: dict, capability: int, warps: int, fusion: bool = False):
+    """`pointers`: kind by name; other arguments are fp32 or integers, strides and sizes of weights that 16 divides."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        floating = name in ("log2_scale", "eps")
+        scalar = "fp32" if floating else "i64" if name == "block_stride" else "i32"
+        signature[name] = "constexpr" if name in constants else POINTERS[pointers[name]] if name in pointers else scalar
+        if name in pointers or name.endswith("stride") or name in MULTIPLES:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        kernel, signature, constexprs={(kernel.arg_names.index(k),): v for k, v in constants.items()}, attrs=attributes
+    )
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": fusion}
+    )
+    found = set(re.findall(r"wgmma\.mma_async\S*|mma\.sync\S*", made.asm["ptx"]))
+    return {"products": sorted(found), "shared": made.metadata.shared, "bytes": len(made.asm["cubin"])}
+
+
+def attend(form: str, capability: int, head_dim: int, tile: int, partial: bool, windowed: bool, fusion: bool = False):
+    block_d = triton.next_power_of_2(head_dim)
+    scaled = form in ("int8", "int4")
+    pointers = dict.fromkeys(("q", "out"), "bf16") | dict.fromkeys(("partials", "stats"), "fp32")
+    pointers |= dict.fromkeys(("k", "v"), form) | dict.fromkeys(("k_scales", "v_scales"), "fp16" if scaled else form)
+    pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table"), "int32")
+    constants = {
+        "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": 64,
+        "FORM": form if scaled else "cast", "WINDOWED": windowed, "PARTIAL": partial,
+    }  # fmt: skip
+    warps = 8 if tile * block_d > 64 * 128 else 4
+    return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
+
+
+def combine(capability: int):
+    pointers = dict.fromkeys(("partials", "stats"), "fp32") | dict.fromkeys(("tokens", "kv_lens"), "int32")
+    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "WINDOWED": False}
+    return compiled(paged_attention.combine, pointers | {"out": "bf16"}, constants, capability, 1)
+
+
+def write(form: str, capability: int):
+    scaled = form in ("int8", "int4")
+    pointers = dict.fromkeys(("heads", "q", "q_weight", "k_weight"), "bf16") | dict.fromkeys(("cos", "sin"), "fp32")
+    pointers |= dict.fromkeys(("positions", "slots"), "int64") | {"rows": form, "scales": "fp16" if scaled else form}
+    constants = {
+        "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "BLOCK": 64, "FORM": form if scaled else "cast",
+        "LIMIT": {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}.get(form, 0.0), "NORMED": True,
+    }  # fmt: skip
+    return compiled(kv_write._write, pointers, constants, capability, 1)
+
+
+def main() -> None:
+    made = {}
+    for capability in (80, 90):
+        forms = [
+            form for form in ("bf16", "fp8_e5m2", "int8", "int4", "fp8_e4m3") if capability >= 89 or form != "fp8_e4m3"
+        ]
+        for form in forms:
+            made[f"{capability} write {form}"] = write(form, capability)
+            for way in ("partial", "whole"):
+                made[f"{capability} {form} {way}"] = attend(form, capability, 128, 64, way == "partial", form == "int8")
+        made[f"{capability} combine"] = combine(capability)
+        for head_dim in (64, 96, 256):
+            made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)
+        made[f"{capability} fast few"] = attend("bf16", capability, 128, 16, True, False, fusion=True)
+        made[f"{capability} fast chunk"] = attend("bf16", capability, 128, 128, False, False, fusion=True)
+    json.dump(made, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

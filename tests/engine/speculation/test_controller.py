@@ -1,0 +1,148 @@
+"""How wide to draft, by a clock of our own: it finds what pays, keeps off what does not, and seldom tries again."""
+
+import random
+
+import pytest
+
+from baton.engine.speculation.controller import (
+    ALLOWANCE,
+    GAIN,
+    Acceptance,
+    Controller,
+    limit_of,
+)
+from baton.engine.speculation.costs import Line, Mean
+
+
+class World:
+    """Steps that take what they take, a draft that is right as often as it is, and a controller in between."""
+
+    def __init__(
+        self, acceptance, num_seqs=1, plain=1.0, base=0.1, slope=0.05, draft_base=0.05, draft_slope=0.1, seed=0
+    ):  # fmt: skip
+        self.acceptance, self.num_seqs, self.plain = acceptance, num_seqs, plain
+        self.base, self.slope, self.draft_base, self.draft_slope = base, slope, draft_base, draft_slope
+        self.controller, self.chance = Controller(), random.Random(seed)
+        self.own = [Acceptance() for _ in range(num_seqs)]
+        self.time = self.plain_time = self.tokens = 0.0
+        self.widths: list[list[int]] = []
+
+    def step(self) -> None:
+        controller, num_seqs = self.controller, self.num_seqs
+        widths = [0] * num_seqs
+        if not controller.wants_plain(num_seqs) and not controller.is_resting("draft", num_seqs):
+            widths = controller.widths("draft", num_seqs, self.own, [16] * num_seqs)
+        self.widths.append(widths)
+        proposed, draft_s = sum(widths), 0.0
+        noise = self.chance.uniform(0.97, 1.03) * (8.0 if self.chance.random() < 0.01 else 1.0)
+        if proposed:
+            draft_s = self.draft_base + self.draft_slope * max(widths)
+            controller.costs.add_draft("draft", sum(width > 0 for width in widths), max(widths), draft_s)
+            self.time += draft_s
+        step_s = (self.plain + (self.base + self.slope * proposed if proposed else 0.0)) * noise
+        self.time += step_s
+        self.plain_time += self.plain * noise
+        controller.passed(num_seqs, proposed, step_s, draft_s)
+        for own, width, chance in zip(self.own, widths, self.acceptances, strict=True):
+            accepted = 0
+            while accepted < width and self.chance.random() < chance:
+                accepted += 1
+            self.tokens += 1 + accepted
+            if width:
+                controller.judged("draft", own, width, accepted)
+
+    @property
+    def acceptances(self):
+        return self.acceptance if isinstance(self.acceptance, list) else [self.acceptance] * self.num_seqs
+
+    def run(self, num_steps: int) -> float:
+        """Tokens per second against plain steps."""
+        self.time = self.plain_time = self.tokens = 0.0
+        self.widths = []
+        for _ in range(num_steps):
+            self.step()
+        return self.tokens / self.num_seqs * self.plain_time / num_steps / self.time
+
+    def best(self) -> float:
+        def speed(width):
+            tokens = sum(sum(rate**j for j in range(width + 1)) for rate in self.acceptances)
+            cost = self.base + self.slope * width * self.num_seqs + self.draft_base + self.draft_slope * width
+            return tokens / (self.plain + (cost if width else 0.0)) / self.num_seqs * self.plain
+
+        return max(speed(width) for width in range(17))
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("num_seqs", [1, 8, 64])
+@pytest.mark.parametrize("slope", [0.005, 0.05])
+def test_near_the_best_and_never_a_loss(acceptance, num_seqs, slope):
+    world = World(acceptance, num_seqs, slope=slope)
+    world.run(400)
+    reached = world.run(1500)
+    assert reached >= 0.98
+    assert reached >= 0.9 * world.best()
+
+
+@pytest.mark.parametrize("draft_slope", [0.5, 2.0])
+def test_a_draft_that_costs_too_much_stays_off(draft_slope):
+    world = World(0.5, draft_slope=draft_slope)
+    world.run(2000)
+    assert world.run(2000) >= 0.98
+    assert sum(max(widths) > 0 for widths in world.widths) <= 1 + 2000 * ALLOWANCE / min(1, draft_slope)
+
+
+def test_it_comes_on_when_the_text_changes_and_goes_off_again():
+    world = World(0.05)
+    world.run(1500)
+    assert sum(max(widths) > 0 for widths in world.widths[-500:]) < 25
+    world.acceptance = 0.9
+    world.run(1500)
+    assert world.run(500) > 1.5
+    world.acceptance = 0.05
+    world.run(300)
+    assert world.run(1500) >= 0.97
+
+
+def test_each_sequence_has_the_width_of_its_own_acceptance():
+    world = World([0.95] * 4 + [0.05] * 4, 8, slope=0.02)
+    world.run(600)
+    ours = world.widths[-200:]
+    good = sum(sum(widths[:4]) for widths in ours)
+    bad = sum(sum(widths[4:]) for widths in ours)
+    assert good > 10 * max(1, bad)
+
+
+def test_a_disturbed_step_changes_little():
+    mean, line = Mean(), Line()
+    for _ in range(20):
+        mean.add(1.0)
+        line.add(4, 2.0)
+    mean.add(50.0)
+    line.add(4, 100.0)
+    assert mean.value < 1.1 and line.at(4) < 2.2
+
+
+def test_a_line_is_found():
+    line = Line()
+    assert not line.is_known
+    for index in range(60):
+        line.add(1 + index % 8, 0.5 + 0.25 * (1 + index % 8))
+    assert line.is_known and line.at(16) == pytest.approx(4.5, rel=0.02)
+
+
+def test_behind_the_first_wrong_proposal_nothing_is_known():
+    acceptance = Acceptance()
+    acceptance.add(8, 2)
+    assert (acceptance.accepted, acceptance.trials) == (2, 3)
+    acceptance.add(2, 2)
+    assert 3.5 < acceptance.accepted < 4 and acceptance.trials < 5
+    assert acceptance.rate(0.5) > 0.6
+
+
+def test_limits():
+    assert limit_of(num_left=1, num_free_positions=100, budget=50) == 0
+    assert limit_of(num_left=5, num_free_positions=100, budget=50) == 4
+    assert limit_of(num_left=99, num_free_positions=3, budget=50) == 2
+    assert limit_of(num_left=99, num_free_positions=99, budget=7) == 7
+    assert limit_of(num_left=99, num_free_positions=99, budget=99) == 16
+    assert GAIN > 1

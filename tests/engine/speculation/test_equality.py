@@ -1,0 +1,209 @@
+"""Speculated or not: the same tokens, finish reasons and logprobs, bit for bit, whatever shares the batch."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from baton.engine.request import Refusal, Speculation
+from tests.engine.speculation.models import load, make_folders, mixed
+from tests.engine.toys import Collector, copy_kv, going_on, make_request, run
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return make_folders(tmp_path_factory.mktemp("speculation"))
+
+
+def serve(engine, requests, chance: random.Random | None = None, cancel: float = 0.0) -> tuple[Collector, set]:
+    """Submits as the engine takes them; integrity is looked at now and then. Returns records and what was cancelled."""
+    records, cancelled = Collector(), set()
+    chance = chance or random.Random(0)
+    for request in requests:
+        while True:
+            try:
+                engine.submit(request)
+                break
+            except Refusal:
+                records.take(engine.step())
+        if chance.random() < 0.2:
+            records.take(engine.step())
+            engine.check_integrity()
+        if chance.random() < cancel:
+            engine.cancel(request.key)
+            cancelled.add(request.key)
+    while engine.has_work():
+        records.take(engine.step())
+    engine.step()
+    check_empty(engine)
+    return records, cancelled
+
+
+def check_empty(engine) -> None:
+    """The ledger at zero, and nothing left at any proposer."""
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks and engine.ledger.num_reserved == 0
+    for proposer in engine.speculator.proposers.values():
+        if proposer.name == "draft":
+            assert proposer.num_free_blocks == proposer.pool.num_blocks
+
+
+def check_same(records: Collector, plain: Collector, keys) -> None:
+    for key in keys:
+        assert records[key].answer() == plain[key].answer(), key
+        assert records[key].logprobs == plain[key].logprobs, f"{key}: logprobs differ in their bits"
+
+
+def num_accepted(engine) -> int:
+    return engine.load_report().num_accepted_tokens
+
+
+# A random model seldom says what was said before, unless it may say little else.
+REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["draft", "ngram", "auto"])
+@pytest.mark.parametrize("width", [3, 8])
+def test_mixed_batches(folders, dtype, name, width):
+    target, draft = folders
+    requests = mixed(60, seed=width, **({} if name == "draft" else REPETITIVE))
+    plain, _ = serve(load(target, dtype=dtype), requests)
+    options = dict(speculator=name) | ({} if name == "ngram" else {"draft_model": draft})
+    engine = load(target, dtype=dtype, num_draft_tokens=width, **options)
+    some = [replace(r, speculation=Speculation("off")) if i % 7 == 0 else r for i, r in enumerate(requests)]
+    records, _ = serve(engine, some)
+    check_same(records, plain, plain)
+    assert num_accepted(engine) > (30 if name == "ngram" else 100)
+    assert all(records[some[i].key].ended.report.num_drafts == 0 for i in range(0, 60, 7))
+
+
+def test_adaptive_width(folders):
+    target, draft = folders
+    requests = mixed(60, max_tokens=60, seed=1)
+    plain, _ = serve(load(target), requests)
+    engine = load(target, speculator="auto", draft_model=draft)
+    check_same(serve(engine, requests)[0], plain, plain)
+
+
+def test_a_draft_that_is_the_target_is_always_right(folders):
+    """Its KV of prompt and output is what it must be: greedy and seeded, beyond its window too."""
+    target, _ = folders
+    requests = mixed(10, max_tokens=80, seed=2, stop_token_ids=frozenset())
+    engine = load(target, speculator="draft", draft_model=target, num_draft_tokens=5)
+    serve(engine, requests)
+    counts = engine.speculator.counts["draft"]
+    assert counts.num_drafts > 50
+    assert sum(counts.accepted) >= 0.97 * sum(counts.proposed)  # two numerics: rows of a draft are not padded alike
+
+
+@pytest.mark.parametrize("name", ["draft", "auto"])
+def test_preemption(folders, name):
+    target, draft = folders
+    requests = mixed(16, max_tokens=150, seed=3)
+    requests = [replace(request, max_tokens=150, stop_token_ids=frozenset()) for request in requests]
+    plain, _ = serve(load(target), requests)
+    engine = load(target, speculator=name, draft_model=draft, num_draft_tokens=6, num_blocks=40, max_num_seqs=6)
+    records, _ = serve(engine, requests)
+    assert sum(record.ended.report.num_preemptions for record in records.values()) > 2
+    assert num_accepted(engine) > 100
+    check_same(records, plain, plain)
+
+
+def test_prefix_cache_and_the_next_turn(folders):
+    target, draft = folders
+    requests = [replace(r, max_tokens=90, stop_token_ids=frozenset()) for r in mixed(8, seed=4)]
+    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=4)
+    plain_engine = load(target)
+    plain, _ = serve(plain_engine, requests)
+    check_same(serve(engine, requests)[0], plain, plain)
+    turns = [
+        make_request(f"next{index}", [*request.token_ids, *plain[request.key].tokens[0], 1, 2, 3], 30, logprobs=2)
+        for index, request in enumerate(requests)
+    ]
+    again, _ = serve(engine, turns)
+    fresh, _ = serve(load(target), turns)
+    check_same(again, fresh, fresh)
+    assert all(again[turn.key].first.num_cached_tokens >= 64 for turn in turns)
+
+
+def test_cancels_leave_nothing_behind(folders):
+    target, draft = folders
+    requests = mixed(60, max_tokens=50, seed=5)
+    plain, _ = serve(load(target), requests)
+    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=7)
+    records, cancelled = serve(engine, requests, random.Random(1), cancel=0.4)
+    assert cancelled
+    check_same(records, plain, set(plain) - cancelled)
+
+
+def test_split_equals_whole(folders):
+    """The prefill side knows nothing of speculation, and what is proposed on the decode side does not know of it."""
+    target, draft = folders
+    requests = mixed(40, seed=6)
+    plain, _ = serve(load(target), requests)
+    prefill = load(target)
+    decode = load(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
+    firsts, rest = Collector(), Collector(first_index=1)
+    for request in requests:
+        while True:
+            try:
+                num_cached = decode.admit(request)
+                break
+            except Refusal:
+                rest.take(decode.step())
+        acceptance = prefill.accept(request)
+        while firsts[request.key].first is None:
+            firsts.take(prefill.step())
+        num_tokens, skip = len(request.token_ids), num_cached // 16
+        refs = decode.set_aside(request.key, num_tokens)
+        copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
+        decode.verified(request.key, num_tokens)
+        decode.fetch_settled(request.key)
+        decode.start(request.key, going_on(firsts[request.key].first))
+        prefill.release_lease(request.key)
+        rest.take(decode.step())
+    run(decode, collector=rest)
+    decode.step()
+    check_empty(decode)
+    for request in requests:
+        whole = plain[request.key]
+        for first in firsts[request.key].first.first_tokens:
+            made = rest[request.key].tokens.get(first.choice, [])
+            assert [first.token_id, *made] == whole.tokens[first.choice]
+            if request.sampling.logprobs is not None and made:
+                assert [first.logprobs, *rest[request.key].logprobs[first.choice]] == whole.logprobs[first.choice]
+    assert num_accepted(decode) > 50
+
+
+def test_a_migrated_request_goes_on_with_speculation(folders):
+    target, draft = folders
+    requests = [replace(r, max_tokens=40) for r in mixed(20, seed=7) if r.sampling.n == 1]
+    plain, _ = serve(load(target), requests)
+    moved = []
+    for request in requests:
+        made = plain[request.key].tokens[0]
+        if len(made) > 10:
+            token_ids = (*request.token_ids, *made[:8])
+            moved.append(
+                replace(make_request(request.key.request_id, token_ids), num_prompt_tokens=len(request.token_ids),
+                        sampling=request.sampling, max_tokens=40, min_tokens=request.min_tokens,
+                        stop_token_ids=request.stop_token_ids)
+            )  # fmt: skip
+    engine = load(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
+    records = Collector(first_index=8)
+    run(engine, moved, records)
+    assert moved
+    for request in moved:
+        assert records[request.key].tokens[0] == plain[request.key].tokens[0][8:]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_thousand_prompts(folders, dtype):
+    target, draft = folders
+    requests = mixed(1000, max_tokens=48, seed=8)
+    plain, _ = serve(load(target, dtype=dtype), requests)
+    for options in (dict(num_draft_tokens=5), dict()):
+        engine = load(target, dtype=dtype, speculator="auto", draft_model=draft, **options)
+        check_same(serve(engine, requests)[0], plain, plain)

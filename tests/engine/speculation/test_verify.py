@@ -1,0 +1,174 @@
+"""Proposals on the toy model, whose answer shows any KV out of place: right, wrong, at the end, on a full pool."""
+
+import random
+
+import pytest
+
+from baton.engine.request import FinishReason, Refusal, Speculation
+from tests.engine.speculation.forced import ForcedProposer
+from tests.engine.test_scheduling import check, prompt
+from tests.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine
+
+
+def forced(requests, probability: float) -> ForcedProposer:
+    answers = {
+        (request.key.request_id, choice): tokens
+        for request in requests
+        for choice, (tokens, _) in toy_answer(request).items()
+    }
+    return ForcedProposer(answers, probability, VOCAB)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("probability", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_tokens_are_those_of_plain_decoding(block_size, probability, width):
+    requests = [
+        make_request("greedy", prompt(63), 70),
+        make_request("sampled", prompt(30, 2), 70, temperature=1.0, seed=5),
+        make_request("filtered", prompt(64, 3), 70, temperature=0.8, top_k=20, top_p=0.9, seed=6),
+        make_request("choices", prompt(100, 4), 50, n=3, temperature=1.2, seed=7),
+        make_request("plain", prompt(40, 5), 50, speculation=Speculation("off")),
+        make_request("narrow", prompt(20, 6), 50, speculation=Speculation(num_tokens=2)),
+    ]
+    proposer = forced(requests, probability)
+    options = dict(block_size=block_size, num_blocks=4096 // block_size, max_num_seqs=8, num_draft_tokens=width)
+    engine = toy_engine(proposer, speculator="auto", max_num_batched_tokens=256, **options)
+    records = run(engine, requests)
+    check(records, requests)
+    report = records[requests[0].key].ended.report
+    assert report.num_draft_tokens >= report.num_accepted_tokens
+    assert len(report.proposed_by_position) == len(report.accepted_by_position) <= width
+    if probability == 1.0:
+        assert report.num_accepted_tokens + report.num_steps == 69
+        assert report.num_steps <= -(-69 // (width + 1)) + 1  # one beside the prompts, whose chunks left no budget
+    if probability == 0.0:
+        assert report.num_accepted_tokens == 0 and report.num_steps == 69
+    assert records[requests[4].key].ended.report.num_draft_tokens == 0
+    assert len(records[requests[5].key].ended.report.proposed_by_position) == 2
+    load = engine.load_report()
+    assert load.num_draft_tokens == sum(r.ended.report.num_draft_tokens for r in records.values())
+    assert load.num_accepted_tokens == sum(r.ended.report.num_accepted_tokens for r in records.values())
+    engine.step()
+    assert not proposer.live
+    assert engine.ledger.num_available == engine.num_blocks and engine.ledger.num_reserved == 0
+
+
+@pytest.mark.parametrize("position", [1, 4, 5, 8, 9])
+def test_a_stop_inside_an_accepted_run_cuts_it(position):
+    plain = make_request("a", prompt(40), 30)
+    tokens = toy_answer(plain)[0][0]
+    stopped = make_request("a", prompt(40), 30, stop_token_ids=frozenset([tokens[position]]))
+    engine = toy_engine(forced([plain], 1.0), speculator="auto", num_draft_tokens=4)
+    records = run(engine, [stopped])
+    check(records, [stopped])
+    first = tokens.index(tokens[position])
+    assert records[stopped.key].answer()[0] == (tokens[: first + 1], FinishReason.STOP)
+    report = records[stopped.key].ended.report
+    assert report.num_accepted_tokens + report.num_steps in (first, first + 1)
+
+
+def test_min_tokens_and_max_tokens_inside_a_run():
+    plain = make_request("a", prompt(40), 40)
+    tokens = toy_answer(plain)[0][0]
+    stop = frozenset(tokens[2:4])
+    for min_tokens in (0, 3, 6, 17):
+        request = make_request("a", prompt(40), 20, stop_token_ids=stop, min_tokens=min_tokens)
+        engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=7)
+        check(run(engine, [request]), [request])
+    for max_tokens in range(1, 12):
+        request = make_request("a", prompt(40), max_tokens)
+        engine = toy_engine(forced([plain], 1.0), speculator="auto", num_draft_tokens=4)
+        records = run(engine, [request])
+        check(records, [request])
+        assert len(records[request.key].tokens[0]) == max_tokens
+
+
+def test_the_context_ends_a_run():
+    request = make_request("a", prompt(75), max_tokens=50)
+    engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=16, max_model_len=80)
+    records = run(engine, [request])
+    assert records[request.key].answer() == toy_answer(request, max_model_len=80)
+
+
+def test_what_was_accepted_is_sealed_and_what_was_not_is_not():
+    request = make_request("a", prompt(100), 60)
+    engine = toy_engine(forced([request], 0.7), speculator="auto", num_draft_tokens=5)
+    answer = run(engine, [request])[request.key].answer()[0][0]
+    engine.speculator.proposers.clear()
+    following = make_request("b", [*request.token_ids, *answer, 5, 6, 7])
+    records = run(engine, [following])
+    assert records[following.key].first.num_cached_tokens == 128
+    check(records, [following])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_load_on_a_small_pool_with_cancels(seed):
+    """Everything at once; integrity after every step, nobody parks for a guess that another needs."""
+    chance = random.Random(seed)
+    block_size = chance.choice([16, 32, 64])
+    shared, requests = prompt(150, seed), []
+    for index in range(12):
+        tokens = shared[: chance.choice([0, 64, 100, 140])] + prompt(chance.randint(1, 120), seed + index)
+        requests.append(
+            make_request(
+                f"r{index}",
+                tokens,
+                max_tokens=chance.randint(1, 140),
+                n=chance.choice([1, 1, 1, 2, 3]),
+                temperature=chance.choice([0.0, 1.0]),
+                seed=index,
+                priority=chance.choice([0, 0, 1]),
+                stop_token_ids=frozenset(chance.sample(range(97), 1)),
+                min_tokens=chance.choice([0, 1]),
+                speculation=Speculation(num_tokens=chance.choice([None, None, 0, 2, 16])),
+            )
+        )
+    proposer = forced(requests, 0.8)
+    engine = toy_engine(
+        proposer,
+        block_size=block_size,
+        num_blocks=512 // block_size,
+        max_num_seqs=chance.choice([2, 4, 6]),
+        max_num_batched_tokens=chance.choice([70, 100, 200]),
+        speculator="auto",
+        num_draft_tokens=6,
+    )
+    records, cancelled = Collector(), set()
+    for request in requests:
+        while True:
+            try:
+                engine.submit(request)
+                break
+            except Refusal:
+                records.take(engine.step())
+                engine.check_integrity()
+        for _ in range(chance.randint(0, 12)):
+            records.take(engine.step())
+            engine.check_integrity()
+        if chance.random() < 0.2:
+            engine.cancel(request.key)
+            cancelled.add(request.key)
+    run(engine, collector=records)
+    check(records, [request for request in requests if request.key not in cancelled])
+    assert engine.load_report().num_accepted_tokens > 0
+    engine.step()
+    assert not proposer.live
+    assert engine.ledger.num_available == engine.num_blocks and engine.ledger.num_reserved == 0
+
+
+def test_a_step_that_fails_leaves_nothing_open():
+    request = make_request("a", prompt(40), 30)
+    proposer = forced([request], 1.0)
+    engine = toy_engine(proposer, speculator="auto", num_draft_tokens=4)
+    engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    assert proposer.live
+    engine.runner.model.before_forward = lambda batch: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.fail("test")
+    engine.step()
+    assert not proposer.live and engine.ledger.num_available == engine.num_blocks
+    engine.check_integrity()

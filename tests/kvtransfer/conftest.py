@@ -1,0 +1,20 @@
+import pytest
+
+from kvtransfer import dialogue, transport
+from tests.kvtransfer.rig import TRANSPORTS
+
+
+@pytest.fixture(params=TRANSPORTS)
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def small_ranges(monkeypatch):
+    """One span per Ready, so that a prompt has several."""
+    monkeypatch.setattr(dialogue, "MAX_RANGE_BYTES", 1)
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    monkeypatch.setattr(transport, "INLINE_BYTES", 0)

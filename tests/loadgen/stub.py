@@ -1,0 +1,64 @@
+"""A gateway that answers at once, or as the test says."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import asyncio
+
+import grpc
+
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+
+class StubGateway(inference_pb2_grpc.InferenceServicer):
+    """`delay_s` before the first token, `step_s` before each other; every `refuse_every`-th request is refused. The delay
+    is told as that of `phase`; kv_wait comes behind the first token."""
+
+    def __init__(self, delay_s: float = 0.0, step_s: float = 0.0, refuse_every: int = 0, phase: str = "prefill"):
+        self.delay_s, self.step_s, self.refuse_every, self.phase = delay_s, step_s, refuse_every, phase
+        self.prompts: list[tuple[int, ...]] = []
+
+    async def GetModelInfo(self, request, context):
+        return pb.GetModelInfoResponse(name="stub", context=4096, vocab_size=1000, dtype="bf16", kv_dtype="bf16")
+
+    async def Generate(self, request, context):
+        self.prompts.append(tuple(request.token_ids.ids))
+        if self.refuse_every and len(self.prompts) % self.refuse_every == 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+        num, delayed = request.stopping.max_tokens, 1 if self.phase == "kv_wait" else 0
+        for index in range(num):
+            await asyncio.sleep((self.delay_s if index == delayed else 0) + (self.step_s if index else 0))
+            message = pb.GenerateResponse(token_ids=[7])
+            if index == num - 1:
+                message.usage.CopyFrom(pb.Usage(prompt_tokens=len(request.token_ids.ids), cached_tokens=8))
+                message.timing.CopyFrom(pb.Timing(**{f"{self.phase}_s": self.delay_s}))
+            await context.write(message)
+
+
+@contextlib.contextmanager
+def serving(stub: StubGateway) -> Iterator[str]:
+    """In a thread of its own; its address."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    address: list[str] = []
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        inference_pb2_grpc.add_InferenceServicer_to_server(stub, server)
+        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        started.set()
+        await stopping.wait()
+        await server.stop(0)
+
+    stopping = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    started.wait()
+    try:
+        yield address[0]
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join()
+        loop.close()

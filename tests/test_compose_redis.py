@@ -1,0 +1,107 @@
+"""Redis as compose.yaml runs it: the gateway's index works over TLS as its own user, which may do no more."""
+
+import asyncio
+import contextlib
+import shutil
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import redis
+import yaml
+
+from gateway.redis_index import RedisIndex
+from tests.gateway.test_redis_index import SPANS, WORKER, finds, index, snapshot
+from tests.process import Process
+from tests.redis_server import RedisServer, redis_path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class ComposeRedis(RedisServer):
+    """compose.yaml's own command line; only paths and the port are this test's."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        secrets = folder / "secrets"
+        subprocess.run([ROOT / "deploy" / "make-secrets", secrets], check=True, capture_output=True)
+        self.ca = str(secrets / "ca.crt")
+        self._secrets = secrets
+        url = tomllib.loads((secrets / "gateway.toml").read_text())["redis"]
+        self.url = url.replace("redis:6379", f"localhost:{self.port}").replace("/run/secrets", str(secrets))
+        self.client = redis.Redis.from_url(self.url, socket_timeout=5)
+
+    def start(self) -> None:
+        service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]
+        words = {"redis-server": redis_path(), "6379": str(self.port)}
+        argv = [words.get(word, word.replace("/run/secrets", str(self._secrets))) for word in service["command"]]
+        self._process = Process("redis", argv, self._folder)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                self.client.ping()
+                return
+            except redis.ConnectionError:
+                assert self._process.alive and time.monotonic() < deadline, self._process.text()
+                time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with ComposeRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+async def test_the_index_works(server):
+    async with index(server, b"one") as one, index(server, b"two", b"x" * 24) as two:
+        await asyncio.sleep(0)
+        while not one.snapshots:
+            await asyncio.sleep(0.01)
+        one.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(one, WORKER, 5)
+        await finds(two, WORKER, 5)
+        assert not one.down and not two.down
+
+
+@pytest.mark.parametrize(
+    "command", ["FLUSHALL", "CONFIG GET *", "KEYS *", "SET other 1", "EVAL return 0", "ACL LIST"]
+)
+def test_the_gateways_user_may_do_nothing_else(server, command):
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        server.client.execute_command(*command.split())
+
+
+@pytest.fixture
+def nobody(server):
+    client = redis.Redis("localhost", server.port, ssl=True, ssl_ca_certs=server.ca, protocol=2)
+    with contextlib.closing(client):
+        yield client
+
+
+def test_who_has_no_password_may_ping(nobody):
+    assert nobody.ping()
+    with pytest.raises(redis.exceptions.NoPermissionError):
+        nobody.get("baton:secret")
+
+
+def test_nothing_is_said_in_plain_text(server):
+    with redis.Redis("localhost", server.port, socket_timeout=2) as plain, pytest.raises(redis.ConnectionError):
+        plain.ping()
+
+
+def test_the_health_check_of_compose(server):
+    test = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]["healthcheck"]["test"][1:]
+    if shutil.which(test[0]) is None:
+        pytest.skip("no redis-cli here")
+    argv = [test[0], "-p", str(server.port), *[word.replace("/run/secrets/ca.crt", server.ca) for word in test[1:]]]
+    assert subprocess.run(argv, capture_output=True, text=True, timeout=10).stdout.strip() == "PONG"
+
+
+def test_a_stranger_that_has_the_name_is_not_believed(server, tmp_path):
+    """Another authority's certificate: the gateway does not send its password there."""
+    subprocess.run([ROOT / "deploy" / "make-secrets", tmp_path / "other"], check=True, capture_output=True)
+    made = RedisIndex(server.url.replace(server.ca, str(tmp_path / "other" / "ca.crt")), b"three")
+    with pytest.raises(redis.ConnectionError, match="certificate"):
+        asyncio.run(made._control.ping())

@@ -1,0 +1,134 @@
+"""deploy/prometheus and deploy/grafana: every query names metrics and labels that the code has, none is forgotten."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.service.slo import Slo
+from gateway.meters import _OBJECTIVES
+from gateway.timing import PHASES
+from gateway.workers import LinkState
+from tests.observed import metrics
+
+DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
+RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
+RULE_TESTS = sorted((DEPLOY / "prometheus" / "tests").glob("*.yml"))
+DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
+GROUPS = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
+ALL_RULES = [rule for group in GROUPS for rule in group["rules"]]
+RECORDED = {rule["record"] for rule in ALL_RULES if "record" in rule}
+METRICS = metrics()
+SERIES = {series: metric for metric in METRICS for series in metric.series}
+# Values that labels may have, where queries name them.
+VALUES = {
+    "phase": set(PHASES),
+    "objective": set(_OBJECTIVES),
+    "state": {state.value for state in LinkState},
+    "holder": {"quarantined", "fetching", "leased", "running", "cached", "free"},
+    "outcome": {"ok", "cancelled", "refused", "failed"},
+    "kind": {"input", "cached", "output"},
+    "result": {"accepted", "rejected"},
+}
+
+
+def panels(path: Path) -> list[dict]:
+    return [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    """(where, PromQL) of all rules and panels."""
+    for rule in ALL_RULES:
+        yield rule.get("alert") or rule["record"], rule["expr"]
+    for path in DASHBOARDS:
+        for panel in panels(path):
+            for target in panel["targets"]:
+                yield f"{path.stem}: {panel['title']}", target["expr"]
+
+
+QUERIES = list(queries())
+
+
+def test_four_dashboards_with_queries_and_words():
+    boards = [json.loads(path.read_text()) for path in DASHBOARDS]
+    assert [board["uid"] for board in boards] == ["baton-fleets", "baton-kv", "baton-phases", "baton-slo"]
+    sources = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/baton.yml").read_text())["datasources"]
+    uids = {source["uid"] for source in sources}
+    for path, board in zip(DASHBOARDS, boards, strict=True):
+        assert path.stem == board["uid"] and board["description"]
+        ids = [panel["id"] for panel in board["panels"]]
+        assert len(set(ids)) == len(ids)
+        for panel in panels(path):
+            assert panel["targets"] and panel["description"], panel["title"]
+            assert panel["datasource"]["uid"] in uids and panel["fieldConfig"]["defaults"]["unit"]
+            assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+def test_panels_of_a_latency_lead_to_traces():
+    for path in DASHBOARDS:
+        for panel in panels(path):
+            if any(
+                re.search(r"(ttft|tpot|itl|e2e|phase)_seconds_bucket", target["expr"]) for target in panel["targets"]
+            ):
+                assert all(target["exemplar"] for target in panel["targets"])
+                assert panel["fieldConfig"]["defaults"]["links"]
+
+
+def test_the_bands_of_the_first_token():
+    (panel,) = [panel for panel in panels(DASHBOARDS[-1]) if panel["title"] == "Time to first token"]
+    assert [step["value"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]] == [None, 0.3, 1, 2]
+    assert [target["legendFormat"] for target in panel["targets"]] == ["p50", "p95", "p99"]
+
+
+@pytest.mark.parametrize("where, query", QUERIES, ids=[f"{index}" for index in range(len(QUERIES))])
+def test_a_query_names_what_the_code_has(where, query):
+    names = set(re.findall(r"\bbaton[_:][a-z0-9_:]+", re.sub(r'"[^"]*"', '""', query)))
+    assert names or "up{" in query, where
+    assert names <= SERIES.keys() | RECORDED, where
+    for name, selector in re.findall(r"\b(baton_[a-z0-9_]+)\{([^}]*)\}", query):
+        for label, value in re.findall(r'(\w+)(?:=~|!~|!=|=)"([^"]*)"', selector):
+            assert label in {*SERIES[name].labels, "model_name", "job", "instance"}, f"{where}: {name} has no {label}"
+            for word in value.split("|") if label in VALUES else ():
+                assert word in VALUES[label], f"{where}: {label} is never {word}"
+    grouped = {label for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in re.split(r",\s*", labels)}
+    known = {label for name in names & SERIES.keys() for label in SERIES[name].labels}
+    assert grouped <= known | {"le", "model_name", "job", "instance", "class"}, where
+
+
+def test_no_metric_is_forgotten():
+    told = " ".join(query for _, query in QUERIES)
+    assert not [each.name for each in METRICS if not any(re.search(rf"\b{name}\b", told) for name in each.series)]
+
+
+def test_objectives_are_those_of_a_service_level():
+    assert set(_OBJECTIVES) == {name.removesuffix("_s") for name in Slo._fields} | {"answer"}
+
+
+def test_every_alert_says_what_to_do_and_is_tested():
+    tested = " ".join(path.read_text() for path in RULE_TESTS)
+    for rule in ALL_RULES:
+        if "alert" in rule:
+            assert rule["annotations"].keys() == {"summary", "action"}
+            assert rule["labels"]["severity"] in ("page", "ticket")
+            assert re.search(rf"alertname: {rule['alert']}\b", tested), f"{rule['alert']} has no test"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "rules", *RULES),
+        ("test", "rules", *RULE_TESTS),
+        ("check", "config", DEPLOY / "prometheus/prometheus.yml"),
+    ],
+    ids=["check rules", "test rules", "check config"],
+)
+def test_promtool(arguments):
+    assert shutil.which("promtool"), "promtool is missing: Debian's package prometheus has it"
+    done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

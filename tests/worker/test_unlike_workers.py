@@ -1,0 +1,247 @@
+"""Workers that are not alike, leases with several takers, and prefill workers that pull their prefix."""
+
+import asyncio
+
+import pytest
+
+from baton.v1 import worker_pb2 as pb
+from tests.models import make_model
+from tests.worker.scripted import LegEnded, make_spec, run, run_pair, run_worker, Session
+from tests.worker.test_two_workers import bare_answer, prompt
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("sizes", [(16, 64), (128, 32)])
+def test_other_block_sizes_are_exact(model, transport, sizes):
+    async def main():
+        prefill, decode = ({"block_size": size, "num_blocks": 5120 // size} for size in sizes)
+        async with run_pair(model, prefill, decode, transports=(transport,)) as (pair, _, _):
+            answer = await pair.generate("one", make_spec(prompt(300), max_tokens=9))
+            assert answer.fetched.numerics == "exact" and answer.fetched.num_tokens == 300
+            again = await pair.generate("two", make_spec(prompt(300) + prompt(70, 2), max_tokens=9, n=2, seed=3, temperature=1.0))
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+            return answer.token_ids, again.token_ids
+
+    first, second = run(main)
+    assert first == bare_answer(model, prompt(300), 9)
+    assert second == bare_answer(model, prompt(300) + prompt(70, 2), 9, n=2, seed=3, temperature=1.0)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_lossier_form_is_fed_and_called_mixed(model, transport, caplog):
+    caplog.set_level("INFO", "baton.worker.intake")
+
+    async def main():
+        decode = {"kv_dtype": "int8", "block_size": 64, "num_blocks": 80}
+        async with run_pair(model, {"kv_dtype": "fp32"}, decode, transports=(transport,)) as (pair, _, _):
+            answer = await pair.generate("one", make_spec(prompt(200), max_tokens=6))
+            await pair.generate("two", make_spec(prompt(200, 5), max_tokens=6))
+            assert answer.fetched.numerics == "mixed" and len(answer.token_ids[0]) == 6
+            words = set(pair.prefill.hello.kv_gives) & set(pair.decode.hello.kv_takes)
+            assert words and not set(pair.decode.hello.kv_gives) & set(pair.prefill.hello.kv_takes)
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+
+    run(main)
+    assert sum("mixed" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("strict", [{"prefill": {"strict_numerics": True}}, {"decode": {"strict_numerics": True}}])
+def test_strict_numerics(model, strict):
+    async def main():
+        decode = {"kv_dtype": "int8", **strict.get("decode", {})}
+        async with run_pair(model, strict.get("prefill"), decode) as (pair, _, _):
+            assert not set(pair.prefill.hello.kv_gives) & set(pair.decode.hello.kv_takes)
+            with pytest.raises(LegEnded) as caught:
+                await pair.generate("one", make_spec(prompt(100)))
+            assert caught.value.event.reason == "LAYOUT_MISMATCH" and "strict" in caught.value.event.message
+            await pair.cancel("one")
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+
+    run(main)
+
+
+def test_sha256(model):
+    async def main():
+        async with run_pair(model, decode={"kv_digest": "sha256"}) as (pair, _, _):
+            return (await pair.generate("one", make_spec(prompt(200), max_tokens=6))).token_ids
+
+    assert run(main) == bare_answer(model, prompt(200), 6)
+
+
+def test_a_lease_serves_another_taker(model):
+    """The first decode worker never comes; another pulls the same lease with a ticket of its own."""
+
+    async def main():
+        async with run_pair(model) as (pair, _, _), run_worker(model, "decode", block_size=64) as other:
+            second = await Session(f"127.0.0.1:{other.port}").open()
+            key, again = pb.Key(request_id="one"), pb.Key(request_id="one", attempt=1)
+            spec = make_spec(prompt(200), max_tokens=6)
+            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
+            accepted = await pair.prefill.next("one", "accepted")
+            done = await pair.prefill.next("one", "done")
+            await second.send(admit=pb.Admit(key=again, spec=spec))
+            await second.next("one", "granted")
+            pair.decode, first = second, pair.decode
+            await pair.prefill.send(
+                offer=pb.Offer(key=again, lease_id=accepted.lease_id, taker=pair.taker(), budget_ms=9000)
+            )
+            offered = await pair.prefill.next("one", "offered")
+            assert offered.lease_id == accepted.lease_id and offered.ticket != accepted.ticket
+            await second.send(fetch=pb.Fetch(key=again, handle=offered.handle, ticket=offered.ticket))
+            fetched = await second.next("one", "fetched")
+            assert fetched.num_tokens == 200
+            # The first taker's ticket was never used: its leg is told to go, and with it the lease.
+            await first.send(admit=pb.Admit(key=key, spec=spec))
+            await first.next("one", "granted")
+            await first.send(fetch=pb.Fetch(key=key, handle=accepted.handle, ticket=accepted.ticket))
+            assert (await first.next("one", "fetched")).num_tokens == 200
+            for _ in range(2):
+                assert (await pair.prefill.next("one", "ended")).code == 0
+            await pair.prefill.wait_idle()
+
+            gone = pb.Offer(key=again, lease_id=accepted.lease_id, taker=pair.taker(), budget_ms=9000)
+            await pair.prefill.send(offer=gone)
+            assert (await pair.prefill.next("one", "not_here")).num_matched_tokens == 0
+            for session, its in ((first, key), (second, again)):
+                await session.send(cancel=pb.Cancel(key=its))
+                await session.wait_idle()
+            await second.close()
+            return done
+
+    assert len(run(main).first_tokens) == 1
+
+
+def test_a_second_taker_gives_up(model):
+    """Its key ends alone, the lease goes on."""
+
+    async def main():
+        async with run_pair(model) as (pair, _, _):
+            key, again = pb.Key(request_id="one"), pb.Key(request_id="two")
+            spec = make_spec(prompt(200), max_tokens=6)
+            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker()))
+            accepted = await pair.prefill.next("one", "accepted")
+            offer = pb.Offer(key=again, lease_id=accepted.lease_id, taker=pair.taker(), budget_ms=9000)
+            await pair.prefill.send(offer=offer)
+            await pair.prefill.next("two", "offered")
+            await pair.prefill.send(cancel=pb.Cancel(key=again))
+            assert (await pair.prefill.wait_ended("two")).reason == "CANCELLED"
+            await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
+            await pair.decode.next("one", "granted")
+            await pair.decode.send(fetch=pb.Fetch(key=key, handle=accepted.handle, ticket=accepted.ticket))
+            await pair.decode.next("one", "fetched")
+            assert (await pair.prefill.wait_ended("one")).code == 0
+            await pair.decode.send(cancel=pb.Cancel(key=key))
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+
+    run(main)
+
+
+def test_a_held_lease_that_expires_is_no_success(model):
+    async def main():
+        async with run_pair(model, lease_ttl_s=0.3) as (pair, _, _):
+            key = pb.Key(request_id="left")
+            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=make_spec(prompt(100)), taker=pair.taker()))
+            ended = await pair.prefill.wait_ended("left")
+            assert (ended.code, ended.reason) == (14, "LEASE_EXPIRED")
+            await pair.prefill.wait_idle()
+
+    run(main)
+
+
+# ---- a prefill worker as a taker ----
+
+
+async def offered_prefix(pair, spec, num_spans: int, session: Session) -> pb.KVSource:
+    """`session`'s worker has read the prompt; it offers the first spans to the prefill worker."""
+    hello, key = pair.prefill.hello, pb.Key(request_id="offer")
+    taker = pb.Offer().taker
+    taker.MergeFrom(type(taker)(
+        instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class,
+        transports=hello.model.transports, host_id=hello.host_id,
+    ))  # fmt: skip
+    chain = pb.SpanChain(hashes=spec.span_hashes[:num_spans])
+    await session.send(offer=pb.Offer(key=key, spans=chain, taker=taker, budget_ms=9000))
+    offered = await session.next("offer", "offered")
+    return pb.KVSource(handle=offered.handle, ticket=offered.ticket)
+
+
+async def generate_with_sources(pair, spec, sources):
+    key = pb.Key(request_id="turn2")
+    await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
+    await pair.decode.next("turn2", "granted")
+    await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker(), sources=sources))
+    accepted = await pair.prefill.next("turn2", "accepted")
+    await pair.decode.send(fetch=pb.Fetch(key=key, handle=accepted.handle, ticket=accepted.ticket))
+    done = await pair.prefill.next("turn2", "done")
+    fetched = await pair.decode.next("turn2", "fetched")
+    for session in (pair.prefill, pair.decode):
+        await session.send(cancel=pb.Cancel(key=key))
+        await session.wait_idle()
+    return [first.token_id for first in done.first_tokens], done, fetched
+
+
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_a_prefill_worker_pulls_its_prefix(model, block_size):
+    turn1, turn2 = prompt(200), prompt(200) + prompt(90, 3)
+
+    async def main():
+        options = {"block_size": block_size, "num_blocks": 5120 // block_size}
+        async with run_pair(model, prefill=options) as (pair, _, _), run_worker(model, "decode") as holder:
+            session = await Session(f"127.0.0.1:{holder.port}").open()
+            elsewhere = type(pair)(pair.prefill, session)
+            await elsewhere.generate_here("turn1", make_spec(turn1, max_tokens=4))
+            spec = make_spec(turn2, max_tokens=5)
+            source = await offered_prefix(pair, spec, 3, session)
+            tokens, done, fetched = await generate_with_sources(pair, spec, [source])
+            assert fetched.num_tokens == len(turn2) and fetched.num_bytes_early > 0
+            assert (await session.next("offer", "ended")).code == 0
+            await session.wait_idle()
+            await session.close()
+            return tokens
+
+    assert run(main) == bare_answer(model, turn2, 5)[0][:1]
+
+
+def test_a_prefix_that_cannot_be_pulled_is_computed(model):
+    turn2 = prompt(290)
+
+    async def main():
+        async with run_pair(model) as (pair, prefill, _):
+            spec = make_spec(turn2, max_tokens=5)
+            sources = [pb.KVSource(handle=b"\xff", ticket=b"\xff"), pb.KVSource()]
+            tokens, done, fetched = await generate_with_sources(pair, spec, sources)
+            assert fetched.num_tokens == len(turn2)
+            return tokens
+
+    assert run(main) == bare_answer(model, turn2, 5)[0][:1]
+
+
+def test_cancelled_while_it_pulls(model):
+    async def main():
+        async with run_pair(model) as (pair, _, _), run_worker(model, "decode") as holder:
+            session = await Session(f"127.0.0.1:{holder.port}").open()
+            elsewhere = type(pair)(pair.prefill, session)
+            await elsewhere.generate_here("turn1", make_spec(prompt(200), max_tokens=4))
+            spec = make_spec(prompt(290), max_tokens=5)
+            source = await offered_prefix(pair, spec, 3, session)
+            key = pb.Key(request_id="turn2")
+            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=pair.taker(), sources=[source]))
+            await pair.prefill.send(cancel=pb.Cancel(key=key))
+            await pair.prefill.next("turn2", "accepted")
+            assert (await pair.prefill.wait_ended("turn2")).reason == "CANCELLED"
+            await pair.prefill.wait_idle()
+            await session.send(cancel=pb.Cancel(key=pb.Key(request_id="offer")))
+            await session.wait_idle()
+            await session.close()
+            await asyncio.sleep(0)
+
+    run(main)
