@@ -12,14 +12,15 @@ MAX_LINES = 400
 ROOMS = {
     "baton.v1": (),
     "baton.gguf": (),
-    "kvtransfer": ("baton.v1",),
-    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf"),
+    "baton.failpoints": (),
+    "kvtransfer": ("baton.v1", "baton.failpoints"),
+    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints"),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1",),
     "baton.loadgen": ("baton.service", "baton.v1"),
-    "gateway": ("baton.service", "baton.v1", "baton.gguf", "kvtransfer.naming"),
-    "baton.worker": ("baton.engine", "baton.gguf", "kvtransfer", "baton.service", "baton.v1"),
+    "gateway": ("baton.service", "baton.v1", "baton.gguf", "baton.failpoints", "kvtransfer.naming"),
+    "baton.worker": ("baton.engine", "baton.gguf", "baton.failpoints", "kvtransfer", "baton.service", "baton.v1"),
     "prefill_worker": ("baton.worker", "baton.service"),
     "decode_worker": ("baton.worker", "baton.service"),
     "baton.cli": ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"),
@@ -35,7 +36,7 @@ WITHOUT = {
     "baton.loadgen": ("torch", "transformers", "redis", "opentelemetry"),
     "baton.worker": ("redis",),
 }
-PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf")  # standard library only
+PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints")  # standard library only
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from baton import failpoints
 from baton.engine.engine import Engine
 from baton.engine.request import Output
 
@@ -60,6 +61,7 @@ class EngineLoop:
 
     def _step(self) -> list[Output]:
         try:
+            failpoints.hit("engine.step")
             return self.engine.step()
         except Exception as error:  # whatever it was, its keys end and the next ones are served
             logger.exception("engine step %d failed", self.engine.step_number)

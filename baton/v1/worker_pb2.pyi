@@ -7,9 +7,43 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RegisterRequest(_message.Message):
+    __slots__ = ("address", "role", "instance", "epoch")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    role: str
+    instance: bytes
+    epoch: int
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class RegisterResponse(_message.Message):
+    __slots__ = ("ttl_s",)
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: float
+    def __init__(self, ttl_s: _Optional[float] = ...) -> None: ...
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("next_role", "grace_s")
+    NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    next_role: str
+    grace_s: float
+    def __init__(self, next_role: _Optional[str] = ..., grace_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_sequences", "role")
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    num_sequences: int
+    role: str
+    def __init__(self, num_sequences: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
 
 class Key(_message.Message):
     __slots__ = ("request_id", "attempt")

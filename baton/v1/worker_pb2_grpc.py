@@ -44,6 +44,11 @@ class WorkerStub(object):
                 request_serializer=baton_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.Hello.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Worker/Drain',
+                request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -61,6 +66,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Nothing new from now on, what runs ends or moves; then the process goes, or begins anew in another role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +85,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.Hello.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +146,108 @@ class Worker(object):
             '/baton.v1.Worker/Describe',
             baton_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.Hello.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Worker/Drain',
+            baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class RegistrationStub(object):
+    """Served by gateways: a worker says where it can be dialled, again within every ttl_s that it is told.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Register = channel.unary_unary(
+                '/baton.v1.Registration/Register',
+                request_serializer=baton_dot_v1_dot_worker__pb2.RegisterRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.RegisterResponse.FromString,
+                _registered_method=True)
+
+
+class RegistrationServicer(object):
+    """Served by gateways: a worker says where it can be dialled, again within every ttl_s that it is told.
+    """
+
+    def Register(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_RegistrationServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Register': grpc.unary_unary_rpc_method_handler(
+                    servicer.Register,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.RegisterRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.RegisterResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Registration', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Registration', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Registration(object):
+    """Served by gateways: a worker says where it can be dialled, again within every ttl_s that it is told.
+    """
+
+    @staticmethod
+    def Register(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Registration/Register',
+            baton_dot_v1_dot_worker__pb2.RegisterRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.RegisterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -93,7 +93,6 @@ def test_calibration_on_ones_own_prompts(model, tmp_path, capsys):
     [
         (["--scheme", "int3"], "--scheme int3: one of int8"),
         (["--scheme", "int4-awq", "--group", "33"], "group 33: one of 32, 64, 128"),
-        (["--scheme", "int8", "--threads", "0"], "--threads 0"),
         (["--scheme", "int8", "--out", "."], "already exists"),
         (["--scheme", "int8", "--model", "nowhere"], "nowhere: no such model folder"),
         (["--scheme", "int4-awq", "--calibration", "nowhere"], "nowhere: not readable"),
@@ -106,6 +105,14 @@ def test_wrong_use_of_quantize(model, tmp_path, capsys, words, message):
     assert message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("command", [quantize, evaluate])
+def test_threads_are_counted_from_one(model, tmp_path, capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        call(command, "--model", model, "--out", tmp_path / "out", "--scheme", "int8", "--threads", "0")
+    assert caught.value.code == 2
+    assert "--threads: '0' is not a whole number above 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -114,7 +121,6 @@ def test_wrong_use_of_quantize(model, tmp_path, capsys, words, message):
         (["--kv-dtype", "int3"], "int3"),
         (["--quantization", "int3"], "int3"),
         (["--against", "nowhere"], "nowhere"),
-        (["--threads", "0"], "--threads 0"),
     ],
 )
 def test_wrong_use_of_eval(model, capsys, words, message):
