@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import gpu_limits  # noqa: E402
+from baton.engine.processors import Partition  # noqa: E402
 from report import Report, finish, start  # noqa: E402
 
 PARTS = ("decode", "batches", "kv", "prefill", "overhead", "hit", "exact", "interfere", "peers")
@@ -110,6 +111,10 @@ class Bench:
                 bare = ours.replay_s(batch_size, self._num_steps)
                 row = f"{name}, batch {batch_size}: engine step over its graph"
                 self._report.add(row, seconds * 1e3, "ms", against=bare * 1e3, goal=f"ratio <= {goal}")
+                ours.launcher.overlaps = False
+                alone = ours.step_s(batch_size, CONTEXT, self._num_steps)
+                ours.launcher.overlaps = True
+                self._report.add(f"{row}, one step in flight", alone * 1e3, "ms", against=bare * 1e3)
             ours.close()
 
     def hit(self) -> None:
@@ -142,11 +147,22 @@ class Bench:
             )
 
     def interfere(self) -> None:
-        """Decode here, prompts of 8k in another process on the same GPU."""
-        found = gpu_interference.measure(self._quick)
-        row = "interference: p99 TPOT with prefill beside it"
+        """Decode here, prompts of 8k in another process on the same GPU: on all of its multiprocessors, on a share."""
+        print(f"Multi-Process Service: {'runs' if gpu_interference.has_mps() else 'not here, processes take turns'}")
+        self._interfere("", None)
+        share = gpu_interference.PREFILL_SHARE
+        try:
+            Partition(torch.device("cuda", torch.cuda.current_device()), share)
+        except ValueError as error:
+            print(f"interference with a share: not measured, {error}")
+        else:
+            self._interfere(f", prefill on {share:.0%} of the multiprocessors", share)
+
+    def _interfere(self, how: str, sm_share: float | None) -> None:
+        found = gpu_interference.measure(self._quick, sm_share)
+        row = f"interference{how}: p99 TPOT with prefill beside it"
         self._report.add(row, found.loaded_p99_s * 1e3, "ms", against=found.idle_p99_s * 1e3, goal="ratio <= 1.3")
-        row = "interference: prefill with decode beside it"
+        row = f"interference{how}: prefill with decode beside it"
         self._report.add(row, found.loaded_prefill, "tokens/s", against=found.solo_prefill, goal="ratio >= 0.6")
 
     def peers(self) -> None:

@@ -34,6 +34,7 @@ def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
     }
     for part in PARTS:
         found[part] = ["bench/gpu.py", "--only", part, "--json", f"{folder}/{part}.json", *short]
+    found["forced"] = ["bench/forced.py", "--json", f"{folder}/forced.json", *short]
     found["handoff"] = ["bench/handoff.py", "--json", f"{folder}/handoff.json", *short]
     return found
 

@@ -92,29 +92,33 @@ class Ours:
 
     def __init__(
         self, form: str, device: torch.device, sizes=LLAMA_8B, *, kv: str = "bf16", exact: bool = False,
-        max_num_seqs: int = 256, context: int = 2048, chunk: int = 8192, num_tokens: int = 0,
+        max_num_seqs: int = 256, context: int = 2048, chunk: int = 8192, num_tokens: int = 0, proposers=(),
+        sm_share: float | None = None,
     ):  # fmt: skip
-        """`num_tokens`: of the pool; 0: max_num_seqs contexts."""
+        """`num_tokens`: of the pool; 0: max_num_seqs contexts. `sm_share`: of the multiprocessors; None: all."""
         spec = make_spec(sizes, context)
         num_blocks = -(-(num_tokens or max_num_seqs * context) // BLOCK_SIZE)
         self.config = resolve(
             EngineConfig(
                 model=spec.folder, kv_dtype=kv, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_model_len=context,
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max(chunk, max_num_seqs + 64), batch_invariant=exact,
+                sm_share=sm_share,
             ), spec,
         )  # fmt: skip
         make, _ = choose_linear("auto", exact, torch.bfloat16, device)
-        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16, device)
+        shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16, device, kv, BLOCK_SIZE
+        )
         attention, _ = choose_attention("auto", shape, exact)
         rope = Rope(spec.rope, spec.head_dim, context).to(device)
         with torch.inference_mode():
             model = Model(spec, torch.bfloat16, RandomSource(form, device), make, attention, rope)
             pool = KVPool(KVLayout((model.kv_group(kv, BLOCK_SIZE),)), num_blocks, device=device)
             on_gpu = device.type == "cuda"
-            self.launcher = GpuLauncher(model, pool, self.config, False) if on_gpu else Launcher(model, pool)
+            self.launcher = GpuLauncher(model, pool, self.config, bool(proposers)) if on_gpu else Launcher(model, pool)
         sampler = DeviceSampler() if on_gpu else Sampler()
         self.model, self.device = model, device
-        self.engine = Engine(self.config, model, pool, b"", sampler, (), self.launcher)
+        self.engine = Engine(self.config, model, pool, b"", sampler, proposers, self.launcher)
         self.token_bytes = pool.layout.block_bytes / BLOCK_SIZE
         self._count, self._generator = 0, torch.Generator().manual_seed(0)
 

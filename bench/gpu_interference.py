@@ -1,6 +1,11 @@
-"""Two engines on one GPU, a process each: what decode loses while the other reads prompts, and the other way round."""
+"""Two engines on one GPU, a process each: what decode loses while the other reads prompts, and the other way round.
+
+Kernels of two processes run at the same time only under CUDA's Multi-Process Service (nvidia-cuda-mps-control -d,
+before anything else uses the GPU); otherwise they take turns. A share of the multiprocessors can be all that prompts get.
+"""
 
 import multiprocessing
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -10,6 +15,7 @@ import torch
 import gpu_arms
 
 DECODE_BATCH, DECODE_CONTEXT = 32, 1024
+PREFILL_SHARE = 0.7  # of the multiprocessors, in the row with a share
 PROMPT, CHUNK = 8192, 2048  # a step of 2,048 tokens is what a decode step may have to wait for
 
 
@@ -21,12 +27,18 @@ class Interference:
     loaded_prefill: float
 
 
-def measure(quick: bool) -> Interference:
-    """Engines are made in turn, so that both have loaded before anything is timed."""
+def has_mps() -> bool:
+    """Whether the Multi-Process Service runs here."""
+    return os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control"))
+
+
+def measure(quick: bool, sm_share: float | None = None) -> Interference:
+    """Engines are made in turn, so that both have loaded before anything is timed. `sm_share`: of the one that reads
+    prompts."""
     num_steps, seconds = (200, 3.0) if quick else (1000, 10.0)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_read_prompts, args=(theirs,), daemon=True)
+    child = context.Process(target=_read_prompts, args=(theirs, sm_share), daemon=True)
     child.start()
     try:
         ours.recv()  # ready
@@ -49,8 +61,9 @@ def _p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-def _read_prompts(pipe) -> None:
-    ours = gpu_arms.Ours("bf16", torch.device("cuda"), max_num_seqs=4, context=PROMPT + 256, chunk=CHUNK)
+def _read_prompts(pipe, sm_share: float | None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    ours = gpu_arms.Ours("bf16", device, max_num_seqs=4, context=PROMPT + 256, chunk=CHUNK, sm_share=sm_share)
     ours.prefill_s(PROMPT)
     pipe.send("ready")
     while True:

@@ -2,7 +2,8 @@
 
     admit ─► FETCHING ─ set_aside, verified ─ start ─►┐
                └───────────── submit ────────────────►├─ the loop's (WAITING, RUNNING) ─► end
-    accept ──────────────────────────────────────────►┘       └─ held prefill ─► HELD ─► end
+    accept ──────────────────────────────────────────►┘  ▲ │  └─ held prefill ─► HELD ─► end
+                                                  resume └─┴ park ─► PARKED ─► end
       └─► FETCHING a prefix ─ verified ─ compute_rest ►┘
     offer ─► HELD ─► end
 
@@ -14,7 +15,7 @@ import heapq
 import time
 
 from baton.engine.config import EngineConfig
-from baton.engine.inbox import Enter, Inbox, Start, Stop
+from baton.engine.inbox import Enter, Inbox, Park, Resume, Start, Stop
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.request import Acceptance, FirstToken, Key, Refusal, Request, RequestEnded, SamplingParams, State
 from baton.engine.sequence import Group, Sequence
@@ -82,12 +83,6 @@ class Admission:
                 trunk.block_ids += block_ids
                 group.fetch_settled = False
             return list(self.ledger.refs(trunk.block_ids[:wanted]))
-
-    def unverified(self, key: Key, upto_token: int) -> list[int]:
-        """Blocks that `verified` with the same arguments would take over, at most."""
-        with self.ledger.lock:
-            group = self._fetching(key)
-            return group.trunk.block_ids[group.num_owned : self.layout.num_blocks(upto_token)]
 
     def verified(self, key: Key, upto_token: int) -> None:
         """Tokens [0, upto_token) are confirmed: fetching -> running, whole units enter the prefix cache."""
@@ -199,6 +194,40 @@ class Admission:
             else:
                 self.inbox.post(Stop(key))
 
+    # ---- parking: without a reader nothing is computed ----
+
+    def park(self, key: Key) -> None:
+        """Stepping stops before the next step. Idempotent; nothing for a key that the loop does not have."""
+        self.inbox.post(Park(key))
+
+    def resume(self, key: Key, deadline: float) -> None:
+        """A key that was told to park goes on, until `deadline` now. Raises LookupError when it has ended."""
+        with self.ledger.lock:
+            group = self.groups.get(key)
+            if group is None:
+                raise LookupError(f"{key} has ended")
+            group.deadline = deadline
+            self.inbox.post(Resume(key))
+
+    def parked(self, group: Group) -> None:
+        """The loop has let go of a group: all its blocks go back, whole units of them stay in the cache."""
+        with self.ledger.lock:
+            for seq in group.live:
+                self.give_back(seq)
+            group.state = State.PARKED
+            self._num_choices -= group.request.sampling.n
+
+    def resumed(self, group: Group) -> bool:
+        """The loop takes a parked group up again, whoever else is there: it waits for blocks like one that was
+        preempted. False: it had not parked."""
+        with self.ledger.lock:
+            self._expect(group)
+            if group.state is not State.PARKED:
+                return False
+            group.state = State.RUNNING
+            self._num_choices += group.request.sampling.n
+            return True
+
     # ---- endings ----
 
     def cancel(self, key: Key) -> None:
@@ -219,19 +248,22 @@ class Admission:
             for seq in group.live:
                 self.give_back(seq)
             group.live = []
-            if not group.is_held:
+            if not group.is_held and group.state is not State.PARKED:
                 self._num_choices -= group.request.sampling.n
             group.state = State.FINISHED
             return RequestEnded(group.key, error, message, group.report())
 
     def expired(self, now: float) -> list[Group]:
-        """Live groups whose deadline has passed. A lease has its own clock: what is held ends with it."""
+        """Live groups whose deadline has passed. A lease has its own clock: what is held ends with it. What is parked
+        waits for a reader, however long its owner lets it."""
         with self.ledger.lock:
             groups = []
             while self._deadlines and self._deadlines[0][0] <= now:
                 _, arrival, key = heapq.heappop(self._deadlines)
                 group = self.groups.get(key)
-                if group is not None and group.arrival == arrival and group.state is not State.HELD:
+                if group is None or group.arrival != arrival or group.deadline > now:
+                    continue
+                if group.state not in (State.HELD, State.PARKED):
                     groups.append(group)
             return groups
 
@@ -318,8 +350,11 @@ class Admission:
 
     def _register(self, group: Group) -> None:
         self.groups[group.key] = group
-        if group.request.deadline != float("inf"):
-            heapq.heappush(self._deadlines, (group.request.deadline, group.arrival, group.key))
+        self._expect(group)
+
+    def _expect(self, group: Group) -> None:
+        if group.deadline != float("inf"):
+            heapq.heappush(self._deadlines, (group.deadline, group.arrival, group.key))
 
     def _wait(self, group: Group) -> None:
         """Into the loop's queue."""

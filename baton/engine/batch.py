@@ -25,12 +25,17 @@ class SeqSlice:
 class ForwardBatch:
     """All sequences of a step, one after the other; `seqs` cover the rows in order without gaps."""
 
-    token_ids: Tensor  # int64 [T]
+    token_ids: Tensor  # int64 [T]; on the host ~row stands for the token drawn from that row of the launch before
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block_id * block_size + offset, where each token's KV is written
     seqs: list[SeqSlice]
     logit_rows: Tensor  # int64 [R]: the rows of the batch whose logits are wanted
     table: "SeqTable | None" = None  # what `seqs` say, where the batch stands on a GPU
+
+
+def known_ids(token_ids: Tensor, before: Tensor) -> Tensor:
+    """`token_ids` [T] with the tokens `before` [R] in the places that stand for them, all on one device."""
+    return torch.where(token_ids < 0, before[(~token_ids).clamp_(min=0)], token_ids)
 
 
 @dataclass(frozen=True, slots=True)

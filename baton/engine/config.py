@@ -37,6 +37,7 @@ class EngineConfig:
     threads: int | None = None  # None: as torch finds it
     device: str = "auto"  # auto: a GPU where there is one | cpu | cuda
     gpu_memory_utilization: float | None = None  # share of the GPU's memory, weights included; None: device.UTILIZATION
+    sm_share: float | None = None  # share of the GPU's multiprocessors (processors.py); None: all
     cuda_graphs: bool = True  # decode steps as graphs, where the kernels allow it
     batch_invariant: bool = True
     speculator: str = "off"  # auto: prompt lookup, and what draft_model holds
@@ -59,6 +60,10 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization {share:g}: above 0, at most 1")
         if share is not None and self.device == "cpu":
             raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
+        if self.sm_share is not None and not 0 < self.sm_share < 1:
+            raise ValueError(f"sm_share {self.sm_share:g}: above 0, below 1")
+        if self.sm_share is not None and self.device == "cpu":
+            raise ValueError("sm_share has no effect on a CPU; give threads")
         self._check_speculation()
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS

@@ -1,20 +1,20 @@
 """One engine: a model, its pool of KV, and the requests it serves.
 
-    any thread   admit set_aside verified fetch_settled   accept offer release_lease   cancel   at once   (admission.py)
-    any thread   submit start                                                                   posted    (inbox.py)
-    the loop     step: commands, schedule (scheduler.py), run (runner.py), results (results.py)           (loop.py)
+any thread   admit set_aside verified fetch_settled   accept offer release_lease   cancel   at once   (admission.py)
+any thread   submit start park resume                                                       posted    (inbox.py)
+the loop     step: commands, schedule (scheduler.py), run (runner.py), results (results.py)           (loop.py)
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from baton.engine.admission import Admission
 from baton.engine.config import EngineConfig
 from baton.engine.device import scope
-from baton.engine.inbox import Command, Enter, Inbox, Start, Stop
+from baton.engine.inbox import Command, Enter, Inbox, Park, Resume, Start, Stop
 from baton.engine.kv.ledger import Ledger
-from baton.engine.kv.mirror import HostMirror
 from baton.engine.kv.pool import KVPool
 from baton.engine.launcher import Launcher
 from baton.engine.models.llama import Model
@@ -24,7 +24,7 @@ from baton.engine.parts import GpuMemoryFor, MemoryFor, load_parts
 from baton.engine.rate import Rate
 from baton.engine.request import Acceptance, FirstToken, Key, LoadReport, Output, Request, RequestEnded, State
 from baton.engine.results import Results
-from baton.engine.runner import Runner
+from baton.engine.runner import Flight, Runner, can_launch
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import Scheduler, Slice
 from baton.engine.sequence import Group
@@ -47,7 +47,6 @@ class Engine:
         sampler: Sampler,
         proposers: Sequence[Proposer] = (),
         launcher: Launcher | None = None,
-        mirror: HostMirror | None = None,
     ):
         """`config` is resolved; `pool` has config.num_blocks blocks. Engine.load makes all of these from a folder."""
         self.config = config
@@ -62,14 +61,14 @@ class Engine:
         self.admission = Admission(config, pool.layout, self.ledger, self.inbox)
         self.scheduler = Scheduler(config, pool.layout, self.ledger, self.admission)
         self.runner = Runner(model, pool, sampler, launcher)
-        self.mirror = mirror  # of a pool that transports cannot reach
-        self.results = Results(config, self.scheduler, self.admission, self.runner, mirror)
+        self.results = Results(config, self.scheduler, self.admission, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens)
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
         self.launched = False  # the last step computed something
         self.last_batch_size = 0  # sequences of the last step
-        self._outputs: list[Output] = []  # of the step in flight
+        self._outputs: list[Output] = []  # of the call of `step` that runs
+        self._flight: Flight | None = None  # a step that was launched and not read
         self.work = Work()
         self._rate = Rate()
         self._stepping = threading.Lock()
@@ -82,11 +81,12 @@ class Engine:
         gpu_memory_for: GpuMemoryFor | None = None,
         proposers: Sequence[Proposer] | None = None,
     ) -> "Engine":
-        """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives host memory where others map it, of
-        the pool or, on a GPU, of its mirror; `gpu_memory_for(num_bytes, device)` the pool's there; without them torch
-        allocates. `proposers`: in place of those that the config names. Raises ModelError (names the file), ValueError
+        """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory on a CPU,
+        `gpu_memory_for(num_bytes, device)` on a GPU; without them torch allocates. `proposers`: in place of those that the config names. Raises ModelError (names the file), ValueError
         (names the option)."""
-        parts = load_parts(config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers)
+        parts = load_parts(
+            config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers
+        )
         return cls(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:])
 
     @property
@@ -132,7 +132,7 @@ class Engine:
 
     def accept(self, request: Request, fetches: bool = False) -> Acceptance:
         """A held prefill: its blocks, all of them; one that `fetches` a prefix waits for compute_rest. Raises Refusal."""
-        return self._mirrored(self.admission.accept(request, fetches))
+        return self.admission.accept(request, fetches)
 
     def fetching(self, key: Key) -> None:
         """Bytes may land in a held prefill's blocks, until fetch_settled. LookupError when the key has ended."""
@@ -144,7 +144,7 @@ class Engine:
 
     def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
         """A lease on what is cached of these spans; ended by release_lease(key). No blocks: nothing is here."""
-        return self._mirrored(self.admission.offer(key, span_hashes))
+        return self.admission.offer(key, span_hashes)
 
     def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
         """Destination blocks for tokens [0, upto_token) of an admitted key. LookupError when the key has ended."""
@@ -152,8 +152,6 @@ class Engine:
 
     def verified(self, key: Key, upto_token: int) -> None:
         """Tokens [0, upto_token) have arrived and are confirmed. LookupError when the key has ended."""
-        if self.mirror is not None:
-            self.mirror.copy_in(self.admission.unverified(key, upto_token))
         self.admission.verified(key, upto_token)
 
     def fetch_settled(self, key: Key) -> None:
@@ -210,30 +208,53 @@ class Engine:
         """A fetched prompt joins the batch; choices that are missing have finished with their first token."""
         self.admission.start(key, first_tokens)
 
+    def park(self, key: Key) -> None:
+        """A decoding key stops before the next step and holds no block any more; its token record stays. Idempotent."""
+        self.admission.park(key)
+
+    def resume(self, key: Key, deadline: float = float("inf")) -> None:
+        """A parked key goes on by a prefix hit, until `deadline` (time.monotonic()). LookupError when it has ended."""
+        self.admission.resume(key, deadline)
+
     # ---- the loop's ----
 
     def has_work(self) -> bool:
-        return bool(self.inbox) or self.scheduler.has_work()
+        return bool(self.inbox) or self._flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
-        """One step: all that it gives out."""
-        with self._stepping:
+        """One step: all that it gives out. Where the launcher overlaps, a decode step is only launched, and read by the
+        next call, behind the launch of its successor if nothing else is to be done; else nothing is in flight when
+        commands are obeyed and the next step is chosen, so all that gives blocks back comes after what touches them."""
+        with self._stepping, self.runner.launcher.place():
             self._outputs = []
+            expired = self.admission.expired(time.monotonic())
+            if self._flight is not None:
+                self._land(self._flight, goes_on=not (self.inbox or expired))
+                if self._flight is not None:
+                    return self._outputs
             for command in self.inbox.drain():
                 self._obey(command)
-            for group in self.admission.expired(time.monotonic()):
-                self._outputs.append(self._end(group, "deadline", "the deadline has passed"))
+            for group in expired:
+                if self.admission.groups.get(group.key) is group:
+                    self._outputs.append(self._end(group, "deadline", "the deadline has passed"))
             slices = self.scheduler.schedule()
             self.launched, self.last_batch_size = bool(slices), len(slices)
-            if slices:
-                self._launch(slices)
-            else:
+            if not slices:
                 self.speculator.close_all()
+            elif self._overlaps and can_launch(slices):
+                self._flight = self.runner.launch(slices)
+            else:
+                self._launch(slices)
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
         """After a step that raised: what it gave out before it did, and every key ends as failed. All blocks come back,
         the engine goes on."""
+        with self._stepping:
+            with suppress(Exception):  # the device is lost: then nothing computes there either
+                self.runner.launcher.wait()
+            self._flight = None
+            self.results.forget()
         with self._stepping, self.ledger.lock:
             self._outputs += [command for command in self.inbox.drain() if isinstance(command, RequestEnded)]
             self.scheduler.running.clear()
@@ -241,6 +262,24 @@ class Engine:
             for group in list(self.admission.groups.values()):
                 self._outputs.append(self.admission.end(group, "failed", message))
             return self._outputs
+
+    @property
+    def _overlaps(self) -> bool:
+        """Proposals need the tokens before them."""
+        return self.runner.launcher.overlaps and not self.speculator.proposers
+
+    def _land(self, flight: Flight, goes_on: bool) -> None:
+        """Reads a flight, behind the launch of the next one where it `goes_on` and there is one."""
+        self._flight, aloft = None, frozenset()
+        if goes_on and (following := self.scheduler.follow(flight.slices)):
+            self._flight = self.runner.launch(following, flight)
+            aloft = frozenset(piece.seq for piece in following)
+            self.last_batch_size = len(following)
+        drawn = self.runner.read(flight)
+        self.step_number += 1
+        self.work.add(flight.slices)
+        self.results.collect(flight.slices, drawn, flight.launched_at, self._outputs, aloft)
+        self._rate.add(len(drawn))
 
     def _launch(self, slices: list[Slice]) -> None:
         launched_at = time.monotonic()
@@ -260,19 +299,12 @@ class Engine:
             self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))
 
-    def _mirrored(self, acceptance: Acceptance) -> Acceptance:
-        """What is cached may be read by the taker at once."""
-        if self.mirror is not None:
-            num_cached = acceptance.num_cached_tokens // self.layout.block_size
-            self.mirror.copy_out([block.block_id for block in acceptance.blocks[:num_cached]])
-        return acceptance
-
     def _obey(self, command: Command) -> None:
         if isinstance(command, RequestEnded):
             self._outputs.append(command)
             return
         group = self.admission.groups.get(command.key)
-        if group is None or not (group.in_loop or isinstance(command, Stop)):
+        if group is None or not (group.in_loop or isinstance(command, (Stop, Resume))):
             return
         match command:
             case Enter():
@@ -281,6 +313,10 @@ class Engine:
                 self._start(group, first_tokens)
             case Stop():
                 self._outputs.append(self._end(group, "cancelled"))
+            case Park():
+                self._park(group)
+            case Resume():
+                self._resume(group)
 
     def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
         if not first_tokens:
@@ -289,6 +325,18 @@ class Engine:
         group.state = State.RUNNING
         self.scheduler.fork(group.trunk, list(first_tokens), self.runner.copy_block)
         self.scheduler.add(group.trunk)
+
+    def _park(self, group: Group) -> None:
+        """Only what decodes: a prompt that is being read has nothing yet that somebody could go on with."""
+        if group.prefilled:
+            for seq in group.live:
+                self.scheduler.remove(seq)
+            self.admission.parked(group)
+
+    def _resume(self, group: Group) -> None:
+        if self.admission.resumed(group):
+            for seq in group.live:
+                self.scheduler.add(seq)
 
     def _end(self, group: Group, error: str, message: str = "") -> RequestEnded:
         if group.in_loop:

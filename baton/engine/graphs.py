@@ -52,9 +52,9 @@ class DecodeGraphs:
         shape = self._shape(self._sizes[bisect_left(self._sizes, len(seqs))], width)
         return shape if shape in self._graphs else None
 
-    def run(self, batch: ForwardBatch, shape: StepShape) -> Outputs:
-        """`batch` is on the host. The outputs are overwritten by the next run."""
-        self._inputs.send_padded(batch, shape)
+    def run(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> Outputs:
+        """`batch` is on the host; `before`: tokens of the launch before it. The outputs last until the next run."""
+        self._inputs.send_padded(batch, shape, before)
         replay, (hidden, logits) = self._graphs[shape]
         replay()
         num_tokens = len(batch.token_ids)
@@ -106,17 +106,19 @@ def widths(speculates: bool, num_draft_tokens: int | None) -> list[int]:
 class CudaCapture:
     """`Capture` on the current device."""
 
-    def __init__(self):
+    def __init__(self, stream: torch.cuda.Stream | None = None):
+        """`stream`: to capture on, where the kernels belong to a green context; None: one is made."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = stream
 
     def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        stream = torch.cuda.Stream()
+        stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(NUM_WARM_RUNS):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             outputs = run()
         return graph.replay, outputs

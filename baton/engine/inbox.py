@@ -27,7 +27,21 @@ class Stop(NamedTuple):
     key: Key
 
 
-Command = Enter | Start | Stop | RequestEnded  # RequestEnded: of a key that the loop never had, to be given out
+class Park(NamedTuple):
+    """A group of the loop stops: blocks back, token record kept."""
+
+    key: Key
+
+
+class Resume(NamedTuple):
+    """A parked group goes on, by a prefix hit."""
+
+    key: Key
+
+
+Command = (
+    Enter | Start | Stop | Park | Resume | RequestEnded
+)  # RequestEnded: of a key that the loop never had, to be given out
 
 
 class Inbox:

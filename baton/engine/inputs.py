@@ -4,7 +4,8 @@
     int32   query_starts [S + 1]   kv_lens [S]   block_ids [S, N]
 
 Where a step goes into a CUDA graph it is padded to the graph's shape: sequences of padding repeat the step's shortest,
-so that whatever they write is what is there already.
+so that whatever they write is what is there already. Tokens that the step before has yet to draw are filled in on the
+device, behind the copy.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.engine.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.batch import ForwardBatch, SeqSlice, SeqTable, known_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,16 @@ class Parts:
 
 
 class StepInputs:
-    """The two buffers of one engine. Belongs to the loop's thread."""
+    """The buffers of one engine: one on the device, which steps read in turn, and two on the host, since that of the
+    step in flight may not have been copied yet. Belongs to the loop's thread."""
 
     def __init__(self, device: torch.device, largest: StepShape):
         self.device = device
         pinned = device.type == "cuda"
-        self._host = torch.zeros(largest.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        self._hosts = [
+            torch.zeros(largest.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)
+        ]
+        self._turn = 0
         self._target = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=device)
 
     def static(self, shape: StepShape, max_query_len: int, max_kv_len: int) -> ForwardBatch:
@@ -75,22 +80,25 @@ class StepInputs:
         table = SeqTable(parts.query_starts, parts.kv_lens, parts.block_ids, max_query_len, max_kv_len)
         return ForwardBatch(parts.token_ids, parts.positions, parts.slots, [], parts.logit_rows, table)
 
-    def send(self, batch: ForwardBatch) -> ForwardBatch:
-        """`batch`, made on the host, as it is. The step before must have passed."""
+    def send(self, batch: ForwardBatch, before: Tensor | None = None) -> ForwardBatch:
+        """`batch`, made on the host, as it is. `before` int64 [R]: tokens of the launch before, on the device. The step
+        before that one must have passed."""
         shape = shape_of(batch.seqs, len(batch.logit_rows))
         max_query_len, max_kv_len = (max(getattr(seq, name) for seq in batch.seqs) for name in ("query_len", "kv_len"))
-        self._fill(batch, shape)
+        self._fill(batch, shape, before)
         sent = self.static(shape, max_query_len, max_kv_len)
         starts = zip(batch.seqs, sent.table.block_ids, strict=True)
         seqs = [SeqSlice(seq.query_start, seq.query_len, seq.kv_len, block_ids) for seq, block_ids in starts]
         return ForwardBatch(sent.token_ids, sent.positions, sent.slots, seqs, sent.logit_rows, sent.table)
 
-    def send_padded(self, batch: ForwardBatch, shape: StepShape) -> None:
+    def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
         """`batch`, all of whose sequences have the same number of tokens and want the logits of every row, padded."""
-        self._fill(batch, shape)
+        self._fill(batch, shape, before)
 
-    def _fill(self, batch: ForwardBatch, shape: StepShape) -> None:
-        parts, seqs = Parts.of(self._host, shape), batch.seqs
+    def _fill(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None) -> None:
+        self._turn ^= 1
+        host = self._hosts[self._turn]
+        parts, seqs = Parts.of(host, shape), batch.seqs
         num_tokens, num_rows, num_seqs = len(batch.token_ids), len(batch.logit_rows), len(seqs)
         for name in ("token_ids", "positions", "slots"):
             getattr(parts, name)[:num_tokens] = getattr(batch, name)
@@ -104,7 +112,10 @@ class StepInputs:
             row[width:] = 0
         if num_seqs < shape.num_seqs:
             self._pad(parts, seqs, num_tokens)
-        self._target[: shape.num_bytes].copy_(self._host[: shape.num_bytes], non_blocking=True)
+        self._target[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
+        if before is not None:
+            token_ids = Parts.of(self._target, shape).token_ids
+            token_ids.copy_(known_ids(token_ids, before))
 
     def _pad(self, parts: Parts, seqs: Sequence[SeqSlice], num_tokens: int) -> None:
         shortest = min(range(len(seqs)), key=lambda index: seqs[index].kv_len)

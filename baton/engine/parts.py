@@ -8,7 +8,6 @@ import torch
 
 from baton.engine.config import EngineConfig, resolve
 from baton.engine.device import GIB, UTILIZATION, Memory, find_device, pool_blocks, scope
-from baton.engine.kv.mirror import HostMirror
 from baton.engine.kv.pool import KVPool
 from baton.engine.launcher import GpuLauncher, Launcher, step_bytes
 from baton.engine.models.llama import Model
@@ -35,7 +34,6 @@ class Parts(NamedTuple):
     sampler: Sampler
     proposers: Sequence[Proposer]
     launcher: Launcher
-    mirror: HostMirror | None = None
 
 
 def load_parts(
@@ -46,6 +44,8 @@ def load_parts(
     device = find_device(config.device)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
+    if device.type == "cpu" and config.sm_share is not None:
+        raise ValueError("sm_share has no effect on a CPU; give threads")
     spec, make = ModelSpec.from_folder(config.model), make or make_proposers
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -55,7 +55,7 @@ def load_parts(
         pool = _pool(config, model, memory_for)
         return Parts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
     try:
-        parts = _on_gpu(config, spec, device, gpu_memory_for, make)
+        return _on_gpu(config, spec, device, gpu_memory_for, make)
     except torch.cuda.OutOfMemoryError as error:
         memory = Memory.of(device)
         sizes = f"{memory.free / GIB:.1f} GiB are free of {memory.total / GIB:.1f}"
@@ -63,9 +63,6 @@ def load_parts(
             f"out of GPU memory at start: {sizes}; lower gpu_memory_utilization ({_share(config):g}), "
             f"max_num_batched_tokens or max_num_seqs, or quantize ({' '.join(str(error).split())[:160]})"
         ) from None
-    if memory_for is None:
-        return parts
-    return parts._replace(mirror=HostMirror(parts.pool, memory_for(parts.pool.bytes.nbytes)))
 
 
 def _on_gpu(

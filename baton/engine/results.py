@@ -1,10 +1,10 @@
 """What a step gives out: progress of held prefills, first tokens, runs of tokens, endings."""
 
 import time
+from collections.abc import Set
 
 from baton.engine.admission import Admission
 from baton.engine.config import EngineConfig
-from baton.engine.kv.mirror import HostMirror
 from baton.engine.request import FirstToken, Output, PrefillDone, Progress, TokenRun
 from baton.engine.runner import Drawn, Runner
 from baton.engine.sampling.sampler import Sampled
@@ -16,42 +16,53 @@ from baton.engine.speculation.verify import num_right
 class Results:
     """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
 
-    def __init__(
-        self, config: EngineConfig, scheduler: Scheduler, admission: Admission, runner: Runner,
-        mirror: HostMirror | None = None,
-    ):  # fmt: skip
-        """`mirror`: what takers read in place of the pool."""
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, admission: Admission, runner: Runner):
         self.config = config
         self.scheduler = scheduler
         self.admission = admission
         self.runner = runner
-        self.mirror = mirror
         self.num_layers = runner.pool.layout.groups[0].num_layers
+        self._aloft: Set[Sequence] = frozenset()
+        self._over: set[Sequence] = set()  # ended, in a flight that has not passed
 
-    def collect(self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output]) -> None:
-        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back."""
-        for seq, begin, end in slices:
+    def collect(
+        self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
+        aloft: Set[Sequence] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `aloft`:
+        sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
+        collected, whose token for it is dropped."""
+        self._aloft = aloft
+        for seq, _, end in slices:
+            if seq in self._over:
+                continue
             seq.num_computed = end
             self.admission.seal(seq)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
                 if group.is_held:
-                    if self.mirror is not None:
-                        layout = self.runner.pool.layout
-                        self.mirror.copy_out(seq.block_ids[begin // layout.block_size : layout.num_blocks(end)])
                     outputs.append(Progress(group.key, end, self.num_layers))
         stepped: dict[Group, None] = {}  # in order
+        landed: dict[Group, None] = {}
         for seq, samples in drawn:
             if not seq.group.prefilled:
                 self._first_tokens(seq, samples, outputs)
+                continue
+            landed[seq.group] = None
+            if seq in self._over:
+                self._over.remove(seq)
+                self._leave(seq)
                 continue
             stepped[seq.group] = None
             outputs.append(self._next_tokens(seq, samples))
         for group in stepped:
             group.stepped(launched_at)
-            if not group.live:
-                outputs.append(self.admission.end(group))
+        outputs += [self.admission.end(group) for group in landed if not group.live]
+
+    def forget(self) -> None:
+        """After a step that failed: nothing is aloft."""
+        self._over.clear()
 
     def _next_tokens(self, seq: Sequence, samples: list[Sampled]) -> TokenRun:
         """Appends what a choice goes on by, up to the token that ends it: the samples behind that are taken out."""
@@ -75,8 +86,14 @@ class Results:
     def _finish(self, seq: Sequence) -> None:
         """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""
         self.scheduler.remove(seq)
-        self.admission.give_back(seq)
         self.admission.observe(seq.num_output)
+        if seq in self._aloft:
+            self._over.add(seq)
+        else:
+            self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.admission.give_back(seq)
         seq.group.live.remove(seq)
 
     def _first_tokens(self, trunk: Sequence, samples: list[Sampled], outputs: list[Output]) -> None:

@@ -1,21 +1,40 @@
-"""From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens."""
+"""From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens.
 
-from collections.abc import Callable
+    run             a step of any kind, to its tokens
+    launch, read    a decode step whose tokens are drawn where the logits are: the next one may be launched, from tokens
+                    that nobody has read yet, before this one is read
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from baton import failpoints
 from baton.engine.batch import ForwardBatch, SeqSlice
 from baton.engine.device import scope
 from baton.engine.kv.pool import KVPool
-from baton.engine.launcher import Launcher
+from baton.engine.launcher import Launcher, Tokens
 from baton.engine.models.llama import Model
+from baton.engine.sampling.on_device import draw, plain_row
 from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.engine.scheduler import Slice
 from baton.engine.sequence import Sequence
 from baton.engine.speculation.verify import verify
 
+EMPTY: Mapping[Sequence, int] = {}
 Drawn = tuple[Sequence, list[Sampled]]  # at the end of a prompt a token for each choice, then those one goes on by
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A decode step that was launched and not read."""
+
+    slices: list[Slice]
+    tokens: Tokens  # one a slice
+    launched_at: float  # time.monotonic()
 
 
 class Runner:
@@ -49,6 +68,22 @@ class Runner:
             self.launcher.wait()
         return drawn
 
+    @torch.inference_mode()
+    def launch(self, slices: list[Slice], before: Flight | None = None) -> Flight:
+        """A decode step that `can_launch`. `before`: the flight whose tokens it goes on from."""
+        launched_at = time.monotonic()
+        rows = {} if before is None else {piece.seq: row for row, piece in enumerate(before.slices)}
+        batch = self._batch(slices, list(range(len(slices))), rows)
+        draws = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in slices]
+        with scope(self.pool.device):
+            tokens = self.launcher.launch(batch, lambda logits: draw(logits, draws), before and before.tokens)
+        return Flight(slices, tokens, launched_at)
+
+    def read(self, flight: Flight) -> list[Drawn]:
+        """Waits for the flight to pass."""
+        token_ids = flight.tokens.read()
+        return [(seq, [Sampled(id_, None)]) for (seq, _, _), id_ in zip(flight.slices, token_ids, strict=True)]
+
     def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
         """One row of logits each."""
         counts = [1 if seq.group.prefilled else seq.group.request.sampling.n for seq in seqs]
@@ -78,7 +113,8 @@ class Runner:
         with torch.inference_mode():
             self.pool.copy_block(source, target)
 
-    def _batch(self, slices: list[Slice], ends: list[int]) -> ForwardBatch:
+    def _batch(self, slices: list[Slice], ends: list[int], rows_before: Mapping[Sequence, int] = EMPTY) -> ForwardBatch:
+        """`rows_before`: of sequences whose last token is yet to be drawn, its row in the launch before."""
         block_size = self.pool.block_size
         token_ids: list[int] = []
         positions: list[int] = []
@@ -92,7 +128,8 @@ class Runner:
                 positions += range(begin, end)
                 slots += chunk_slots(seq.block_ids, begin, end, block_size)
             elif end - begin == 1:
-                token_ids.append(seq.token_ids[begin])
+                known = begin < len(seq.token_ids)
+                token_ids.append(seq.token_ids[begin] if known else ~rows_before[seq])
                 positions.append(begin)
                 slots.append(seq.block_ids[begin // block_size] * block_size + begin % block_size)
             else:
@@ -100,6 +137,7 @@ class Runner:
                 positions += range(begin, end)
                 slots += chunk_slots(seq.block_ids, begin, end, block_size)
             seqs.append(SeqSlice(len(token_ids) - (end - begin), end - begin, end, block_table(seq)))
+        failpoints.hit("engine.batch", token_ids)
         rows: list[int] = []
         for index in ends:
             last_row = seqs[index].query_start + seqs[index].query_len - 1
@@ -112,6 +150,14 @@ class Runner:
             seqs=seqs,
             logit_rows=as_tensor(rows, dtype=torch.int64),
         )
+
+
+def can_launch(slices: list[Slice]) -> bool:
+    """Whether this is a decode step and all of its tokens are drawn where the logits are."""
+    return all(
+        end - begin == 1 and seq.group.prefilled and plain_row(seq.group.request, seq.choice, end) is not None
+        for seq, begin, end in slices
+    )
 
 
 def block_table(seq: Sequence) -> Tensor:

@@ -65,6 +65,23 @@ class Scheduler:
         self._schedule_prefill(batch)
         return batch
 
+    def follow(self, slices: list[Slice]) -> list[Slice]:
+        """The decode step behind `slices`, a decode step whose tokens are not known yet; none where another would come
+        next: something waits that could enter, a prompt is being read, or blocks are missing."""
+        if self.waiting and len(self.running) < self.config.max_num_seqs:
+            return []
+        running = set(self.running)
+        going_on = [piece for piece in slices if piece.seq in running]
+        if len(going_on) < len(running):
+            return []
+        following = []
+        for seq, _, end in going_on:
+            if not seq.is_full(self.config.max_model_len):
+                if end >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
+                    return []
+                following.append(Slice(seq, end, end + 1))
+        return following
+
     def _schedule_decode(self, batch: list[Slice]) -> None:
         index, block_size = 0, self.layout.block_size
         while index < len(self.running):

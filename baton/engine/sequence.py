@@ -62,12 +62,14 @@ class Sequence:
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """Why the choice ends if `token_id` comes next, or None."""
-        request, num_output = self.group.request, self.num_output + 1
-        if token_id in request.stop_token_ids and num_output > request.min_tokens:
+        request = self.group.request
+        if token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens:
             return FinishReason.STOP
-        if num_output >= request.max_tokens or self.num_tokens + 1 >= max_model_len:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.is_full(max_model_len) else None
+
+    def is_full(self, max_model_len: int) -> bool:
+        """Whether its next token is its last whichever it is."""
+        return self.num_output + 1 >= self.group.request.max_tokens or self.num_tokens + 1 >= max_model_len
 
 
 class DraftCounts:
@@ -103,6 +105,7 @@ class Group:
         self.key = request.key
         self.holder = holder  # of its blocks: RUNNING, or LEASED for a held prefill
         self.state = state
+        self.deadline = request.deadline  # whoever resumes a parked group brings another
         # Without a name for every span there is none for the next: such a request stays out of the prefix cache.
         num_spans = len(request.token_ids) // SPAN_TOKENS
         self.is_named = len(request.span_hashes) == num_spans and request.chain_parent != NO_PARENT

@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from baton.engine.request import Key, Output, Progress
 from baton.engine.scheduler import Slice
@@ -14,6 +17,26 @@ def layer_watermark(slices: list[Slice], emit: Callable[[list[Output]], None]) -
     """None where no held prompt ends in the step: all its layers may then be computed in one call."""
     ends = [(seq.group.key, end) for seq, _, end in slices if seq.group.is_held and end == seq.num_tokens]
     return LayerWatermark(ends, emit) if ends else None
+
+
+class LayerEvents:
+    """On a GPU that a layer was launched does not mean that its KV is written: an event behind each layer does."""
+
+    def __init__(self, make: Callable[[], Any] = lambda: torch.cuda.Event()):
+        self._make = make
+        self._events: list[tuple[int, Any]] = []
+
+    def record(self, layer: int) -> None:
+        """The write of this layer's KV is launched."""
+        event = self._make()
+        event.record()
+        self._events.append((layer, event))
+
+    def tell(self, on_layer: Callable[[int], None]) -> None:
+        """Waits for the layers, one after the other."""
+        for layer, event in self._events:
+            event.synchronize()
+            on_layer(layer)
 
 
 class LayerWatermark:

@@ -46,7 +46,7 @@ def attend(form: str, capability: int, head_dim: int, tile: int, partial: bool, 
     pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table"), "int32")
     constants = {
         "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": 64,
-        "FORM": form if scaled else "cast", "WINDOWED": windowed, "PARTIAL": partial,
+        "FORM": form if scaled else "cast", "WINDOWED": windowed, "PARTIAL": partial, "LEAST_SPLIT": 128,
     }  # fmt: skip
     warps = 8 if tile * block_d > 64 * 128 else 4
     return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
@@ -54,7 +54,7 @@ def attend(form: str, capability: int, head_dim: int, tile: int, partial: bool, 
 
 def combine(capability: int):
     pointers = dict.fromkeys(("partials", "stats"), "fp32") | dict.fromkeys(("tokens", "kv_lens"), "int32")
-    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "WINDOWED": False}
+    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "WINDOWED": False, "LEAST_SPLIT": 128}
     return compiled(paged_attention.combine, pointers | {"out": "bf16"}, constants, capability, 1)
 
 

@@ -50,6 +50,13 @@ def test_forms(name, form, device):
     assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (20, 150)], form=form), atol=2e-2)
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("heads", [(3, 1, 96), (2, 2, 128), (2, 1, 256)], ids=str)
+def test_integers_in_every_head_dimension(heads, form, device):
+    backend = made("triton", heads, device, torch.bfloat16, (WINDOW,), form)
+    assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (3, 70)], form=form), atol=2e-2)
+
+
 @pytest.mark.parametrize("name", TRITON)
 @pytest.mark.parametrize("form", ["fp16", "int4"])
 def test_fp16(name, form, device):
@@ -106,9 +113,32 @@ def test_the_fast_form_splits_by_load(device):
     backend = made("triton-fast", (8, 2, 64), device)
     pool, batch, _ = one_step(backend.shape, [(1, 1000)] * 2)
     (launch,) = backend.plan(batch, pool).launches
-    assert launch.num_splits > 1 and launch.split_len % 64 == 0
+    assert launch.num_splits > 1 and launch.num_programs == launch.num_splits
     (launch,) = backend.plan(batch_of(batch.seqs * 200), pool).launches
     assert launch.num_splits == 1
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_a_graph_for_a_long_context_works_as_for_a_short_one(name, device, monkeypatch):
+    """Its grid is bounded by the GPU; a sequence is shared by as many programs as its own length feeds."""
+    backend = made(name, (2, 1, 64), device)
+    monkeypatch.setattr(backend, "_wanted", 16)
+    monkeypatch.setattr(backend, "_most", 32)
+    pool, batch, q = one_step(backend.shape, [(1, 1000), (1, 200)])
+    table = SeqTable.of(batch.seqs, device)
+    bounds = batch_of([])
+    object.__setattr__(bounds, "table", SeqTable(table.query_starts, table.kv_lens, table.block_ids, 1, 1 << 17))
+    (launch,) = backend.plan(bounds, pool).launches
+    assert launch.num_programs == (16 if backend.batch_invariant else 8)
+    assert launch.num_splits == ((1 << 17) // FIXED_SPLIT if backend.batch_invariant else 8)
+    launch.stats.fill_(float("nan"))
+    out = torch.zeros_like(q)
+    plan = backend.plan(bounds, pool)
+    object.__setattr__(plan, "launches", (launch,))
+    backend(plan, 0, q, out)
+    used = (~launch.stats[..., 0].isnan()).sum(dim=2)[:, 0].tolist()
+    assert used == ([4, 1] if backend.batch_invariant else [8, 2])  # of 256 positions; of 128, the least
+    torch.testing.assert_close(out, attended(backend, pool, batch, 0, q), atol=3e-6, rtol=0)
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):

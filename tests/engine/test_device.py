@@ -8,10 +8,8 @@ import torch
 from baton.engine.config import EngineConfig
 from baton.engine.device import GIB, Memory, check_weights, find_device, pool_blocks
 from baton.engine.engine import Engine
-from baton.engine.kv.mirror import HostMirror
 from baton.engine.quant.formats.placed import placed
 from tests.engine.folders import make_folder
-from tests.engine.toys import Collector, make_request, toy_engine
 from tests.engine.weight_forms import FORMS
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -86,32 +84,3 @@ def test_every_form_can_be_placed(name):
     moved = placed(weight, torch.device("meta"))
     assert moved.values.is_meta and moved.scales.is_meta and moved.shape == weight.shape
     assert getattr(moved, "outliers", None) is None or moved.outliers.values.is_meta
-
-
-def test_a_mirror_is_told_before_takers_are():
-    """A prompt's blocks are in host memory when its progress is out; fetched ones in the pool when they are verified;
-    cached ones in host memory when they are offered."""
-    engine = toy_engine()
-    memory = bytearray(engine.pool.bytes.numel())
-    host = torch.frombuffer(memory, dtype=torch.uint8).view(engine.num_blocks, -1)
-    engine.mirror = engine.results.mirror = HostMirror(engine.pool, memoryview(memory))
-    request, collector = make_request("a", list(range(90))), Collector()
-    ids = [block.block_id for block in engine.accept(request).blocks]
-    while collector[request.key].first is None:
-        collector.take(engine.step())
-        upto = engine.layout.num_blocks(max(collector[request.key].progress, default=0))
-        assert torch.equal(host[ids[:upto]], engine.pool.bytes[ids[:upto]])
-    assert collector[request.key].progress[-1] == 90 and host[ids].any(dim=1).all()
-    engine.release_lease(request.key)
-    engine.step()
-    host.zero_()
-    found = engine.offer(request.key._replace(attempt=1), request.span_hashes)
-    ids = [block.block_id for block in found.blocks]
-    assert ids and torch.equal(host[ids], engine.pool.bytes[ids])
-
-    other = make_request("b", list(range(100, 170)))
-    engine.admit(other)
-    ids = [block.block_id for block in engine.set_aside(other.key, 70)]
-    host[ids] = torch.arange(host.shape[1], dtype=torch.uint8)
-    engine.verified(other.key, 70)
-    assert torch.equal(engine.pool.bytes[ids], host[ids])

@@ -53,6 +53,28 @@ def test_graphs_change_nothing(tmp_path):
     assert answers(eager, prompts, True) == answers(graphs, prompts, True)
 
 
+@pytest.mark.parametrize("sampling", [{}, SAMPLED, SAMPLED | dict(top_p=0.9)], ids=str)
+def test_steps_in_flight_change_nothing(tmp_path, sampling):
+    make_folder(tmp_path, "llama3", torch.bfloat16, head_dim=64)
+    prompts = [random_ids(length, length) for length in (3, 17, 64, 65)]
+    engine = load(tmp_path, "cuda")
+    assert engine.runner.launcher.overlaps
+    found = answers(engine, prompts, True, **sampling)
+    engine.runner.launcher.overlaps = False
+    assert answers(engine, prompts, True, **sampling) == found
+
+
+def test_a_share_of_the_multiprocessors_changes_nothing(tmp_path):
+    make_folder(tmp_path, "llama3", torch.bfloat16, head_dim=64)
+    prompts = [random_ids(length, length) for length in (3, 17, 64)]
+    try:
+        shared = load(tmp_path, "cuda", sm_share=0.5)
+    except ValueError as error:
+        pytest.skip(str(error))
+    assert "multiprocessors" in shared.start_line
+    assert answers(shared, prompts, True) == answers(load(tmp_path, "cuda"), prompts, True)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [None, 3])
 def test_speculation_changes_nothing(tmp_path, num_draft_tokens):
     make_folder(tmp_path, "llama3")

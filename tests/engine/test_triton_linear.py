@@ -12,9 +12,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from baton.engine import kernels  # noqa: E402
-from baton.engine.layers.linear import triton, tuning  # noqa: E402
+from baton.engine.layers.linear import tinygemm, triton, tuning  # noqa: E402
 from baton.engine.layers.linear.gpu import GpuChoice  # noqa: E402
-from baton.engine.layers.linear.triton import GpuLinear, packed_by, refusal  # noqa: E402
+from baton.engine.layers.linear.triton import GpuLinear, levels_of, packed_by, refusal  # noqa: E402
 from baton.engine.quant.weights import DenseWeight, pack_int4  # noqa: E402
 from tests.engine.weight_forms import FORMS, dense_weight, int_weight, reference  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_every_path_of_every_form(name):
     for exact in (True, False):
         kernel = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, exact)
         for path in kernel.paths:
-            if path in ("int_mm", "scaled_mm") and DEVICE.type == "cpu":
+            if path in ("int_mm", "scaled_mm", "tinygemm") and DEVICE.type == "cpu":
                 continue  # a library's, of the GPU
             for num_rows in (1, 19):
                 if kernel.fits(path, num_rows) and not (num_rows == 1 and path == "tile128"):
@@ -107,6 +107,65 @@ def test_int4_packing_keeps_every_column():
     low, high = ((half.to(torch.int8) - 8).view(3, 2, 32) for half in (packed & 15, packed >> 4))
     assert torch.equal(torch.stack((low, high), dim=2).flatten(1)[:, :96], q)
     assert not torch.stack((low, high), dim=2).flatten(1)[:, 96:].any()
+    assert torch.equal(levels_of(packed, 64)[:, :96].to(torch.int8) - 8, q)
+
+
+@pytest.fixture
+def tinygemm_of_the_cpu(monkeypatch):
+    """torch has the same product for CPUs, in another order of the weight: with it what ours is given is computed."""
+    if DEVICE.type == "cuda":
+        return
+
+    def pack(levels):
+        assert levels.dtype == torch.uint8 and levels.is_contiguous()
+        assert levels.shape[0] % 8 == 0 and levels.shape[1] % 64 == 0  # of 8 inner tiles of 16 inputs
+        whole = torch.stack((levels >> 4, levels & 15), dim=2).flatten(1)
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole.int(), 1)
+
+    def multiply(x, packed, group, scales):
+        assert x.dtype == scales.dtype == BF16 and scales.is_contiguous() and group in (32, 64, 128, 256)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales)
+
+    monkeypatch.setattr(tinygemm, "pack", pack)
+    monkeypatch.setattr(tinygemm, "multiply", multiply)
+
+
+@pytest.mark.parametrize("group, asym, order", [(32, False, False), (64, True, False), (128, True, True)])
+def test_tinygemm(group, asym, order, tinygemm_of_the_cpu):
+    """Scales are rounded to bf16: 2^-9 of each weight."""
+    weight, bias = int_weight((64, 256), 4, group, asym, order), torch.randn(64).to(BF16)
+    kernel, x = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, False), torch.randn(5, 256).to(BF16)
+    before = kernel.num_bytes
+    kernel.use([(math.inf, "tinygemm")])
+    assert error(kernel(x.to(DEVICE)), reference(weight, x, bias)) < 0.006
+    assert kernel.num_bytes > before
+    kernel.use([(math.inf, "tile16")])
+    assert kernel.num_bytes == before  # what nobody reads is not kept
+
+
+def test_what_tinygemm_does_not_take():
+    for out, inner, group, dtype in (
+        (64, 256, 16, BF16), (60, 256, 32, BF16), (64, 192, 32, BF16), (64, 256, 32, torch.float16),
+    ):  # fmt: skip
+        assert not tinygemm.fits(out, inner, group, dtype)
+    assert "tinygemm" not in GpuLinear(on_device(int_weight((64, 256), 4, 32)), None, BF16, True).paths
+
+
+def test_a_copy_of_the_weight_must_pay(tmp_path, tinygemm_of_the_cpu):
+    """A tenth faster is not enough for as much memory again."""
+    for seconds, taken in ((0.95, "row"), (0.8, "tinygemm")):
+        kernel = GpuLinear(on_device(int_weight((64, 256), 4, 32)), None, BF16, False)
+        slow = dict.fromkeys(kernel.paths, 2.0) | {"row": 1.0, "tinygemm": seconds}
+        calls = []
+        kernel.paths = {name: (lambda x, name=name: calls.append(name)) for name in slow}
+
+        def measure(run, slow=slow, calls=calls):
+            run()
+            return slow[calls[-1]]
+
+        tuning.Table(tmp_path / f"{taken}.json", measure).apply(kernel, DEVICE, BF16)
+        kernel(torch.zeros(1, 256, device=DEVICE, dtype=BF16))
+        assert calls[-1] == taken
 
 
 def test_a_table_is_measured_once_and_read_again(tmp_path):

@@ -54,13 +54,14 @@ class ToyModel:
         self.before_forward = lambda batch: None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
 
-    def forward(self, batch, pool, on_layer=None) -> torch.Tensor:
+    def hidden(self, batch, pool, on_layer=None) -> torch.Tensor:
+        """The logits themselves, in the rows that are wanted."""
         self.before_forward(batch)
         self.batch_sizes.append((len(batch.seqs), len(batch.token_ids)))
         rows = torch.stack([batch.token_ids, batch.positions], 1).float().unsqueeze(1)
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
         pool.write(0, batch.slots, rows, rows)
-        logits, wanted = {}, batch.logit_rows.tolist()
+        found, wanted = torch.zeros(len(batch.token_ids), VOCAB), batch.logit_rows.tolist()
         for piece in batch.seqs:
             k, _ = pool.gather(0, piece.block_ids, piece.kv_len)
             assert torch.equal(k[0, :, 1], torch.arange(piece.kv_len).float()), "a token out of its place"
@@ -68,8 +69,11 @@ class ToyModel:
             for row in range(piece.query_start, piece.query_start + piece.query_len):
                 if row in wanted:
                     num_seen = piece.kv_len - piece.query_len + row - piece.query_start + 1
-                    logits[row] = toy_logits(tokens[:num_seen])
-        return torch.stack([logits[row] for row in wanted]) if wanted else torch.empty(0, VOCAB)
+                    found[row] = toy_logits(tokens[:num_seen])
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
 
 
 def toy_engine(*proposers, **options) -> Engine:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, resolve
 from baton.engine.request import Key, Request, SamplingParams
 from baton.engine.speculation import eagle, medusa
 from baton.engine.speculation.proposer import Advance, Ask, Draftee
@@ -62,7 +62,7 @@ def test_what_was_trained_is_what_proposes(kind, model, tmp_path):
 
 def compare(trainer, target, kind, folder):
     """Tokens that the module at every place and a proposer, fed step by step, name alike; and how many there are."""
-    config = EngineConfig(target.spec.folder, max_num_seqs=2, max_num_batched_tokens=128)
+    config = resolve(EngineConfig(target.spec.folder, max_num_seqs=2, max_num_batched_tokens=128), target.model.spec)
     proposer = MODULES[kind].load(folder, target.model, config)
     token_ids = trainer.batches.draw(0, 256, 64)[0][:1]
     hidden = []

@@ -2,7 +2,8 @@
 
 Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
 not. The fixed form cuts at fixed borders and has one tile for both, so that a row has the same bits either way; the
-fast form has a small tile for decode, a large one for chunks, and as many splits as the load needs.
+fast form has a small tile for decode, a large one for chunks, and as many splits as the load needs, of a length that
+each sequence's own sets on the device: a graph is made for the longest context, and read by short ones.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ FAST_FEW_TILE = 16  # rows: the least that tl.dot takes
 FAST_CHUNK_TILE = 128
 FAST_LEAST_SPLIT = 128  # positions
 PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
+MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each takes several of a long context
 MAX_HEAD_DIM = 256
 
 
@@ -34,13 +36,14 @@ class Launch:
 
     num_tiles: int
     tile: int  # rows
-    split_len: int
-    num_splits: int  # 1: nothing is left to combine
+    split_len: int  # 0: by each sequence's length
+    num_splits: int  # of the longest sequence; 1: nothing is left to combine
+    num_programs: int  # that share the splits of a tile
     num_tokens: int  # to be combined
     query_len: int = 0
     tiles_per_seq: int = 0
     tiles: Tensor | None = None  # int32 [num_tiles, 2]: sequence, first row of its queries
-    tokens: Tensor | None = None  # int32 [num_tokens, 2]: row of the batch, position
+    tokens: Tensor | None = None  # int32 [num_tokens, 3]: row of the batch, position, length of its sequence
     partials: Tensor | None = None  # fp32 [T, heads, splits, head_dim]
     stats: Tensor | None = None  # fp32 [T, heads, splits, 2]
 
@@ -71,7 +74,7 @@ class TritonAttention(Attention):
         processors = 8
         if shape.device.type == "cuda":
             processors = torch.cuda.get_device_properties(shape.device).multi_processor_count
-        self._wanted = PROGRAMS_PER_PROCESSOR * processors
+        self._wanted, self._most = (each * processors for each in (PROGRAMS_PER_PROCESSOR, MAX_PROGRAMS_PER_PROCESSOR))
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
@@ -105,24 +108,22 @@ class TritonAttention(Attention):
         num_seqs, query_len = len(table.kv_lens), table.max_query_len
         tile = self._tile(query_len)
         per_seq = -(-query_len * self.shape.group_size // tile)
-        split_len, num_splits = self._splits(num_seqs * per_seq, query_len, table.max_kv_len)
+        splits = self._splits(num_seqs * per_seq, query_len, table.max_kv_len)
         num_tokens = num_seqs * query_len
-        scratch = self._scratch(num_tokens, num_splits, table.kv_lens.device)
-        return Launch(
-            num_seqs * per_seq, tile, split_len, num_splits, num_tokens, query_len, per_seq, None, None, *scratch
-        )
+        scratch = self._scratch(num_tokens, splits[1], table.kv_lens.device)
+        return Launch(num_seqs * per_seq, tile, *splits, num_tokens, query_len, per_seq, None, None, *scratch)
 
     def _launch(self, seqs: Sequence[SeqSlice], members: list[int], table: SeqTable) -> Launch:
         device, size = table.kv_lens.device, self.shape.group_size
         query_len, kv_len = (max(getattr(seqs[i], name) for i in members) for name in ("query_len", "kv_len"))
         tile = self._tile(query_len)
         tiles = [(i, row) for i in members for row in range(0, seqs[i].query_len * size, tile)]
-        split_len, num_splits = self._splits(len(tiles), query_len, kv_len)
-        places = ((seqs[i].query_start, seqs[i].kv_len - seqs[i].query_len, seqs[i].query_len) for i in members)
-        tokens = [(start + t, before + t) for start, before, count in places for t in range(count)]
-        scratch = self._scratch(max(row for row, _ in tokens) + 1, num_splits, device)
+        splits = self._splits(len(tiles), query_len, kv_len)
+        places = ((seqs[i].query_start, seqs[i].kv_len, seqs[i].query_len) for i in members)
+        tokens = [(start + t, length - count + t, length) for start, length, count in places for t in range(count)]
+        scratch = self._scratch(max(row for row, _, _ in tokens) + 1, splits[1], device)
         on_device = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (tiles, tokens))
-        return Launch(len(tiles), tile, split_len, num_splits, len(tokens), 0, 0, *on_device, *scratch)
+        return Launch(len(tiles), tile, *splits, len(tokens), 0, 0, *on_device, *scratch)
 
     def _scratch(self, num_rows: int, num_splits: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         if num_splits == 1:
@@ -133,10 +134,13 @@ class TritonAttention(Attention):
     def _tile(self, query_len: int) -> int:
         return FIXED_TILE
 
-    def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int]:
-        """Length and number of the splits that programs of their own take; 1: a program takes all of a row's."""
-        crowded = num_tiles * self.shape.num_kv_heads >= self._wanted
-        return FIXED_SPLIT, 1 if crowded or query_len > FEW_QUERIES else -(-longest // FIXED_SPLIT)
+    def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
+        """Length and number of splits, and of the programs that share them; 1, 1: a program takes all of a row's."""
+        num_programs = num_tiles * self.shape.num_kv_heads
+        if num_programs >= self._wanted or query_len > FEW_QUERIES:
+            return FIXED_SPLIT, 1, 1
+        num_splits = -(-longest // FIXED_SPLIT)
+        return FIXED_SPLIT, num_splits, min(num_splits, self._most // num_programs)
 
     # ---- a layer ----
 
@@ -154,7 +158,7 @@ class TritonAttention(Attention):
     def _attend(self, plan: Plan, launch: Launch, layer: tuple, q: Tensor, out: Tensor, window: int | None) -> None:
         k, v, k_scales, v_scales = layer
         shape, group, table = self.shape, plan.pool.group, plan.table
-        self._kernels.attend[(launch.num_tiles, shape.num_kv_heads, launch.num_splits)](
+        self._kernels.attend[(launch.num_tiles, shape.num_kv_heads, launch.num_programs)](
             q, out, _or(launch.partials, out), _or(launch.stats, out), k, v, k_scales, v_scales,
             _or(launch.tiles, table.kv_lens), table.query_starts, table.kv_lens, table.block_ids,
             q.stride(0), q.stride(1), out.stride(0), table.block_ids.stride(0), *k.stride()[:3],
@@ -162,7 +166,7 @@ class TritonAttention(Attention):
             launch.split_len, launch.num_splits, launch.tiles_per_seq,
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
             BLOCK_N=BLOCK_N, FORM=group.form if group.form in ("int8", "int4") else "cast",
-            WINDOWED=window is not None, PARTIAL=launch.num_splits > 1,
+            WINDOWED=window is not None, PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
             num_warps=8 if launch.tile * self._block_d > 64 * 128 else 4, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
@@ -171,8 +175,8 @@ class TritonAttention(Attention):
         self._kernels.combine[(launch.num_tokens, self.shape.num_heads)](
             launch.partials, launch.stats, _or(launch.tokens, kv_lens), kv_lens, out, out.stride(0), window or 0,
             launch.split_len, launch.num_splits, launch.query_len,
-            HEAD_DIM=self.shape.head_dim, BLOCK_D=self._block_d, WINDOWED=window is not None,
-            num_warps=1, enable_fp_fusion=not self.batch_invariant,
+            HEAD_DIM=self.shape.head_dim, BLOCK_D=self._block_d, BLOCK_N=BLOCK_N, WINDOWED=window is not None,
+            LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
 
@@ -187,11 +191,10 @@ class FastTritonAttention(TritonAttention):
             return FAST_FEW_TILE
         return FAST_CHUNK_TILE if self._block_d <= 128 else FAST_CHUNK_TILE // 2
 
-    def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int]:
+    def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
         wanted = self._wanted // (num_tiles * self.shape.num_kv_heads) if query_len <= FEW_QUERIES else 1
-        least = max(FAST_LEAST_SPLIT, -(-longest // max(wanted, 1)))
-        split_len = -(-least // BLOCK_N) * BLOCK_N
-        return split_len, -(-longest // split_len)
+        num_splits = max(1, min(wanted, -(-longest // FAST_LEAST_SPLIT)))
+        return 0, num_splits, num_splits
 
 
 def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

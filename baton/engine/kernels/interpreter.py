@@ -1,15 +1,25 @@
-"""Triton's interpreter (3.6.0) under numpy 2.4: `range` over a value that a kernel computed needs an index, which it
-takes from an array of one element, and numpy no longer converts that."""
+"""Triton's interpreter (3.6.0 to 3.9.0) under numpy 2.4, mended where tests would see the machine instead of a kernel:
+`range` over a value that a kernel computed needs an index, which it takes from an array of one element, and numpy no
+longer converts that; and OpenBLAS adds up a row of a product by where it stands in the tile (seen in 0.3.31), which no
+matrix instruction does."""
 
+import numpy as np
 from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Every scalar of an interpreted kernel can be a bound of `range`."""
-    patch = interpreter._patch_lang_tensor
+    """Every scalar of an interpreted kernel can be a bound of `range`; a row of a product is computed by itself."""
+    patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patch_and_index(tensor: type, scope: interpreter._LangPatchScope) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    def dot_of_rows(self, a, b, d, *options):
+        if a.data.ndim != 2 or a.data.dtype != np.float32 or b.data.dtype != np.float32:
+            return dot(self, a, b, d, *options)
+        product = np.matmul(a.data[:, None, :], b.data, dtype=d.data.dtype)[:, 0]
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     interpreter._patch_lang_tensor = patch_and_index
+    interpreter.InterpreterBuilder.create_dot = dot_of_rows

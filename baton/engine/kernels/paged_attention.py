@@ -2,12 +2,15 @@
 
 One program takes a tile of query rows that share a KV head (token after token, the heads of a token side by side) and
 walks KV in spans of BLOCK_N absolute positions with a running maximum and sum (FlashAttention-2, Dao 2023). KV is cut
-into splits of `split_len` positions. Either a program takes one split and leaves a partial result that `combine` merges
-(Flash-Decoding, Dao et al. 2023), or it takes all of them.
+into splits of `split_len` positions. Either programs share the splits and leave partial results that `combine` merges
+(Flash-Decoding, Dao et al. 2023), or one takes all of them.
 
 Fixed form: the tile's shape and split_len are constants, a split's result and the merging of splits are the same
 arithmetic in both ways, without contraction to fma. A row's bits then do not depend on who shares its tile or step, or
 on which of the two ways was taken. The torch twin is attention/reference.py.
+
+How far a step reads is known here alone, where it runs as a CUDA graph: the grid is made for the GPU, not for the
+longest context that there may be.
 """
 
 import triton
@@ -26,13 +29,14 @@ def attend(
     scale_block_stride, scale_head_stride, scale_token_stride,
     log2_scale, window, block_size, split_len, num_splits, tiles_per_seq,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FORM: tl.constexpr, WINDOWED: tl.constexpr, PARTIAL: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, PARTIAL: tl.constexpr, LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads, splits; 1 split where not PARTIAL).
+    """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL).
 
     q, out [T, H, D]; k, v and their scales: one layer of the pool, [blocks, kv heads, tokens, ..]; query_starts,
     kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence, first of its rows; not read where every sequence
     has tiles_per_seq > 0. partials fp32 [T, H, num_splits, D]: sums before division; stats, with 2: maximum, sum.
+    split_len 0: as long as num_splits need to hold a sequence.
     """
     kv_head = tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
@@ -44,7 +48,10 @@ def attend(
         first_row = tl.load(tiles + 2 * tl.program_id(0) + 1)
     query_start = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - query_start
-    before = tl.load(kv_lens + seq) - query_len  # tokens before the first query
+    kv_len = tl.load(kv_lens + seq)
+    before = kv_len - query_len  # tokens before the first query
+    if split_len == 0:
+        split_len = spread(kv_len, num_splits, LEAST_SPLIT, BLOCK_N)
     # The tile sees [begin, end); begin lies on a border of spans.
     end = before + tl.minimum(query_len, (first_row + BLOCK_M - 1) // GROUP + 1)
     whole = before + first_row // GROUP + 1
@@ -52,9 +59,7 @@ def attend(
     if WINDOWED:
         begin = tl.maximum(before + first_row // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
     if PARTIAL:
-        begin = tl.maximum(begin, tl.program_id(2) * split_len)
-        end = tl.minimum(end, (tl.program_id(2) + 1) * split_len)
-        if begin >= end:
+        if tl.program_id(2) * split_len >= end:
             return
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -71,15 +76,18 @@ def attend(
     table = block_table + seq.to(tl.int64) * table_stride
 
     if PARTIAL:
-        maximum, total, acc = _reduce(
-            q_tile, k, v, k_scales, v_scales, table, before + tokens, whole, begin, end,
-            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED,
-        )  # fmt: skip
-        places = ((query_start + tokens).to(tl.int64) * num_heads + heads) * num_splits + tl.program_id(2)
-        tl.store(stats + 2 * places, maximum, mask=tokens < query_len)
-        tl.store(stats + 2 * places + 1, total, mask=tokens < query_len)
-        tl.store(partials + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        for split in range(tl.program_id(2), (end + split_len - 1) // split_len, tl.num_programs(2)):
+            first, last = tl.maximum(begin, split * split_len), tl.minimum(end, (split + 1) * split_len)
+            if first < last:  # else it lies before the window
+                maximum, total, acc = _reduce(
+                    q_tile, k, v, k_scales, v_scales, table, before + tokens, whole, first, last,
+                    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED,
+                )  # fmt: skip
+                places = ((query_start + tokens).to(tl.int64) * num_heads + heads) * num_splits + split
+                tl.store(stats + 2 * places, maximum, mask=tokens < query_len)
+                tl.store(stats + 2 * places + 1, total, mask=tokens < query_len)
+                tl.store(partials + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
     else:
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -102,19 +110,24 @@ def attend(
 @triton.jit(do_not_specialize=["window", "split_len", "num_splits", "query_len"])
 def combine(
     partials, stats, tokens, kv_lens, out, out_stride, window, split_len, num_splits, query_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WINDOWED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 2]: row of the batch,
-    position; not read where every sequence has query_len > 0 tokens."""
+    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 3]: row of the batch,
+    position, length of its sequence; not read where every sequence has query_len > 0 tokens."""
     head = tl.program_id(1)
     if query_len > 0:
         row = tl.program_id(0)
-        position = tl.load(kv_lens + row // query_len) - query_len + row % query_len
+        kv_len = tl.load(kv_lens + row // query_len)
+        position = kv_len - query_len + row % query_len
     else:
-        row = tl.load(tokens + 2 * tl.program_id(0))
-        position = tl.load(tokens + 2 * tl.program_id(0) + 1)
+        row = tl.load(tokens + 3 * tl.program_id(0))
+        position = tl.load(tokens + 3 * tl.program_id(0) + 1)
+        kv_len = tl.load(tokens + 3 * tl.program_id(0) + 2)
     if position < 0:  # padding
         return
+    if split_len == 0:
+        split_len = spread(kv_len, num_splits, LEAST_SPLIT, BLOCK_N)
     first = 0
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0) // split_len
@@ -131,6 +144,12 @@ def combine(
         acc = acc * kept + split_acc * added
     result = narrow(acc / total, out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def spread(kv_len, num_splits, LEAST_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Positions of a split: whole spans, as few as hold a sequence in num_splits of them, at least LEAST_SPLIT."""
+    return tl.maximum(tl.cdiv(tl.cdiv(kv_len, num_splits), BLOCK_N) * BLOCK_N, LEAST_SPLIT)
 
 
 @triton.jit

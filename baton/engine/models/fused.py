@@ -24,13 +24,13 @@ _LAYER = ("input_norm", "qkv", "q_norm", "k_norm", "output", "mlp_norm", "gate_u
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of native/fused.cpp."""
+    """`Layer` of native/fused.h."""
 
     _fields_ = [(name, _POINTER) for name in _LAYER]
 
 
 class _Model(ctypes.Structure):
-    """`Model` of native/fused.cpp."""
+    """`Model` of native/fused.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("kind", "hidden_size", "intermediate_size")),
@@ -40,7 +40,7 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`Step` of native/fused.cpp."""
+    """`Step` of native/fused.h."""
 
     _fields_ = [
         ("pool", _POINTER),
@@ -78,6 +78,15 @@ class FusedLayers:
         library = native.library()
         self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT)
         self._norm = library.function("baton_norm", _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)
+
+    @property
+    def address(self) -> int:
+        """Of the model's struct, for native code that runs the layers."""
+        return ctypes.addressof(self._model)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
 
     @staticmethod
     def unfit(spec: ModelSpec, layers: Sequence[Layer], attention: Attention) -> str:

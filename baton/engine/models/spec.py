@@ -169,6 +169,10 @@ def _family(config: dict) -> str:
     raise ValueError(f"architecture {architectures[0]} is not supported, one of {known}")
 
 
+# A folder's word is not reason enough to make a billion layers before the first weight is looked for.
+_MAX_LAYERS, _MAX_COUNT = 4096, 2**31 - 1
+
+
 def _count(config: dict, key: str, default: int | None = None) -> int:
     """A positive integer; absent and null both mean the default."""
     value = config.get(key)
@@ -178,6 +182,8 @@ def _count(config: dict, key: str, default: int | None = None) -> int:
         raise KeyError(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}, not a positive integer")
+    if value > (most := _MAX_LAYERS if key == "num_hidden_layers" else _MAX_COUNT):
+        raise ValueError(f"{key} is {value}, at most {most} is believed")
     return value
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -30,9 +31,15 @@ inline uint16_t to_bf16(float value) {
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+inline std::atomic<int64_t> scratch_bytes{0};  // of all threads
+
 // Memory of the calling thread that only grows: a kernel's scratch, aligned to a cache line.
 inline char* scratch(std::vector<char>& memory, size_t num_bytes) {
-  if (memory.size() < num_bytes + 64) memory.resize(num_bytes + 64);
+  if (memory.size() < num_bytes + 64) {
+    scratch_bytes -= memory.capacity();
+    memory.resize(num_bytes + 64);
+    scratch_bytes += memory.capacity();
+  }
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
 }
 

@@ -2,41 +2,12 @@
 //
 // Each row is computed by itself and in one order. Between operations rows have the compute dtype, as in the torch code
 // that this stands for (models/llama.py); within one they are fp32: a rotation or an activation is rounded once.
-#include "attention.h"
-#include "linear.h"
-
-extern "C" void baton_linear(const baton::Linear* linear, const void* x, void* y, int64_t num_rows,
-                             int64_t num_threads);
+#include "fused.h"
 
 namespace baton {
 namespace {
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // that cost less than waking a second thread
-
-// Python fills these: baton/engine/models/fused.py.
-struct Layer {
-  const void* input_norm;
-  const Linear* qkv;
-  const void *q_norm, *k_norm;  // null: none
-  const Linear* output;
-  const void* mlp_norm;
-  const Linear *gate_up, *down;
-};
-struct Model {
-  int64_t kind, hidden_size, intermediate_size;
-  const float *cos, *sin;  // [positions][head_dim], the first half of sin negated
-  const Layer* layers;
-  const Shape* shape;
-  double eps;
-};
-struct Step {
-  const Pool* pool;
-  const Sequence* seqs;
-  int64_t num_seqs;
-  const int64_t *positions, *slots;
-  int64_t num_tokens, num_threads;
-  void* x;  // [num_tokens][hidden_size]
-};
 
 template <class Row>
 void each_row(const Step& step, int64_t size, Row row) {
@@ -126,8 +97,7 @@ void swiglu(const Model& model, const Step& step, const void* gate_up, void* out
 
 using namespace baton;
 
-// Layers [first, last) on step->x, in place; their KV is in the pool afterwards.
-extern "C" void baton_layers(const Model* model, const Step* step, int64_t first, int64_t last) {
+void baton_layers(const Model* model, const Step* step, int64_t first, int64_t last) {
   thread_local std::vector<char> memory;
   const Pool& pool = *step->pool;
   const int64_t rows = step->num_tokens, threads = step->num_threads, width = model->kind == FP32 ? 4 : 2;
@@ -153,10 +123,9 @@ extern "C" void baton_layers(const Model* model, const Step* step, int64_t first
   }
 }
 
-// x [num_rows][hidden_size] -> normed, as before a product.
-extern "C" void baton_norm(const Model* model, void* x, const void* weight, void* normed, int64_t num_rows,
-                           int64_t num_threads) {
+void baton_norm(const Model* model, const void* x, const void* weight, void* normed, int64_t num_rows,
+                int64_t num_threads) {
   Step step{};
-  step.num_tokens = num_rows, step.num_threads = num_threads, step.x = x;
+  step.num_tokens = num_rows, step.num_threads = num_threads, step.x = const_cast<void*>(x);
   add_norm(*model, step, nullptr, weight, normed);
 }

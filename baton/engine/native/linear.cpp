@@ -55,3 +55,6 @@ extern "C" int64_t baton_linear_supported() { return 0; }
 extern "C" void baton_linear(const Linear*, const void*, void*, int64_t, int64_t) {}
 
 #endif
+
+// What all kernels keep, of all threads.
+extern "C" int64_t baton_scratch_bytes() { return baton::scratch_bytes; }

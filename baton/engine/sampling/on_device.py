@@ -1,7 +1,8 @@
 """Tokens drawn where the logits are: one copy of token ids a step, and nothing waits for the device before it.
 
 The same draw as sampler.py's, whose words hold here: noise over the whole vocabulary in fp32, the best few compared
-again in fp64. Rows with penalties, filters or log-probabilities take the other path, which asks the device more often.
+again in fp64. Rows whose draw hangs on the tokens before (penalties), or that give log-probabilities too, take the other
+path, which asks the device more often.
 """
 
 from collections.abc import Sequence
@@ -9,45 +10,102 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from baton.engine.request import Request
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
-from baton.engine.sampling.penalties import changes
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, has_filters
+from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow, has_filters
 
 BEST = 16  # tokens of a row that are compared in fp64: within 1e-3 of the best there are hardly ever two
+NEVER = float("-inf")
 
 
 class DeviceSampler(Sampler):
-    """See the module."""
+    """See the module. A row takes the same path whatever shares its batch."""
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
-        if not all(map(_is_plain, rows)):
-            return super().sample(logits, rows)
-        return [Sampled(token_id, None) for token_id in draw(logits, rows).tolist()]
+        plain = [index for index, row in enumerate(rows) if is_plain(row)]
+        if len(plain) == len(rows):
+            return [Sampled(token_id, None) for token_id in draw(logits, rows).tolist()]
+        others = [index for index in range(len(rows)) if index not in set(plain)]
+        found = dict(zip(others, super().sample(logits[others], [rows[index] for index in others]), strict=True))
+        if plain:
+            drawn = draw(logits[plain], [rows[index] for index in plain]).tolist()
+            found |= {index: Sampled(token_id, None) for index, token_id in zip(plain, drawn, strict=True)}
+        return [found[index] for index in range(len(rows))]
 
 
 def draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """int64 [R], on the device of logits fp32 [R, vocab_size]. No row has penalties or filters."""
+    """int64 [R], on the device of logits fp32 [R, vocab_size], which stay as they are. All rows are plain."""
+    logits = _biased(logits, rows)
     best = logits.argmax(dim=1)
     drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
     if not drawn:
         return best
-    chosen = [rows[index] for index in drawn]
+    device, chosen = logits.device, [rows[index] for index in drawn]
     keys = [noise_key(row.params.seed, row.choice, row.position) for row in chosen]
-    words = torch.tensor([drawn, keys], dtype=torch.int64, device="cpu")
-    temperatures = torch.tensor([row.params.temperature for row in chosen], dtype=torch.float32, device="cpu")
-    if logits.device.type == "cuda":
-        words, temperatures = words.pin_memory(), temperatures.pin_memory()
-    index, keys = words.to(logits.device, non_blocking=True)
+    index, keys = sent([drawn, keys], torch.int64, device)
+    temperatures = sent([row.params.temperature for row in chosen], torch.float32, device)
     scores = logits if len(drawn) == len(rows) else logits[index]
-    scores = scores / temperatures.to(logits.device, non_blocking=True).unsqueeze(1)
+    scores = scores / temperatures.unsqueeze(1)
+    if filtered := [place for place, row in enumerate(chosen) if has_filters(row.params)]:
+        places = sent(filtered, torch.int64, device)
+        scores[places] = survivors(scores[places], [chosen[place] for place in filtered])
     keys = keys.unsqueeze(1)
-    token_ids = torch.arange(scores.shape[1], device=logits.device)
+    token_ids = torch.arange(scores.shape[1], device=device)
     rough = scores + gumbel(uniform(keys, token_ids).float())
     ids = rough.topk(min(BEST, scores.shape[1]), dim=1).indices.sort(dim=1).values  # of equals the lowest id wins
     exact = scores.gather(1, ids).double() + gumbel(uniform(keys, ids))
     return best.index_copy(0, index, ids.gather(1, exact.argmax(dim=1, keepdim=True)).squeeze(1))
 
 
-def _is_plain(row: SampleRow) -> bool:
+def survivors(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """scores [R, vocab_size] after temperature, -inf where top_k, top_p or min_p take a token out: `candidates` of all
+    rows at once, from whole sorted rows, since how many would do is not known here."""
+    vocab_size = scores.shape[1]
+    params = [row.params for row in rows]
+    first = [vocab_size - (each.top_k if 0 < each.top_k < vocab_size else vocab_size) for each in params]
+    limits = sent([[1 - each.top_p, each.min_p] for each in params], torch.float32, scores.device)
+    ordered, order = scores.sort(dim=1, stable=True)  # ascending
+    worst = ordered.gather(1, sent(first, torch.int64, scores.device).unsqueeze(1))
+    ordered = ordered.masked_fill(ordered < worst, NEVER)
+    # A top_p of 1 takes nothing out, whatever the sum rounds to.
+    outside = (ordered.softmax(dim=1).cumsum(dim=1) <= limits[:, :1]) & (limits[:, :1] > 0)
+    outside[:, -1] = False
+    ordered = ordered.masked_fill(outside, NEVER)
+    shares = ordered.softmax(dim=1)
+    ordered = ordered.masked_fill(shares < limits[:, 1:] * shares.amax(dim=1, keepdim=True), NEVER)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def _biased(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    """With what rows add to logits, and without what they may not draw yet."""
+    biases = [(index, *bias) for index, row in enumerate(rows) for bias in row.params.logit_bias]
+    banned = [(index, id_) for index, row in enumerate(rows) for id_ in sorted(row.min_tokens_left_bans)]
+    if biases or banned:
+        logits = logits.clone()
+    if biases:
+        where, ids, values = zip(*biases, strict=True)
+        added = sent(values, logits.dtype, logits.device)
+        logits.index_put_(tuple(sent([where, ids], torch.int64, logits.device)), added, accumulate=True)
+    if banned:
+        logits[tuple(sent(list(zip(*banned, strict=True)), torch.int64, logits.device))] = NEVER
+    return logits
+
+
+def plain_row(request: Request, choice: int, num_tokens: int) -> SampleRow | None:
+    """What the token behind `num_tokens` is drawn with, whatever these are; None: it hangs on them."""
+    banned = request.stop_token_ids if num_tokens - request.num_prompt_tokens < request.min_tokens else NO_TOKENS
+    row = SampleRow(request.sampling, choice, num_tokens, (), (), banned)
+    return row if is_plain(row) else None
+
+
+def is_plain(row: SampleRow) -> bool:
+    """Whether `draw` draws it."""
     params = row.params
-    return params.logprobs is None and not has_filters(params) and not changes(params, row.min_tokens_left_bans)
+    penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return params.logprobs is None and not penalties
+
+
+def sent(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the device, by a copy that nobody waits for."""
+    made = torch.tensor(values, dtype=dtype, device="cpu")
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)

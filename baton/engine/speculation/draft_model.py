@@ -17,12 +17,14 @@ from torch import Tensor
 
 from baton.engine.batch import ForwardBatch, SeqSlice
 from baton.engine.config import MAX_DRAFT_TOKENS, EngineConfig, default_num_blocks
+from baton.engine.kv.native import native_pool
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.llama import Model
 from baton.engine.models.loader import load_model, weight_files
 from baton.engine.models.spec import ModelSpec
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.speculation.drawing import draw
+from baton.engine.speculation.drawing import draw, is_argmax
+from baton.engine.speculation.passes import Lack, Passes
 from baton.engine.speculation.proposer import Ask, Draftee, Proposer
 from kvtransfer.layout import KVLayout
 
@@ -70,6 +72,8 @@ class DraftModel(Proposer):
         self.model, self.pool, self.context = model, pool, context
         self._free = list(range(pool.num_blocks - 1, -1, -1))
         self._sampler = Sampler()
+        fits = Passes.fit(model, model.fused)
+        self._passes = Passes(model, model.fused, model.norm.weight, native_pool(pool)) if fits else None
         self._num_bytes = num_weight_bytes + pool.bytes.nbytes
 
     @property
@@ -105,14 +109,37 @@ class DraftModel(Proposer):
     @torch.inference_mode()
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
+        width = max(ask.num_tokens for ask in asks)
         served, chunks = [], []
-        for index, (draftee, num_tokens) in enumerate(asks):
+        for index, (draftee, _) in enumerate(asks):
             lack, reading = self._lack(draftee), draftee.state
-            if lack <= LAG_TOKENS and self._take(reading, reading.num_computed + lack + num_tokens - 1):
+            if lack <= LAG_TOKENS and self._take(reading, reading.num_computed + lack + width - 1):
                 served.append(index)
                 chunks.append((draftee, lack))
         if not served:
             return drafts
+        if self._passes is not None and all(is_argmax(draftee.request) for draftee, _ in chunks):
+            counts = [asks[index].num_tokens for index in served]
+            for index, draft in zip(served, self._guess(chunks, counts), strict=True):
+                drafts[index] = draft
+        else:
+            self._draw(asks, drafts, served, chunks)
+        for (draftee, _), draft in zip(asks, drafts, strict=True):
+            draftee.state.guessed, draftee.state.guessed_at = draft, len(draftee.token_ids)
+        return drafts
+
+    def _guess(self, chunks: Sequence[tuple[Draftee, int]], counts: Sequence[int]) -> list[list[int]]:
+        """The likeliest tokens, all in one call."""
+        lacks, token_ids = [], []
+        for (draftee, lack), count in zip(chunks, counts, strict=True):
+            reading = draftee.state
+            first = reading.num_computed
+            lacks.append(Lack(lack, first + lack, first, count, reading.table.data_ptr()))
+            token_ids += draftee.token_ids[reading.begin + first :]
+        return self._passes(lacks, token_ids)
+
+    def _draw(self, asks: Sequence[Ask], drafts: list[list[int]], served: list[int], chunks: list) -> None:
+        """Pass by pass."""
         logits = self._read(chunks, want_logits=True)
         while True:
             draftees = [asks[index].draftee for index in served]
@@ -121,11 +148,8 @@ class DraftModel(Proposer):
                 drafts[index].append(token_id)
             served = [index for index in served if len(drafts[index]) < asks[index].num_tokens]
             if not served:
-                break
+                return
             logits = self._read_guesses([(asks[index].draftee.state, drafts[index][-1]) for index in served])
-        for (draftee, _), draft in zip(asks, drafts, strict=True):
-            draftee.state.guessed, draftee.state.guessed_at = draft, len(draftee.token_ids)
-        return drafts
 
     # ---- what was read ----
 

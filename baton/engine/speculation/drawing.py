@@ -10,12 +10,13 @@ from baton.engine.request import Request, SamplingParams
 from baton.engine.sampling.sampler import Sampler, sample_row
 from baton.engine.speculation.proposer import Draftee
 
+
 def draw(
     sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]
 ) -> list[int]:
     """One token per row of a draft's own logits fp32 [R, vocab_size]: row i goes on after draftees[i].token_ids and
     drafts[i], what was proposed for it so far."""
-    if all(_is_argmax(draftee.request) for draftee in draftees):
+    if all(is_argmax(draftee.request) for draftee in draftees):
         return logits.argmax(dim=1).tolist()
     rows = [
         sample_row(draftee.request, _silent(draftee.request.sampling), draftee.choice, draftee.token_ids, draft)
@@ -30,7 +31,8 @@ def _silent(params: SamplingParams) -> SamplingParams:
     return replace(params, logprobs=None)
 
 
-def _is_argmax(request: Request) -> bool:
+def is_argmax(request: Request) -> bool:
+    """Whether its next token is the likeliest one, and nothing else comes into it."""
     params = request.sampling
     return (
         params.temperature == 0

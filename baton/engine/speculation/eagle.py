@@ -10,22 +10,33 @@ was read here starts as empty as one whose prompt came from elsewhere.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.attention.base import AttentionShape
+from baton.engine.attention.native import NativeAttention
 from baton.engine.config import MAX_DRAFT_TOKENS, EngineConfig
+from baton.engine.kv.native import native_pool
+from baton.engine.kv.pool import KVPool
+from baton.engine.layers.activation import VECTOR_STRIDE
 from baton.engine.layers.linear import choose
+from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.norm import RMSNorm
+from baton.engine.models.fused import FusedLayers
+from baton.engine.models.layer import Layer
 from baton.engine.models.llama import Model
 from baton.engine.quant.weights import DenseWeight
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.speculation.drawing import draw
+from baton.engine.speculation.drawing import draw, is_argmax
 from baton.engine.speculation.heads_folder import HeadsFolder
+from baton.engine.speculation.passes import Entry, Lack, Passes
 from baton.engine.speculation.proposer import Advance, Ask, Draftee, Proposer
+from kvtransfer.layout import KVGroup, KVLayout
+from kvtransfer.naming import SPAN_TOKENS
 
 WINDOW = 256  # rows that the layer may look back; a slot has room for twice as many before its last ones move down
 
@@ -55,7 +66,6 @@ class Eagle(Proposer):
         make, _ = choose(config.linear, config.batch_invariant, model.dtype, model.device)
         size, self._head_dim = spec.hidden_size, spec.head_dim
         self._q_size, self._kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._inner = folder.count("intermediate_size")
         self._weight_bytes = 0
 
         def read(name: str, *shape: int) -> Tensor:
@@ -69,27 +79,52 @@ class Eagle(Proposer):
         def norm(name: str) -> RMSNorm:
             return RMSNorm(read(f"{name}.weight", size), spec.norm_eps)
 
-        self._embedding_norm, self._features_norm = norm("embedding_norm"), norm("features_norm")
-        self._input_norm, self._mlp_norm, self._norm = norm("input_norm"), norm("mlp_norm"), norm("norm")
-        self._project = linear(read("project.weight", size, 2 * size))
-        self._qkv = linear(
-            read("q_proj.weight", self._q_size, size),
-            read("k_proj.weight", self._kv_size, size),
-            read("v_proj.weight", self._kv_size, size),
+        inner = folder.count("intermediate_size")
+        padding = -inner % VECTOR_STRIDE
+        self._inner = inner + padding
+        self._embedding_norm, self._features_norm, self._norm = (
+            norm(name) for name in ("embedding_norm", "features_norm", "norm")
         )
-        self._output = linear(read("o_proj.weight", size, self._q_size))
-        gate, up = (read(f"mlp.{name}_proj.weight", self._inner, size) for name in ("gate", "up"))
-        self._gate_up = linear(gate, up)
-        self._down = linear(read("mlp.down_proj.weight", size, self._inner))
+        self._project = linear(read("project.weight", size, 2 * size))
+        qkv = [read(f"{name}_proj.weight", rows, size) for name, rows in self._qkv_sizes.items()]
+        gate, up = (F.pad(read(f"mlp.{name}_proj.weight", inner, size), (0, 0, 0, padding)) for name in ("gate", "up"))
+        self._layer = Layer(
+            norm("input_norm"), linear(*qkv), None, None, linear(read("o_proj.weight", size, self._q_size)),
+            norm("mlp_norm"), linear(gate, up), linear(F.pad(read("mlp.down_proj.weight", size, inner), (0, padding))),
+        )  # fmt: skip
         room = 2 * (WINDOW + MAX_DRAFT_TOKENS + 1)
-        rows = (config.max_num_seqs, 2, spec.num_kv_heads, room, spec.head_dim)
-        self._kv = torch.zeros(rows, dtype=model.dtype, device=model.device)
+        room += -room % SPAN_TOKENS
+        group = KVGroup("paged", 1, spec.num_kv_heads, spec.head_dim, config.dtype, room)
+        self._pool = KVPool(KVLayout((group,)), config.max_num_seqs, device=model.device)  # a block is a slot
+        self._kv = self._pool.blocks[:, 0]
         self._free = list(range(config.max_num_seqs))
+        self._slots = torch.arange(config.max_num_seqs)
+        self._passes = self._native_passes()
+
+    @property
+    def _qkv_sizes(self) -> dict[str, int]:
+        return {"q": self._q_size, "k": self._kv_size, "v": self._kv_size}
+
+    def _native_passes(self) -> Passes | None:
+        """None where the layer or the target cannot be run by the native kernels."""
+        model, spec = self.model, self.model.spec
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, (WINDOW,), model.dtype, model.device)
+        if not isinstance(model.fused, FusedLayers) or NativeAttention.unfit(shape):
+            return None
+        spec, layers, attention = replace(spec, intermediate_size=self._inner), [self._layer], NativeAttention(shape)
+        if FusedLayers.unfit(spec, layers, attention) or not isinstance(self._project, PackedLinear):
+            return None
+        fused = FusedLayers(spec, layers, attention, model.rope)
+        if not Passes.fit(model, fused):
+            return None
+        norms = (self._embedding_norm, self._features_norm, model.norm)
+        entry = Entry(self._project, *(norm.weight for norm in norms))
+        return Passes(model, fused, self._norm.weight, native_pool(self._pool), entry)
 
     @property
     def num_bytes(self) -> int:
         rows = self._kv.shape[0] * WINDOW * self.model.spec.hidden_size * self._kv.element_size()
-        return self._weight_bytes + self._kv.nbytes + rows
+        return self._weight_bytes + self._pool.bytes.nbytes + rows
 
     def open(self, draftee: Draftee) -> None:
         draftee.state = Context(self._free.pop()) if self._free else None
@@ -120,6 +155,30 @@ class Eagle(Proposer):
         ]
         if not active:
             return drafts
+        if self._passes is not None and all(is_argmax(draftee.request) for draftee, _, _ in active):
+            self._guess(active)
+        else:
+            self._draw(active)
+        return drafts
+
+    def _guess(self, active: Sequence[tuple[Draftee, list[int], int]]) -> None:
+        """The likeliest tokens, all in one call."""
+        hidden, token_ids, lacks = [], [], []
+        for draftee, _, count in active:
+            context, first = draftee.state, draftee.state.pending[0][1]
+            num_new = context.num_pending
+            self._make_room(context, num_new)
+            context.num_rows += num_new
+            lacks.append(Lack(num_new, context.num_rows, first, count, self._slots.data_ptr() + 8 * context.slot))
+            hidden += [rows for rows, _ in context.pending]
+            token_ids += draftee.token_ids[first + 1 : first + 1 + num_new]
+            context.pending.clear()
+        rows = hidden[0].contiguous() if len(hidden) == 1 else torch.cat(hidden)
+        for (_, draft, _), guessed in zip(active, self._passes(lacks, token_ids, rows), strict=True):
+            draft += guessed
+
+    def _draw(self, active: list[tuple[Draftee, list[int], int]]) -> None:
+        """Pass by pass."""
         x, q = self._catch_up([draftee for draftee, _, _ in active])
         while True:
             draftees = [draftee for draftee, _, _ in active]
@@ -131,7 +190,7 @@ class Eagle(Proposer):
                 draft.append(token_id)
             going_on = [row for row, (_, draft, count) in enumerate(active) if len(draft) < count]
             if not going_on:
-                return drafts
+                return
             if len(going_on) < len(active):
                 active, features = [active[row] for row in going_on], features[going_on]
             x, q = self._next(active, features)
@@ -152,11 +211,7 @@ class Eagle(Proposer):
         begin = 0
         for draftee, last in zip(draftees, last_rows, strict=True):
             context, num_new = draftee.state, last + 1 - begin
-            if context.num_rows + num_new > 2 * WINDOW:
-                kept = min(WINDOW, context.num_rows)
-                own = self._kv[context.slot]
-                own[:, :, :kept] = own[:, :, context.num_rows - kept : context.num_rows].clone()
-                context.num_rows = kept
+            self._make_room(context, num_new)
             place = slice(context.num_rows, context.num_rows + num_new)
             self._kv[context.slot, 0, :, place] = k[begin : last + 1].transpose(0, 1)
             self._kv[context.slot, 1, :, place] = v[begin : last + 1].transpose(0, 1)
@@ -164,6 +219,14 @@ class Eagle(Proposer):
             context.pending.clear()
             begin = last + 1
         return x[last_rows], q[last_rows]
+
+    def _make_room(self, context: Context, num_new: int) -> None:
+        """Where the slot is full the window moves down in it."""
+        if context.num_rows + num_new > 2 * WINDOW:
+            kept = min(WINDOW, context.num_rows)
+            own = self._kv[context.slot]
+            own[:, :, :kept] = own[:, :, context.num_rows - kept : context.num_rows].clone()
+            context.num_rows = kept
 
     def _next(self, active: Sequence[tuple[Draftee, list[int], int]], features: Tensor) -> tuple[Tensor, Tensor]:
         """The row after a drafted token: K and V behind the verified ones, where the next catch-up writes over them."""
@@ -184,7 +247,7 @@ class Eagle(Proposer):
 
     def _rotated(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden_size] -> q, k, v [T, heads, head_dim]."""
-        qkv = self._qkv(self._input_norm(x)).split((self._q_size + self._kv_size, self._kv_size), dim=1)
+        qkv = self._layer.qkv(self._layer.input_norm(x)).split((self._q_size + self._kv_size, self._kv_size), dim=1)
         qk, v = (part.unflatten(1, (-1, self._head_dim)) for part in qkv)
         cos, sin = self.model.rope.tables(positions, x.dtype)
         q, k = self.model.rope(qk, cos, sin).split((self._q_size // self._head_dim, v.shape[1]), dim=1)
@@ -206,9 +269,9 @@ class Eagle(Proposer):
 
     def _finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The rest of the layer -> features [S, hidden_size]."""
-        x = x + self._output(mixed)
-        gate, up = self._gate_up(self._mlp_norm(x)).split(self._inner, dim=1)
-        return self._norm(x + self._down(F.silu(gate) * up))
+        x = x + self._layer.output(mixed)
+        gate, up = self._layer.gate_up(self._layer.mlp_norm(x)).split(self._inner, dim=1)
+        return self._norm(x + self._layer.down(F.silu(gate) * up))
 
 
 def load(folder: Path, model: Model, config: EngineConfig) -> Eagle:

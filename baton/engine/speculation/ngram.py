@@ -64,6 +64,7 @@ class NgramProposer(Proposer):
     """See the module. It needs no model, and proposes nothing where nothing was said before."""
 
     name = "ngram"
+    is_quick = True
 
     def __init__(self, max_num_seqs: int, max_model_len: int):
         self._num_bytes = max_num_seqs * min(max_model_len, 2 * WINDOW_TOKENS) * ENTRY_BYTES

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from baton.engine.request import Request
 
+
 @dataclass(slots=True, eq=False)
 class Draftee:
     """One sequence as one proposer sees it, from its first decode step here until it ends or parks."""
@@ -64,6 +65,7 @@ class Proposer(ABC):
 
     name: str  # draft | ngram | medusa | eagle
     wants_hidden: bool = False
+    is_quick: bool = False  # asked for all it has before it is decided how much of it is verified
 
     @property
     @abstractmethod

@@ -6,7 +6,8 @@
 
 A decoding sequence is open at a proposer from the first step in which it is asked for until a step without it. Where
 several proposers run, prompt lookup is asked first, since it costs next to nothing, unless its guesses for a sequence
-have been clearly worse; a model is asked for the sequences that are left.
+have been clearly worse; a model is asked for the sequences that are left. A proposer that is quick is asked before it
+is decided how much of what it proposes is verified; of the others that is decided first.
 """
 
 import time
@@ -15,9 +16,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.engine.config import MAX_DRAFT_TOKENS
 from baton.engine.runner import Drawn
 from baton.engine.scheduler import Scheduler, Slice
-from baton.engine.sequence import DraftCounts, Sequence
+from baton.engine.sequence import DraftCounts, Group, Sequence
 from baton.engine.speculation.controller import Acceptance, Controller, limit_of
 from baton.engine.speculation.proposer import Advance, Ask, Draftee, Proposer
 from baton.engine.speculation.verify import num_right
@@ -52,11 +54,15 @@ class Speculator:
         self._num_draft_tokens = num_draft_tokens
         self._clock = clock
         self._tracks: dict[str, dict[Sequence, Track]] = {name: {} for name in self.proposers}
+        self._num_open = dict.fromkeys(self.proposers, 0)
         self._decoding: list[Sequence] = []
+        self._candidates: dict[str, list[Sequence]] = {}  # of those that decode, whose requests allow a proposer
+        self._has_fixed = self._has_free = False  # a request among them has a width of its own; has not
         self._proposers_of: dict[Sequence, str] = {}  # whose proposals a sequence has in this step
-        self._draft_s = 0.0
-        self._begun_at = 0.0
-        self._has_chunks = self._is_asked = False
+        self._asked: list[str] = []  # proposers, in this step, to decide as pays
+        self._begun_at = self._draft_s = self._advance_s = 0.0
+        self._has_chunks = False
+        self._unpriced: list[tuple[Group, float, float]] = []  # until a plain step has been measured
 
     @property
     def num_bytes(self) -> int:
@@ -74,10 +80,7 @@ class Speculator:
     @property
     def wants_hidden(self) -> bool:
         """Whether a proposer with open sequences reads the hidden states of this step."""
-        return any(
-            proposer.wants_hidden and any(track.draftee is not None for track in self._tracks[name].values())
-            for name, proposer in self.proposers.items()
-        )
+        return any(proposer.wants_hidden and self._num_open[name] for name, proposer in self.proposers.items())
 
     # ---- before a step ----
 
@@ -86,38 +89,43 @@ class Speculator:
         if not self.proposers:
             return
         self._begun_at = begun_at = self._clock()
-        self._proposers_of, self._is_asked = {}, False
-        self._decoding = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
-        self._has_chunks = len(self._decoding) < len(slices)
-        self._close_absent()
-        left = self._decoding
-        for name, proposer in self.proposers.items():
-            if not left or num_free_tokens <= 0:
-                break
-            num_free_tokens -= self._ask(proposer, [seq for seq in left if self._suits(seq, name)], num_free_tokens)
-            left = [seq for seq in left if seq not in self._proposers_of]
+        self._proposers_of, self._asked = {}, []
+        decoding = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
+        self._has_chunks = len(decoding) < len(slices)
+        if decoding != self._decoding:
+            self._change(decoding)
+        controller, num_seqs = self.controller, len(decoding)
+        controller.begin(num_seqs)
+        if decoding and (self._has_chunks or not controller.wants_plain(num_seqs, self._has_free)):
+            for proposer in self.proposers.values():
+                if num_free_tokens > 0:
+                    num_free_tokens -= self._ask(proposer, num_free_tokens)
         self._draft_s = self._clock() - begun_at
 
-    def _close_absent(self) -> None:
-        decoding = None
+    def _change(self, decoding: list[Sequence]) -> None:
+        """Others decode than in the step before: whoever does not is closed."""
+        before, now = set(self._decoding), set(decoding)
+        self.controller.refill.changed(len(now - before), len(before - now), len(now))
         for name, tracks in self._tracks.items():
-            if not tracks:
-                continue
-            decoding = decoding if decoding is not None else set(self._decoding)
-            for seq in [seq for seq in tracks if seq not in decoding]:
+            for seq in [seq for seq in tracks if seq not in now]:
                 self._close(self.proposers[name], tracks.pop(seq))
+        asked = {seq: seq.group.request.speculation for seq in decoding}
+        self._candidates = {
+            name: [seq for seq in decoding if asked[seq].num_tokens != 0 and asked[seq].proposer in ("", name)]
+            for name in self.proposers
+        }
+        fixed = {self._fixed(seq) is not None for seq in decoding}
+        self._has_fixed, self._has_free = True in fixed, False in fixed
+        self._decoding = decoding
 
     def close_all(self) -> None:
         """Nothing is computed in this step."""
-        self._decoding = []
-        self._close_absent()
+        if self._decoding:
+            self._change([])
 
     def _suits(self, seq: Sequence, name: str) -> bool:
-        """Whether this proposer is to guess for the sequence, if it pays."""
-        asked = seq.group.request.speculation
-        if asked.num_tokens == 0 or asked.proposer not in ("", name):
-            return False
-        if name in (self._last, asked.proposer):
+        """Whether this proposer is to guess for the sequence rather than the last one."""
+        if name in (self._last, seq.group.request.speculation.proposer):
             return True
         return self._rate(name, seq) > self._rate(self._last, seq) - WORSE
 
@@ -125,28 +133,49 @@ class Speculator:
         track, prior = self._tracks[name].get(seq), self.controller.prior(name)
         return prior if track is None else track.acceptance.rate(prior)
 
-    def _ask(self, proposer: Proposer, seqs: list[Sequence], budget: int) -> int:
+    def _ask(self, proposer: Proposer, budget: int) -> int:
         """Asks one proposer for those of the sequences for which it pays; how many tokens it proposed."""
-        widths = self._widths(proposer, seqs, budget)
-        wanted = [(seq, width) for seq, width in zip(seqs, widths, strict=True) if width > 0]
-        if not wanted:
-            self._rest(proposer)
-            return 0
-        asks = [Ask(self._open(proposer, seq), width) for seq, width in wanted]
-        proposer.prepare([draftee for draftee, _ in asks], budget)
-        self._is_asked = True
-        begun_at = self._clock()
-        drafts = proposer.propose(asks)
-        if width := max(len(draft) for draft in drafts):
-            self.controller.costs.add_draft(proposer.name, len(wanted), width, self._clock() - begun_at)
+        name, controller, num_seqs = proposer.name, self.controller, len(self._decoding)
+        if not self._has_fixed:
+            if self._has_chunks:
+                return 0
+            if not controller.may_look(name, num_seqs) if proposer.is_quick else controller.is_resting(name, num_seqs):
+                return 0
+        seqs = [seq for seq in self._candidates[name] if seq not in self._proposers_of and self._suits(seq, name)]
+        limits = [self._limit(seq, budget) for seq in seqs]
+        if proposer.is_quick:
+            fixed = [self._fixed(seq) for seq in seqs]
+            wanted = [min(limit, MAX_DRAFT_TOKENS if width is None else width) for limit, width in zip(limits, fixed)]
+            drafts = self._drafts(proposer, seqs, wanted, budget)
+            widths = self._widths(name, seqs, [len(draft) for draft in drafts], True)
+        else:
+            widths = self._widths(name, seqs, limits, False)
+            drafts = self._drafts(proposer, seqs, widths, budget)
         num_proposed = 0
-        for (seq, width), draft in zip(wanted, drafts, strict=True):
-            room = self._scheduler.room_for_draft(seq, min(len(draft), width, budget - num_proposed))
-            if room > 0:
+        for seq, width, draft in zip(seqs, widths, drafts, strict=True):
+            num_tokens = min(len(draft), width, budget - num_proposed)
+            if num_tokens > 0 and (room := self._scheduler.room_for_draft(seq, num_tokens)) > 0:
                 seq.draft_ids = draft[:room]
-                self._proposers_of[seq] = proposer.name
+                self._proposers_of[seq] = name
                 num_proposed += room
         return num_proposed
+
+    def _drafts(
+        self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int
+    ) -> list[list[int]]:
+        """What it proposes for each of them, at most so many tokens; nothing where the width is 0."""
+        drafts: list[list[int]] = [[] for _ in seqs]
+        wanted = [index for index, width in enumerate(widths) if width > 0]
+        if not wanted:
+            return drafts
+        asks = [Ask(self._open(proposer, seqs[index]), widths[index]) for index in wanted]
+        proposer.prepare([draftee for draftee, _ in asks], budget)
+        begun_at = self._clock()
+        for index, draft in zip(wanted, proposer.propose(asks), strict=True):
+            drafts[index] = draft
+        if width := max(len(draft) for draft in drafts):
+            self.controller.costs.add_draft(proposer.name, len(wanted), width, self._clock() - begun_at)
+        return drafts
 
     def _track(self, name: str, seq: Sequence) -> Track:
         track = self._tracks[name].get(seq)
@@ -159,31 +188,36 @@ class Speculator:
         if track.draftee is None:
             track.draftee = Draftee(seq.group.request, seq.choice, seq.token_ids)
             proposer.open(track.draftee)
+            self._num_open[proposer.name] += 1
         return track.draftee
 
     def _close(self, proposer: Proposer, track: Track) -> None:
         if track.draftee is not None:
             proposer.close(track.draftee)
             track.draftee = None
+            self._num_open[proposer.name] -= 1
 
     def _rest(self, proposer: Proposer) -> None:
         """Nobody wants it now. What follows the target's hidden states would have to be told of every step."""
-        if proposer.wants_hidden:
+        if proposer.wants_hidden and self._num_open[proposer.name]:
             for track in self._tracks[proposer.name].values():
                 self._close(proposer, track)
 
-    def _widths(self, proposer: Proposer, seqs: list[Sequence], budget: int) -> list[int]:
-        name, controller, num_seqs = proposer.name, self.controller, len(self._decoding)
-        limits = [self._limit(seq, budget) for seq in seqs]
+    def _widths(self, name: str, seqs: list[Sequence], limits: list[int], is_drafted: bool) -> list[int]:
+        """See Controller.widths; requests with a width of their own have that."""
         fixed = [self._fixed(seq) for seq in seqs]
         widths = [min(limit, width or 0) for limit, width in zip(limits, fixed, strict=True)]
-        free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
-        if not free or self._has_chunks or controller.wants_plain(num_seqs) or controller.is_resting(name, num_seqs):
+        if self._has_chunks:
             return widths
+        self._asked.append(name)
+        free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
         own = [self._track(name, seqs[index]).acceptance for index in free]
-        chosen = controller.widths(name, num_seqs, own, [limits[index] for index in free])
+        free_limits = [limits[index] for index in free]
+        chosen = self.controller.widths(name, len(self._decoding), own, free_limits, is_drafted)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
+        if not any(widths):
+            self._rest(self.proposers[name])
         return widths
 
     def _fixed(self, seq: Sequence) -> int | None:
@@ -201,27 +235,34 @@ class Speculator:
         """The step has been computed; `drawn` is what came of it."""
         if not self._decoding or self._has_chunks:
             return
-        step_s = self._clock() - self._begun_at - self._draft_s
-        num_seqs, num_proposed = len(self._decoding), sum(len(seq.draft_ids) for seq in self._proposers_of)
-        plain_s = self.controller.costs.plain_s(num_seqs)
-        self.controller.passed(num_seqs, num_proposed, step_s, self._draft_s if self._is_asked else 0.0)
-        if num_proposed and plain_s is not None:
-            self._save(drawn, plain_s, step_s + self._draft_s)
+        step_s, draft_s = self._clock() - self._begun_at - self._draft_s, self._draft_s + self._advance_s
+        num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
+        num_made = len(self._decoding) if not num_proposed else sum(len(samples) for _, samples in drawn)
+        plain_s = self.controller.costs.plain_s(len(self._decoding))
+        asked = () if self._has_fixed else self._asked  # what is asked for anyway is not foreseen
+        self.controller.passed(num_made, num_proposed, step_s, draft_s if self._asked else 0.0, asked)
+        if num_proposed:
+            self._unpriced += self._made(drawn, step_s + draft_s)
+        if plain_s is not None:
+            for group, num_tokens, spent_s in self._unpriced:
+                group.saved_s += plain_s * num_tokens - spent_s
+            self._unpriced = []
 
-    def _save(self, drawn: list[Drawn], plain_s: float, spent_s: float) -> None:
-        """Counts for each request what its tokens would have taken one by one."""
+    def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[Group, float, float]]:
+        """For each request its tokens, which plain steps would have made one by one, and what they took."""
         decoding, made = set(self._decoding), {}
         for seq, samples in drawn:
             if seq in decoding:
                 made.setdefault(seq.group, []).append(len(samples))
-        for group, counts in made.items():
-            group.saved_s += plain_s * sum(counts) / len(counts) - spent_s
+        return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
 
     def advance(self, drawn: list[Drawn], hidden: Tensor | None) -> None:
         """Its results are collected: what ended behind a token has been cut out of `drawn`. `hidden`: the rows that
         it was drawn from."""
+        self._advance_s = 0.0
         if not self._decoding or not (self._proposers_of or self.wants_hidden):
             return
+        begun_at = self._clock()
         advances: dict[str, list[Advance]] = {name: [] for name in self.proposers}
         first_row = 0
         for seq, samples in drawn:
@@ -240,3 +281,4 @@ class Speculator:
         for name, steps in advances.items():
             if steps:
                 self.proposers[name].advance(steps, hidden)
+        self._advance_s = self._clock() - begun_at

@@ -94,7 +94,10 @@ def test_a_symmetric_config_with_zero_points(tmp_path):
         (dict(bits=8), ("has shape", "qweight")),
         (dict(bits=3), ("3 bits is not supported", "4 and 8")),
         (dict(checkpoint_format="marlin"), ("'marlin' is not supported", "gptq_v2")),
-        (dict(quant_method="hqq"), ("method hqq is not supported", "gptq, awq, fp8, compressed-tensors, bitsandbytes,")),
+        (
+            dict(quant_method="hqq"),
+            ("method hqq is not supported", "gptq, awq, fp8, compressed-tensors, bitsandbytes,"),
+        ),
         (dict(quant_method="mxfp4"), ("method mxfp4 is not supported",)),
         (dict(quant_method=None), ("(none given) is not supported",)),
         (dict(quant_method="awq"), ("has shape", "qweight")),

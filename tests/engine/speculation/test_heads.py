@@ -2,16 +2,22 @@
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from baton.engine import native
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.models.spec import ModelError
+from baton.engine.request import SamplingParams
+from baton.training.tokenizer import load_tokenizer
 from tests import bare
 from tests.heads import TEXT, make_heads, make_learned_model
 from tests.models import make_model
-from baton.training.tokenizer import load_tokenizer
 
 KINDS = ("medusa", "eagle")
 
@@ -75,6 +81,50 @@ def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
     assert bare.run(engine, [request]) == bare.run(bare.load_engine(model), [request])
     counts = engine.speculator.counts["eagle"]
     assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason())
+@pytest.mark.parametrize("kind", ["eagle", "draft"])
+def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, heads, tmp_path):
+    """Sequences of all ages in one batch, in fp32, where both add up to the same tokens."""
+    if kind == "draft":
+        torch.manual_seed(1)
+        folder = Path(shutil.copytree(model, tmp_path / "draft"))
+        weights = load_file(folder / "model.safetensors")
+        noisy = {name: tensor + 0.02 * tensor.std() * torch.randn_like(tensor) for name, tensor in weights.items()}
+        save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    else:
+        folder = heads[kind]
+    options = dict(dtype="fp32", speculator=kind, draft_model=folder, num_draft_tokens=5)
+    greedy = [replace(request, sampling=SamplingParams(n=request.sampling.n)) for request in requests(model)]
+    seen = []
+    for is_native in (True, False):
+        engine = bare.load_engine(model, **options)
+        proposer, drafts = engine.speculator.proposers[kind], []
+        assert proposer._passes is not None
+        proposer._passes = proposer._passes if is_native else None
+        propose = proposer.propose
+
+        def watched(asks, propose=propose, drafts=drafts):
+            found = propose(asks)
+            drafts.append([(ask.draftee.request.key, ask.num_tokens, draft) for ask, draft in zip(asks, found)])
+            return found
+
+        proposer.propose = watched
+        seen.append((bare.run(engine, greedy), drafts))
+    assert seen[0] == seen[1]
+    assert sum(len(draft) for step in seen[0][1] for _, _, draft in step) > 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_up_to_the_end_of_the_context(kind, model, heads):
+    """One sequence has a place left when others want many tokens."""
+    token_ids = load_tokenizer(model).encode(TEXT).ids
+    prompts = [bare.make_request(str(length), token_ids[:length], max_tokens=60) for length in (90, 100, 111, 126)]
+    options = dict(max_model_len=128, speculator=kind, draft_model=heads[kind], num_draft_tokens=16)
+    assert bare.run(bare.load_engine(model, **options), prompts) == bare.run(
+        bare.load_engine(model, max_model_len=128), prompts
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

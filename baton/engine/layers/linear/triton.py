@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import linear as kernels
+from baton.engine.layers.linear import tinygemm
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.quant.weights import DenseWeight, Fp8Weight, IntWeight, Weight
 
@@ -56,6 +57,7 @@ class GpuLinear(LinearKernel):
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, exact: bool):
         """weight and bias stand on the device; dtype: of x and y. `refusal` has nothing against the weight."""
         self.batch_invariant = exact
+        self._tiny: tinygemm.TinyGemm | None = None
         self._weight = stored = store(weight, dtype)
         self._bias = None if bias is None else bias.float()
         self._dense_bias = bias
@@ -81,6 +83,7 @@ class GpuLinear(LinearKernel):
     def num_bytes(self) -> int:
         parts = (self._weight.values, self._weight.scales, self._weight.offsets, self._bias)
         own = sum(part.nbytes for part in parts if part is not None)
+        own += 0 if self._tiny is None else self._tiny.num_bytes
         return own + (0 if self._outliers is None else self._outliers.num_bytes)
 
     @property
@@ -92,12 +95,19 @@ class GpuLinear(LinearKernel):
         return "-".join(filter(None, (weight.kind, grouped, offsets, dtype, f"{weight.num_out}x{weight.num_in}")))
 
     @property
+    def copying(self) -> frozenset[str]:
+        """Paths that keep a copy of the weight: taken only where that pays."""
+        return frozenset(("tinygemm",)) & frozenset(self.paths)
+
+    @property
     def num_in(self) -> int:
         return self._weight.num_in
 
     def use(self, by_rows: list[tuple[float, str]]) -> None:
         """`by_rows`: (largest number of rows, path) ascending, the last one infinite."""
         self._by_rows = by_rows
+        if all(name not in self.copying for _, name in by_rows):
+            self._tiny = None
 
     def __call__(self, x: Tensor) -> Tensor:
         num_rows = x.shape[0]
@@ -119,6 +129,8 @@ class GpuLinear(LinearKernel):
         kind = self._weight.kind
         if kind != "w8a8":
             paths["row"] = self._row
+        if kind == "int4" and tinygemm.fits(self._weight.num_out, self.num_in, self._weight.group, self._dtype):
+            paths["tinygemm"] = self._tinygemm
         if kind == "dense":
             paths["cublas"] = lambda x: F.linear(x, self._weight.values, self._dense_bias)
         aligned = self._weight.num_out % 16 == 0 and self._weight.num_in % 16 == 0
@@ -177,6 +189,14 @@ class GpuLinear(LinearKernel):
             BIAS=self._bias is not None, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, PACK_K=stored.block_k,
         )  # fmt: skip
         return y
+
+    def _tinygemm(self, x: Tensor) -> Tensor:
+        stored = self._weight
+        if self._tiny is None:
+            levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
+            self._tiny = tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
+        y = self._tiny(x)
+        return y if self._dense_bias is None else y + self._dense_bias
 
     def _int_mm(self, x: Tensor) -> Tensor:
         values, x_scales = self._activated(x)
@@ -260,6 +280,12 @@ def packed_by(values: Tensor, num_in: int, block: int) -> Tensor:
     halves = torch.stack((values & 15, values >> 4), dim=2).flatten(1)
     halves = F.pad(halves, (0, -num_in % block), value=8).unflatten(1, (-1, 2, block // 2))
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1).contiguous()
+
+
+def levels_of(packed: Tensor, block: int) -> Tensor:
+    """What `packed_by` packed: q + 8, uint8 [out, in], zeros behind the last column."""
+    halves = packed.unflatten(1, (-1, block // 2))
+    return torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)
 
 
 def rounded_to_e4m3(x: Tensor, activations: str, block_in: int, input_scale: float) -> Tensor:

@@ -16,7 +16,9 @@ from baton.engine.layers.linear.triton import GpuLinear
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_RUNS = 7
 FLUSH_BYTES = 256 << 20  # beyond the L2 of any GPU: in a model other weights have passed since
-SOURCES = ("layers/linear/triton.py", "kernels/linear.py")  # below baton/engine: another kernel is another table
+COPY_MARGIN = 1.1  # by which a path that keeps a copy of the weight must be the faster one
+# Below baton/engine: another kernel is another table.
+SOURCES = ("layers/linear/triton.py", "layers/linear/tinygemm.py", "kernels/linear.py")
 
 Measure = Callable[[Callable[[], object]], float]  # seconds of one run
 
@@ -46,7 +48,7 @@ class Table:
     def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> str:
         fitting = {name: path for name, path in kernel.paths.items() if kernel.fits(name, len(x))}
         seconds = {name: self._measure(lambda path=path: path(x)) for name, path in fitting.items()}
-        return min(seconds, key=seconds.get)
+        return min(seconds, key=lambda name: seconds[name] * (COPY_MARGIN if name in kernel.copying else 1))
 
     def _save(self) -> None:
         part = self._path.with_suffix(f".{os.getpid()}")

@@ -1,0 +1,90 @@
+"""What steps take beside weights and pool, as it was seen: the most of any step so far.
+
+On a CPU it is the native kernels' scratch, which they keep, and what was allocated between a step's begin and the looks
+that are taken within it, by malloc's own books: when the last layer has been left and when the logits are there. What
+torch's layers (without the native kernels) free before their layer ends is not seen. On a GPU it is what torch's
+allocator holds beyond what lay there before the first step: tensors of steps, and the buffers of graphs.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from baton.engine import native
+
+
+class HeapActivations:
+    """Belongs to the loop's thread; `num_bytes` to any."""
+
+    def __init__(self) -> None:
+        self._transient = 0
+        self._heap, self._scratch = 0, 0  # when the step began
+
+    def begin(self) -> None:
+        self._heap, self._scratch = _heap_bytes(), _scratch_bytes()
+
+    def look(self) -> None:
+        grown = _heap_bytes() - self._heap - (_scratch_bytes() - self._scratch)
+        self._transient = max(self._transient, grown)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._transient + _scratch_bytes()
+
+
+class DeviceActivations:
+    """Made when the weights are loaded."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._at_rest = torch.cuda.memory_allocated(device)
+
+    def begin(self) -> None:
+        """The allocator keeps its own books."""
+
+    look = begin
+
+    @property
+    def num_bytes(self) -> int:
+        return max(0, torch.cuda.memory_reserved(self._device) - self._at_rest)
+
+
+def activations_on(device: torch.device) -> HeapActivations | DeviceActivations:
+    return HeapActivations() if device.type == "cpu" else DeviceActivations(device)
+
+
+class _MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc; `hblkhd`: in blocks that are mapped, `uordblks`: in the heaps."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+@cache
+def _mallinfo():
+    """None where the C library has none (before glibc 2.33, musl)."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.argtypes, function.restype = (), _MallInfo
+    return function
+
+
+def _heap_bytes() -> int:
+    """Allocated by malloc and in use; 0.9 us."""
+    if (function := _mallinfo()) is None:
+        return 0
+    info = function()
+    return info.uordblks + info.hblkhd
+
+
+@cache
+def _scratch_function():
+    library = native.library()
+    return None if library is None else library.function("baton_scratch_bytes", restype=ctypes.c_int64)
+
+
+def _scratch_bytes() -> int:
+    return 0 if (function := _scratch_function()) is None else function()

@@ -1,0 +1,122 @@
+// The greedy guesses of a draft, several passes in one call: it reads what it lacks of each sequence, names the likeliest
+// next token, reads that, and so on. Guesses only: nothing that is answered hangs on a bit of this.
+#include "fused.h"
+
+namespace baton {
+namespace {
+
+// Python fills these: baton/engine/speculation/passes.py.
+struct Draft {
+  const Model* model;
+  int64_t num_layers;
+  const void* norm;  // before the head
+  const Linear* head;
+  const void* table;  // [vocabulary][hidden_size] in the compute dtype; null: the rows of head's panels
+  // Of a layer that goes on from its target's hidden rows; null in a model of its own.
+  const Linear* project;
+  const void *embedding_norm, *features_norm, *target_norm;
+};
+struct Lack {
+  int64_t num_tokens;  // to be read, at least one
+  int64_t num_rows;    // whose KV is there once they are read
+  int64_t position;    // of the first, as it is rotated
+  int64_t num_wanted;  // guesses, at most `width`: those behind them stand at no position of their own
+  const int64_t* block_ids;
+};
+
+// Row token_id of what the head multiplies by, out of its panels (linear.h).
+void unpack_row(const Linear& head, int64_t token_id, int64_t size, char* to) {
+  const int64_t width = head.kind == W_F32 ? 1 : 2;  // inputs that lie side by side
+  const uint32_t* words = (const uint32_t*)head.values + token_id / PANEL * (head.padded_in / width) * PANEL;
+  for (int64_t i = 0; i < size / width; i++) std::memcpy(to + 4 * i, words + i * PANEL + token_id % PANEL, 4);
+}
+
+int64_t likeliest(int64_t kind, const char* logits, int64_t count) {
+  V16 most = all16(-INFINITY);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    const V16 x = read16(kind, logits, i);
+    most = x > most ? x : most;
+  }
+  const auto at = [&](int64_t j) {
+    return kind == FP32 ? ((const float*)logits)[j] : from_bf16(((const uint16_t*)logits)[j]);
+  };
+  float best = max_of16(most);
+  for (; i < count; i++) best = std::max(best, at(i));
+  for (int64_t j = 0; j < count; j++)
+    if (at(j) == best) return j;
+  return 0;
+}
+
+// token_ids, and for a layer of its own features [rows][hidden_size], to x; `memory` holds 3 rows of each.
+void enter(const Draft& draft, int64_t rows, const int64_t* token_ids, const void* features, bool are_hidden,
+           char* memory, void* x, int64_t threads) {
+  const Model& model = *draft.model;
+  const int64_t size = model.hidden_size, bytes = size * (model.kind == FP32 ? 4 : 2);
+  char* embedded = draft.project ? memory : (char*)x;
+  for (int64_t t = 0; t < rows; t++) {
+    if (draft.table)
+      std::memcpy(embedded + t * bytes, (const char*)draft.table + token_ids[t] * bytes, bytes);
+    else
+      unpack_row(*draft.head, token_ids[t], size, embedded + t * bytes);
+  }
+  if (!draft.project) return;
+  char *joined = memory + rows * bytes, *normed = (char*)x;
+  baton_norm(&model, embedded, draft.embedding_norm, embedded, rows, threads);
+  if (are_hidden) {
+    baton_norm(&model, features, draft.target_norm, normed, rows, threads);
+    features = normed;
+  }
+  baton_norm(&model, features, draft.features_norm, normed, rows, threads);
+  for (int64_t t = 0; t < rows; t++) {
+    std::memcpy(joined + 2 * t * bytes, embedded + t * bytes, bytes);
+    std::memcpy(joined + (2 * t + 1) * bytes, normed + t * bytes, bytes);
+  }
+  baton_linear(draft.project, joined, x, rows, threads);
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+// token_ids: what the sequences lack, one after the other; hidden: the target's rows beside them, null for a model of
+// its own. drafted [num_seqs][width].
+extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* lacks, int64_t num_seqs,
+                            const int64_t* token_ids, const void* hidden, int64_t width, int64_t* drafted,
+                            int64_t num_threads) {
+  static thread_local std::vector<char> memory;
+  static thread_local std::vector<int64_t> positions, slots, guesses;
+  static thread_local std::vector<Sequence> seqs;
+  const Model& model = *draft->model;
+  int64_t rows = 0;
+  for (int64_t s = 0; s < num_seqs; s++) rows += lacks[s].num_tokens;
+  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2), num_out = draft->head->num_out;
+  const int64_t logit_bytes = num_out * (model.kind == FP32 ? 4 : 2);
+  char* x = scratch(memory, 4 * rows * bytes + num_seqs * (bytes + logit_bytes));
+  char *entering = x + rows * bytes, *features = entering + 3 * rows * bytes, *logits = features + num_seqs * bytes;
+  positions.resize(rows), slots.resize(rows), guesses.resize(num_seqs), seqs.resize(num_seqs);
+  for (int64_t pass = 0; pass < width; pass++) {
+    int64_t row = 0;
+    for (int64_t s = 0; s < num_seqs; s++) {
+      const Lack& lack = lacks[s];
+      const int64_t count = pass ? 1 : lack.num_tokens, end = lack.num_rows + pass;
+      const int64_t first = lack.position + (pass ? lack.num_tokens + std::min(pass, lack.num_wanted - 1) - 1 : 0);
+      seqs[s] = {row, count, end, lack.block_ids};
+      for (int64_t i = 0; i < count; i++, row++) {
+        const int64_t at = end - count + i;
+        positions[row] = first + i;
+        slots[row] = lack.block_ids[at / pool->block_size] * pool->block_size + at % pool->block_size;
+      }
+    }
+    enter(*draft, row, pass ? guesses.data() : token_ids, pass ? features : hidden, !pass, entering, x, num_threads);
+    const Step step{pool, seqs.data(), num_seqs, positions.data(), slots.data(), row, num_threads, x};
+    baton_layers(draft->model, &step, 0, draft->num_layers);
+    for (int64_t s = 0; s < num_seqs; s++)  // the last row of each, to the front
+      std::memmove(x + s * bytes, x + (seqs[s].query_start + seqs[s].query_len - 1) * bytes, bytes);
+    baton_norm(draft->model, x, draft->norm, features, num_seqs, num_threads);
+    baton_linear(draft->head, features, logits, num_seqs, num_threads);
+    for (int64_t s = 0; s < num_seqs; s++)
+      guesses[s] = drafted[s * width + pass] = likeliest(model.kind, logits + s * logit_bytes, num_out);
+  }
+}

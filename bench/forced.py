@@ -1,0 +1,112 @@
+"""What speculation costs when acceptance is given: python bench/forced.py [--quick] [--json FILE].
+
+The proposer knows the answers and tells each token of them with a given probability, at no cost of its own; so what is
+measured is verification, by acceptance, width and batch. On a CUDA device with Llama-3.1-8B's shape and random weights,
+else with the demo model on the CPU. `against` is plain decoding of the same prompts, `limit` what it would be if a
+verifying step took no longer than a plain one.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from baton.engine.config import EngineConfig  # noqa: E402
+from baton.engine.engine import Engine  # noqa: E402
+from baton.engine.request import PrefillDone, RequestEnded, Speculation, TokenRun  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from tests import bare  # noqa: E402
+from tests.engine.speculation.forced import ForcedProposer  # noqa: E402
+
+ACCEPTANCES = (0.0, 0.5, 0.7, 0.85, 1.0)
+WIDTHS, QUICK_WIDTHS = range(2, 9), (2, 4, 8)
+BATCHES = (1, 8, 64)
+PROMPT, OUTPUT = 128, 96  # tokens
+
+
+def load(proposer: ForcedProposer) -> Engine:
+    if not torch.cuda.is_available():
+        config = EngineConfig(ROOT / "demo" / "target", speculator="auto", num_blocks=1024, max_num_batched_tokens=2048)
+        return Engine.load(config, proposers=[proposer])
+    import gpu_arms
+
+    device = torch.device("cuda")
+    return gpu_arms.Ours("bf16", device, max_num_seqs=max(BATCHES), context=1024, proposers=[proposer]).engine
+
+
+class Runs:
+    """Batches of one engine. Answers are greedy, so that plain decoding tells what is to be proposed."""
+
+    def __init__(self):
+        self.proposer = ForcedProposer({}, 0.0, 0)
+        self.engine = load(self.proposer)
+        self.proposer.vocab_size = self.engine.spec.vocab_size
+        self._generator, self._names = torch.Generator().manual_seed(0), itertools.count()
+
+    def prompts(self, count: int) -> list[list[int]]:
+        ids = torch.randint(5, self.engine.spec.vocab_size, (count, PROMPT), generator=self._generator)
+        return ids.tolist()
+
+    def run(self, prompts: Sequence[Sequence[int]], width: int, answers: list[list[int]] | None = None):
+        """(tokens/s once all prompts were read, answers)."""
+        requests = []
+        for prompt in prompts:
+            request = bare.make_request(str(next(self._names)), prompt, max_tokens=OUTPUT)
+            requests.append(replace(request, speculation=Speculation(num_tokens=width)))
+        found: dict[str, list[int]] = {request.key.request_id: [] for request in requests}
+        if answers is not None:
+            self.proposer.answers = {(name, 0): answer for name, answer in zip(found, answers, strict=True)}
+        num_reading = num_open = len(requests)
+        num_tokens, begun = 0, time.perf_counter()
+        for request in requests:
+            self.engine.submit(request)
+        while num_open:
+            for output in self.engine.step():
+                match output:
+                    case PrefillDone():
+                        found[output.key.request_id].append(output.first_tokens[0].token_id)
+                        num_reading -= 1
+                    case TokenRun():
+                        found[output.key.request_id] += output.token_ids
+                        num_tokens += len(output.token_ids)
+                    case RequestEnded():
+                        assert not output.error, output
+                        num_open -= 1
+            if num_reading == 0:
+                num_reading, num_tokens, begun = -1, 0, time.perf_counter()
+        return num_tokens / (time.perf_counter() - begun), list(found.values())
+
+
+def compare(report: Report, runs: Runs, batch_size: int, widths: Sequence[int]) -> None:
+    prompts = runs.prompts(batch_size)
+    _, answers = runs.run(prompts, 0)  # warm
+    for width, probability in itertools.product(widths, ACCEPTANCES):
+        runs.proposer.probability = probability
+        plain, _ = runs.run(prompts, 0)
+        speed, found = runs.run(prompts, width, answers)
+        again, _ = runs.run(prompts, 0)
+        assert found == answers or torch.cuda.is_available(), "speculated answers differ"
+        row = f"batch {batch_size}, width {width}, accepted {probability:g}: over plain"
+        ideal = sum(probability**place for place in range(width + 1))
+        base = (plain + again) / 2
+        report.add(row, speed, "tokens/s", against=base, limit=base * ideal)
+    report.add(f"batch {batch_size}: A/A, plain over plain", again, "tokens/s", against=plain)
+
+
+def main() -> int:
+    arguments, report = start("forced", "Speculation at a given acceptance, by width and batch.")
+    runs = Runs()
+    for batch_size in BATCHES:
+        compare(report, runs, batch_size, QUICK_WIDTHS if arguments.quick else WIDTHS)
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

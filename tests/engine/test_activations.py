@@ -1,0 +1,48 @@
+"""What steps take is measured: it is nothing before the first, grows with the largest, and stays."""
+
+import pytest
+import torch
+
+from baton.engine import activations
+from baton.engine.activations import HeapActivations
+from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
+from tests.engine.toys import make_request, run
+from tests.models import make_model
+
+
+def test_the_books_of_malloc_see_a_tensor():
+    seen = HeapActivations()
+    seen.begin()
+    held = torch.ones(3 << 20)
+    seen.look()
+    del held
+    seen.look()
+    assert 12 << 20 <= seen.num_bytes - activations._scratch_bytes() < 13 << 20
+
+
+def test_without_books_nothing_is_claimed(monkeypatch):
+    monkeypatch.setattr(activations, "_mallinfo", lambda: None)
+    seen = HeapActivations()
+    seen.begin()
+    held = torch.ones(1 << 20)
+    seen.look()
+    assert seen.num_bytes == activations._scratch_bytes() and held is not None
+
+
+@pytest.mark.parametrize("linear", ["auto", "dense"])
+def test_an_engine_takes_more_for_more_tokens(linear, tmp_path):
+    model = make_model(tmp_path / "model")
+    engine = Engine.load(
+        EngineConfig(model=model, num_blocks=64, linear=linear, max_num_batched_tokens=512, max_model_len=512)
+    )
+    seen = engine.runner.launcher.activations
+    found = []
+    for num_tokens in (16, 400, 16):
+        run(engine, [make_request(str(len(found)), list(range(5, 5 + num_tokens)), max_tokens=2)])
+        found.append(seen.num_bytes)
+    hidden = 400 * engine.spec.hidden_size * 2
+    assert found[1] >= hidden and found[1] >= found[0]
+    # The first step in torch makes what oneDNN keeps, which is more than these few tokens take.
+    assert found[1] > found[0] or linear == "dense"
+    assert found[2] == found[1], "the most of any step so far"
