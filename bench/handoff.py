@@ -28,7 +28,11 @@ from baton.training.model import Llama, ModelConfig  # noqa: E402
 from baton.training.tokenizer import train_tokenizer  # noqa: E402
 from baton.v1 import inference_pb2 as pb  # noqa: E402
 from baton.v1 import inference_pb2_grpc  # noqa: E402
+from kvtransfer.blocks import BlockMemory, Cells  # noqa: E402
 from kvtransfer.cuda_runtime import find_runtime  # noqa: E402
+from kvtransfer.digest import make_digests  # noqa: E402
+from kvtransfer.layout import KVGroup, KVLayout  # noqa: E402
+from kvtransfer.naming import SPAN_TOKENS  # noqa: E402
 from kvtransfer.nixl_engine import find_package  # noqa: E402
 from kvtransfer.runs import merged_runs  # noqa: E402
 from kvtransfer.wire import Range  # noqa: E402
@@ -65,7 +69,7 @@ def payload(report: Report, runner: asyncio.Runner, sizes: dict[int, tuple[int, 
             pair.close()
     if "nixl" not in transports:
         print("nixl: not measured, not installed here")
-    print("cuda_ipc: not measured" + ("" if find_runtime() else ", no GPU here"))
+    print("cuda_ipc: not measured" + (", no such arm yet" if find_runtime() else ", no GPU here"))
 
 
 def _descriptors(report: Report, pair: Pair, block_bytes: int, count: int) -> None:
@@ -167,11 +171,11 @@ def hidden(report: Report, folder: Path, num_pairs: int) -> None:
 
 def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> None:
     rng = random.Random(0)
-    found: dict[str, list[Answer]] = {"split": [], "whole": [], "whole again": []}
-    for index in range(-1, num_pairs):
-        same, other = ([rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)] for _ in range(2))
-        arms = [("split", split, same), ("whole", whole, same), ("whole again", whole, other)]
-        for name, client, prompt_ids in arms if index % 2 else reversed(arms):
+    found: dict[str, list[Answer]] = {"split": [], "whole": []}
+    for index in range(-1, num_pairs + 1):
+        prompt_ids = [rng.randrange(5, MODEL.vocab_size) for _ in range(PROMPT)]
+        arms = [("split", split), ("whole", whole)]
+        for name, client in arms if index % 2 else reversed(arms):
             answer = client.ask(prompt_ids)
             if index >= 0:  # what came before warmed up
                 found[name].append(answer)
@@ -180,16 +184,33 @@ def _compare(report: Report, split: Client, whole: Client, num_pairs: int) -> No
     ttft_ms = statistics.median(answer.ttft_s for answer in found["split"]) * 1e3
     report.add(f"hidden, {PROMPT} tokens: TTFT, split over whole", ttft_ms, "ms",
                against=statistics.median(answer.ttft_s for answer in found["whole"]) * 1e3)  # fmt: skip
+    digest_ms = _digest_s() * 1e3
+    report.add(f"digests of {PROMPT} tokens, source and taker, over TTFT", digest_ms, "ms", against=ttft_ms,
+               goal="ratio <= 0.02")  # fmt: skip
     margin_ms = 0.03 * ttft_ms + 2
-    handed, noise = _differences(found["split"], found["whole"]), _differences(found["whole again"], found["whole"])
+    handed = _differences(found["split"], found["whole"])
+    noise = _differences(found["whole"][1:], found["whole"][:-1])  # as far apart in time as the pairs
     for name, share, margin in (("p50", 0.5, margin_ms), ("p99", 0.99, margin_ms + 5)):
         floor = abs(_quantile(noise, share) if name == "p50" else _quantile(sorted(map(abs, noise)), share))
-        report.add(f"hidden, {name}: A/A, whole minus whole", floor, "ms")
+        report.add(f"hidden, {name}: A/A, whole minus the whole before", floor, "ms")
         row = f"hidden, {name}: first token to second, split minus whole"
         if floor > margin:
             report.add(f"{row}: VOID, the noise exceeds {margin:.1f} ms", _quantile(handed, share), "ms")
         else:
             report.add(row, _quantile(handed, share), "ms", goal=f"value <= {margin:.1f}")
+
+
+def _digest_s() -> float:
+    """Seconds that both sides spend on the sums of one prompt, beyond copying it."""
+    layout = KVLayout((KVGroup("paged", MODEL.num_layers, MODEL.num_kv_heads, MODEL.head_dim, "bf16", BLOCK_TOKENS),))
+    ids, moved = np.arange(PROMPT // BLOCK_TOKENS), Range(0, PROMPT, 0, MODEL.num_layers)
+    memory = BlockMemory(np.ones(len(ids) * layout.block_bytes, np.uint8), layout)
+    cells, names, seconds = Cells(memory, layout.whole[0], 0), [bytes(32)] * (PROMPT // SPAN_TOKENS), []
+    for _ in range(9):
+        began = time.perf_counter()
+        make_digests("sum", layout, layout.whole[0], names).of_pool(cells, ids, moved)
+        seconds.append(time.perf_counter() - began)
+    return 2 * statistics.median(seconds)
 
 
 def _differences(ours: list[Answer], theirs: list[Answer]) -> list[float]:
@@ -208,7 +229,7 @@ def main() -> int:
         payload(report, runner, QUICK_SIZES if quick else SIZES, 3 if quick else 9)
     with tempfile.TemporaryDirectory() as name:
         hidden(report, Path(name), 2 if quick else NUM_PAIRS)
-    why = "" if find_runtime() else ", no GPU here"
+    why = ", no such arm yet" if find_runtime() else ", no GPU here"
     print(f"hidden, two processes on one GPU, CUDA IPC, 8B shape: not measured{why}")
     return finish(arguments, report)
 

@@ -1,10 +1,10 @@
 """A pool's bytes as numpy views: which of them belong to tokens times layers times heads, and how they are copied.
 
-    Cells    one box (layers, kv heads) of a pool: planes [block, layer x k|v, head, token, row], one of the rows and,
-             for a quantized form, one of the scales
-    copy     between cells of one block size: block by block, neighbours as one run
-    staged   [layer x k|v, head, token, row], any token count: what cells of any block size are gathered into and
-             scattered from
+Cells    one box (layers, kv heads) of a pool: planes [block, layer x k|v, head, token, row], one of the rows and,
+         for a quantized form, one of the scales
+copy     between cells of one block size: block by block, neighbours as one run
+staged   [layer x k|v, head, token, row], any token count: what cells of any block size are gathered into and
+         scattered from
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +89,11 @@ def selections(num_bytes: int, *ids: np.ndarray) -> Iterator[tuple[int, int, lis
 
 
 class BlockMemory:
-    """A pool as numpy sees it: `layout` is that of the pool itself, one rank's shard."""
+    """A pool as numpy sees it: `layout` is that of the pool itself, one rank's shard. In host memory there is nothing
+    to refresh, flush or expose; pools.py has those that stand for a pool on a GPU."""
+
+    waits = False  # for a GPU, so that what touches its bytes goes into a thread, however few they are
+    word_sums = None  # digest.WordSums of its own
 
     def __init__(self, memory, layout: KVLayout):
         """Raises LayoutMismatch for a layout that cannot be moved."""
@@ -105,6 +109,15 @@ class BlockMemory:
         if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= self.num_blocks)):
             raise ProtocolError(f"block ids beyond a pool of {self.num_blocks} blocks")
         return array
+
+    def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
+        """Before `view` [block, ...] of the blocks is read to be sent or shared."""
+
+    def flush(self, view: np.ndarray, ids: np.ndarray) -> None:
+        """After it was written and what was written is verified."""
+
+    def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
+        """Before the bytes themselves are looked at, wherever they came from."""
 
 
 class Cells:
@@ -128,7 +141,9 @@ class Cells:
                 shape = (2 * group.num_layers, group.num_kv_heads, group.block_size, row_bytes)
                 size = int(np.prod(shape))
                 plane = memory.blocks[:, offset : offset + size].reshape(memory.num_blocks, *shape)
-                self.planes.append(plane[:, 2 * box.layers.start : 2 * box.layers.stop, box.heads.start : box.heads.stop])
+                self.planes.append(
+                    plane[:, 2 * box.layers.start : 2 * box.layers.stop, box.heads.start : box.heads.stop]
+                )
                 offset += size
 
     @property
@@ -139,6 +154,12 @@ class Cells:
     def num_bytes(self, moved: Range) -> int:
         """What the rows of a range take in this form: valid rows only."""
         return moved.num_tokens * (moved.layer_end - moved.layer_begin) * self.layer_bytes
+
+    def each(self, ids: np.ndarray, moved: Range, do: Callable[[np.ndarray, np.ndarray], None]) -> None:
+        """`do(view [block, ...], which blocks of it)` over all bytes of the range, and no others."""
+        for piece in pieces_of(moved, self.block_size):
+            for view in self.views(piece, moved, self.is_whole):
+                do(view, ids[piece.block_begin : piece.block_end])
 
     def layers(self, moved: Range) -> slice:
         """The range's layers in the second axis of a plane."""

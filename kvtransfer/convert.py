@@ -50,7 +50,9 @@ def convert(staged: Staged, source_form: str, group: KVGroup, codec: Codec | Non
     flat, encoded = flat_staged(shape, row_sizes(group))
     for target, origin in zip(encoded, codec(rows, scales, source_form, group.form)):
         if origin.size != target.size:
-            raise TransferFailed(f"the codec from {source_form} to {group.form} gave {origin.size} bytes for {target.size}")
+            raise TransferFailed(
+                f"the codec from {source_form} to {group.form} gave {origin.size} bytes for {target.size}"
+            )
         target[...] = origin.reshape(target.shape)
     return flat, encoded
 

@@ -13,7 +13,7 @@ import numpy as np
 from baton.v1 import kv_pb2
 from kvtransfer.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime
 from kvtransfer.device_memory import DeviceRegion, OpenRegions
-from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.errors import PeerLost, ProtocolError, TransportBroken
 from kvtransfer.folder import SocketFolder
 from kvtransfer.line import SocketLine, SocketListener
 from kvtransfer.runs import HEIGHT, OWN, PITCH, SOURCE, WIDTH, check_within
@@ -123,7 +123,10 @@ class _TakerLine(SocketLine):
     def _map(self, mapping: kv_pb2.Mapping) -> None:
         if self._source or len(mapping.access) != HANDLE_BYTES or mapping.block_bytes != self._block_bytes:
             raise ProtocolError("a second Mapping, or one of another pool than its handle speaks of")
-        self._source, self._mapping = self._copier.opened.open(mapping.access), mapping
+        try:
+            self._source, self._mapping = self._copier.opened.open(mapping.access), mapping
+        except CudaError as exc:  # two containers that share no PID or IPC namespace, for one
+            raise TransportBroken("cuda_ipc", f"the source's GPU memory cannot be opened here: {exc}") from exc
 
     async def read(self, runs: np.ndarray) -> None:
         if not self._source:

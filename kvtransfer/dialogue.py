@@ -22,7 +22,12 @@ from kvtransfer.wire import Range
 
 RENEW_S = 1.0
 LAST_WORDS_S = 1.0
-MAX_RANGE_BYTES = 8 << 20  # one Ready: big enough to hide a frame, small enough that both sides work at once
+# One Ready. Each range has as many bytes as all before it, within these: a taker has something to do at once, works on
+# one range while the source digests the next, and a prompt is few frames (seen: 64 MiB in ranges of 8 MiB took 2 ms
+# more, most of it threads waking each other).
+FIRST_RANGE_BYTES = 1 << 20
+MAX_RANGE_BYTES = 32 << 20
+MAX_SENT_BYTES = 8 << 20  # where the source sends, the taker digests a range only when it is there
 MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small a token is
 
 
@@ -36,7 +41,7 @@ class Cursor:
         """Raises ProtocolError when `token_begin` is not the end of a span or of the prompt."""
         if not 0 <= token_begin <= num_tokens or (token_begin % SPAN_TOKENS and token_begin != num_tokens):
             raise ProtocolError(f"token {token_begin} of {num_tokens}: a dialogue begins where a span does")
-        self.token = self.token_end = token_begin
+        self._begin = self.token = self.token_end = token_begin
         self.layer = layers.start
         self.num_tokens = num_tokens
         self.layers = layers
@@ -45,23 +50,25 @@ class Cursor:
     def done(self) -> bool:
         return self.token == self.num_tokens
 
-    def upcoming(self, mark: Watermark, token_bytes: int) -> Range | None:
-        """The next range that the watermark allows, of about MAX_RANGE_BYTES; `token_bytes`: all layers of a token."""
+    def upcoming(self, mark: Watermark, token_bytes: int, max_bytes: int) -> Range | None:
+        """The next range that the watermark allows, of about `max_bytes` at most; `token_bytes`: all layers of a
+        token."""
+        num_bytes = min(max_bytes, MAX_RANGE_BYTES, max(FIRST_RANGE_BYTES, (self.token - self._begin) * token_bytes))
         full_token = mark.upto_token if mark.upto_layer >= self.layers.stop else mark.full_token
         if self.token_end > self.token:  # a stretch of tokens that has its first layers
             ready = self.layers.stop if full_token >= self.token_end else mark.upto_layer
-            return self._some_layers(self.token_end, ready, token_bytes)
+            return self._some_layers(self.token_end, ready, token_bytes, num_bytes)
         if full_token > self.token:
-            step = max(1, min(MAX_RANGE_TOKENS, MAX_RANGE_BYTES // token_bytes) // SPAN_TOKENS) * SPAN_TOKENS
+            step = max(1, min(MAX_RANGE_TOKENS, num_bytes // token_bytes) // SPAN_TOKENS) * SPAN_TOKENS
             return Range(self.token, min(full_token, self.token + step), self.layers.start, self.layers.stop)
-        return self._some_layers(mark.upto_token, mark.upto_layer, token_bytes)
+        return self._some_layers(mark.upto_token, mark.upto_layer, token_bytes, num_bytes)
 
-    def _some_layers(self, token_end: int, ready: int, token_bytes: int) -> Range | None:
+    def _some_layers(self, token_end: int, ready: int, token_bytes: int, num_bytes: int) -> Range | None:
         ready = min(ready, self.layers.stop)
         if token_end <= self.token or ready <= self.layer:
             return None
         layer_bytes = max(1, token_bytes * (token_end - self.token) // len(self.layers))
-        step = max(1, MAX_RANGE_BYTES // layer_bytes)
+        step = max(1, num_bytes // layer_bytes)
         return Range(self.token, token_end, self.layer, min(ready, self.layer + step))
 
     def take(self, moved: Range) -> None:

@@ -175,6 +175,7 @@ class Hashes(Digests):
     cell_bytes = 32
 
     def of_pool(self, cells: Cells, ids: np.ndarray, moved: Range) -> np.ndarray:
+        cells.each(ids, moved, cells.memory.expose)
         parts = cells.chunks(moved)
         return self.of_parts(moved, ((part, cells.gather(ids, part, cells.stage(part))) for part in parts))
 
@@ -245,7 +246,8 @@ def cell_sums(
         for index, plane in enumerate(cells.planes):
             target = None if taker is None else (taker.planes[index][:, taker.layers(moved)], taker_ids)
             first_span = moved.token_begin // SPAN_TOKENS
-            _add_plane(sums, plane[:, rows], ids, piece, first_span, is_scale=index > 0, target=target)
+            own = cells.memory.word_sums
+            _add_plane(sums, plane[:, rows], ids, piece, first_span, is_scale=index > 0, target=target, own_sums=own)
     return sums
 
 
@@ -264,10 +266,11 @@ def _unit_pieces(moved: Range, block_size: int) -> list[Piece]:
 
 def _add_plane(
     sums: np.ndarray, plane: np.ndarray, ids: np.ndarray, piece: Piece, first_span: int, is_scale: bool,
-    target: tuple[np.ndarray, np.ndarray] | None,
+    target: tuple[np.ndarray, np.ndarray] | None, own_sums: WordSums | None,
 ) -> None:  # fmt: skip
     """Adds one plane [block, layer x k|v, head, row, bytes] of one piece into `sums` [spans, cells]; `target`: a plane
-    and its block ids that the piece is copied to."""
+    and its block ids that the piece is copied to; `own_sums`: how the words of this memory are summed, where not as
+    all are."""
     block_size, row_bytes = plane.shape[-2:]
     _, row_words = word_of(row_bytes)
     unit = min(block_size, SPAN_TOKENS)
@@ -281,8 +284,9 @@ def _add_plane(
     to = to_ids = None
     if target is not None:
         to, to_ids = _words(target[0], piece, unit), target[1][piece.block_begin : piece.block_end]
-    if _word_sums is not None and words.dtype.itemsize == 8:
-        parts = _word_sums(words, own, table, starts, to, to_ids)
+    word_sums = own_sums or (_word_sums if words.dtype.itemsize == 8 else None)
+    if word_sums is not None:
+        parts = word_sums(words, own, table, starts, to, to_ids)
     else:
         parts = np.empty((len(tokens), num_units, *words.shape[1:3]), np.uint64)
         num_bytes = sums.shape[1] * (piece.row_end - piece.row_begin) * row_bytes

@@ -61,6 +61,14 @@ class PeerLost(TransferFailed):
     status = "peer_lost"
 
 
+class TransportBroken(PeerLost):
+    """`transport` does not work between these two, whatever they said; another one may."""
+
+    def __init__(self, transport: str, message: str):
+        super().__init__(message)
+        self.transport = transport
+
+
 class DeadlineExceeded(TransferFailed):
     """The time that the caller gave is over."""
 

@@ -1,6 +1,7 @@
 """The side that wants KV: chooses a transport, pulls what is missing, and comes back when the line breaks."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -9,14 +10,24 @@ from pathlib import Path
 
 from baton.v1 import kv_pb2
 from kvtransfer import inproc
-from kvtransfer.blocks import BlockMemory, check_movable
+from kvtransfer.blocks import check_movable
 from kvtransfer.compatible import MIXED, relation
 from kvtransfer.convert import Codec
 from kvtransfer.dialogue import together
 from kvtransfer.digest import KINDS
 from kvtransfer.endpoints import Doors
-from kvtransfer.errors import DeadlineExceeded, KVError, LayoutMismatch, LeaseExpired, PeerLost, TicketRefused
+from kvtransfer.errors import (
+    DeadlineExceeded,
+    KVError,
+    LayoutMismatch,
+    LeaseExpired,
+    PeerLost,
+    TicketRefused,
+    TransportBroken,
+)
+from kvtransfer.grpc_stream import OPEN, Security
 from kvtransfer.layout import KVHandle, KVLayout
+from kvtransfer.pools import DevicePool, Pools
 from kvtransfer.pull import Destination, Pull, Shelter
 from kvtransfer.reshard import Shard, Share, plan
 from kvtransfer.ticket import parse_ticket
@@ -24,6 +35,9 @@ from kvtransfer.transport import Choice, Line, Rates, allowed, choose
 from kvtransfer.wire import Taker, decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
+_MAX_BROKEN = 256
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +54,9 @@ class FetchReport:
 
 class Fetcher:
     """`memory`: the pool that is written into. `layout`: of the whole model, which the ranks of this taker hold as
-    `shards`; the pool is that of `rank`. `transports`: those that this taker may use, or `auto`. `codec`: converts
-    between forms; without one only equal forms are taken.
+    `shards`; the pool is that of `rank`. `device`: the pool where it lies on a GPU, `memory` then being its mirror.
+    `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
+    forms are taken.
 
     `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
@@ -49,7 +64,7 @@ class Fetcher:
         self, memory, layout: KVLayout, instance: bytes, epoch: int, host_id: str,
         transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
         shards: Sequence[Shard] = (), rank: int = 0, codec: Codec | None = None, digest: str = "sum",
-        is_strict: bool = False,
+        is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport or digest."""
         if digest not in KINDS:
@@ -57,7 +72,7 @@ class Fetcher:
         self.counters: Counter[str] = Counter()
         self._shards = tuple(map(tuple, shards)) or (layout.whole,)
         self._rank = rank
-        self._memory = BlockMemory(memory, layout.cut(self._shards[rank]))
+        self._pools = Pools.of(memory, layout.cut(self._shards[rank]), device)
         self._layout = layout
         self._instance = instance
         self._epoch = epoch
@@ -67,7 +82,8 @@ class Fetcher:
         self._digest = digest
         self._is_strict = is_strict
         self._transports = allowed(transports)
-        self._doors = Doors(self._memory, socket_folder)
+        self._doors = Doors(self._pools.host, device and device.region, socket_folder, security)
+        self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
         self._rates = Rates()
 
     def taker(self, num_cached_tokens: int = 0) -> Taker:
@@ -104,16 +120,17 @@ class Fetcher:
 
     async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
         numerics, shares = self._check(handle, want)
-        shelter, began = Shelter(self._memory, destination, len(shares)), time.monotonic()
+        shelter, began = Shelter(self._pools.host, destination, len(shares)), time.monotonic()
         pulls = [
-            Pull(self._memory, self._layout, self._shards[self._rank], handle, share, index, shelter, self._digest,
+            Pull(self._pools, self._layout, self._shards[self._rank], handle, share, index, shelter, self._digest,
                  self._codec)
             for index, share in enumerate(shares)
         ]  # fmt: skip
         choices = [
-            choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, are_alike=pull.in_blocks)
+            choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, self._pools.memory,
+                   pull.in_blocks, self._broken_with(pull.source))
             for share, pull in zip(shares, pulls)
-        ]
+        ]  # fmt: skip
         used: list[tuple[str, str]] = []
         await together([self._pull(pull, choice, want, used) for pull, choice in zip(pulls, choices)])
         last_confirm = max(pull.last_confirm for pull in pulls)
@@ -142,6 +159,8 @@ class Fetcher:
                 # Only the goodbye was lost, and it had arrived: the source has ended this fetch.
                 used.append((choice.endpoints[0].transport, choice.reason))
                 return
+            except TransportBroken as exc:
+                choice = self._without(choice, pull.source, exc)
             except PeerLost:
                 if pull.verified_token > before:
                     pauses = iter(_PAUSES_S)
@@ -149,6 +168,22 @@ class Fetcher:
                 if pause is None:
                     raise
                 await asyncio.sleep(pause)
+
+    def _broken_with(self, source: bytes) -> set[str]:
+        return {transport for name, transport in self._broken if name == source}
+
+    def _without(self, choice: Choice, source: bytes, exc: TransportBroken) -> Choice:
+        """What is left when the transport that was used does not work with this source, now and in later fetches.
+        Raises `exc` when nothing is."""
+        transport = exc.transport
+        self._broken[source, transport] = None
+        if len(self._broken) > _MAX_BROKEN:
+            del self._broken[next(iter(self._broken))]
+        left = tuple(endpoint for endpoint in choice.endpoints if endpoint.transport != transport)
+        if not left:
+            raise exc
+        log.warning("%s is not used with this source any more: %s", transport, exc)
+        return Choice(left, f"{left[0].transport}, because {transport}: {exc}")
 
     async def _pull_once(self, pull: Pull, choice: Choice, want: kv_pb2.Want) -> tuple[str, str]:
         """One line from Want to End; the transport and why it was taken. Raises PeerLost when the line breaks."""

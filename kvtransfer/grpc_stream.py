@@ -6,6 +6,7 @@ byte is copied about six times on its way, so this is the last choice.
 
 import asyncio
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import grpc
 
@@ -42,6 +43,18 @@ _OPTIONS = (
 # A process that stands still is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
 _SERVER_OPTIONS = (*_OPTIONS, ("grpc.keepalive_time_ms", 2000), ("grpc.http2.ping_timeout_ms", 3000))
 
+
+
+class Security(NamedTuple):
+    """Of the streams. In plain text and open to everybody who has a ticket, unless something is given."""
+
+    server: grpc.ServerCredentials | None = None
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+    channel: Callable[[], grpc.ChannelCredentials] | None = None  # for a connection that is made now
+    server_name: str = ""  # that a source must have in its certificate
+
+
+OPEN = Security()
 _BROKEN = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
 
@@ -264,21 +277,25 @@ class GrpcListener:
         await self._server.stop(_STOP_S)
 
 
-async def listen(host: str, on_line: Callable) -> GrpcListener:
+async def listen(host: str, on_line: Callable, security: Security = OPEN) -> GrpcListener:
     """On a port that the system chooses. Raises OSError naming the host."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=security.interceptors)
     listener = GrpcListener(server, on_line)
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
     try:
-        listener.port = server.add_insecure_port(f"[{host}]:0" if ":" in host else f"{host}:0")
+        if security.server:
+            listener.port = server.add_secure_port(address, security.server)
+        else:
+            listener.port = server.add_insecure_port(address)
     except RuntimeError as exc:
         raise OSError(f"cannot listen for KV over gRPC on {host}: {exc}") from exc
     await server.start()
     return listener
 
 
-async def connect(address: str) -> GrpcLine:
+async def connect(address: str, security: Security = OPEN) -> GrpcLine:
     """`address`: host:port. Raises PeerLost."""
-    channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    channel = _channel(address, security)
     try:
         async with asyncio.timeout(CONNECT_S):
             while (state := channel.get_state(try_to_connect=True)) != grpc.ChannelConnectivity.READY:
@@ -292,3 +309,14 @@ async def connect(address: str) -> GrpcLine:
         await channel.close()
         raise
     return GrpcLine(_TakerCall(channel))
+
+
+def _channel(address: str, security: Security) -> grpc.aio.Channel:
+    if security.channel is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    try:
+        credentials = security.channel()
+    except OSError as exc:  # a certificate that is not there for a moment
+        raise PeerLost(f"{exc.filename}: {exc.strerror}") from exc
+    named = ("grpc.ssl_target_name_override", security.server_name)
+    return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, named))

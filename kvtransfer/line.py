@@ -14,6 +14,8 @@ from kvtransfer.wire import HEADER_BYTES, MAX_FRAME_BYTES, decode_frame, encode_
 SILENCE_S = 5.0  # dialogues say something every second, so a silent peer is gone
 _DRAIN_S = 1.0
 _BATCH_BYTES = 1 << 20  # bytes moved before other tasks of the loop get their turn
+_AHEAD_BYTES = 32 << 10  # a Ready with its digests, mostly
+_WAKE_BYTES = 256 << 10  # of a payload: a line that brings less in SILENCE_S is as good as lost
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -28,6 +30,9 @@ class SocketLine:
         self._takes_fds = takes_fds
         self._max_frame_bytes = max_frame_bytes
         self._fds: list[int] = []
+        self._scratch = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead = bytearray()  # received, and not yet asked for
+        self._wakes_at = 1
         self._sending = asyncio.Lock()
         self._waiting: set[asyncio.Future] = set()
         self._closed = False
@@ -53,15 +58,15 @@ class SocketLine:
             await self._send_all([data[sent:]])
 
     async def receive(self) -> kv_pb2.KVFrame:
-        header = bytearray(HEADER_BYTES)
-        await self._receive_into([memoryview(header)])
-        body = bytearray(frame_length(bytes(header), self._max_frame_bytes))
-        await self._receive_into([memoryview(body)])
-        return decode_frame(bytes(body))
+        header = await self._take(HEADER_BYTES)
+        return decode_frame(await self._take(frame_length(header, self._max_frame_bytes)))
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
-        for group in groups:
-            await self._receive_into(group)
+        try:
+            for group in groups:
+                await self._receive_into(group)
+        finally:
+            self._wake_at(1)
 
     def take_fd(self) -> int | None:
         """The descriptor that came with a frame, at most once; the caller closes it."""
@@ -102,9 +107,26 @@ class SocketLine:
                 moved = 0
                 await asyncio.sleep(0)
 
+    async def _take(self, num_bytes: int) -> bytes:
+        """Of what has come; as much as there is of what follows is read with it."""
+        while len(self._ahead) < num_bytes:
+            count = await self._retry(self._receive_once, False, [self._scratch])
+            if count == 0:
+                raise PeerLost("the other side closed the line")
+            self._ahead += self._scratch[:count]
+        taken = bytes(self._ahead[:num_bytes])
+        del self._ahead[:num_bytes]
+        return taken
+
     async def _receive_into(self, buffers: list[memoryview]) -> None:
         buffers, moved = _rest(buffers, 0), 0
+        while buffers and self._ahead:
+            count = min(len(buffers[0]), len(self._ahead))
+            buffers[0][:count] = self._ahead[:count]
+            del self._ahead[:count]
+            buffers = _rest(buffers, count)
         while buffers:
+            self._wake_at(min(_WAKE_BYTES, sum(map(len, buffers))))
             count = await self._retry(self._receive_once, False, _batch(buffers))
             if count == 0:
                 raise PeerLost("the other side closed the line")
@@ -112,6 +134,12 @@ class SocketLine:
             if moved >= _BATCH_BYTES and buffers:
                 moved = 0
                 await asyncio.sleep(0)
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """So much is waited for before the loop hears of it: a payload is not read a packet at a time."""
+        if self._wakes_at != num_bytes and not self._closed:
+            self._wakes_at = num_bytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def _send_fd(self, data: memoryview, fd: int) -> int:
         return socket.send_fds(self._sock, [data], [fd])

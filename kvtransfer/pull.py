@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from baton import failpoints
 from baton.v1 import kv_pb2
 from kvtransfer.blocks import BlockMemory, Cells
 from kvtransfer.convert import Codec, read
@@ -17,6 +19,7 @@ from kvtransfer.digest import make_digests, span_names
 from kvtransfer.errors import DigestMismatch, KVError, PeerLost, ProtocolError, StaleBlocks, TransferFailed, from_status
 from kvtransfer.layout import BlockRef, KVHandle, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.pools import Pools
 from kvtransfer.reshard import Shard, Share, cells_of, shard_of
 from kvtransfer.runs import merged_runs
 from kvtransfer.transport import CAPABILITIES, Busy, Line, run_blocking
@@ -74,10 +77,12 @@ class Pull:
     """What one share of a fetch has achieved; `run` may be called again with a new line after the last was lost."""
 
     def __init__(
-        self, memory: BlockMemory, layout: KVLayout, shard: Shard, handle: KVHandle, share: Share, index: int,
+        self, pools: Pools, layout: KVLayout, shard: Shard, handle: KVHandle, share: Share, index: int,
         shelter: Shelter, digest: str, codec: Codec | None,
     ):  # fmt: skip
         """`layout`, `shard`: the taker's; `index`: which of the shelter's shares this is. Raises ProtocolError."""
+        self._pools = pools
+        self._shard = shard
         self._layout = layout
         self._handle = handle
         self._share = share
@@ -85,7 +90,7 @@ class Pull:
         self._shelter = shelter
         self._codec = codec
         self._digest = digest
-        self._cells = cells_of(memory, layout, shard, share.box)
+        self._cells = self._cells_in(pools.host)
         names = span_names(handle.span_hashes, handle.chain_parent, handle.num_tokens)
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
         self._digests = make_digests(digest, handle.layout, share.box, names)
@@ -100,6 +105,9 @@ class Pull:
         self.num_bytes = self.num_bytes_early = 0
         self.moving = Busy()
         self.last_ready = self.last_confirm = time.monotonic()
+
+    def _cells_in(self, memory: BlockMemory) -> Cells:
+        return cells_of(memory, self._layout, self._shard, self._share.box)
 
     @property
     def source(self) -> bytes:
@@ -118,7 +126,8 @@ class Pull:
     async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
         """Until everything is verified. Raises PeerLost when the line breaks, another KVError when it is over; no
         byte lands and `verified` is not called once it has raised. The caller closes the line."""
-        share, cells = self._share, self._cells
+        share = self._share
+        self._cells = cells = self._cells_in(self._pools.used_by(transport))
         layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
         shape = (self.verified_token, self._handle.num_tokens, layers)
         self._announced, self._confirmed = Cursor(*shape), Cursor(*shape)
@@ -193,6 +202,7 @@ class Pull:
     async def _check_all(self) -> None:
         while True:
             moved, digests = await self._landed.get()
+            failpoints.hit("transfer.landed")
             before, self._turn = self._turn, asyncio.Event()
             mine = self._turn
             num_bytes = self._cells.num_bytes(moved)
@@ -201,7 +211,8 @@ class Pull:
                 with self.moving:
                     await self._line.read(merged_runs(self._layout, self._source_ids, self._shelter.ids, moved))
             with self.moving if source else contextlib.nullcontext():
-                await run_blocking(num_bytes, self._place_and_check, source, self._shelter.ids, moved, digests)
+                work = math.inf if self._cells.memory.waits else num_bytes
+                await run_blocking(work, self._place_and_check, source, self._shelter.ids, moved, digests)
             self.num_bytes += num_bytes
             await before.wait()  # Acks go in the order of the ranges
             self._acked.append(moved)
@@ -225,6 +236,7 @@ class Pull:
         if len(wrong):
             token = moved.token_begin + int(wrong[0][0]) * SPAN_TOKENS
             raise DigestMismatch(f"{len(wrong)} cells from token {token} on are not what the source digested")
+        self._cells.each(ids, moved, self._cells.memory.flush)
 
     def _confirm(self, confirm: kv_pb2.Confirm) -> None:
         moved = range_from_proto(confirm.range)

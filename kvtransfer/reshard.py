@@ -99,10 +99,11 @@ def cells_of(memory: BlockMemory, layout: KVLayout, shard: Shard, box: Box) -> C
         if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
             if box.layers and box.heads:
                 first_layer = layout.first_layer(box.group) + box.layers.start
-                return Cells(memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer)
+                return Cells(
+                    memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer
+                )
     raise ProtocolError(f"{box} is not in this pool, which holds {list(shard)}")
 
 
 def _shift(inner: range, outer: range) -> range:
     return range(inner.start - outer.start, inner.stop - outer.start)
-

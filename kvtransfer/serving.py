@@ -2,22 +2,25 @@
 
 import asyncio
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from baton import failpoints
 from baton.v1 import kv_pb2
-from kvtransfer.blocks import BlockMemory
 from kvtransfer.compatible import relation
 from kvtransfer.convert import Codec, encode, row_sizes
-from kvtransfer.dialogue import MAX_RANGE_BYTES, Cursor, converse, end_frame, renew_frame
+from kvtransfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
 from kvtransfer.digest import make_digests, span_names
 from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, TicketRefused
 from kvtransfer.layout import KVLayout
 from kvtransfer.leases import Lease, LeaseTable
 from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.pools import Pools
 from kvtransfer.reshard import Shard, cells_of
 from kvtransfer.ticket import TicketMint
 from kvtransfer.transport import CAPABILITIES, Line, run_blocking
@@ -41,9 +44,9 @@ log = logging.getLogger(__name__)
 class Shelf:
     """What every dialogue of a source needs of it."""
 
-    memory: BlockMemory
+    pools: Pools
     layout: KVLayout  # of the whole model
-    shard: Shard  # what of it lies in `memory`
+    shard: Shard  # what of it lies in `pools`
     numerics_class: str
     codec: Codec | None
     leases: LeaseTable
@@ -51,6 +54,12 @@ class Shelf:
     generations: Callable[[int], int]
     counters: Counter
     dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: the newest dialogue takes over
+
+
+class _Prepared(NamedTuple):
+    moved: Range
+    digests: np.ndarray
+    payload: Iterable[list[memoryview]]
 
 
 class Serving:
@@ -62,6 +71,7 @@ class Serving:
         self._transport = transport
         self._sends = CAPABILITIES[transport].source_sends
         self._replies: asyncio.Queue[kv_pb2.KVFrame] = asyncio.Queue(_MAX_REPLIES)
+        self._prepared: asyncio.Queue[_Prepared] = asyncio.Queue(1)
         self._unacked: deque[Range] = deque()
         self._room = asyncio.Event()
 
@@ -102,7 +112,8 @@ class Serving:
             earlier._line.close()  # its taker has come back on a new line
         try:
             await self._line.share_memory()
-            await converse(self._listen(lease, want.share), self._announce_all(lease), self._reply())
+            working = (self._prepare_all(lease), self._announce_all(lease), self._reply())
+            await converse(self._listen(lease, want.share), *working)
         finally:
             if self._shelf.dialogues.get(name) is self:
                 del self._shelf.dialogues[name]
@@ -125,7 +136,7 @@ class Serving:
         relation(shelf.layout, shelf.numerics_class, taker, shelf.numerics_class)  # classes were compared at the Offer
         box = box_from_proto(want.part, shelf.layout)
         names = span_names(lease.span_hashes, lease.chain_parent, lease.num_tokens)
-        self._cells = cells_of(shelf.memory, shelf.layout, shelf.shard, box)
+        self._cells = cells_of(shelf.pools.used_by(self._transport), shelf.layout, shelf.shard, box)
         self._digests = make_digests(want.digest, shelf.layout, box, names)
         self._in_blocks = want.in_blocks
         if want.in_blocks and not (self._cells.is_whole and taker.groups[box.group] == shelf.layout.groups[box.group]):
@@ -133,7 +144,7 @@ class Serving:
         self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
         layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
         self._sent, self._acked = (Cursor(want.token_begin, lease.num_tokens, layers) for _ in range(2))
-        self._ids = shelf.memory.check_ids([block.block_id for block in lease.blocks])
+        self._ids = shelf.pools.host.check_ids([block.block_id for block in lease.blocks])
 
     async def _listen(self, lease: Lease, share: int) -> None:
         while True:
@@ -185,33 +196,38 @@ class Serving:
         digests = self._digests.shape(one)[1] * self._digests.cell_bytes
         return max(1, self._wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
 
-    async def _announce_all(self, lease: Lease) -> None:
-        token_bytes = self._token_cost()
+    async def _prepare_all(self, lease: Lease) -> None:
+        """Digests a range while the one before it is sent."""
+        token_bytes, max_bytes = self._token_cost(), MAX_SENT_BYTES if self._sends else MAX_RANGE_BYTES
         while True:
             lease.changed.clear()
             self._check_alive(lease)
-            moved = None if self._sent.done else self._sent.upcoming(lease.watermark, token_bytes)
+            moved = None if self._sent.done else self._sent.upcoming(lease.watermark, token_bytes, max_bytes)
             if moved is None:
                 await lease.changed.wait()
                 continue
+            self._sent.take(moved)
+            work = math.inf if self._cells.memory.waits else self._wire_bytes(moved)
+            digests, payload = await run_blocking(work, self._digest, moved)
+            await self._prepared.put(_Prepared(moved, digests, payload))
+
+    async def _announce_all(self, lease: Lease) -> None:
+        while True:
+            moved, digests, payload = await self._prepared.get()
             while len(self._unacked) >= MAX_UNACKED:
                 self._room.clear()
                 await self._room.wait()
-            self._sent.take(moved)
-            await self._announce(lease, moved)
-
-    async def _announce(self, lease: Lease, moved: Range) -> None:
-        num_bytes = self._wire_bytes(moved)
-        digests, payload = await run_blocking(num_bytes, self._digest, moved)
-        ready = kv_pb2.Ready(range=range_to_proto(moved), generations=self._generations(lease, moved))
-        self._digests.write(digests, ready)
-        ready.payload_bytes = num_bytes if self._sends else 0
-        ready.is_early = not lease.is_complete
-        self._unacked.append(moved)
-        await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
+            failpoints.hit("transfer.ready")
+            ready = kv_pb2.Ready(range=range_to_proto(moved), generations=self._generations(lease, moved))
+            self._digests.write(digests, ready)
+            ready.payload_bytes = self._wire_bytes(moved) if self._sends else 0
+            ready.is_early = not lease.is_complete
+            self._unacked.append(moved)
+            await self._line.send(kv_pb2.KVFrame(ready=ready), payload)
 
     def _digest(self, moved: Range) -> tuple[np.ndarray, Iterable[list[memoryview]]]:
-        """In a thread: digests of the range as it travels, and the buffers that do."""
+        """Mostly in a thread: digests of the range as it travels, and the buffers that do."""
+        self._cells.each(self._ids, moved, self._cells.memory.refresh)
         if self._wire.form != self._cells.form:
             parts = encode(self._cells, self._ids, moved, self._wire, self._shelf.codec)
             digests = self._digests.of_parts(moved, ((each.part, each.staged) for each in parts))

@@ -8,13 +8,15 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvtransfer.blocks import BlockMemory, check_movable
+from baton import failpoints
+from kvtransfer.blocks import check_movable
 from kvtransfer.compatible import relation
 from kvtransfer.convert import Codec
-from kvtransfer.endpoints import Address, Listeners
+from kvtransfer.endpoints import Address, Listeners, Memories
 from kvtransfer.layout import BlockRef, Endpoint, KVHandle, KVLayout, Part
 from kvtransfer.leases import Lease, LeaseTable
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
+from kvtransfer.pools import DevicePool, Pools
 from kvtransfer.region import Region
 from kvtransfer.reshard import Shard
 from kvtransfer.serving import Serving, Shelf
@@ -41,10 +43,11 @@ class Offer(NamedTuple):
 
 class Source:
     """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
-    cannot (then there is no shm). `layout`: of the whole model; what of it lies in this pool is `shard`, all of it
-    where that is empty. `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released |
-    cancelled | expired. `generations(block_id)`: that block's generation now. `codec`: converts between forms; without
-    one only takers of the same form are served. All methods belong to the event loop that `start` ran in.
+    cannot (then there is no shm). `device`: the pool where it lies on a GPU, `memory` then being its mirror.
+    `layout`: of the whole model; what of it lies in this pool is `shard`, all of it where that is empty.
+    `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
+    `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
+    the same form are served. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, dialogues_refused, bytes_confirmed."""
@@ -52,8 +55,8 @@ class Source:
     def __init__(
         self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
         on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
-        lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto", shard: Shard = (),
-        mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
+        device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
+        shard: Shard = (), mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
         self.identity = identity
@@ -61,14 +64,15 @@ class Source:
         self.counters: Counter[str] = Counter()
         self._host_id = host_id
         self._region = region
+        self._device = device
         self._ttl_s = lease_ttl_s
         self._transports = allowed(transports)
         self._shard = tuple(shard) or layout.whole
         self._is_strict = is_strict
-        self._memory = BlockMemory(memory, layout.cut(self._shard))
-        self._leases = LeaseTable(time.monotonic, on_release)
+        self._pools = Pools.of(memory, layout.cut(self._shard), device)
+        self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
         self._shelf = Shelf(
-            self._memory, layout, self._shard, identity.numerics_class, codec, self._leases, mint or TicketMint(),
+            self._pools, layout, self._shard, identity.numerics_class, codec, self._leases, mint or TicketMint(),
             generations, self.counters, {},
         )  # fmt: skip
         self._listeners = Listeners()
@@ -77,8 +81,8 @@ class Source:
 
     async def start(self, address: Address | None = None) -> None:
         """Raises OSError naming what cannot be listened on."""
-        pool = (self._memory, self._region)
-        await self._listeners.open(self._transports, *pool, address or Address(), self._host_id, self._accept)
+        pool = Memories(self._pools.host, self._region, self._device and self._device.region)
+        await self._listeners.open(self._transports, pool, address or Address(), self._host_id, self._accept)
         self._reaper = asyncio.create_task(self._reap())
 
     def endpoints(self) -> tuple[Endpoint, ...]:
@@ -97,7 +101,7 @@ class Source:
             raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
         if len(span_hashes) != num_tokens // SPAN_TOKENS or len(chain_parent) != HASH_BYTES:
             raise ValueError(f"{len(span_hashes)} span hashes for {num_tokens} tokens")
-        self._memory.check_ids([block.block_id for block in blocks])
+        self._pools.host.check_ids([block.block_id for block in blocks])
         lease = self._leases.grant(
             key, blocks=blocks, num_tokens=num_tokens, num_layers=self.layout.num_layers, span_hashes=span_hashes,
             chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id,

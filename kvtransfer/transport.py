@@ -6,7 +6,7 @@ moves them. With the others the taker reads the source's memory itself.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -114,18 +114,21 @@ def auto_against() -> dict[str, str]:
 
 def choose(
     endpoints: Sequence[Endpoint], host_id: str, transports: Sequence[str] | str, in_process: Callable[[str], bool],
-    memory: str = HOST, are_alike: bool = True,
+    memory: Sequence[str] = (HOST,), are_alike: bool = True, broken: Container[str] = (),
 ) -> Choice:  # fmt: skip
     """Ranks a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
     `in_process(address)` tells whether an inproc address is this process, `are_alike` whether both pools have one
-    layout. Raises TransferFailed, with the reasons, when none is left."""
+    layout; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons, when none
+    is left."""
     names, offered = allowed(transports), {endpoint.transport: endpoint for endpoint in endpoints}
     against = auto_against() if "auto" in transports else {}
     fitting, passed_over = [], []
     for name, can in CAPABILITIES.items():
         endpoint = offered.get(name)
-        if memory not in can.memory:
-            passed_over.append(f"{name}: not for a pool in {memory} memory")
+        if not set(memory) & set(can.memory):
+            passed_over.append(f"{name}: not for a pool in {' and '.join(memory)} memory")
+        elif name in broken:
+            passed_over.append(f"{name}: did not work with this source")
         elif name not in names:
             passed_over.append(f"{name}: {against.get(name, 'not allowed here')}")
         elif endpoint is None:
@@ -195,7 +198,7 @@ class Rates:
         return None if rate is None else rate / 1e9
 
 
-async def run_blocking(num_bytes: int, function: Callable, *args):
+async def run_blocking(num_bytes: float, function: Callable, *args):
     """`function(*args)`, in a thread when it touches more than INLINE_BYTES. When this is cancelled the thread is
     still awaited: nothing is written any more once it has raised."""
     if num_bytes <= INLINE_BYTES:

@@ -1,11 +1,12 @@
 """The source's side: prompts that are prefilled here, and spans that lie here, leased to a taker.
 
-    accept ─► lease (handle, ticket) ─► advance with the watermark ─► finish ─► taken to the end │ expired │ cancelled
-                 └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each key on it
+accept ─► lease (handle, ticket) ─► advance with the watermark ─► finish ─► taken to the end │ expired │ cancelled
+             └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each key on it
 """
 
 from collections.abc import Callable, Sequence
 
+from baton import failpoints
 from baton.engine.request import Acceptance, Key, Progress
 from baton.v1 import kv_pb2
 from baton.worker.leg import Leg
@@ -41,6 +42,7 @@ class Handoff:
             taker,
             num_ready_tokens=acceptance.num_cached_tokens,
         )
+        failpoints.hit("prefill.accepted")
         return self._leased(leg, offer)
 
     def lease_chain(

@@ -58,6 +58,7 @@ class Intake:
         self._engine = engine
         self._fetcher = fetcher
         self._mixed: set[bytes] = set()  # sources whose other numerics class was told
+        self._told: set[tuple[bytes, str]] = set()  # sources and the transports that they were read by
 
     def begin(
         self, leg: Leg, handle: bytes, ticket: bytes, on_end: Callable[[Leg, FetchReport | Status | None], None]
@@ -120,10 +121,19 @@ class Intake:
     def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
         self._engine.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)
-        if isinstance(outcome, FetchReport) and outcome.numerics == MIXED and source not in self._mixed:
-            self._mixed.add(source)  # once per source: every request would say the same
-            log.info("KV of another numerics class is taken: mixed %s", fields(source=source.hex()[:8]))
+        if isinstance(outcome, FetchReport):
+            self._tell(source, outcome)
         on_end(leg, outcome)
+
+    def _tell(self, source: bytes, report: FetchReport) -> None:
+        """Once per source and transport: every request would say the same."""
+        name = fields(source=source.hex()[:8])
+        if (source, report.transport) not in self._told:
+            self._told.add((source, report.transport))
+            log.info("KV is pulled by %s %s", report.reason, name)
+        if report.numerics == MIXED and source not in self._mixed:
+            self._mixed.add(source)
+            log.info("KV of another numerics class is taken: mixed %s", name)
 
     def _outcome(self, leg: Leg, task: asyncio.Task) -> FetchReport | Status | None:
         if task.cancelled():

@@ -1,18 +1,27 @@
-"""What behaves like libcudart towards kvtransfer.cuda_runtime, over host memory: it keeps the rules of the real one
-(which allocation, which process, which pitch, what has not passed yet) and refuses what that refuses."""
+"""What behaves like libcudart towards kvtransfer.cuda_runtime, over files in a folder, so that several processes share
+the machine's GPUs: it keeps the rules of the real one (which allocation, which process, which pitch, what has not
+passed yet) and refuses what that refuses."""
 
 import ctypes
 import itertools
+import mmap
+import secrets
+import tempfile
+from pathlib import Path
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_PITCH, INVALID_DEVICE, INVALID_CONTEXT, NOT_READY = 1, 2, 12, 101, 201, 600
 
 
 class Host:
-    """The GPUs of a machine and what all its processes have allocated there."""
+    """The GPUs of a machine. `folder`: what all its processes have allocated there, a file each."""
 
-    def __init__(self, pci_ids=("0000:01:00.0", "0000:02:00.0"), peers=frozenset({(0, 1), (1, 0)}), num_bytes=1 << 26):
+    def __init__(
+        self, folder=None, pci_ids=("0000:01:00.0", "0000:02:00.0"), peers=frozenset({(0, 1), (1, 0)}),
+        num_bytes=1 << 26,
+    ):
         self.pci_ids, self.peers, self.free_bytes = pci_ids, peers, num_bytes
-        self.by_handle: dict[bytes, tuple["Cudart", int]] = {}
+        self._own_folder = None if folder else tempfile.TemporaryDirectory()
+        self.folder = Path(folder or self._own_folder.name)
         self.serial = itertools.count(1)
 
 
@@ -31,12 +40,15 @@ class Cudart:
 
     def __init__(self, host: Host, delay: int = 2):
         self.host, self.delay, self.device = host, delay, 0
+        self.name = secrets.token_hex(8)
         self.allocations: dict[int, ctypes.Array] = {}
-        self.opened: dict[int, list] = {}  # address -> [handle, count]
+        self.files: dict[int, Path] = {}  # address -> what another process opens
+        self.opened: dict[int, tuple[ctypes.Array, bytes]] = {}  # address -> its bytes, its handle
         self.streams: dict[int, list] = {}  # stream -> copies not done
         self.events: dict[int, list] = {}  # event -> [stream, asked]
         self.num_copies = 0
         self.fail_copy_at = -1
+        self.cannot_open = False  # as in another container
         for name in (name for name in dir(type(self)) if name.startswith("cuda")):
             setattr(self, name, _Function(getattr(self, name)))
 
@@ -57,9 +69,11 @@ class Cudart:
         if num_bytes > self.host.free_bytes:
             return OUT_OF_MEMORY
         self.host.free_bytes -= num_bytes
-        buffer = ctypes.create_string_buffer(b"\xee" * num_bytes, num_bytes)
+        path = self.host.folder / f"{self.name}-{next(self.host.serial)}"
+        path.write_bytes(b"\xee" * num_bytes)
+        buffer = _mapped(path)
         out._obj.value = ctypes.addressof(buffer)
-        self.allocations[out._obj.value] = buffer
+        self.allocations[out._obj.value], self.files[out._obj.value] = buffer, path
         return 0
 
     def cudaMemset(self, address, value, num_bytes):
@@ -73,24 +87,25 @@ class Cudart:
         if buffer is None:
             return INVALID_VALUE
         self.host.free_bytes += len(buffer)
+        self.files.pop(address).unlink()
         return 0
 
     def cudaIpcGetMemHandle(self, out, address):
         if address not in self.allocations:
             return INVALID_VALUE
-        handle = address.to_bytes(8, "little") + b"\0\0handle" + bytes(48)
-        ctypes.memmove(ctypes.addressof(out._obj), handle, 64)
-        self.host.by_handle[handle] = (self, address)
+        ctypes.memmove(ctypes.addressof(out._obj), self.files[address].name.encode().ljust(64, b"\0"), 64)
         return 0
 
     def cudaIpcOpenMemHandle(self, out, handle, flags):
-        owner, address = self.host.by_handle.get(bytes(handle), (None, 0))
-        if owner is None or address not in owner.allocations:
+        name = bytes(handle).rstrip(b"\0").decode(errors="replace")
+        path = self.host.folder / name
+        if self.cannot_open or not name or "/" in name or "\0" in name or not path.is_file():
             return INVALID_VALUE
-        if owner is self or address in self.opened:
+        if name.startswith(self.name) or any(bytes(handle) == each for _, each in self.opened.values()):
             return INVALID_CONTEXT  # a process cannot open its own, nor the same one twice
-        self.opened[address] = [owner, 1]
-        out._obj.value = address
+        buffer = _mapped(path)
+        out._obj.value = ctypes.addressof(buffer)
+        self.opened[out._obj.value] = (buffer, bytes(handle))
         return 0
 
     def cudaIpcCloseMemHandle(self, address):
@@ -166,11 +181,11 @@ class Cudart:
 
     def _reaches(self, address: int, num_bytes: int) -> bool:
         """Whether this process has that memory, its own or opened."""
-        for begin, buffer in self.allocations.items():
-            if begin <= address and address + num_bytes <= begin + len(buffer):
-                return True
-        for begin, (owner, _) in self.opened.items():
-            buffer = owner.allocations.get(begin, b"")
-            if begin <= address and address + num_bytes <= begin + len(buffer):
-                return True
-        return False
+        known = [*self.allocations.items(), *((begin, buffer) for begin, (buffer, _) in self.opened.items())]
+        return any(begin <= address and address + num_bytes <= begin + len(buffer) for begin, buffer in known)
+
+
+def _mapped(path: Path) -> ctypes.Array:
+    with path.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), 0)
+    return (ctypes.c_char * len(mapping)).from_buffer(mapping)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tests.kvtransfer.cuda_stand_in import Host
 
 from kvtransfer.endpoints import Address
 from kvtransfer.fetcher import Fetcher
@@ -17,9 +18,10 @@ from kvtransfer.source import Offer, Source, SourceIdentity
 from kvtransfer.transport import local_host_id
 
 NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"
+IDENTITY = SourceIdentity(b"prefill-0", 11, bytes(32), NUMERICS)
 NUM_BLOCKS = 40
 NUM_TOKENS = 300  # four spans and a tail of 44
-TRANSPORTS = ("inproc", "shm", "tcp", "grpc", *(("nixl",) if find_package() else ()))
+TRANSPORTS = ("inproc", "cuda_ipc", "shm", "tcp", "grpc", *(("nixl",) if find_package() else ()))
 
 
 def layout(block_size: int = 16, form: str = "bf16", num_layers: int = 3) -> KVLayout:
@@ -82,27 +84,43 @@ class Destination:
 
 class Rig:
     def __init__(
-        self, transport: str, shape: KVLayout, ttl_s: float = 5.0, taker_shape: KVLayout | None = None,
+        self, transport: str | tuple[str, ...], shape: KVLayout, ttl_s: float = 5.0,
+        taker_shape: KVLayout | None = None,
         source_folder: Path | None = None, taker_folder: Path | None = None,
+        on_gpu: tuple[bool, bool] | None = None, digest: str = "sum", host: Host | None = None,
     ):  # fmt: skip
+        """`on_gpu`: whether the source's pool and the taker's lie on a GPU, of `host`."""
         rng = np.random.default_rng(7)
-        self.transport = transport
+        self.transports = (transport,) if isinstance(transport, str) else transport
+        self.digest = digest
         self.taker_folder = taker_folder or default_parent()
         self.address = Address(socket_folder=source_folder or default_parent())
         self.layout = shape
         self.taker_layout = taker_shape or shape
         self.regions = [Region.create(NUM_BLOCKS * each.block_bytes) for each in (shape, self.taker_layout)]
-        self.source_pool, self.taker_pool = (np.frombuffer(region.memory, np.uint8) for region in self.regions)
+        self.gpus: list = [None, None]
+        if on_gpu is None:
+            on_gpu = (transport == "cuda_ipc",) * 2
+        host = host or (Host() if any(on_gpu) else None)
+        for side, region in enumerate(self.regions):
+            if on_gpu[side]:
+                from tests.kvtransfer.gpu import Gpu  # needs torch, which the other transports are tested without
+
+                self.gpus[side] = Gpu(host, region)
+                np.frombuffer(region.memory, np.uint8)[:] = 0x55  # what a mirror holds before anything crossed
+        self.source_pool, self.taker_pool = (
+            gpu.pool if gpu else np.frombuffer(region.memory, np.uint8) for gpu, region in zip(self.gpus, self.regions)
+        )
         self.source_pool[:] = rng.integers(0, 256, len(self.source_pool), dtype=np.uint8)
         self.generation = dict.fromkeys(range(NUM_BLOCKS), 5)
         self.released: list = []
         self.endings: dict = {}
-        identity = SourceIdentity(b"prefill-0", 11, bytes(32), NUMERICS)
         self.source = FaultySource(
-            self.regions[0].memory, shape, identity, local_host_id(source_folder), self.on_release,
+            self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_release,
             generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
-            transports=("auto", transport),
+            transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device,
         )  # fmt: skip
+        self.fetchers: list[Fetcher] = []
         self.fetcher = self.make_fetcher(b"decode-0", 22)
         self.source_ids = rng.permutation(NUM_BLOCKS)
         self.taker_ids = rng.permutation(NUM_BLOCKS)
@@ -112,10 +130,13 @@ class Rig:
         self.endings[key] = ending
 
     def make_fetcher(self, instance: bytes, epoch: int) -> Fetcher:
-        return Fetcher(
+        fetcher = Fetcher(
             self.regions[1].memory, self.taker_layout, instance, epoch, local_host_id(self.taker_folder),
-            (self.transport,), numerics_class=NUMERICS, socket_folder=self.taker_folder,
+            self.transports, numerics_class=NUMERICS,
+            socket_folder=self.taker_folder, device=self.gpus[1] and self.gpus[1].device, digest=self.digest,
         )  # fmt: skip
+        self.fetchers.append(fetcher)
+        return fetcher
 
     def offer(self, key="k", num_tokens=NUM_TOKENS, fetcher: Fetcher | None = None, num_ready_tokens=0) -> Offer:
         count = self.layout.num_blocks(num_tokens)
@@ -149,6 +170,14 @@ class Rig:
         theirs = self.tokens(self.source_pool, self.source_ids, begin, end)
         return bool((self.tokens(self.taker_pool, self.taker_ids, begin, end) == theirs).all())
 
+    def close(self) -> None:
+        for fetcher in self.fetchers:
+            fetcher.close()
+        for gpu in filter(None, self.gpus):
+            gpu.close()
+        for region in self.regions:
+            region.close()
+
     async def wait_released(self, *keys) -> None:
         async with asyncio.timeout(10):
             while self.released != list(keys):
@@ -164,11 +193,9 @@ async def running(transport: str, shape: KVLayout | None = None, **options):
         yield rig
     finally:
         await rig.source.stop()
-        rig.fetcher.close()
+        rig.close()
         assert rig.source.num_leases == 0
         assert len(rig.released) == rig.source.counters["leases_granted"], "every lease ends exactly once"
-        for region in rig.regions:
-            region.close()
 
 
 async def assert_still_serves(rig: Rig) -> None:

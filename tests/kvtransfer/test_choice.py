@@ -62,7 +62,7 @@ def test_auto_never_takes_nixl_over_plain_tcp(monkeypatch):
 
 def test_a_pool_in_device_memory_takes_what_moves_it():
     offered = [*ENDPOINTS, Endpoint("cuda_ipc", "address", "A")]
-    assert choose(offered, "A", "auto", lambda address: True, DEVICE).endpoints == (offered[-1],)
+    assert choose(offered, "A", "auto", lambda address: True, (DEVICE,)).endpoints == (offered[-1],)
 
 
 def test_capabilities():

@@ -32,7 +32,7 @@ def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_byt
     before, dialogue.MAX_RANGE_BYTES = dialogue.MAX_RANGE_BYTES, max_bytes
     try:
         for mark in marks:
-            while not sent.done and (moved := sent.upcoming(mark, 5)):
+            while not sent.done and (moved := sent.upcoming(mark, 5, 10**7)):
                 sent.take(moved), taken.take(moved)
                 cells = {(t, layer) for t in range(*moved[:2]) for layer in range(*moved[2:])}
                 assert cells and not cells & seen
@@ -72,17 +72,19 @@ def test_begins_where_a_span_does(begin):
 
 
 def test_ranges_of_small_tokens_fit_a_frame():
-    moved = Cursor(0, 1 << 20, LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5)
+    moved = Cursor(0, 1 << 20, LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5, 10**7)
     assert moved == Range(0, dialogue.MAX_RANGE_TOKENS, 0, NUM_LAYERS)
 
 
 def test_some_layers_of_a_model():
     """A rank that holds layers 4 to 8: what is written below or above them does not concern it."""
     cursor = Cursor(0, 200, range(4, 8))
-    assert cursor.upcoming(Watermark(0, 128, 4), 1) is None
-    assert cursor.upcoming(Watermark(0, 128, 6), 1) == Range(0, 128, 4, 6)
+    assert cursor.upcoming(Watermark(0, 128, 4), 1, 10**7) is None
+    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7) == Range(0, 128, 4, 6)
     cursor.take(Range(0, 128, 4, 6))
-    assert cursor.upcoming(Watermark(0, 128, 6), 1) is None
-    assert cursor.upcoming(Watermark(0, 128, 12), 1) == Range(0, 128, 6, 8)
+    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7) is None
+    assert cursor.upcoming(Watermark(0, 128, 12), 1, 10**7) == Range(0, 128, 6, 8)
     cursor.take(Range(0, 128, 6, 8))
-    assert cursor.upcoming(Watermark(128, 200, 9), 1) == Range(128, 200, 4, 8), "complete here before it is elsewhere"
+    assert cursor.upcoming(Watermark(128, 200, 9), 1, 10**7) == Range(128, 200, 4, 8), (
+        "complete here before it is elsewhere"
+    )

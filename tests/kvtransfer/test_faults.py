@@ -233,6 +233,7 @@ def test_read_after_release(transport, pair):
 
     async def main():
         async with Cluster(transport, *pair) as cluster:
+
             def reassign(frame):
                 if frame.HasField("ready") and frame.ready.range.token_begin == 64:
                     for block in cluster.source_ids[:8]:
@@ -311,18 +312,21 @@ def bad_wants():
         def change(want):
             for name, value in fields.items():
                 setattr(want, name, value)
+
         return change
 
     def box(**fields):
         def change(want):
             for name, value in fields.items():
                 setattr(want.part, name, value)
+
         return change
 
     def group(**fields):
         def change(want):
             for name, value in fields.items():
                 setattr(want.layout.groups[0], name, value)
+
         return change
 
     return {

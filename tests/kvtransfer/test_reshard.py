@@ -136,7 +136,9 @@ def read_share(source: Rank, taker: Rank, box: Box, source_ids, taker_ids) -> No
     for moved in ranges_of(box):
         theirs, ours = cells(source, box), cells(taker, box)
         found = read(ours, theirs, taker_ids, source_ids, moved, digests_for(taker, box), codec)
-        assert (found == digests_for(source, box).of_pool(theirs, source_ids, moved)).all(), "both sides name the cells alike"
+        assert (found == digests_for(source, box).of_pool(theirs, source_ids, moved)).all(), (
+            "both sides name the cells alike"
+        )
 
 
 def send_share(source: Rank, taker: Rank, box: Box, source_ids, taker_ids) -> None:
@@ -178,7 +180,9 @@ def test_the_same_or_a_lossier_form(source_form, taker_form):
     if fits:
         assert relation(*ours, *theirs) == MIXED
     else:
-        with pytest.raises(LayoutMismatch, match=f"{source_form} cannot become {taker_form}.*keeps.*the taker KVLayout"):
+        with pytest.raises(
+            LayoutMismatch, match=f"{source_form} cannot become {taker_form}.*keeps.*the taker KVLayout"
+        ):
             relation(*ours, *theirs)
     assert bool(set(gives(*ours)) & set(takes(*theirs))) == fits
     assert not set(gives(*ours, is_strict=True)) & set(takes(*theirs))
@@ -210,9 +214,7 @@ def test_another_model_or_shape():
 
 @pytest.mark.parametrize("transport", ("inproc", "shm", "tcp"))
 @pytest.mark.parametrize("digest", ("sum", "sha256"))
-@pytest.mark.parametrize(
-    "source_cut, taker_cut", ((1, 2), (2, 1), (4, 2), (2, 4), (1, 8)), ids=lambda tp: str(tp)
-)
+@pytest.mark.parametrize("source_cut, taker_cut", ((1, 2), (2, 1), (4, 2), (2, 4), (1, 8)), ids=lambda tp: str(tp))
 def test_ranks_pull_what_crosses_their_own(transport, digest, source_cut, taker_cut):
     async def main():
         shapes = (layout(16, "bf16"), by_heads(source_cut), layout(64, "int8"), by_heads(taker_cut))

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.kvtransfer.rig import NUMERICS, layout, running
+from tests.kvtransfer.rig import NUMERICS, running
 
 from kvtransfer import folder
 from kvtransfer.endpoints import Address

@@ -39,7 +39,7 @@ def test_bad_handles_are_refused_before_anything(name):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ("inproc", "shm"))
+@pytest.mark.parametrize("name", ("inproc", "cuda_ipc", "shm"))
 def test_blocks_beyond_the_sources_pool(name):
     async def main():
         async with running(name) as rig:
@@ -114,7 +114,8 @@ async def _answer(rig, name: str, noise: list[bytes]) -> bytes:
     if name == "tcp":
         reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
     else:
-        reader, writer = await asyncio.open_unix_connection(folder.socket_path(folder.default_parent(), address))
+        path = folder.socket_path(folder.default_parent(), address.partition("@")[0])
+        reader, writer = await asyncio.open_unix_connection(path)
     writer.writelines(noise)
     writer.write_eof()
     answer = await reader.read()
@@ -122,7 +123,7 @@ async def _answer(rig, name: str, noise: list[bytes]) -> bytes:
     return answer
 
 
-@pytest.mark.parametrize("name", ("shm", "tcp", "grpc"))
+@pytest.mark.parametrize("name", ("cuda_ipc", "shm", "tcp", "grpc"))
 @pytest.mark.parametrize("noise", NOISE, ids=range(len(NOISE)))
 def test_noise_on_the_line(name, noise):
     async def main():
@@ -137,7 +138,7 @@ def test_noise_on_the_line(name, noise):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ("shm", "tcp", "grpc"))
+@pytest.mark.parametrize("name", ("cuda_ipc", "shm", "tcp", "grpc"))
 def test_half_closed_before_a_word(name):
     """Whoever connects, says nothing and closes his half costs a line, not a wait."""
 

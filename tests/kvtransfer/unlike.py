@@ -34,7 +34,9 @@ def numerics(form: str, tp: int = 1) -> str:
 def by_heads(tp: int) -> tuple[Shard, ...]:
     """Tensor parallel: beyond one head a rank, two ranks keep the same one."""
     if tp > NUM_HEADS:
-        return tuple((Box(0, range(NUM_LAYERS), range(h, h + 1)),) for h in range(NUM_HEADS) for _ in range(tp // NUM_HEADS))
+        return tuple(
+            (Box(0, range(NUM_LAYERS), range(h, h + 1)),) for h in range(NUM_HEADS) for _ in range(tp // NUM_HEADS)
+        )
     step = NUM_HEADS // tp
     return tuple((Box(0, range(NUM_LAYERS), range(rank * step, (rank + 1) * step)),) for rank in range(tp))
 
@@ -119,7 +121,9 @@ def check_arrived(sources: list[Rank], source_ids, takers: list[Rank], taker_ids
 class Cluster:
     """A source of several ranks and a taker of several, every rank with sockets and pools of its own."""
 
-    def __init__(self, transport, source: KVLayout, source_shards, taker: KVLayout, taker_shards, ttl_s=5.0, digest="sum"):
+    def __init__(
+        self, transport, source: KVLayout, source_shards, taker: KVLayout, taker_shards, ttl_s=5.0, digest="sum"
+    ):
         rng = np.random.default_rng(3)
         self.num_blocks, self.transport = 24 * 64 // min(source.block_size, taker.block_size, 64), transport
         self.generation = dict.fromkeys(range(self.num_blocks), 5)
