@@ -13,6 +13,7 @@ import redis
 import yaml
 
 from gateway.redis_index import RedisIndex
+from gateway.roster import RedisRoster
 from tests.gateway.test_redis_index import SPANS, WORKER, finds, index, snapshot
 from tests.process import Process
 from tests.redis_server import RedisServer, redis_path
@@ -63,6 +64,12 @@ async def test_the_index_works(server):
         await finds(one, WORKER, 5)
         await finds(two, WORKER, 5)
         assert not one.down and not two.down
+
+
+async def test_the_roster_works(server):
+    roster = RedisRoster(server.url)
+    assert await roster.exchange({("decode", "10.0.0.1:5"): 9.0}) == {("decode", "10.0.0.1:5")}
+    await roster.close()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import grpc
 
+from baton.service.access import Access
 from baton.service.server import MAX_MESSAGE_BYTES
+from baton.service.tls import GATEWAY_NAME
 
 # A frozen peer is noticed in 3 to 5 s. `keepalive_timeout_ms` alone has no effect in today's grpcio: the ping timeout
 # of HTTP/2 rules. Servers permit pings at least every second (server.py), else keepalive would end healthy streams.
@@ -15,12 +17,12 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; it connects at the first call, and reconnects by itself within 2 s."""
-    return grpc.aio.insecure_channel(target, options=_OPTIONS)
+def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
+    """A channel to `host:port`; it connects at the first call, and reconnects by itself within 2 s, with the
+    certificates that were there when it was opened. `name`: as Access.channel. Raises OSError."""
+    return access.channel(target, _OPTIONS, name)

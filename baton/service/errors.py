@@ -49,6 +49,18 @@ class NotFound(BatonError):
     code, reason = grpc.StatusCode.NOT_FOUND, "NOT_FOUND"
 
 
+class Unauthenticated(BatonError):
+    """Nobody knows who asks."""
+
+    code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
+
+
+class PermissionDenied(BatonError):
+    """It is known who asks, and he may not."""
+
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
+
+
 class AlreadyExists(BatonError):
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"
 
@@ -96,6 +108,8 @@ _CLASSES: dict[grpc.StatusCode, type[BatonError]] = {
     for kind in (
         InvalidRequest,
         NotFound,
+        Unauthenticated,
+        PermissionDenied,
         AlreadyExists,
         Overloaded,
         Unavailable,

@@ -9,10 +9,15 @@ import sys
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.service.access import Access, add_access_flags, read_access
+from baton.service.settings import SettingsError
+from baton.service.tls import WORKER_NAME
 
-def probe(target: str, service: str = "", timeout_s: float = 2.0) -> str:
-    """The serving status by name (SERVING, NOT_SERVING), or why there is none."""
-    with grpc.insecure_channel(target, options=(("grpc.enable_http_proxy", 0),)) as channel:
+
+def probe(target: str, service: str = "", timeout_s: float = 2.0, access: Access = Access()) -> str:
+    """The serving status by name (SERVING, NOT_SERVING), or why there is none. Raises OSError for a certificate that
+    cannot be read."""
+    with access.channel(target, name=WORKER_NAME, blocking=True) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
@@ -26,8 +31,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("target", metavar="HOST:PORT")
     parser.add_argument("--service", default="", help="full name of a gRPC service (default: the process)")
     parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS")
+    add_access_flags(parser)
     args = parser.parse_args(argv)
-    answer = probe(args.target, args.service, args.timeout)
+    try:
+        answer = probe(args.target, args.service, args.timeout, read_access(args))
+    except SettingsError as error:
+        parser.error(str(error))
     print(answer)
     return 0 if answer == "SERVING" else 1
 

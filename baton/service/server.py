@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
+MAX_METADATA_BYTES = 8192
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -41,7 +43,9 @@ def make_server(
         ("grpc.keepalive_time_ms", 10_000),  # finds clients that vanished without a FIN
         ("grpc.http2.ping_timeout_ms", 5000),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.max_metadata_size", 8192),
+        # Between a soft and a higher hard limit gRPC would refuse some calls and not others.
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
@@ -51,11 +55,12 @@ def make_server(
     )
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
-    """Listen on "host:port" (port 0: the system chooses) and return the port. Raises AddressInUse or ListenError."""
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Listen on "host:port" (port 0: the system chooses) and return the port. Without `credentials` in plain text.
+    Raises AddressInUse or ListenError."""
     _try_listening(address)  # gRPC would say it over many lines on stderr, and name no errno
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
         raise ListenError(f"cannot listen on {address}: {str(error).splitlines()[0]}") from None
     if not port:
@@ -136,6 +141,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
     """Run `main(stop)` to its end and return its exit status (None is 0).
 
     The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts lie in memory
     loop_factory = None
     if use_uvloop:
         import uvloop

@@ -51,6 +51,9 @@ class Clock:
         return self._offset_ns + round(stamp_s * 1e9)
 
 
+CLOCK = Clock()  # of this process: what its spans are drawn by, and what others compare theirs with
+
+
 def new_context(parent: TraceContext | None = None, sample: float = 1.0) -> TraceContext:
     """Ids for a span that starts now: in the parent's trace, sampled as the parent is; or in a trace of its own, of
     which the share `sample` is sampled: by the id, so that every process that is told another share agrees."""

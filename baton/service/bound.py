@@ -1,0 +1,59 @@
+"""What bounds a run, in one sentence: where requests spent their time, and the one lever to try."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+LEVERS = {
+    "client": "give the load generator more --processes, or a machine of its own",
+    "queue": "add the worker that the queue is in front of, or lower the rate",
+    "prefill compute": "add prefill workers, or let prompts share more of their prefix",
+    "transfer": "bring the workers onto one host (shm, cuda_ipc) or a faster network, or store KV in int8",
+    "decode bandwidth": "quantize weights (int8, int4) or turn speculation on; for more streams add decode workers",
+}
+MORE_LOAD = "send more, or more at once: the stack has room"  # the client's lever, as the stack sees it
+QUEUES = {"admit": "decode", "prefill_queue": "prefill", "decode_queue": "decode"}
+PHASES = {
+    "queue": tuple(QUEUES),
+    "prefill compute": ("prefill",),
+    "transfer": ("kv_wait",),
+    "decode bandwidth": ("first_step", "decode"),
+}
+LEAST_AT_ONCE = 0.5  # requests in the stack, in the mean: with fewer it waits for its clients
+_EVIDENCE = {
+    "queue": "requests wait in queues ({share})",
+    "prefill compute": "reading prompts takes the most ({share})",
+    "transfer": "decoding waits for KV that is still on its way ({share})",
+    "decode bandwidth": "writing tokens takes the most ({share})",
+}
+
+
+class Bound(NamedTuple):
+    name: str  # one of LEVERS, or "nothing" where nothing was answered
+    sentence: str
+
+
+def bound_of(spent_s: Mapping[str, float]) -> Bound:
+    """`spent_s`: seconds of answered requests by phase of a request; delivery and the gateway's own phases bound no run,
+    and are part of the time that the share is of."""
+    by_bound = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
+    if not any(by_bound.values()):
+        return Bound("nothing", "No request was answered: nothing can be said of what bounds the run.")
+    name = max(by_bound, key=lambda each: by_bound[each])
+    share = by_bound[name] / sum(spent_s.values())
+    evidence = _EVIDENCE[name].format(share=f"{share:.0%} of the answered requests' time")
+    if name == "queue":
+        evidence += f", mostly for a {QUEUES[max(QUEUES, key=lambda phase: spent_s.get(phase, 0.0))]} worker"
+    return worded(name, evidence, LEVERS[name])
+
+
+def bound_of_stack(spent_s: Mapping[str, float], window_s: float) -> Bound:
+    """As the stack itself sees it: `spent_s` by those that ended in the last `window_s`. Their sum over it is how many
+    it has had at once, in the mean (Little's law)."""
+    at_once = sum(spent_s.values()) / max(window_s, 1e-9)
+    if spent_s and at_once < LEAST_AT_ONCE:
+        return worded("client", f"the stack waits for requests ({at_once:.2f} at a time in the mean)", MORE_LOAD)
+    return bound_of(spent_s)
+
+
+def worded(name: str, evidence: str, lever: str) -> Bound:
+    return Bound(name, f"Bound by {name}: {evidence}. Try this: {lever}.")

@@ -1,0 +1,186 @@
+"""Who a client is: keys that are stored as hashes, or tokens that an identity provider has signed.
+
+    [keys.k4f1c2d3]                      # the id, which stands in the key itself: baton.k4f1c2d3.<43 characters>
+    tenant = "acme"
+    sha256 = "…"                         # of the whole key, in hex
+    expires = 2027-01-01T00:00:00Z       # optional
+
+    [jwt]
+    algorithm = "EdDSA"                  # the one that is accepted: EdDSA, ES256 or RS256
+    public_key = "issuer.pem"            # beside this file
+    audience = "baton"
+    issuer = "https://login.example"     # optional
+    tenant_claim = "tenant"              # optional, this is the default
+
+A key is 256 random bits, so one round of SHA-256 is enough: slow hashes are for what people think up, and would cost
+every request 50 ms. The file is read again when it has changed; one that cannot be read changes nothing.
+"""
+
+import datetime
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.service.errors import Unauthenticated
+from baton.service.logs import fields
+from baton.service.settings import SettingsError
+
+TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+ALGORITHMS = ("EdDSA", "ES256", "RS256")  # none whose verifier could sign
+_KEY_ID = re.compile(r"[A-Za-z0-9]{1,32}")
+_LOOK_S = 1.0  # between two looks at the file
+_LEEWAY_S = 10  # of clocks
+_MAX_BEARER_CHARS = 4096
+_NOBODY = hashlib.sha256(secrets.token_bytes(32)).digest()
+
+log = logging.getLogger(__name__)
+
+
+def new_key() -> tuple[str, str, str]:
+    """(key, its id, its sha256 in hex)."""
+    key_id = "k" + secrets.token_hex(4)
+    key = f"baton.{key_id}.{secrets.token_urlsafe(32)}"
+    return key, key_id, hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Key:
+    tenant: str
+    digest: bytes
+    expires: float  # of time.time()
+
+
+@dataclass(frozen=True)
+class _Jwt:
+    algorithm: str
+    public_key: bytes
+    audience: str
+    issuer: str | None
+    tenant_claim: str
+
+    def tenant(self, token: str) -> str:
+        """Raises Unauthenticated."""
+        import jwt
+
+        try:
+            claims = jwt.decode(
+                token,
+                self.public_key,
+                algorithms=[self.algorithm],
+                audience=self.audience,
+                issuer=self.issuer,
+                leeway=_LEEWAY_S,
+                options={"require": ["exp", "aud", *(["iss"] if self.issuer else [])]},
+            )
+        except jwt.ExpiredSignatureError:
+            raise Unauthenticated("the token has expired", reason="CREDENTIAL_EXPIRED") from None
+        except (jwt.PyJWTError, ValueError):
+            raise _unknown() from None
+        tenant = claims.get(self.tenant_claim)
+        if not isinstance(tenant, str) or not TENANT.fullmatch(tenant):
+            raise _unknown()
+        return tenant
+
+
+class Credentials:
+    """One file. `tenant(bearer)` belongs to one thread."""
+
+    def __init__(self, path: Path):
+        """Raises SettingsError: one line that names the place in the file."""
+        self._path = path
+        self._keys, self._jwt, self._stamp = {}, None, None
+        self._read()
+        self._looked_at = time.monotonic()
+
+    def tenant(self, bearer: str) -> str:
+        """Whose credential it is. Raises Unauthenticated, in the same words whatever is wrong with an unknown one."""
+        self._look_again()
+        if len(bearer) > _MAX_BEARER_CHARS:
+            raise _unknown()
+        if self._jwt is not None and not bearer.startswith("baton."):
+            return self._jwt.tenant(bearer)
+        key = self._keys.get(bearer.split(".")[1] if bearer.count(".") == 2 else "")
+        digest = hashlib.sha256(bearer.encode()).digest()
+        if not hmac.compare_digest(digest, key.digest if key else _NOBODY):
+            raise _unknown()
+        if time.time() >= key.expires:
+            raise Unauthenticated("the key has expired", reason="CREDENTIAL_EXPIRED")
+        return key.tenant
+
+    def _look_again(self) -> None:
+        if time.monotonic() - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        try:
+            if _stamp(self._path) != self._stamp:
+                self._read()
+                log.info("credentials read again %s", fields(keys=len(self._keys)))
+        except (OSError, SettingsError) as error:
+            log.error("credentials: the old ones go on %s", fields(error=error))
+
+    def _read(self) -> None:
+        try:
+            stamp, table = _stamp(self._path), tomllib.loads(self._path.read_text())
+        except OSError as error:
+            raise SettingsError(f"--credentials {self._path}: {error.strerror}") from None
+        except ValueError:  # its words would show the line
+            raise SettingsError(f"--credentials {self._path}: not TOML") from None
+        try:
+            keys = {key_id: _key(key_id, entry) for key_id, entry in table.pop("keys", {}).items()}
+            jwt = _jwt(table.pop("jwt"), self._path.parent) if "jwt" in table else None
+            if table:
+                raise ValueError(f"unknown table {next(iter(table))}; there are keys and jwt")
+            if not keys and jwt is None:
+                raise ValueError("holds neither keys nor jwt")
+        except (ValueError, AttributeError, TypeError) as error:
+            raise SettingsError(f"--credentials {self._path}: {error}") from None
+        self._keys, self._jwt, self._stamp = keys, jwt, stamp
+
+
+def _key(key_id: str, entry: dict) -> _Key:
+    where = f"keys.{key_id[:32]}"
+    if not _KEY_ID.fullmatch(key_id):
+        raise ValueError(f"{where}: an id is 1 to 32 letters and digits")
+    if unknown := entry.keys() - {"tenant", "sha256", "expires"}:
+        raise ValueError(f"{where}: unknown {unknown.pop()}; there are tenant, sha256 and expires")
+    if not TENANT.fullmatch(str(entry.get("tenant", ""))):
+        raise ValueError(f"{where}.tenant: must match {TENANT.pattern}")
+    if not re.fullmatch(r"[0-9a-f]{64}", str(entry.get("sha256", ""))):
+        raise ValueError(f"{where}.sha256: must be 64 hexadecimal digits")
+    expires = entry.get("expires")
+    if expires is not None and not (isinstance(expires, datetime.datetime) and expires.tzinfo):
+        raise ValueError(f"{where}.expires: must be a time with its zone, for instance 2027-01-01T00:00:00Z")
+    return _Key(entry["tenant"], bytes.fromhex(entry["sha256"]), expires.timestamp() if expires else float("inf"))
+
+
+def _jwt(entry: dict, folder: Path) -> _Jwt:
+    if unknown := entry.keys() - {"algorithm", "public_key", "audience", "issuer", "tenant_claim"}:
+        raise ValueError(f"jwt: unknown {unknown.pop()}")
+    if entry.get("algorithm") not in ALGORITHMS:
+        raise ValueError(f"jwt.algorithm: one of {', '.join(ALGORITHMS)}")
+    if not entry.get("audience"):
+        raise ValueError("jwt.audience is missing")
+    try:
+        public_key = (folder / str(entry.get("public_key", ""))).read_bytes()
+    except OSError as error:
+        raise ValueError(f"jwt.public_key: {error.strerror}") from None
+    if b"BEGIN PUBLIC KEY" not in public_key:
+        raise ValueError("jwt.public_key: not a public key in PEM")
+    return _Jwt(
+        entry["algorithm"], public_key, entry["audience"], entry.get("issuer"), entry.get("tenant_claim", "tenant")
+    )
+
+
+def _stamp(path: Path) -> tuple:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _unknown() -> Unauthenticated:
+    return Unauthenticated("the credential is not known here")

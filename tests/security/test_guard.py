@@ -1,0 +1,157 @@
+"""Every method of every service is in the guard's table, and each caller gets through to what the table says, and to
+nothing else (S1, S3)."""
+
+import re
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from baton.service.guard import ANYONE, METHODS, TENANT
+from baton.service.tls import ROLES
+from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
+from kvtransfer import grpc_stream
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+FILES = (inference_pb2, fleet_pb2, worker_pb2, kv_pb2, health_pb2, reflection_pb2)
+LET_THROUGH = {grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.OK}
+
+
+def methods() -> dict[str, object]:
+    """Every method that any of our processes can serve, by its path; None: it has no descriptor."""
+    found = {f"/{grpc_stream.SERVICE}/{grpc_stream.METHOD}": None}
+    for file in FILES:
+        for service in file.DESCRIPTOR.services_by_name.values():
+            found |= {f"/{service.full_name}/{method.name}": method for method in service.methods}
+    return found
+
+
+def test_the_table_has_every_method_and_no_other():
+    assert METHODS.keys() == methods().keys()
+
+
+def test_every_proto_file_is_walked():
+    names = {path.stem for path in (DOCS.parents[1] / "protos" / "baton" / "v1").glob("*.proto")}
+    assert names == {Path(file.DESCRIPTOR.name).stem for file in FILES if "baton" in file.DESCRIPTOR.name}
+
+
+def test_only_known_words():
+    assert set().union(*METHODS.values()) == {*ROLES, TENANT, *ANYONE}
+
+
+def test_the_table_in_the_docs():
+    (drawn,) = re.findall("<!-- methods -->\n(.*?)\n<!-- end -->", DOCS.read_text(), re.DOTALL)
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in drawn.splitlines()[2:]]
+    assert {f"/{method}": set(who.split(", ")) for method, who in rows} == {k: set(v) for k, v in METHODS.items()}
+
+
+async def ask(channel: grpc.aio.Channel, path: str, metadata=(), num_messages: int = 0) -> grpc.StatusCode:
+    """What comes of a call with so many empty messages and nothing more to come. The channel's side is always a
+    stream, so a method of one message that gets none would wait for it, were it served."""
+    try:
+        call = channel.stream_stream(path)(timeout=10, metadata=metadata)
+        for _ in range(num_messages):
+            await call.write(b"")
+        if num_messages:
+            await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return await call.code()
+
+
+CALLERS = {None: set(), **{role: {role} for role in ROLES}}
+
+
+@pytest.mark.parametrize("with_key", [False, True], ids=["no key", "key"])
+@pytest.mark.parametrize("role", CALLERS, ids=str)
+async def test_each_caller_gets_through_to_what_the_table_says(guarded, installation, role, with_key):
+    access, names = installation.access(role, with_key), CALLERS[role] | ({TENANT} if with_key else set())
+    async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
+        for path, allowed in METHODS.items():
+            passes = allowed == ANYONE or bool(allowed & names)
+            code = await ask(channel, path, access.metadata, int(passes))
+            if passes:
+                assert code in LET_THROUGH, (path, code)
+            elif names:
+                assert code is grpc.StatusCode.PERMISSION_DENIED, (path, code)
+            else:
+                assert code is grpc.StatusCode.UNAUTHENTICATED, (path, code)
+        denied = sum(not (allowed == ANYONE or allowed & names) for allowed in METHODS.values())
+        assert sum(ports.guard.num_denied.values()) == denied
+
+
+BAD_KEYS = [
+    "Bearer",
+    "Bearer ",
+    "Bearer nonsense",
+    "Bearer baton.k00000000." + "x" * 43,
+    "Bearer " + "x" * 5000,
+    "Basic dXNlcjpwYXNz",
+    "Bearer eyJhbGciOiJub25lIn0.eyJ0ZW5hbnQiOiJhY21lIn0.",
+]
+
+
+@pytest.mark.parametrize("shown", BAD_KEYS, ids=range(len(BAD_KEYS)))
+async def test_no_method_takes_a_wrong_key(guarded, installation, shown):
+    async with guarded() as ports, installation.access().channel(ports.client) as channel:
+        for path, allowed in METHODS.items():
+            code = await ask(channel, path, (("authorization", shown),), int(allowed == ANYONE))
+            assert code is grpc.StatusCode.UNAUTHENTICATED or (allowed == ANYONE and code in LET_THROUGH), (path, code)
+
+
+async def test_a_wrong_key_is_no_better_beside_a_certificate(guarded, installation):
+    access = installation.access("operator")
+    async with guarded() as ports, access.channel(ports.fleet) as channel:
+        code = await ask(channel, "/baton.v1.Fleet/ListWorkers", (("authorization", "Bearer nonsense"),))
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_two_keys_are_none(guarded, installation):
+    access = installation.access(with_key=True)
+    async with guarded() as ports, access.channel(ports.client) as channel:
+        code = await ask(channel, "/baton.v1.Inference/Generate", access.metadata * 2)
+        assert code is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("path", ["/baton.v1.Inference/Secret", "/other.Service/Method", "/x/y"])
+async def test_what_is_not_in_the_table_is_open_to_nobody(guarded, installation, path):
+    for role in (None, *ROLES):
+        access = installation.access(role, with_key=True)
+        async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
+            assert await ask(channel, path, access.metadata) is grpc.StatusCode.PERMISSION_DENIED
+            assert ports.guard.num_denied == {("other", "PERMISSION_DENIED"): 1}
+
+
+ODD_NAMES = [
+    ["client.example"],
+    ["baton.internal"],
+    ["gateway.baton.internal.evil.example"],
+    ["xgateway.baton.internal"],
+    ["worker.baton.internal"],  # what servers are held to is no role
+    ["127.0.0.1"],
+]
+
+
+@pytest.mark.parametrize("names", ODD_NAMES, ids=lambda names: names[0])
+async def test_a_certificate_without_a_role_opens_nothing(guarded, make_certificate, names):
+    async with guarded() as ports, make_certificate(names).channel(ports.fleet) as channel:
+        for path, allowed in METHODS.items():
+            if allowed != ANYONE:
+                assert await ask(channel, path) is grpc.StatusCode.UNAUTHENTICATED, path
+
+
+
+
+async def test_a_call_without_its_message_is_an_error(guarded, installation):
+    access = installation.access(with_key=True)
+    async with guarded() as ports, access.channel(ports.client) as channel:
+        call = channel.stream_stream("/baton.v1.Inference/Complete")(timeout=10, metadata=access.metadata)
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
