@@ -23,6 +23,7 @@ def line(record: Record, error: BaseException | None) -> dict[str, object]:
     values: dict[str, object] = {
         "request_id": record.checked.request_id if record.checked else "-",
         "trace_id": f"{record.context.trace_id:032x}",
+        "tenant": record.tenant,
         "outcome": how,
         "reason": reason or "-",
         "phase": "-" if error is None else record.phase,

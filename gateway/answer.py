@@ -2,10 +2,12 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.choice import Choice
 from gateway.detokenizer import Detokenizer
 from gateway.limits import Checked
+from gateway.pace import Pace
 from gateway.timing import Measured, Stamps, now, timing
 
 Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
@@ -19,15 +21,18 @@ class Answer:
     """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
 
     def __init__(
-        self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit, on_gap: Callable[[float], None]
-    ):
+        self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit, on_gap: Callable[[float], None],
+        pace: Pace,
+    ):  # fmt: skip
         """`on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
+        self._pace = pace
         self._sent_at: dict[int, float] = {}  # choice -> its last message
         self._num_flushes = 0
         self._num_sent = 0
         self.choices = [
-            Choice(index, detokenizer, checked.stops, checked.min_tokens) for index in range(checked.sampling.n)
+            Choice(index, detokenizer, checked.stops, checked.min_tokens, num_received)
+            for index, num_received in enumerate(checked.resume_from or [0] * checked.sampling.n)
         ]
 
     @property
@@ -35,8 +40,9 @@ class Answer:
         return all(choice.finished for choice in self.choices)
 
     @property
-    def request_id(self) -> str:
-        return self._checked.request_id
+    def key_id(self) -> str:
+        """The request's name among workers."""
+        return self._checked.key_id
 
     @property
     def ended_here(self) -> bool:
@@ -71,7 +77,7 @@ class Answer:
         finish_reason: int,
     ) -> None:
         """Tokens of a choice from output index `first_index` on; those that are known already must be the same.
-        Raises Diverged."""
+        Raises Diverged; InvalidRequest where the client has more of a choice than there is."""
         if index >= len(self.choices):
             raise Diverged(f"choice {index} was not asked for")
         choice = self.choices[index]
@@ -84,6 +90,15 @@ class Answer:
             raise Diverged(f"choice {index}: another worker continues it differently")
         if token_ids[num_known:]:
             choice.push(token_ids[num_known:], logprobs[num_known:], finish_reason)
+        if choice.finished and choice.num_received > (num_tokens := len(choice.token_ids)):
+            where = f"resume_from[{index}]"
+            raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
+
+    @property
+    def hold_s(self) -> float:
+        """How long to wait before the next flush. The first messages, and what ends a choice, are not held."""
+        is_urgent = self._num_sent < len(self.choices) or any(choice.finished for choice in self.choices)
+        return 0.0 if is_urgent else self._pace.gap_s
 
     async def flush(self) -> None:
         """Send what has come: one message a choice."""
@@ -119,6 +134,7 @@ class Answer:
             message.seed = self._checked.sampling.seed
             message.request_id = self._checked.request_id
         self._num_sent += 1
+        self._pace.count(len(message.token_ids))
         before, at = self._sent_at.get(message.index), self._stamps.last_sent
         if before is not None and message.token_ids:
             self._on_gap((at - before) / len(message.token_ids))

@@ -11,8 +11,12 @@ STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 class Choice:
     """Fed with tokens in order; `take()` gives the message that may go out now."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int):
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, num_received: int = 0
+    ):
+        """`num_received`: tokens that the client has from before, which are read and not sent again."""
         self.index = index
+        self.num_received = num_received
         self.token_ids: list[int] = []
         self.finish_reason = 0
         self.ended_here = False  # by a stop string: the worker does not know
@@ -37,7 +41,7 @@ class Choice:
                 return
             ended = finish_reason if position == last else 0
             self._push(token_id, ended)
-            if logprobs:
+            if logprobs and len(self.token_ids) > self.num_received:
                 self._pending.logprobs.append(logprobs[position])
 
     def take(self) -> pb.GenerateResponse:
@@ -47,7 +51,9 @@ class Choice:
 
     def _push(self, token_id: int, ended: int) -> None:
         self.token_ids.append(token_id)
-        self._pending.token_ids.append(token_id)
+        is_new = len(self.token_ids) > self.num_received
+        if is_new:
+            self._pending.token_ids.append(token_id)
         # A token that stops the choice is no part of its text.
         piece = "" if ended == STOP else self._decoder.push(token_id)
         if ended:
@@ -56,6 +62,8 @@ class Choice:
         if ended and not self.finished:
             self._pending.text += self._stops.finish()
             self._finish(ended)
+        if not is_new:
+            self._pending.text = ""  # that came with the token
 
     def _say(self, piece: str) -> None:
         if len(self.token_ids) <= self._min_tokens:

@@ -14,8 +14,8 @@ class EmbeddedIndex:
         self._feeds: dict[bytes, Feed] = {}
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        matches = {worker: num_matched_spans(hashes, feed.spans) for worker, feed in self._feeds.items()}
-        return {worker: num_spans for worker, num_spans in matches.items() if num_spans}
+        matches = ((num_matched_spans(hashes, feed.spans), worker) for worker, feed in self._feeds.items())
+        return {worker: num_spans for num_spans, worker in sorted(matches) if num_spans}
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         self._feeds[worker] = feed = Feed(subscribe)

@@ -39,10 +39,12 @@ class FleetService:
         )
         for role, links in (("prefill", registry.prefill), ("decode", registry.decode)):
             for link in links:
-                answer.workers.add(
+                view = answer.workers.add(
                     address=link.address, role=role, state=link.state.value, reason=link.reason, hello=link.hello,
                     load=link.load, num_legs=len(link.legs),
                 )  # fmt: skip
+                if clock := link.clock:
+                    view.clock_offset_s, view.clock_error_s = clock
         return answer
 
 

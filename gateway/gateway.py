@@ -7,13 +7,15 @@ import os
 from baton.service import server as grpc_server
 from baton.service import genai_metrics, telemetry
 from baton.service.admin import Admin
+from baton.service.clock import Offset
 from baton.service.logs import fields
 from baton.service.server import Health
 from baton.service.settings import SettingsError
-from baton.v1 import fleet_pb2_grpc, inference_pb2_grpc
+from baton.v1 import fleet_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 from gateway import access_log, dashboard
 from gateway.admission import Admission, Lines
 from gateway.detokenizer import Detokenizer
+from gateway.doors import open_doors
 from gateway.embedded_index import EmbeddedIndex
 from gateway.fleet import SERVICE_NAME as FLEET_NAME
 from gateway.fleet import FleetService
@@ -23,19 +25,21 @@ from gateway.model_file import read_model
 from gateway.model_folder import ModelFolder
 from gateway.pipeline import Pipeline
 from gateway.prefix_index import PrefixIndex
+from gateway.public_prefixes import read_public_prefixes
+from gateway.quotas import Quotas, read_quotas
 from gateway.record import Record
+from gateway.registered import RegistrationService
 from gateway.registry import Registry
 from gateway.secret import fingerprint, read_secret
 from gateway.servicer import SERVICE_NAME, InferenceService
 from gateway.settings import GatewaySettings
 from gateway.slo_classes import read_classes
+from gateway.span_names import SpanNames
+from gateway.states import Event
 from gateway.templates import ChatTemplate, TemplateFailed
 from gateway.tokenizer import Tokenizer
 from gateway.workers import LinkState
 
-# Larger messages are gRPC's to refuse; up to here limits.py does it, with the field's name.
-MAX_MESSAGE_BYTES = 4 << 20
-_SPARE_RPCS = 64  # health, reflection, and refusals that name their reason
 _STOP_GRACE_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -43,16 +47,13 @@ log = logging.getLogger(__name__)
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     """Serves until `stop`, then drains. Raises SettingsError, ListenError: one line each."""
-    server = grpc_server.make_server(
-        max_concurrent_rpcs=2 * settings.max_concurrent_requests + _SPARE_RPCS, max_message_bytes=MAX_MESSAGE_BYTES
-    )
-    port = grpc_server.bind(server, settings.listen)
+    doors = open_doors(settings)
     folder = read_model(settings.model)
-    gateway = Gateway(settings, folder, server)
+    gateway = Gateway(settings, folder, doors.server)
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")
     try:
-        return await gateway.run(port, stop)
+        return await gateway.run(doors.port, stop, doors.fleet_port)
     finally:
         telemetry.shut_down()
         genai_metrics.shut_down(_STOP_GRACE_S)
@@ -66,47 +67,58 @@ class Gateway:
         tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
         self.index = _make_index(settings)
         self.registry = Registry(settings, folder, self.index, secret)
-        self.lines = Lines(settings.max_queued_requests)
+        self.names = SpanNames(self.registry)
+        self.lines = Lines(settings.max_queued_requests, settings.max_queued_tokens)
+        slo_classes = read_classes(settings.slo_classes)
         self.meters = Meters(
             folder.name,
-            read_classes(settings.slo_classes),
+            slo_classes,
             lambda: self.service.num_running,
             lambda: len(self.lines),
             lambda: not self._redis_down(),
             self._workers_by_state,
+            self._clocks,
         )
-        pipeline = Pipeline(
+        self._pipeline = pipeline = Pipeline(
             registry=self.registry,
             index=self.index,
+            names=self.names,
             tokenizer=tokenizer,
             detokenizer=Detokenizer(tokenizer),
             template=_make_template(folder),
-            admission=Admission(settings.max_concurrent_requests),
+            admission=Admission(settings.max_concurrent_requests, Quotas(read_quotas(settings.quotas))),
             lines=self.lines,
             max_queue_wait_s=settings.max_queue_wait_s,
             on_gap=self.meters.gap,
+            slo_classes=slo_classes,
         )
         self.journal = Journal()
         self.service = InferenceService(pipeline, settings, self.journal.began, self._ended)
         self._changed = asyncio.Event()
         self._secret_checked = False
 
-    async def run(self, port: int, stop: asyncio.Event) -> int:
-        """`port` is what the server is bound to."""
+    async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
+        """`port` is what the server is bound to, `fleet_port` the one for callers with certificates."""
         settings, server = self._settings, self._server
+        if settings.public_prefixes:
+            self.names.make_public(await read_public_prefixes(settings.public_prefixes, self._pipeline.encode))
         inference_pb2_grpc.add_InferenceServicer_to_server(self.service, server)
         fleet = FleetService(self.registry, self.journal, self.lines, settings.redis, self._redis_down)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
+        worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
         health = Health(server)
         health.set(SERVICE_NAME, False)
-        if settings.is_loopback:
+        if settings.reflection or settings.is_loopback and settings.credentials is None:
             grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
         admin = Admin(self.readiness, {"/metrics": self.meters.page, **dashboard.pages(fleet)})
         admin_port = await admin.start(settings.admin)
         self.registry.on_change = self._on_change
         await server.start()
+        if not settings.decode_workers:
+            log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
         grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
-        ready_line = f"ready grpc={grpc_address} admin={admin_address} pid={os.getpid()}"
+        fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
+        ready_line = f"ready grpc={grpc_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
         tasks = [
             asyncio.create_task(self.registry.run(), name="registry"),
             asyncio.create_task(self._watch(health, ready_line), name="readiness"),
@@ -144,6 +156,9 @@ class Gateway:
         links = self.registry.links
         return {state.value: sum(link.state is state for link in links) for state in LinkState}
 
+    def _clocks(self) -> dict[str, Offset]:
+        return {link.address: clock for link in self.registry.links if (clock := link.clock)}
+
     def _redis_down(self) -> str:
         return "" if isinstance(self.index, EmbeddedIndex) else self.index.down
 
@@ -173,12 +188,15 @@ class Gateway:
         self._secret_checked = True
         if isinstance(self.index, EmbeddedIndex):
             return
+        from gateway.redis_client import cancelled
         from gateway.redis_index import SecretDiffers
 
         try:
             await self.index.check_secret(fingerprint(self.registry.secret))
         except SecretDiffers as error:
             raise SettingsError(f"--cluster-secret: {error}") from None
+        if cancelled():
+            raise asyncio.CancelledError
         group.create_task(self.index.run(), name="redis")
 
     async def _drain(self, health: Health) -> None:
@@ -188,6 +206,15 @@ class Gateway:
         deadline = asyncio.get_running_loop().time() + self._settings.drain_grace_s
         while self.service.num_running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+        if self._pipeline.running:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Clients are told how to go on, and workers keep what they need for it."""
+        for attempts in list(self._pipeline.running.values()):
+            attempts.give_up(Event.GRACE_OVER)
+        for link in self.registry.links:
+            link.hang_up()
 
 
 def _make_index(settings: GatewaySettings) -> PrefixIndex:

@@ -1,14 +1,16 @@
 """The requests of this gateway, those that run and the last that have ended, for operators to look at. No content."""
 
-from collections import deque
+from collections import Counter, deque
 
+from baton.service.bound import bound_of_stack
 from baton.v1 import fleet_pb2 as pb
 from gateway.meters import outcome
 from gateway.record import Record
-from gateway.timing import now, timing
+from gateway.timing import breakdown, now, timing
 
 NUM_KEPT = 500  # ended requests, about 1 KB each
 _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
+_BOUND_WINDOW_S = 60.0  # up to the last end
 
 
 class Journal:
@@ -40,12 +42,24 @@ class Journal:
             num_input_tokens=self._num_input,
             num_output_tokens=self._num_output,
             uptime_s=now() - self._since,
+            bound=self._bound(),
         )
         for record in list(self._running.values())[: request.max_running or _DEFAULT_RUNNING]:
             answer.running.append(_view(record, ("", ""), None))
         for record, how, ended_at in list(reversed(self._ended))[: request.max_recent or _DEFAULT_RECENT]:
             answer.recent.append(_view(record, how, ended_at))
         return answer
+
+    def _bound(self) -> str:
+        """What bounds the stack, by those that ended last and were answered."""
+        if not self._ended:
+            return ""
+        until = self._ended[-1][2]
+        last = [record for record, how, at in self._ended if how[0] == "ok" and until - at < _BOUND_WINDOW_S]
+        spent_s: Counter[str] = Counter()
+        for record in last:
+            spent_s.update(breakdown(record.stamps, record.measured))
+        return bound_of_stack(spent_s, until - min((each.stamps.received for each in last), default=until)).sentence
 
 
 def _view(record: Record, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
@@ -62,6 +76,7 @@ def _view(record: Record, how: tuple[str, str], ended_at: float | None) -> pb.Re
         cached_tokens=record.num_cached_tokens,
         output_tokens=record.num_output_tokens,
         num_attempts=record.num_attempts,
+        tenant=record.tenant,
     )
     if record.decision is not None:
         view.prefill, view.decode = record.decision.prefill or "", record.decision.decode or ""

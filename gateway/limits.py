@@ -1,27 +1,50 @@
 """A message from outside becomes a Checked request, or InvalidRequest that names the field. Nothing is allocated
 before."""
 
+import hashlib
 import math
 import re
 import secrets
 from dataclasses import dataclass, field
 
-from baton.service.errors import InvalidRequest, NotFound
+from baton.service.errors import InvalidRequest, NotFound, Overloaded
+from baton.service.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from gateway.model_folder import Defaults
 from gateway.slo_classes import BUILT_IN, DEFAULT_CLASS
 from gateway.templates import ChatMessage
 
 MAX_REQUEST_BYTES = 1 << 20
-MAX_CHOICES = 8
-MAX_OUTPUT_TOKENS = 65_536  # n x max_tokens
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_BYTES = 256
-MAX_LOGIT_BIAS = 1024
 MAX_DRAFT_TOKENS = 16
+MAX_METADATA_PAIRS = 64
+# Beyond these a logit in fp32 becomes infinite somewhere on its way, and what is drawn from it means nothing.
+_MIN_SCALE, _MAX_SCALE = 1e-3, 100.0  # temperature, repetition_penalty
+_MAX_SHIFT = 1000.0  # penalties and biases that are added to a logit
 ROLES = ("system", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one request may ask for."""
+
+    choices: int = 8
+    output_tokens: int = 65_536  # n x max_tokens
+    max_tokens: int = 65_536
+    default_max_tokens: int = 65_536  # at most, whatever the model's own default is
+    logprobs: int = 20
+    stops: int = 16
+    stop_bytes: int = 256
+    logit_bias: int = 1024
+
+
+PRESETS = {
+    "normal": Limits(),
+    "strict": Limits(
+        choices=4, output_tokens=4096, max_tokens=1024, default_max_tokens=128, logprobs=5, stops=4, stop_bytes=64,
+        logit_bias=300,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +68,8 @@ class Sampling:
 class Checked:
     """A request whose every field is in range. Exactly one of text, token_ids, messages is not None."""
 
-    request_id: str
+    request_id: str  # the client's
+    key_id: str  # the same among workers and gateways, where another tenant may have chosen it too
     text: str | None = field(repr=False)
     token_ids: tuple[int, ...] | None = field(repr=False)
     messages: tuple[ChatMessage, ...] | None = field(repr=False)
@@ -58,6 +82,8 @@ class Checked:
     priority: int
     speculation: pb.Speculation  # as asked for
     slo_class: str
+    resume_from: tuple[int, ...] = ()  # tokens of each choice that the client has; empty: it begins
+    names_class: bool = False  # it was asked for by name
 
     @property
     def input_field(self) -> str:
@@ -75,6 +101,7 @@ class ServedModel:
     defaults: Defaults
     slo_classes: frozenset[str] = frozenset(BUILT_IN)
     proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
+    limits: Limits = PRESETS["normal"]
 
 
 def check_model(asked: str, served: ServedModel) -> None:
@@ -90,26 +117,37 @@ def check_size(request) -> None:
         _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
 
 
-def check(request: pb.GenerateRequest, served: ServedModel) -> Checked:
+def check_metadata(metadata) -> None:
+    """Its bytes are gRPC's to bound. Raises Overloaded."""
+    if metadata and len(metadata) > MAX_METADATA_PAIRS:
+        raise Overloaded(f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed",
+                         0.0, reason="METADATA_TOO_LARGE")
+
+
+def check(request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT) -> Checked:
     """Everything that can be said before tokenizing. Raises InvalidRequest or NotFound."""
     check_size(request)
     check_model(request.model, served)
     text, token_ids, messages = check_input(request, served.vocab_size)
     stopping = request.stopping
+    request_id = _request_id(request.request_id)
     return Checked(
-        request_id=_request_id(request.request_id),
+        request_id=request_id,
+        key_id=_key_id(request_id, tenant),
         text=text,
         token_ids=token_ids,
         messages=messages,
         sampling=_sampling(request.sampling, served),
         max_tokens=_max_tokens(stopping, served),
         min_tokens=stopping.min_tokens,
-        stops=_stops(stopping.stop),
+        stops=_stops(stopping.stop, served.limits),
         stop_token_ids=_stop_token_ids(stopping, served),
         ignore_eos=stopping.ignore_eos,
         priority=request.priority,
         speculation=_speculation(request.speculation, served),
         slo_class=_slo_class(request.slo_class, served),
+        names_class=bool(request.slo_class),
+        resume_from=_resume_from(request, served),
     )
 
 
@@ -145,11 +183,17 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
         _refuse(checked.input_field, f"the prompt has {num_prompt_tokens} tokens, the context {served.context}")
     max_tokens = checked.max_tokens
     if max_tokens is None:
-        max_tokens = min(served.defaults.max_tokens, room, MAX_OUTPUT_TOKENS // checked.sampling.n)
+        limits = served.limits
+        max_tokens = min(
+            served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.sampling.n
+        )
     elif max_tokens > room:
         _refuse("stopping.max_tokens", f"{max_tokens} is beyond the context: {room} tokens are left after the prompt")
-    elif checked.sampling.n * max_tokens > MAX_OUTPUT_TOKENS:
-        _refuse("sampling.n", f"n x max_tokens is over {MAX_OUTPUT_TOKENS}")
+    elif checked.sampling.n * max_tokens > served.limits.output_tokens:
+        _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
+    for index, num_received in enumerate(checked.resume_from):
+        if num_received > max_tokens:
+            _refuse(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
     if checked.min_tokens > max_tokens:
         _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
     return max_tokens
@@ -161,6 +205,29 @@ def _request_id(request_id: str) -> str:
     if not _REQUEST_ID.fullmatch(request_id):
         _refuse("request_id", f"must match {_REQUEST_ID.pattern}")
     return request_id
+
+
+def _key_id(request_id: str, tenant: str) -> str:
+    """Of two tenants never equal: a dot stands in no request_id."""
+    if tenant == DEFAULT_TENANT:
+        return request_id
+    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}.{request_id}"
+
+
+def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int, ...]:
+    """Only what is bound to come out the same can be gone on with."""
+    if not request.resume_from:
+        return ()
+    sampling = request.sampling
+    num_choices = sampling.n if sampling.HasField("n") else 1
+    if len(request.resume_from) != num_choices:
+        _refuse("resume_from", f"has {len(request.resume_from)} entries for {num_choices} choices: one each is needed")
+    if not request.request_id:
+        _refuse("resume_from", "needs the request_id of the request that it goes on with")
+    temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.temperature
+    if temperature and not sampling.HasField("seed"):
+        _refuse("resume_from", "needs sampling.seed, as the first message told it: the answer would be another one")
+    return tuple(request.resume_from)
 
 
 def _messages(messages: pb.Messages) -> tuple[ChatMessage, ...]:
@@ -176,24 +243,28 @@ def _messages(messages: pb.Messages) -> tuple[ChatMessage, ...]:
 def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
     defaults = served.defaults
     checked = Sampling(
-        temperature=_number(sampling, "temperature", defaults.temperature, lambda v: v >= 0, "must be at least 0"),
+        temperature=_number(
+            sampling, "temperature", defaults.temperature, lambda v: v == 0 or _MIN_SCALE <= v <= _MAX_SCALE,
+            f"must be 0, or {_MIN_SCALE} to {_MAX_SCALE}",
+        ),
         top_k=sampling.top_k if sampling.HasField("top_k") else defaults.top_k,
         top_p=_number(sampling, "top_p", defaults.top_p, lambda v: 0 < v <= 1, "must be in (0, 1]"),
         min_p=_number(sampling, "min_p", defaults.min_p, lambda v: 0 <= v <= 1, "must be in [0, 1]"),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(53),  # exact in every client's numbers
         repetition_penalty=_number(
-            sampling, "repetition_penalty", defaults.repetition_penalty, lambda v: v > 0, "must be over 0"
+            sampling, "repetition_penalty", defaults.repetition_penalty, lambda v: _MIN_SCALE <= v <= _MAX_SCALE,
+            f"must be {_MIN_SCALE} to {_MAX_SCALE}",
         ),
-        presence_penalty=_number(sampling, "presence_penalty", 0.0),
-        frequency_penalty=_number(sampling, "frequency_penalty", 0.0),
-        logit_bias=_logit_bias(sampling.logit_bias, served.vocab_size),
+        presence_penalty=_shift(sampling, "presence_penalty"),
+        frequency_penalty=_shift(sampling, "frequency_penalty"),
+        logit_bias=_logit_bias(sampling.logit_bias, served),
         n=sampling.n if sampling.HasField("n") else 1,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
     )
-    if not 1 <= checked.n <= MAX_CHOICES:
-        _refuse("sampling.n", f"must be 1 to {MAX_CHOICES}")
-    if (checked.logprobs or 0) > MAX_LOGPROBS:
-        _refuse("sampling.logprobs", f"must be at most {MAX_LOGPROBS}")
+    if not 1 <= checked.n <= served.limits.choices:
+        _refuse("sampling.n", f"must be 1 to {served.limits.choices}")
+    if (checked.logprobs or 0) > served.limits.logprobs:
+        _refuse("sampling.logprobs", f"must be at most {served.limits.logprobs}")
     return checked
 
 
@@ -224,31 +295,39 @@ def _number(sampling: pb.Sampling, name: str, default: float, is_good=None, rule
     return value
 
 
-def _logit_bias(logit_bias, vocab_size: int) -> dict[int, float]:
-    if len(logit_bias) > MAX_LOGIT_BIAS:
-        _refuse("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+def _shift(sampling: pb.Sampling, name: str) -> float:
+    rule = f"must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}"
+    return _number(sampling, name, 0.0, lambda v: abs(v) <= _MAX_SHIFT, rule)
+
+
+def _logit_bias(logit_bias, served: ServedModel) -> dict[int, float]:
+    if len(logit_bias) > served.limits.logit_bias:
+        limit = served.limits.logit_bias
+        _refuse("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {limit} are allowed")
     for token_id, bias in logit_bias.items():
-        if token_id >= vocab_size:
-            _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {vocab_size} ids")
-        if not math.isfinite(bias):
-            _refuse("sampling.logit_bias", f"the bias of {token_id} must be a finite number")
+        if token_id >= served.vocab_size:
+            _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {served.vocab_size} ids")
+        if not abs(bias) <= _MAX_SHIFT:
+            _refuse("sampling.logit_bias", f"the bias of {token_id} must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}")
     return dict(logit_bias)
 
 
 def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
     if not stopping.HasField("max_tokens"):
         return None
-    if not 1 <= stopping.max_tokens < served.context:
-        _refuse("stopping.max_tokens", f"must be 1 to {served.context - 1}: the context, less a prompt")
+    longest = min(served.context - 1, served.limits.max_tokens)
+    if not 1 <= stopping.max_tokens <= longest:
+        why = "the context, less a prompt" if longest == served.context - 1 else "the limit of one request"
+        _refuse("stopping.max_tokens", f"must be 1 to {longest}: {why}")
     return stopping.max_tokens
 
 
-def _stops(stops) -> tuple[str, ...]:
-    if len(stops) > MAX_STOPS:
-        _refuse("stopping.stop", f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
+def _stops(stops, limits: Limits) -> tuple[str, ...]:
+    if len(stops) > limits.stops:
+        _refuse("stopping.stop", f"has {len(stops)} strings, at most {limits.stops} are allowed")
     for index, stop in enumerate(stops):
-        if not 1 <= len(stop.encode()) <= MAX_STOP_BYTES:
-            _refuse(f"stopping.stop[{index}]", f"must have 1 to {MAX_STOP_BYTES} bytes")
+        if not 1 <= len(stop.encode()) <= limits.stop_bytes:
+            _refuse(f"stopping.stop[{index}]", f"must have 1 to {limits.stop_bytes} bytes")
     return tuple(stops)
 
 

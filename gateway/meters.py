@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from baton.service import genai_metrics
+from baton.service.clock import Offset
 from baton.service.errors import BatonError
 from baton.service.metrics import (
     DURATION_BUCKETS,
@@ -20,6 +21,7 @@ from gateway.timing import breakdown, now, timing
 
 _OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
 _MAX_REASONS = 64  # each is a label value; workers are trusted to have few words, and counted all the same
+_MAX_TENANTS = 64  # that are told apart, of those that the credentials file names
 _REFUSED = frozenset(
     ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
 )
@@ -27,7 +29,7 @@ _REFUSED = frozenset(
 
 class Meters:
     """Read at a scrape: `num_running`, `num_waiting`: requests in the gateway, and of these in its queues;
-    `num_workers`: by the state that this gateway sees them in."""
+    `num_workers`: by the state that this gateway sees them in; `clocks`: of workers by address."""
 
     def __init__(
         self,
@@ -37,11 +39,12 @@ class Meters:
         num_waiting: Callable[[], int],
         is_index_up: Callable[[], bool] = lambda: True,
         num_workers: Callable[[], Mapping[str, int]] = dict,
+        clocks: Callable[[], Mapping[str, Offset]] = dict,
     ):
         metrics = Metrics(model_name)
         self.page = metrics.page
         self._slo_classes = slo_classes
-        self._reasons: set[str] = set()
+        self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
         self._ttft = metrics.histogram("baton_ttft_seconds", "arrival to first token sent", TTFT_BUCKETS)()
         self._tpot = metrics.histogram("baton_tpot_seconds", "per output token after the first", TPOT_BUCKETS)()
         self._itl = metrics.histogram(
@@ -51,7 +54,22 @@ class Meters:
         self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
         self._requests = metrics.counter("baton_requests", "requests that have ended", "outcome", "reason")
         self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
+        self._tenant_seconds = metrics.counter(
+            "baton_tenant_seconds", "that requests spent, by whose they were", "tenant", "phase"
+        )
+        self._tenant_requests = metrics.counter(
+            "baton_tenant_requests", "requests that have ended, by whose they were", "tenant", "outcome"
+        )
+        self._tenant_tokens = metrics.counter(
+            "baton_tenant_tokens", "tokens of answered requests, by whose they were", "tenant", "kind"
+        )
         self._migrations = metrics.counter("baton_migrations", "attempts after the first")()
+        self._attached = metrics.counter("baton_attached", "lost streams whose sequence was gone on with")()
+        self._recovered = metrics.counter("baton_recovery_tokens", "prompt tokens of later attempts, by their KV", "kv")
+        self._routes = metrics.counter("baton_routes", "requests by how they were routed", "way", "reason")
+        self._route_cost = metrics.histogram(
+            "baton_route_cost_seconds", "predicted, of the way that was taken and the other", DURATION_BUCKETS, "way"
+        )
         self._slo_requests = metrics.counter("baton_slo_requests", "requests that their service level counts", "class")
         self._slo_met = metrics.counter("baton_slo_met", "of these, within it", "class")
         self._slo_missed = metrics.counter("baton_slo_missed", "of these, beyond it, by what", "class", "objective")
@@ -65,26 +83,39 @@ class Meters:
             Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
             Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
             Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
+            Gauge(
+                "baton_clock_offset_seconds", "how far a worker's clock is ahead of this gateway's",
+                lambda: {name: clock.offset_s for name, clock in clocks().items()}, "worker",
+            ),
+            Gauge(
+                "baton_clock_error_seconds", "of that offset, at most",
+                lambda: {name: clock.error_s for name, clock in clocks().items()}, "worker",
+            ),
         )
 
     def ended(self, record: Record, error: BaseException | None) -> None:
         """Of a request that has just ended, however it did."""
         how, reason = outcome(error)
-        if reason not in self._reasons and len(self._reasons) >= _MAX_REASONS:
-            reason = "OTHER"
-        self._reasons.add(reason)
-        self._requests(how, reason).inc()
+        tenant = self._tenants.bounded(record.tenant)
+        self._requests(how, self._reasons.bounded(reason)).inc()
+        self._tenant_requests(tenant, how).inc()
         if record.num_attempts > 1:
             self._migrations.inc(record.num_attempts - 1)
+        self._attached.inc(record.num_attached)
+        self._recovered("reused").inc(record.num_reused_tokens)
+        self._recovered("computed").inc(record.num_recomputed_tokens)
         self._count_slo(record, error)
+        self._count_route(record)
         stamps = record.stamps
-        self._tokens("input").inc(record.num_prompt_tokens or 0)
-        self._tokens("cached").inc(record.num_cached_tokens)
-        self._tokens("output").inc(record.num_output_tokens)
-        for phase, spent_s in breakdown(stamps, record.measured).items():
-            self._phase(phase).observe(spent_s)
-        measured = timing(stamps, record.measured, record.num_longest_output)
         exemplar = _exemplar(record)
+        tokens = (record.num_prompt_tokens or 0, record.num_cached_tokens, record.num_output_tokens)
+        for kind, num in zip(("input", "cached", "output"), tokens, strict=True):
+            self._tokens(kind).inc(num)
+            self._tenant_tokens(tenant, kind).inc(num)
+        for phase, spent_s in breakdown(stamps, record.measured).items():
+            self._phase(phase).observe(spent_s, exemplar)
+            self._tenant_seconds(tenant, phase).inc(spent_s)
+        measured = timing(stamps, record.measured, record.num_longest_output)
         _tell_collector(record, error, measured)
         if stamps.first_sent is None:
             return
@@ -110,9 +141,31 @@ class Meters:
         if not missed:
             self._slo_met(name).inc()
 
+    def _count_route(self, record: Record) -> None:
+        if (decision := record.decision) is None:
+            return
+        self._routes("local" if decision.local else "split", decision.reason).inc()
+        self._route_cost("taken").observe(decision.cost_s)
+        if decision.alternative_s is not None:
+            self._route_cost("other").observe(decision.alternative_s)
+
     def gap(self, record: Record, gap_s: float) -> None:
         """Between two messages of a choice, for each token of the later one."""
         self._itl.observe(gap_s, _exemplar(record))
+
+
+class _Words:
+    """Label values: the first `most` that come, and OTHER."""
+
+    def __init__(self, most: int):
+        self._known: set[str] = set()
+        self._most = most
+
+    def bounded(self, word: str) -> str:
+        if word not in self._known and len(self._known) >= self._most:
+            return "OTHER"
+        self._known.add(word)
+        return word
 
 
 def _tell_collector(record: Record, error: BaseException | None, measured: pb.Timing) -> None:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from baton.service.logs import fields
-from gateway.workers import LinkState, WorkerLink
+from gateway.members import Members
 
 RESOLVE_S = 3.0  # between two looks, and the longest that one takes
 
@@ -33,13 +33,11 @@ async def addresses_of(host: str, port: str) -> list[str]:
 
 
 class WorkerName:
-    """One configured HOST:PORT whose host is a name. `links` is the role's list, which links join and leave."""
+    """One configured HOST:PORT whose host is a name; `members` are the workers behind it."""
 
-    def __init__(self, address: str, links: list[WorkerLink], make_link: Callable[[str], WorkerLink]):
-        self.address = address
+    def __init__(self, address: str, members: Members):
+        self.address, self.members = address, members
         self.reason = "not looked up yet"  # why it has no addresses; empty once it has
-        self._links, self._make_link = links, make_link
-        self._own: dict[WorkerLink, asyncio.Task] = {}
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
         """Keeps a session with every address, in tasks of `group`; until cancelled."""
@@ -50,29 +48,9 @@ class WorkerName:
             except (OSError, TimeoutError) as error:
                 self._note(getattr(error, "strerror", None) or "no answer from the DNS")
             else:
-                self._join(addresses, group)
-                self._leave(addresses)
+                self.members.keep(addresses, group)
             on_change()
             await asyncio.sleep(RESOLVE_S)
-
-    def is_of(self, links: list[WorkerLink]) -> bool:
-        """Whether its workers stand in this list."""
-        return self._links is links
-
-    def _join(self, addresses: list[str], group: asyncio.TaskGroup) -> None:
-        known = {link.address for link in self._links}
-        for address in addresses:
-            if address not in known:
-                link = self._make_link(address)
-                self._links.append(link)
-                self._own[link] = group.create_task(link.run(), name=f"link {address}")
-
-    def _leave(self, addresses: list[str]) -> None:
-        """What the name has lost goes once its session has ended: a DNS that forgets for a moment ends nothing."""
-        for link in [link for link in self._own if link.address not in addresses]:
-            if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
-                self._own.pop(link).cancel()
-                self._links.remove(link)
 
     def _note(self, reason: str) -> None:
         """Links stay as they are: a name that is not found for a moment says nothing of the workers."""

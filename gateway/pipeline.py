@@ -1,24 +1,35 @@
 """The path of one request: checked message -> tokens -> span hashes -> index -> workers -> answer."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
+from baton.service.slo import Slo
 from baton.service.telemetry import format_traceparent
-from gateway.admission import Admission, Lines
+from gateway.admission import Admission, Bid, Lines, rank
 from gateway.answer import Answer, Emit
 from gateway.attempts import Attempts
+from gateway.course import Question
 from gateway.detokenizer import Detokenizer
 from gateway.limits import Checked, ServedModel, resolve_max_tokens
+from gateway.pace import Pace
 from gateway.prefix_index import PrefixIndex
 from gateway.record import Record
+from gateway.recovery import Recovery, prompt_digest
 from gateway.registry import Registry
+from gateway.routing import Ask
+from gateway.span_names import SpanNames
 from gateway.spec import make_spec
+from gateway.states import Event
 from gateway.templates import ChatMessage, ChatTemplate, Rendered, TemplateFailed
 from gateway.timing import now
 from gateway.tokenizer import ControlTokenInContent, Tokenizer
-from kvtransfer.naming import SPAN_TOKENS, chain_hashes
+from kvtransfer.naming import SPAN_TOKENS
+
+_UNREAD_S = 0.1  # beyond a deadline, for those who notice it themselves
+_SUPERSEDE_S, _POLL_S = 1.0, 0.005
+_OUTPUT_SHARE = 0.02  # of one answer in the mean of all
 
 
 @dataclass
@@ -27,6 +38,7 @@ class Pipeline:
 
     registry: Registry
     index: PrefixIndex
+    names: SpanNames
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     template: ChatTemplate | None
@@ -34,46 +46,92 @@ class Pipeline:
     lines: Lines
     max_queue_wait_s: float
     on_gap: Callable[[Record, float], None]  # between two messages of a choice, seconds a token
+    slo_classes: Mapping[str, Slo]
+    pace: Pace = field(default_factory=Pace)
+    recovery: Recovery = field(default_factory=Recovery)
+    running: dict[str, Attempts] = field(default_factory=dict)  # by key_id
+    mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
 
     async def serve(self, checked: Checked, model: ServedModel, deadline: float, record: Record, emit: Emit) -> None:
         """Answer one request, or raise BatonError. Whatever it held on workers is given back on every way out."""
-        if checked.request_id in self.admission.request_ids:
+        if checked.resume_from:
+            await self._supersede(checked.key_id)
+        if checked.key_id in self.admission.request_ids:
             raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
-        self.admission.enter(checked.request_id)
+        self.admission.enter(checked.key_id, record.tenant)
         try:
             await self._serve(checked, model, deadline, record, emit)
         finally:
-            self.admission.leave(checked.request_id)
+            self.admission.leave(checked.key_id, record.tenant)
+
+    async def _supersede(self, key_id: str) -> None:
+        """The stream that a client goes on with is dead for it, though not for us yet."""
+        if (earlier := self.running.get(key_id)) is not None:
+            earlier.give_up(Event.CANCEL)
+            until = now() + _SUPERSEDE_S
+            while key_id in self.admission.request_ids and now() < until:
+                await asyncio.sleep(_POLL_S)
 
     async def _serve(self, checked, model, deadline, record, emit) -> None:
+        self._check_length(checked, model)
         prompt_ids = await self.encode(checked.text, checked.token_ids, checked.messages)
         record.num_prompt_tokens = len(prompt_ids)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
-        root = self.registry.root
-        hashes = chain_hashes(root, prompt_ids)
+        self._bid(checked, record, max_tokens)
+        hashes, parent = self.names.spans(record.tenant, prompt_ids)
         # The last token is always read: its logits are wanted.
         matches = await self.index.lookup(hashes[: (len(prompt_ids) - 1) // SPAN_TOKENS])
 
         def spec_of(output_ids: list[int]):
-            spans = chain_hashes(root, [*prompt_ids, *output_ids]) if output_ids else hashes
-            parent = spans[-1] if spans else root
+            named = self.names.spans(record.tenant, prompt_ids, output_ids) if output_ids else (hashes, parent)
             traceparent = format_traceparent(record.context)
-            return make_spec(checked, prompt_ids, output_ids, max_tokens, spans, parent, traceparent, deadline)
+            return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline)
 
         answer = Answer(
-            checked, self.detokenizer, record.stamps, _bounded(emit, deadline), lambda gap_s: self.on_gap(record, gap_s)
+            checked, self.detokenizer, record.stamps, emit, lambda gap_s: self.on_gap(record, gap_s), self.pace
         )
+        digest = prompt_digest(record.tenant, prompt_ids)
+        self.recovery.begin(digest)
+        question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
         attempts = Attempts(
-            self.registry, self.lines, answer, record, matches, spec_of, deadline, self.max_queue_wait_s
+            self.registry, self.lines, self.recovery, answer, record, question, self.max_queue_wait_s
         )
+        self.running[checked.key_id] = attempts
         try:
-            await attempts.run()
-            await answer.finish(len(prompt_ids), record.num_cached_tokens, record.measured)
+            # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
+            # holds its writes.
+            async with asyncio.timeout(max(0.0, deadline - now()) + _UNREAD_S):
+                await attempts.run()
+                await answer.finish(len(prompt_ids), record.num_cached_tokens, record.measured)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the client did not read") from None
         finally:
             attempts.close()
+            self.running.pop(checked.key_id, None)
             record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
             record.finish_reasons = answer.finish_reasons
+            unread = 0 if answer.begun else len(prompt_ids)  # is paid back
+            self.admission.quotas.pay(record.tenant, answer.num_output_tokens - unread, now())
+            if answer.finished:
+                self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
+
+    def _bid(self, checked: Checked, record: Record, max_tokens: int) -> None:
+        """What routing and the lines are told of it. Raises Overloaded where it would stand in line for too long."""
+        num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
+        if not checked.names_class:
+            promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
+        record.ask = Ask(num_tokens, num_tokens + 1, min(self.mean_output, max_tokens), promised)
+        order = rank(record.stamps.received, promised, checked.priority)
+        record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s)
+        self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
+        self.admission.quotas.pay(record.tenant, num_tokens, now())
+
+    def _check_length(self, checked: Checked, model: ServedModel) -> None:
+        """A mebibyte of text costs seconds to tokenize. Raises InvalidRequest for one that could never fit."""
+        texts = [checked.text or "", *(message.content for message in checked.messages or ())]
+        if not self.tokenizer.can_fit(sum(map(len, texts)), model.context):
+            raise InvalidRequest(checked.input_field, f"is longer than {model.context} tokens, the context, can be")
 
     async def encode(
         self, text: str | None, token_ids: Sequence[int] | None, messages: Sequence[ChatMessage] | None
@@ -99,16 +157,3 @@ class Pipeline:
         if any(self.tokenizer.has_control(message.content) for message in messages):
             return self.template.render_spans(messages)
         return Rendered(self.template.render(messages), ())
-
-
-def _bounded(emit: Emit, deadline: float) -> Emit:
-    """A client that does not read holds a request up to its deadline and no longer."""
-
-    async def bounded(message) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, deadline - now())):
-                await emit(message)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the client did not read") from None
-
-    return bounded

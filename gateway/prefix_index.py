@@ -10,7 +10,8 @@ class PrefixIndex(Protocol):
     """Belongs to the event loop. A worker is (instance, epoch) in bytes."""
 
     async def lookup(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """worker -> how many of the leading `hashes` it holds. Any failure means nobody; 50 ms at most."""
+        """worker -> how many of the leading `hashes` it holds, the most last. Any failure means nobody; 50 ms at
+        most."""
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         """A worker serves now. `subscribe()` asks it for index events, a snapshot first."""

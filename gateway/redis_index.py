@@ -11,14 +11,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-import redis.asyncio as redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from gateway.breaker import Breaker
 from gateway.prefix_index import Feed
+from gateway.redis_client import FAILURES, cancelled, make_client, words_of
 from gateway.slots import NUM_SLOTS, longest_runs
 
 BUDGET_S = 0.05
@@ -31,10 +28,9 @@ SECRET_TTL_S = 60
 _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
 _REFRESH_S = KV_TTL_S / 3
-_BATCH = 512
+_BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
 _MAX_NAMES = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
-_FAILURES = (redis.RedisError, OSError, TimeoutError, ValueError, TypeError)
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +62,8 @@ class RedisIndex:
     def __init__(self, url: str, gateway: bytes):
         """Raises ValueError for a URL that is none."""
         self._gateway = gateway
-        self._hot = _client(url, BUDGET_S, 32)
-        self._control = _client(url, _CONTROL_TIMEOUT_S, 2)
+        self._hot = make_client(url, BUDGET_S, 32)
+        self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
         self._slots: dict[int, bytes] = {}
@@ -116,8 +112,8 @@ class RedisIndex:
         """One MGET; None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
         try:
             values = await self._hot.mget(names)
-        except _FAILURES as error:
-            log.debug("redis: lookup failed %s", fields(error=_words(error)))
+        except FAILURES as error:
+            log.debug("redis: lookup failed %s", fields(error=words_of(error)))
             return None
         return values if isinstance(values, list) and len(values) == len(names) else None
 
@@ -136,8 +132,8 @@ class RedisIndex:
         try:
             await self._hold_secret()
             await self._read_slots()
-        except _FAILURES as error:
-            log.warning("redis: no answer, serving without it %s", fields(error=_words(error)))
+        except FAILURES as error:
+            log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -151,7 +147,7 @@ class RedisIndex:
 
     async def _beat(self) -> None:
         was_up = True
-        while not (self.is_disabled or _cancelled()):
+        while not (self.is_disabled or cancelled()):
             try:
                 await self._heartbeat()
                 if not was_up:
@@ -160,13 +156,13 @@ class RedisIndex:
             except SecretDiffers as error:
                 self.is_disabled = True
                 log.error("redis: not used any more %s", fields(error=error))
-            except _FAILURES as error:
+            except FAILURES as error:
                 if was_up:
-                    log.warning("redis: lost, serving without it %s", fields(error=_words(error)))
+                    log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
                 was_up = False
                 for entry in self._workers.values():
                     entry.refreshed_at = 0.0
-            if not _cancelled():
+            if not cancelled():
                 await self._pause()
 
     async def _pause(self) -> None:
@@ -234,7 +230,7 @@ class RedisIndex:
         self._slots = {slot: holder for slot, holder in enumerate(holders) if isinstance(holder, bytes)}
 
     async def _write(self) -> None:
-        while not _cancelled():
+        while not cancelled():
             await self._written.wait()
             await asyncio.sleep(_FLUSH_S)
             self._written.clear()
@@ -253,34 +249,10 @@ class RedisIndex:
                         batch.setbit(name, entry.slot, int(sealed))
                         batch.expire(name, KV_TTL_S)
                     await batch.execute()
-        except _FAILURES as error:
+        except FAILURES as error:
             entry.refreshed_at = 0.0
-            log.warning("redis: index events were not written %s", fields(error=_words(error)))
-
-
-def _cancelled() -> bool:
-    """redis-py 8.1 at times returns normally from a command that was cancelled."""
-    return asyncio.current_task().cancelling() > 0
+            log.warning("redis: index events were not written %s", fields(error=words_of(error)))
 
 
 def _slot_name(slot: int) -> bytes:
     return b"baton:slot:%d" % slot
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:120] or type(error).__name__
-
-
-def _client(url: str, timeout_s: float, max_connections: int) -> redis.Redis:
-    """redis-py's own timeouts and retries would hold a request for half a minute."""
-    pool = redis.BlockingConnectionPool.from_url(
-        url,
-        max_connections=max_connections,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        retry=Retry(NoBackoff(), 0),
-        protocol=2,  # bit strings need no more, and it connects in one round trip less
-        client_name="baton-gateway",
-    )
-    return redis.Redis(connection_pool=pool)

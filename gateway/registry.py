@@ -1,21 +1,30 @@
 """The workers of this gateway: who serves, what model they serve, and who is told when that changes."""
 
 import asyncio
+import functools
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from baton.service.access import Access
 from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
-from gateway.limits import ServedModel
+from gateway.candidates import ROLES, Candidates
+from gateway.limits import PRESETS, ServedModel
+from gateway.lived import follow_lived
+from gateway.members import Members
 from gateway.model_folder import ModelFolder
 from gateway.names import WorkerName, is_name
 from gateway.prefix_index import PrefixIndex
-from gateway.routing import Candidate, Decision, NoRoute, choose, choose_holder, choose_source, compatible
-from gateway.secret import chain_root, derived_secret
+from gateway.rates import Rates
+from gateway.registered import Registered
+from gateway.roster import make_roster
+from gateway.routing import Ask, Decision, NoRoute, choose, choose_holder, choose_source, compatible
+from gateway.secret import derived_secret
 from gateway.settings import GatewaySettings
 from gateway.slo_classes import read_classes
+from gateway.timing import now
 from gateway.workers import LinkState, WorkerLink
-from kvtransfer.naming import SPAN_TOKENS, ModelIdentity, SpanHash
+from kvtransfer.naming import ModelIdentity
 
 INSTANCE_BYTES = 16
 _RETRY_AFTER_S = 1.0
@@ -32,9 +41,18 @@ class Registry:
         self._secret = secret
         self._slo_classes = frozenset(read_classes(settings.slo_classes))
         self._joined: dict[WorkerLink, bytes] = {}
+        self._placed: dict[WorkerLink, str] = {}  # in which role it stands
         self._names: list[WorkerName] = []
+        self._placed: dict[WorkerLink, str] = {}  # the role that it stands in
+        self._pairs = 0, False  # (changes of who serves, whether any two fit)
+        self._fleet = Rates()  # what workers are like
+        self.candidates = Candidates(lambda role: self.prefill if role == "prefill" else self.decode)
         self.prefill = self._links("prefill", settings.prefill_workers)
         self.decode = self._links("decode", settings.decode_workers)
+        self.registered = Registered(
+            {"prefill": self._members("prefill", self.prefill), "decode": self._members("decode", self.decode)},
+            make_roster(settings.redis),
+        )
 
     @property
     def links(self) -> list[WorkerLink]:
@@ -50,12 +68,7 @@ class Registry:
         """Raises Unavailable before it is known."""
         if self._secret is not None:
             return self._secret
-        return derived_secret(self._known_identity())
-
-    @property
-    def root(self) -> SpanHash:
-        """The parent of the first span. Raises Unavailable before it is known."""
-        return chain_root(self._known_identity(), self.secret)
+        return derived_secret(self.known_identity())
 
     @property
     def card(self) -> pb.ModelCard | None:
@@ -76,6 +89,7 @@ class Registry:
             defaults=folder.defaults,
             slo_classes=self._slo_classes,
             proposers=frozenset(name for hello in said for name in hello.model.proposers) if said else None,
+            limits=PRESETS[self._settings.limits],
         )
 
     async def run(self) -> None:
@@ -85,45 +99,51 @@ class Registry:
                 group.create_task(link.run(), name=f"link {link.address}")
             for name in self._names:
                 group.create_task(name.follow(group, lambda: self.on_change()), name=f"name {name.address}")
+            group.create_task(self.registered.follow(group, lambda: self.on_change()), name="registered workers")
+            group.create_task(follow_lived(self._listen), name="silence")
+
+    def _listen(self, lived_s: float) -> None:
+        for link in self.links:
+            link.check_silence(lived_s)
 
     def not_ready(self) -> str | None:
         """Why no request could be served now, or None."""
-        takers = [self._candidate(link, {}) for link in self.decode if link.serving]
+        takers = self.candidates.serving("decode")
         if not takers:
             return "no decode worker serves: " + self._excuses(self.decode)
-        if self._settings.split != "always":
-            return None
-        sources = [self._candidate(link, {}) for link in self.prefill if link.serving]
-        if any(compatible(source, taker) for source in sources for taker in takers):
+        if self._settings.split != "always" or self._any_pair(takers):
             return None
         return "no prefill worker serves that a decode worker can take KV from: " + self._excuses(self.prefill)
 
     def route(
-        self, num_tokens: int, max_len: int, matches: Mapping[bytes, int], avoid: Collection[bytes]
+        self, ask: Ask, matches: Mapping[bytes, int], avoid: Collection[bytes]
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else. Raises Unavailable."""
-        try:
-            return self._route(num_tokens, max_len, matches, avoid)
-        except NoRoute:
-            pass
-        try:
-            return self._route(num_tokens, max_len, matches, ())
-        except NoRoute as error:
-            raise Unavailable(str(error), _RETRY_AFTER_S, reason="NO_WORKER") from None
+        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else. `matches`: worker ->
+        spans it holds, the most last. Raises Unavailable."""
+        for avoided in (avoid, ()) if avoid else ((),):
+            try:
+                return self._route(ask, matches, avoided)
+            except NoRoute as error:
+                reason = str(error)
+        raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """To read such a prompt on a worker that does nothing else, as workers have been."""
+        return self._fleet.pace(now()).prefill_s(num_tokens)
 
     def others(self, links: list[WorkerLink], avoid: Collection[bytes]) -> bool:
         """Whether any of `links` serves that is not in `avoid`."""
         return any(link.serving and link.worker_id not in avoid for link in links)
 
     def source_for(
-        self, taker: WorkerLink, num_tokens: int, matches: Mapping[bytes, int], avoid: Collection[bytes]
+        self, taker: WorkerLink, ask: Ask, matches: Mapping[bytes, int], avoid: Collection[bytes]
     ) -> WorkerLink | None:
         """A prefill worker that `taker` can take KV from; None: it reads the prompt itself. Raises Unavailable."""
-        here = self._candidate(taker, matches)
+        (here,) = self.candidates.seen([taker], matches)
         for avoided in (avoid, ()):
-            sources = self._candidates(self.prefill, matches, avoided)
-            if best := choose_source(num_tokens, list(sources.values()), here):
-                return next(link for link, candidate in sources.items() if candidate is best)
+            near = self.candidates.near("prefill", matches, avoided)
+            if best := choose_source(ask, self.candidates.seen(near.values(), matches), here):
+                return near[best.name]
         if self._settings.split == "always":
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
@@ -132,44 +152,56 @@ class Registry:
         self, reader: WorkerLink, matches: Mapping[bytes, int], avoid: Collection[bytes]
     ) -> WorkerLink | None:
         """Whom `reader` should pull a prefix from before it prefills the rest; None: nobody, or it is not worth it."""
-        holders = self._candidates([link for link in self.links if link is not reader], matches, avoid)
-        best = choose_holder(self._candidate(reader, matches), list(holders.values()))
-        return next((link for link, candidate in holders.items() if candidate is best), None)
+        holders = self.candidates.holders(matches, avoid)
+        (here,) = self.candidates.seen([reader], matches)
+        best = choose_holder(here, self.candidates.seen(holders.values(), matches))
+        return best and holders[best.name]
 
-    def _route(self, num_tokens, max_len, matches, avoid):
-        prefill = self._candidates(self.prefill, matches, avoid)
-        decode = self._candidates(self.decode, matches, avoid)
-        decision = choose(num_tokens, max_len, list(prefill.values()), list(decode.values()), self._settings.split)
-        by_name = {candidate.name: link for link, candidate in (prefill | decode).items()}
-        return decision, by_name.get(decision.prefill), by_name[decision.decode]
+    def _route(self, ask, matches, avoid):
+        prefill, decode = (self.candidates.near(role, matches, avoid) for role in ROLES)
+        try:
+            decision = self._choose(ask, prefill, decode, matches)
+            fits = decision.reason != "no_prefill_worker"
+        except NoRoute:
+            fits = False
+        if not fits:  # perhaps nobody was drawn who has KV for these, or a way to them
+            prefill = self.candidates.near("prefill", matches, avoid, everybody=True)
+            decision = self._choose(ask, prefill, decode, matches)
+        source, taker = prefill.get(decision.prefill), decode[decision.decode]
+        (source or taker).recent.add(decision.read_s, now())
+        taker.recent.add(decision.write_s, now())
+        return decision, source, taker
 
-    def _candidates(self, links, matches, avoid) -> dict[WorkerLink, Candidate]:
-        usable = (link for link in links if link.serving and link.hello and link.worker_id not in avoid)
-        return {link: self._candidate(link, matches) for link in usable}
+    def _choose(self, ask, prefill, decode, matches) -> Decision:
+        seen = (self.candidates.seen(links.values(), matches) for links in (prefill, decode))
+        return choose(ask, *seen, self._settings.split)
 
-    def _candidate(self, link: WorkerLink, matches: Mapping[bytes, int]) -> Candidate:
-        """Loads are reports from a moment ago; what this gateway has sent since is known exactly."""
-        hello, load = link.hello, link.load
-        return Candidate(
-            name=link.address,
-            num_matched_tokens=matches.get(link.worker_id, 0) * SPAN_TOKENS,
-            num_sequences=max(load.num_running + load.num_waiting, len(link.legs)),
-            num_waiting_tokens=max(load.num_waiting_tokens, sum(leg.num_prefill_tokens for leg in link.legs.values())),
-            max_model_len=hello.limits.max_model_len,
-            kv_gives=frozenset(hello.kv_gives),
-            kv_takes=frozenset(hello.kv_takes),
-            transports=frozenset(hello.model.transports),
-            host_id=hello.host_id,
-            kv_token_bytes=hello.kv_token_bytes,
-            prefill_tokens_per_s=link.prefill_tokens_per_s,
-        )
+    def _any_pair(self, takers: Sequence[WorkerLink]) -> bool:
+        """Asked after every report of every worker: looked for again only when others serve."""
+        if self._pairs[0] != self.candidates.num_changes:
+            sources, taking = (
+                self.candidates.seen(links, {}) for links in (self.candidates.serving("prefill"), takers)
+            )
+            found = any(compatible(source, taker) for source in sources for taker in taking)
+            self._pairs = self.candidates.num_changes, found
+        return self._pairs[1]
 
     def _links(self, role: str, addresses: Collection[str]) -> list[WorkerLink]:
         """Those of plain addresses; a name brings its own once it is looked up."""
         links = [self._link(role, address) for address in addresses if not is_name(address)]
         names = [address for address in addresses if is_name(address)]
-        self._names += [WorkerName(name, links, lambda address: self._link(role, address)) for name in names]
+        self._names += [WorkerName(name, self._members(role, links)) for name in names]
         return links
+
+    def _members(self, role: str, links: list[WorkerLink]) -> Members:
+        return Members(links, functools.partial(self._link, role), self._remove)
+
+    def _remove(self, link: WorkerLink) -> None:
+        self._placed.pop(link, None)
+        self._placed.pop(link, None)
+        for links in (self.prefill, self.decode):
+            if link in links:
+                links.remove(link)
 
     # ---- what links call ----
 
@@ -177,25 +209,41 @@ class Registry:
         return WorkerLink(
             address,
             self.instance,
-            check_hello=lambda hello: self._why_not(hello, role),
+            check_hello=self._why_not,
             on_change=self._on_link_change,
             on_block_events=lambda link, events: self._index.apply(link.worker_id, events),
             max_unread_tokens=self._settings.max_unread_tokens,
+            access=Access(self._settings.tls_ca, self._settings.tls_cert, self._settings.tls_key),
+            fleet=self._fleet,
         )
 
-    def _why_not(self, hello: pb.Hello, role: str) -> str | None:
-        if role not in hello.roles:
-            return f"is a {'/'.join(hello.roles)} worker, and stands in --{role}-workers"
+    def _why_not(self, hello: pb.Hello) -> str | None:
+        if not set(hello.roles) & set(ROLES):
+            return f"is a {'/'.join(hello.roles)} worker: neither prefill nor decode"
         if hello.tokenizer_digest != self._folder.tokenizer_digest:
             return f"has another tokenizer.json than {self._folder.path}"
         if self.identity not in (None, hello.model_identity):
-            return f"serves another model than the workers that came first: config or weights differ"
+            return "serves another model than the workers that came first: config or weights differ"
         if hello.model.vocab_size != self._folder.vocab_size:
             config = self._folder.path / "config.json"
             return f"has {hello.model.vocab_size} token ids, {config} has {self._folder.vocab_size}"
         return None
 
+    def _place(self, link: WorkerLink) -> None:
+        """In the role that it says it has: a worker may come back in the other one."""
+        role = link.hello.roles[0]
+        if self._placed.get(link) == role:
+            return  # asked after every report of every worker
+        self._placed[link] = role
+        links, others = (self.prefill, self.decode) if role == "prefill" else (self.decode, self.prefill)
+        if link in others:
+            others.remove(link)
+            links.append(link)
+
     def _on_link_change(self, link: WorkerLink) -> None:
+        if link.hello is not None:
+            self._place(link)
+        self.candidates.update(link)
         if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
             if worker := self._joined.pop(link, None):
                 self._index.drop(worker)
@@ -204,12 +252,15 @@ class Registry:
             self._index.join(link.worker_id, link.subscribe)
         self.on_change()
 
-    def _known_identity(self) -> ModelIdentity:
+    def known_identity(self) -> ModelIdentity:
+        """Raises Unavailable before it is known."""
         if (identity := self.identity) is None:
             raise Unavailable("no worker has said yet which model it serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return identity
 
     def _excuses(self, links: list[WorkerLink]) -> str:
         found = [f"{link.address} {link.state.value}: {link.reason}" for link in links]
-        found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.is_of(links)]
-        return "; ".join(found) or "none is configured"
+        found += [
+            f"{name.address}: {name.reason}" for name in self._names if name.reason and name.members.are_of(links)
+        ]
+        return "; ".join(found) or "none is configured, and none has registered"

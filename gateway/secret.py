@@ -5,9 +5,8 @@ import hmac
 from pathlib import Path
 
 from baton.service.settings import SettingsError
-from kvtransfer.naming import ModelIdentity, SpanHash, root_hash, salted, tenant_salt
+from kvtransfer.naming import ModelIdentity
 
-TENANT = "default"  # without authentication there is one
 _MIN_BYTES = 16
 
 
@@ -31,7 +30,3 @@ def fingerprint(secret: bytes) -> bytes:
     """Says whether two secrets are equal, and nothing else of them."""
     return hmac.digest(secret, b"baton-secret-fingerprint", "sha256")[:16]
 
-
-def chain_root(identity: ModelIdentity, secret: bytes) -> SpanHash:
-    """The parent of the first span of every prompt."""
-    return salted(root_hash(identity), tenant_salt(secret, TENANT))

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
+from baton.service import guard
 from baton.service.errors import BatonError, DeadlineExceeded, Internal, Unavailable, abort
 from baton.service.logs import fields
 from baton.service.telemetry import TraceContext, new_context, parse_traceparent
@@ -12,7 +13,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from gateway import spans
 from gateway.answer import Emit
-from gateway.limits import check, check_input, check_model, check_size, check_token_ids
+from gateway.limits import check, check_input, check_metadata, check_model, check_size, check_token_ids
 from gateway.pipeline import Pipeline
 from gateway.record import Record
 from gateway.settings import GatewaySettings
@@ -110,11 +111,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._on_end(record, error)
 
     async def _serve(self, request: pb.GenerateRequest, context, record: Record, emit: Emit) -> None:
+        check_metadata(context.invocation_metadata())
         deadline = self._deadline(context, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
         model = self._pipeline.registry.model
-        record.checked = checked = check(request, model)
+        record.checked = checked = check(request, model, record.tenant)
         await self._pipeline.serve(checked, model, deadline, record, emit)
 
     def _record(self, request: pb.GenerateRequest, context) -> Record:
@@ -127,6 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             stamps=Stamps(received),
             model=self._pipeline.registry.model.name,
             operation="chat" if request.WhichOneof("input") == "messages" else "text_completion",
+            tenant=guard.tenant(),
         )
 
     def _deadline(self, context, received: float) -> float:

@@ -3,18 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.service.exposure import Exposure, is_loopback
 from baton.service.settings import option
+from gateway.limits import PRESETS
 from gateway.routing import SPLITS
 
 
 @dataclass(frozen=True)
-class GatewaySettings:
+class GatewaySettings(Exposure):
     """What a gateway is told. Raises ValueError, one line, for what cannot work."""
 
     model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
-    prefill_workers: tuple[str, ...] = option("prefill workers", (), metavar="HOST:PORT,...")
-    decode_workers: tuple[str, ...] = option("decode workers", (), metavar="HOST:PORT,...")
+    prefill_workers: tuple[str, ...] = option("prefill workers; others may register", (), metavar="HOST:PORT,...")
+    decode_workers: tuple[str, ...] = option("decode workers; others may register", (), metavar="HOST:PORT,...")
     redis: str | None = option("prefix index shared with other gateways (default: in memory)", None, metavar="URL")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     cluster_secret: Path | None = option(
@@ -23,8 +25,24 @@ class GatewaySettings:
         None,
         metavar="FILE",
     )
+    credentials: Path | None = option(
+        "TOML file of the keys that tenants show; read again when it changes", None, metavar="FILE"
+    )
+    fleet_listen: str | None = option(
+        "address for workers that register and for operators, who all show certificates; needs TLS", None,
+        metavar="HOST:PORT",
+    )  # fmt: skip
+    public_prefixes: Path | None = option(
+        "TOML file of prompts whose cached KV all tenants share (default: tenants share nothing)", None, metavar="FILE"
+    )
+    limits: str = option("what one request may ask for", "normal", choices=tuple(PRESETS))
     slo_classes: Path | None = option(
-        "TOML file of service levels, name = \"ttft=300ms,tpot=50ms\" (default: interactive, standard, batch)",
+        'TOML file of service levels, name = "ttft=300ms,tpot=50ms" (default: interactive, standard, batch)',
+        None,
+        metavar="FILE",
+    )
+    quotas: Path | None = option(
+        "TOML file of what each tenant may use: tokens_per_s, burst_tokens, concurrent_requests (default: no bound)",
         None,
         metavar="FILE",
     )
@@ -32,6 +50,7 @@ class GatewaySettings:
     split: str = option("when a prefill worker reads the prompt", "auto", choices=SPLITS)
     max_concurrent_requests: int = option("requests in the gateway at once", 256)
     max_queued_requests: int = option("of these, waiting for workers that are full", 128)
+    max_queued_tokens: int = option("tokens of their prompts", 262_144)
     max_queue_wait_s: float = option("longest wait for workers that are full", 10.0)
     max_unread_tokens: int = option("tokens that a slow client may leave unread before its request ends", 4096)
     default_timeout_s: float = option("deadline of requests that bring none", 60.0)
@@ -40,15 +59,19 @@ class GatewaySettings:
     log_level: str = option("least level that is logged", "info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        if not self.decode_workers:
-            raise ValueError("--decode-workers is missing: somebody must write the answers")
-        if self.split == "always" and not self.prefill_workers:
-            raise ValueError("--split always: needs --prefill-workers")
         if both := set(self.prefill_workers) & set(self.decode_workers):
             raise ValueError(f"{both.pop()}: stands in --prefill-workers and in --decode-workers")
-        for name in ("max_concurrent_requests", "max_unread_tokens", "default_timeout_s", "max_timeout_s"):
+        for name in (
+            "max_concurrent_requests",
+            "max_queued_tokens",
+            "max_unread_tokens",
+            "default_timeout_s",
+            "max_timeout_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        self.check_exposure(bool(self.tls and self.credentials), "--tls-cert, --tls-key, --tls-ca and --credentials")
+        self._check_doors()
         if not 0 <= self.trace_sample <= 1:
             raise ValueError(f"--trace-sample {self.trace_sample}: a share, from 0 to 1")
         if self.cluster_secret is None and not self.is_loopback:
@@ -56,7 +79,14 @@ class GatewaySettings:
                 f"--listen {self.listen}: outside loopback names of cached spans need --cluster-secret FILE"
             )
 
+    def _check_doors(self) -> None:
+        if self.tls and self.credentials is None:
+            raise ValueError("--credentials is missing: with TLS alone no client could say who it is")
+        if self.credentials is not None and self.cluster_secret is None:
+            raise ValueError("--cluster-secret is missing: what tenants cache is kept apart by it")
+        if self.fleet_listen is not None and self.tls is None:
+            raise ValueError("--fleet-listen has no effect without --tls-cert; workers and operators use --listen")
+
     @property
     def is_loopback(self) -> bool:
-        host = self.listen.rpartition(":")[0].strip("[]")
-        return host in ("localhost", "::1") or host.startswith("127.")
+        return is_loopback(self.listen)

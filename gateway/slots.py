@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-NUM_SLOTS = 256
+NUM_SLOTS = 1024
 _NUM_BYTES = NUM_SLOTS // 8
 _ALL = (1 << NUM_SLOTS) - 1
 

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 
 from baton.service import telemetry
 from baton.service.errors import BatonError
-from baton.service.telemetry import Clock, SpanEvent, emit_span
+from baton.service.telemetry import CLOCK, SpanEvent, emit_span
 from gateway.record import Failure, Record
 from gateway.timing import breakdown
 
-_CLOCK = Clock()
 _LEAST_WAIT_S = 0.001  # a shorter one was no wait
 _LOST = {
     "admitting": "admit", "awaiting prefill": "prefill.wait", "prefilling": "prefill", "decoding": "decode",
@@ -32,8 +31,8 @@ def draw(record: Record, error: BaseException | None) -> None:
     emit_span(
         f"{record.operation} {record.model}",
         record.parent,
-        _CLOCK.wall_ns(stamps.received),
-        _CLOCK.wall_ns(stamps.ended),
+        CLOCK.wall_ns(stamps.received),
+        CLOCK.wall_ns(stamps.ended),
         _attributes(record, error),
         _status(error),
         span_id=record.context.span_id,
@@ -58,7 +57,7 @@ def _draw_child(record: Record, name: str, begin: float, end: float | None, attr
     """`end` None: the request ended in it."""
     status = "ok" if end is not None else _status(error)
     attributes = attributes | _error_attributes(error) if end is None else attributes
-    window_ns = _CLOCK.wall_ns(begin), _CLOCK.wall_ns(end or record.stamps.ended)
+    window_ns = CLOCK.wall_ns(begin), CLOCK.wall_ns(end or record.stamps.ended)
     emit_span(name, record.context, *window_ns, attributes, status)
 
 
@@ -72,7 +71,7 @@ def _draw_lost(record: Record, failure: Failure) -> None:
         "baton.seen_by": "gateway",
         "gen_ai.request.model": record.model,
     }
-    window_ns = _CLOCK.wall_ns(failure.begun_at), _CLOCK.wall_ns(failure.at)
+    window_ns = CLOCK.wall_ns(failure.begun_at), CLOCK.wall_ns(failure.at)
     emit_span(name, record.context, *window_ns, attributes, "error")
 
 
@@ -86,7 +85,7 @@ def _waited(record: Record) -> bool:
 def _events(record: Record) -> Iterator[SpanEvent]:
     for retry in record.retries:
         attributes = {"baton.worker": retry.worker, "baton.phase": retry.phase, "baton.reason": retry.reason}
-        yield SpanEvent("retry", _CLOCK.wall_ns(retry.at), attributes)
+        yield SpanEvent("retry", CLOCK.wall_ns(retry.at), attributes)
     for failure in record.failures[: max(0, record.num_attempts - 1)]:
         attributes = {
             "baton.worker": failure.worker,
@@ -94,7 +93,7 @@ def _events(record: Record) -> Iterator[SpanEvent]:
             "baton.reason": failure.reason,
             "gen_ai.usage.output_tokens": failure.num_output_tokens,
         }
-        yield SpanEvent("migration", _CLOCK.wall_ns(failure.at), attributes)
+        yield SpanEvent("migration", CLOCK.wall_ns(failure.at), attributes)
 
 
 def _status(error: BaseException | None) -> str:
@@ -116,6 +115,7 @@ def _attributes(record: Record, error: BaseException | None) -> dict[str, object
         "gen_ai.usage.output_tokens": record.num_output_tokens,
         "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
         "gen_ai.response.finish_reasons": record.finish_reasons or None,
+        "baton.tenant": record.tenant,
         "baton.num_attempts": record.num_attempts,
         "baton.batch_size": record.batch_size or None,
         "baton.phase": None if error is None else record.phase,
@@ -163,5 +163,9 @@ def _route_attributes(record: Record) -> dict[str, object]:
         "baton.route.prefill": decision.prefill,
         "baton.route.decode": decision.decode,
         "baton.route.source": record.source,
-        "baton.route.num_matched_tokens": record.num_matched_tokens,
+        "baton.route.num_matched_tokens": decision.num_matched_tokens,
+        "baton.route.cost_s": decision.cost_s,
+        "baton.route.alternative_s": decision.alternative_s,
+        "baton.route.ttft_s": decision.ttft_s,
+        "baton.route.tpot_s": decision.tpot_s,
     }

@@ -1,5 +1,6 @@
 """A checked request in the words of workers."""
 
+import hashlib
 from collections.abc import Sequence
 
 from baton.service.codec import budget_ms
@@ -20,20 +21,24 @@ def make_spec(
     deadline: float,
 ) -> pb.RequestSpec:
     """`span_hashes` and `chain_parent` are of prompt and output together. `deadline` is time.monotonic()."""
-    return pb.RequestSpec(
-        token_ids=[*prompt_ids, *output_ids],
+    spec = pb.RequestSpec(
+        token_ids=prompt_ids,
         num_prompt_tokens=len(prompt_ids),
-        span_hashes=span_hashes,
-        chain_parent=chain_parent,
         sampling=_sampling(checked.sampling),
         max_tokens=max_tokens,
         min_tokens=checked.min_tokens,
         stop_token_ids=sorted(checked.stop_token_ids),
-        priority=checked.priority,
-        traceparent=traceparent,
-        budget_ms=budget_ms(deadline),
-        speculation=checked.speculation,
     )
+    # All that an answer hangs on: the same from any gateway that is sent the same request.
+    spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
+    spec.token_ids.extend(output_ids)
+    spec.span_hashes.extend(span_hashes)
+    spec.chain_parent = chain_parent
+    spec.priority = checked.priority
+    spec.traceparent = traceparent
+    spec.budget_ms = budget_ms(deadline)
+    spec.speculation.CopyFrom(checked.speculation)
+    return spec
 
 
 def make_taker(link: WorkerLink, num_cached_tokens: int) -> kv_pb2.Taker:

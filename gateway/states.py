@@ -7,14 +7,14 @@
     awaiting credit        awaiting prefill
 
 A worker that is lost or fails sends the request back to `admitting` with what it has so far; every other trouble
-ends it.
+ends it. While it decodes, and where a client resumes, `attaching` comes before: the sequence may be there still.
 """
 
 from enum import Enum
 from typing import NamedTuple
 
 from baton.v1 import worker_pb2 as pb
-from gateway.workers import Lost, Overflow, Tokens
+from gateway.mailbox import Lost, Overflow, Rejoined, Stalled, Tokens
 
 
 class Phase(Enum):
@@ -24,6 +24,7 @@ class Phase(Enum):
     PREFILLING = "prefilling"  # Prefill is sent
     FETCHING = "fetching"  # accepted: the decode worker pulls while the prompt is read
     DECODING = "decoding"  # the first tokens are out
+    ATTACHING = "attaching"  # to a sequence whose stream was lost
     ENDING = "ending"  # every choice is finished, the decode worker's report is still to come
     ENDED = "ended"
 
@@ -37,16 +38,22 @@ class Event(Enum):
     FETCHED = "fetched"
     TOKENS = "tokens"
     FINISHED = "finished"  # the last choice
+    REJOINED = "rejoined"  # a worker whose session was lost
+    NOT_HERE = "not here"  # nothing to attach to
     DECODE_ENDED = "decode ended"
     DECODE_FAILED = "decode failed"
     DECODE_LOST = "decode worker lost"
     PREFILL_ENDED = "prefill ended"
     PREFILL_FAILED = "prefill failed"
     PREFILL_LOST = "prefill worker lost"
+    DECODE_STALLED = "decode worker stalled"
+    PREFILL_STALLED = "prefill worker stalled"
+    DOUBT_OVER = "doubt over"  # a fetch whose source was lost has not ended
     SILENCE = "silence"  # no answer, or no room, for too long
     UNREAD = "unread"  # the client does not read
     DEADLINE = "deadline"
     CANCEL = "cancel"
+    GRACE_OVER = "grace over"  # this gateway must go
     OTHER = "other"  # a message that nobody asked for
 
 
@@ -66,11 +73,14 @@ def _table() -> dict[tuple[Phase, Event], Cell]:
         table[phase, e.DEADLINE] = Cell("end_deadline", p.ENDED)
         table[phase, e.CANCEL] = Cell("end_cancelled", p.ENDED)
         table[phase, e.UNREAD] = Cell("end_unread", p.ENDED)
+        table[phase, e.GRACE_OVER] = Cell("end_draining", p.ENDED)
     # Whoever holds something of the request and goes takes the attempt along.
     for phase in (p.ADMITTING, p.AWAITING_PREFILL, p.PREFILLING, p.FETCHING, p.DECODING):
         for event in (e.DECODE_ENDED, e.DECODE_FAILED, e.DECODE_LOST):
             table[phase, event] = Cell("try_again", p.ADMITTING)
+        table[phase, e.DECODE_STALLED] = Cell("leave_stalled", phase)
     for phase in (p.PREFILLING, p.FETCHING):
+        table[phase, e.PREFILL_STALLED] = Cell("leave_stalled", phase)
         for event in (e.PREFILL_ENDED, e.PREFILL_FAILED, e.PREFILL_LOST):
             table[phase, event] = Cell("try_again", p.ADMITTING)
         table[phase, e.DONE] = Cell("begin_answer", p.DECODING)
@@ -87,6 +97,18 @@ def _table() -> dict[tuple[Phase, Event], Cell]:
         (p.PREFILLING, e.REFUSED): Cell("await_prefill", p.AWAITING_PREFILL),
         (p.PREFILLING, e.SILENCE): Cell("try_again", p.ADMITTING),
         (p.DECODING, e.FETCHED): Cell("note_fetched", p.DECODING),
+        (p.DECODING, e.DECODE_LOST): Cell("reattach", p.ATTACHING),
+        (p.DECODING, e.PREFILL_LOST): Cell("doubt_fetch", p.DECODING),
+        (p.DECODING, e.PREFILL_STALLED): Cell("doubt_fetch", p.DECODING),
+        (p.DECODING, e.DOUBT_OVER): Cell("try_again", p.ADMITTING),
+        (p.ATTACHING, e.REJOINED): Cell("ask_again", p.ATTACHING),
+        (p.ATTACHING, e.GRANTED): Cell("go_on", p.DECODING),
+        (p.ATTACHING, e.NOT_HERE): Cell("ask_others", p.ATTACHING),
+        (p.ATTACHING, e.REFUSED): Cell("ask_others", p.ATTACHING),
+        (p.ATTACHING, e.DECODE_ENDED): Cell("ask_others", p.ATTACHING),
+        (p.ATTACHING, e.DECODE_FAILED): Cell("ask_others", p.ATTACHING),
+        (p.ATTACHING, e.DECODE_LOST): Cell("ask_others", p.ATTACHING),
+        (p.ATTACHING, e.SILENCE): Cell("begin_anew", p.ADMITTING),
         (p.DECODING, e.TOKENS): Cell("take_tokens", p.DECODING),
         # What the prefill worker still does is give its lease back; if that fails, the fetch says so.
         (p.DECODING, e.FINISHED): Cell("await_report", p.ENDING),
@@ -109,6 +131,8 @@ _EVENTS = {
     pb.Fetched: Event.FETCHED,
     Tokens: Event.TOKENS,
     Overflow: Event.UNREAD,
+    Rejoined: Event.REJOINED,
+    pb.NotHere: Event.NOT_HERE,
 }
 
 
@@ -116,6 +140,8 @@ def event_of(message, is_prefill: bool) -> Event:
     """What a message of the prefill or the decode leg is to the request."""
     if isinstance(message, Lost):
         return Event.PREFILL_LOST if is_prefill else Event.DECODE_LOST
+    if isinstance(message, Stalled):
+        return Event.PREFILL_STALLED if is_prefill else Event.DECODE_STALLED
     if isinstance(message, pb.Ended):
         if message.code:
             return Event.PREFILL_FAILED if is_prefill else Event.DECODE_FAILED

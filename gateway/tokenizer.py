@@ -52,6 +52,20 @@ class Tokenizer:
         """Token ids of a rendered conversation. Raises ControlTokenInContent."""
         return await self._run(len(rendered.text), self._encode_chat, rendered)
 
+    def can_fit(self, num_chars: int, num_tokens: int) -> bool:
+        """False where no text of so many characters has so few tokens: that is known without encoding it."""
+        return self._longest is None or num_chars <= num_tokens * self._longest
+
+    @functools.cached_property
+    def _longest(self) -> int | None:
+        """Characters of the longest token; None where a token may stand for any number of them: one for all that is
+        unknown, one that swallows the white space beside it, or a normalizer that makes text shorter."""
+        content = json.loads(self._json)
+        swallows = any(token.get("lstrip") or token.get("rstrip") for token in self.added.values())
+        if self._normalizer or swallows or content["model"].get("unk_token") is not None:
+            return None
+        return max(map(len, self._normal.get_vocab()))
+
     def has_control(self, text: str) -> bool:
         """Whether `text` spells a control token, or could do so together with what stands beside it."""
         return any(control[:2] in text or text.endswith(control[0]) for control in self._controls)

@@ -7,24 +7,28 @@ in one place. Losing the stream posts `Lost` to every leg; events of keys that n
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 
 import grpc
 
+from baton.service.access import Access
 from baton.service.client import open_channel
+from baton.service.clock import ClockComparison, Offset
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.logs import fields
-from baton.v1 import inference_pb2, worker_pb2_grpc
+from baton.service.tls import WORKER_NAME
+from baton.service.telemetry import CLOCK
+from baton.v1 import worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
+from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled, Tokens
+from gateway.rates import Rates, Recent
 from gateway.timing import now
 
 PROTOCOL = 1
 _HELLO_TIMEOUT_S = 5.0
-_SILENCE_S = 10.0  # loads come four times a second; a longer silence is a dead session
-_RATED_TOKENS = 128  # less says more of the round trips than of the rate
+SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 log = logging.getLogger(__name__)
@@ -39,64 +43,37 @@ class LinkState(Enum):
     REFUSED = "refused"  # it answered, and is not one of ours; `reason` says why
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The session is gone, and with it this leg."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """One row of a StepOutput: tokens of one choice, in order."""
-
-    choice: int
-    first_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[inference_pb2.Logprobs, ...]
-    finish_reason: int
-
-
-class Overflow:
-    """More tokens are unread than the bound allows; the leg was cancelled."""
-
-
-class Mailbox:
-    """What the legs of one request have to say, in order of arrival. One reader."""
-
-    def __init__(self) -> None:
-        self._entries: deque = deque()
-        self._arrived = asyncio.Event()
-
-    def post(self, leg: "Leg | None", event) -> None:
-        self._entries.append((leg, event))
-        self._arrived.set()
-
-    def take(self):
-        """(leg, event), or None when nothing is there."""
-        return self._entries.popleft() if self._entries else None
-
-    async def next(self, timeout_s: float):
-        """(leg, event), or None after `timeout_s`."""
-        if not self._entries:
-            self._arrived.clear()
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._arrived.wait()
-            except TimeoutError:
-                return None
-        return self.take()
-
-
 class Leg:
     """One key on one worker. `close()` whenever done with it: what is still alive there is cancelled."""
 
     def __init__(self, link: "WorkerLink", key: Key, mailbox: Mailbox):
         self.link, self.key = link, key
+        self.worker_id = link.worker_id
         self.num_unread = 0
-        self.num_prefill_tokens = 0  # of its prompt, while it waits to be read there
+        self._num_prefill_tokens = 0
+        self._promised_s: float | None = None
+        self._written = 0, 0  # output indices that came: from, up to
         self._mailbox = mailbox
         self._open = True
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Of its prompt, while it waits to be read there."""
+        return self._num_prefill_tokens
+
+    @num_prefill_tokens.setter
+    def num_prefill_tokens(self, num: int) -> None:
+        self.link.num_prefill_tokens += num - self._num_prefill_tokens
+        self._num_prefill_tokens = num
+
+    def promise(self, tpot_s: float | None) -> None:
+        """What its request's class was promised, for as long as the leg is open."""
+        if self._promised_s is not None:
+            self.link.promised[self._promised_s] -= 1
+            self.link.promised += Counter()  # without zeros
+        self._promised_s = tpot_s
+        if tpot_s is not None:
+            self.link.promised[tpot_s] += 1
 
     def send(self, **command) -> None:
         """One command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
@@ -107,10 +84,14 @@ class Leg:
     def post(self, event) -> None:
         if isinstance(event, (Lost, pb.Ended, pb.Refused)):
             self._open = False  # nothing is left there to cancel
+            self._release()
         self._mailbox.post(self, event)
 
     def post_tokens(self, tokens: Tokens) -> None:
         self.num_unread += len(tokens.token_ids)
+        begin, end = self._written
+        last = tokens.first_index + len(tokens.token_ids)
+        self._written = (begin if end else tokens.first_index), max(end, last)
         self.post(tokens)
         if self.num_unread > self.link.max_unread_tokens and self._open:
             self.close()
@@ -124,9 +105,19 @@ class Leg:
         """Idempotent. Late events of the key are dropped from now on."""
         if self.link.legs.get(self.key) is self:
             del self.link.legs[self.key]
+        self._release()
         if self._open:
             self._open = False
             self.send(cancel=pb.Cancel())
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of its longest choice."""
+        return self._written[1] - self._written[0]
+
+    def _release(self) -> None:
+        self.num_prefill_tokens = 0
+        self.promise(None)
 
 
 class WorkerLink:
@@ -141,8 +132,10 @@ class WorkerLink:
         on_change: Callable[["WorkerLink"], None],
         on_block_events: Callable[["WorkerLink", pb.BlockEvents], None],
         max_unread_tokens: int,
+        access: Access = Access(),
+        fleet: Rates | None = None,
     ):
-        """`check_hello` says why this worker cannot be used, or None."""
+        """`check_hello` says why this worker cannot be used, or None. `fleet`: what all workers are like."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.load = pb.Load()
@@ -150,12 +143,18 @@ class WorkerLink:
         self.reason = "not connected yet"
         self.legs: dict[Key, Leg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.prefill_tokens_per_s = 0.0  # 0: not measured yet
+        self.rates, self.recent = Rates(fleet), Recent()
+        self.num_prefill_tokens = 0  # of all legs
+        self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
+        self._clocks = ClockComparison()
         self._instance = instance
+        self._access = access
         self._check_hello = check_hello
         self._on_change = on_change
         self._on_block_events = on_block_events
         self._outbox: asyncio.Queue[pb.Command | None] | None = None
+        self._silence: asyncio.Timeout | None = None  # of the session that is up
+        self._was_heard, self._heard_at = False, 0.0
 
     @property
     def serving(self) -> bool:
@@ -165,6 +164,11 @@ class WorkerLink:
     def worker_id(self) -> bytes:
         """Instance and epoch: a restarted worker is another one."""
         return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
+
+    @property
+    def clock(self) -> Offset | None:
+        """How far its clock is ahead of ours; None: not measured yet."""
+        return self._clocks.offset(CLOCK.wall_ns(now()))
 
     @property
     def name(self) -> str:
@@ -181,9 +185,7 @@ class WorkerLink:
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """So long it took to compute so many tokens of a prompt."""
-        if num_tokens >= _RATED_TOKENS and seconds > 0:
-            rate, known = num_tokens / seconds, self.prefill_tokens_per_s
-            self.prefill_tokens_per_s = (3 * known + rate) / 4 if known else rate
+        self.rates.note_prefill(num_tokens, seconds, now())
 
     def subscribe(self) -> None:
         """Ask for index events: a snapshot comes first."""
@@ -194,11 +196,14 @@ class WorkerLink:
         pause_s = _FIRST_PAUSE_S
         while True:
             connected_at = now()
-            async with open_channel(self.address) as channel:
-                reason = await self._session(channel)
+            try:
+                async with open_channel(self.address, self._access, WORKER_NAME) as channel:
+                    reason = await self._session(channel)
+            except OSError as error:  # a certificate that is not there for a moment
+                reason = f"{error.filename}: {error.strerror}"
             was_up = self.hello is not None
             self._lose(reason)
-            if was_up and now() - connected_at > _LONGEST_PAUSE_S:
+            if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
                 pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -233,15 +238,35 @@ class WorkerLink:
         if reason := self._refusal(first.hello):
             return reason
         self.hello, self._outbox = first.hello, outbox
+        self._clocks = ClockComparison()
         self.load = pb.Load(state="")
         self._become(LinkState.SERVING, "")
         log.info("worker joined %s", fields(worker=self.name, address=self.address, roles=",".join(first.hello.roles)))
-        while True:
-            async with asyncio.timeout(_SILENCE_S):
-                event = await call.read()
-            if event is grpc.aio.EOF:
-                return "it closed the session"
-            self._dispatch(event)
+        for leg in list(self.legs.values()):
+            leg.post(Rejoined())
+        try:
+            async with asyncio.timeout(None) as self._silence:
+                while (event := await call.read()) is not grpc.aio.EOF:
+                    self._was_heard = True
+                    self._dispatch(event)
+        finally:
+            self._silence = None
+        return "it closed the session"
+
+    def hang_up(self) -> None:
+        """Without a word of goodbye to its keys: what decodes there is parked for whoever attaches."""
+        self._outbox = None
+        if self._silence is not None:
+            self._silence.reschedule(asyncio.get_running_loop().time())
+
+    def check_silence(self, lived_s: float) -> None:
+        """Called again and again, with a clock that does not count while this process stands still: the session ends
+        when nothing has come for too long."""
+        if self._was_heard or self._silence is None:
+            self._was_heard, self._heard_at = False, lived_s
+        elif lived_s - self._heard_at > SILENCE_S:
+            self._silence.reschedule(asyncio.get_running_loop().time())
+            self._heard_at = lived_s
 
     def _refusal(self, hello: pb.Hello) -> str | None:
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
@@ -281,33 +306,55 @@ class WorkerLink:
         elif kind not in (None, "hello"):
             message = getattr(event, kind)
             if leg := self.legs.get(key_from_proto(message.key)):
+                self._rate(leg, kind, message)
                 if kind in ("ended", "refused"):
                     del self.legs[leg.key]
                 leg.post(message)
             if kind in ("done", "ended"):
                 self._on_change(self)  # room there, perhaps, for somebody who waits
 
+    def _rate(self, leg: Leg, kind: str, message) -> None:
+        if kind == "fetched":
+            num_late = message.num_bytes - message.num_bytes_early
+            self.rates.note_transfer(max(0, num_late), message.after_last_ready_s, now())
+        elif kind == "ended" and leg.num_written:
+            num_beside = max(self.load.num_running, len(self.legs))
+            self.rates.note_decode(num_beside, message.decode.decode_s / leg.num_written, now())
+
     def _set_load(self, load: pb.Load) -> None:
         self.load = load
+        if load.wall_time_ns:
+            self._compare_clocks(load)
         state = {"draining": LinkState.DRAINING, "stalled": LinkState.STALLED}.get(load.state, LinkState.SERVING)
+        has_stalled = state is LinkState.STALLED is not self.state
         self._become(state, "" if state is LinkState.SERVING else load.state)
+        for leg in list(self.legs.values()) if has_stalled else ():
+            leg.post(Stalled())
+
+    def _compare_clocks(self, load: pb.Load) -> None:
+        at, sent_ns, answered_ns = now(), load.beat_sent_ns, load.wall_time_ns
+        if sent_ns:
+            self._clocks.note(sent_ns, answered_ns - load.beat_held_ns, answered_ns, CLOCK.wall_ns(at))
+        if self._clocks.is_due(at):
+            self._send_beat()
+
+    def _send_beat(self) -> None:
+        beat = pb.Beat(sent_ns=CLOCK.wall_ns(now()))
+        if clock := self.clock:
+            beat.offset_ns, beat.error_ns = round(1e9 * clock.offset_s), round(1e9 * clock.error_s)
+        self.send(pb.Command(beat=beat))
 
     def _dispatch_tokens(self, output: pb.StepOutput) -> None:
         legs = [self.legs.get(key_from_proto(key)) for key in output.keys]
+        token_ids, logprobs = tuple(output.token_ids), output.logprobs
+        columns = (output.key_index, output.choice, output.first_index, output.num_ids, output.has_logprobs)
         token_at = logprob_at = 0
-        for row, index in enumerate(output.key_index):
-            num_ids = output.num_ids[row]
-            num_logprobs = num_ids if output.has_logprobs[row] else 0
+        for index, choice, first, num_ids, has_logprobs, reason in zip(*columns, output.finish_reason, strict=True):
+            num_logprobs = num_ids if has_logprobs else 0
             if leg := legs[index]:
-                leg.post_tokens(
-                    Tokens(
-                        output.choice[row],
-                        output.first_index[row],
-                        tuple(output.token_ids[token_at : token_at + num_ids]),
-                        tuple(output.logprobs[logprob_at : logprob_at + num_logprobs]),
-                        output.finish_reason[row],
-                    )
-                )
+                ids = token_ids[token_at : token_at + num_ids]
+                told = tuple(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else ()
+                leg.post_tokens(Tokens(choice, first, ids, told, reason))
             token_at += num_ids
             logprob_at += num_logprobs
 

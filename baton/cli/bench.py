@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import datetime
 import json
+import math
 import os
 import random
 import secrets
@@ -26,12 +27,16 @@ from baton.loadgen.run import Plan, Ran, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import Job
+from baton.service.access import add_access_flags, read_access
+from baton.service.settings import SettingsError
 from baton.service.slo import Slo, parse_slo
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _WARM_UP = 4
 _MET_SHARE = 0.99  # of the requests within the SLO: that rate is one that the stack sustains
-_SWEEP_FACTOR, _SWEEP_STEPS = 1.5, 12
+_NUM_REQUESTS = 200  # where nothing is said
+_SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most so many; the answer's upper bound
+_SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -39,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "bench",
         help="measure a running gateway under load",
+        usage="baton bench [--rate R | --closed N | --trace FILE | --sweep | --compare A B] [--slo S] [--out DIR] ...",
         description="Sends requests by rate, by trace, or N at a time; writes summary.json, requests.csv, report.html.",
         allow_abbrev=False,
     )
@@ -66,6 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--seed", type=int, help="of lengths, arrivals and prompts (default: drawn, so that nothing is cached)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; made, never overwritten")
+    add_access_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -79,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--sweep needs --slo: without one no rate is too high")
         entries = read_trace(args.trace) if args.trace else None
         with _results(args.out) as folder:
-            info = asyncio.run(model_info(args.target))
+            info = asyncio.run(model_info(args.target, read_access(args)))
             bench = _Bench(args, info)
             summary, ran, steps = bench.sweep() if args.sweep else bench.once(entries)
             print(screen(summary))
             if folder:
                 _write(folder, summary, ran, steps)
-    except (ValueError, TraceError) as error:
+    except (ValueError, TraceError, SettingsError) as error:
         return _fail(str(error), 2)
     except Unreachable as error:
         return _fail(str(error), 1)
@@ -123,7 +130,13 @@ class _Bench:
         self._args, self._info = args, info
         self._seed = secrets.randbits(31) if args.seed is None else args.seed
         self._plan = Plan(
-            args.target, info.vocab_size, args.closed, args.processes, timeout_s=args.timeout, seed=self._seed
+            args.target,
+            info.vocab_size,
+            args.closed,
+            args.processes,
+            timeout_s=args.timeout,
+            seed=self._seed,
+            access=read_access(args),
         )
         self._warmed = False
 
@@ -141,36 +154,47 @@ class _Bench:
         return summary, ran, []
 
     def sweep(self) -> tuple[dict, Ran, list[dict]]:
-        """Rates that grow until the SLO is missed; the last one that meets it is the run."""
-        rate, steps, best = 1.0, [], None
-        for _ in range(_SWEEP_STEPS):
-            jobs = self._drawn(rate)
-            summary, ran = self._measure(jobs, f"sweep, {self._args.arrivals} arrivals, {rate:.3g} requests/s")
+        """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run."""
+        steps, best, within, beyond = [], None, 0.0, math.inf
+        while len(steps) < _SWEEP_STEPS and beyond > _SWEEP_RESOLUTION * within:
+            rate = 2 * within or _SWEEP_FROM if beyond == math.inf else (within + beyond) / 2
+            summary, ran = self._step(rate, len(steps))
             steps.append({**summary, "rate": rate})
-            if not summary["valid"] or (summary["slo_met_share"] or 0.0) < _MET_SHARE:
+            if summary["valid"] and (summary["slo_met_share"] or 0.0) >= _MET_SHARE:
+                best, within = (summary, ran), rate
+            elif not within:
                 break
-            best, rate = (summary, ran), rate * _SWEEP_FACTOR
+            else:
+                beyond = rate
         summary, ran = best or (summary, ran)
-        summary["highest_rate_within_slo"] = steps[-2]["rate"] if len(steps) > 1 and best else (rate if best else None)
-        return summary, ran, steps
+        summary["highest_rate_within_slo"] = within or None
+        summary["lowest_rate_beyond_slo"] = min((step["rate"] for step in steps if step["rate"] > within), default=None)
+        return summary, ran, sorted(steps, key=lambda step: step["rate"])
 
-    def _drawn(self, rate: float | None) -> list[Job]:
+    def _step(self, rate: float, number: int) -> tuple[dict, Ran]:
+        """Of a sweep: prompts of its own, or it would find those of the last one in the cache."""
+        self._plan = replace(self._plan, seed=self._seed + 2 + number)
+        num = min(self._args.num_requests or _NUM_REQUESTS, max(_LEAST_REQUESTS, round(_SWEEP_STEP_S * rate)))
+        return self._measure(self._drawn(rate, num), f"sweep, {self._args.arrivals} arrivals, {rate:.3g} requests/s")
+
+    def _drawn(self, rate: float | None, num: int | None = None) -> list[Job]:
         args = self._args
         rng = random.Random(self._seed)
         times = workload.arrivals(args.arrivals, rate, rng) if rate else iter(lambda: 0.0, None)
-        return workload.drawn(rng, times, args.num_requests or 200, args.prompt_tokens, args.output_tokens)
+        num = num or args.num_requests or _NUM_REQUESTS
+        return workload.drawn(rng, times, num, args.prompt_tokens, args.output_tokens)
 
     def _measure(self, jobs: Sequence[Job], name: str) -> tuple[dict, Ran]:
         jobs, num_cut = workload.fitted(jobs, self._info.context)
         if not self._warmed:
             self._warm_up(jobs)
-        with tqdm(total=len(jobs), desc="requests", unit="", file=sys.stderr) as bar:
+        with tqdm(total=len(jobs), desc="requests", unit="", file=sys.stderr, disable=None) as bar:  # on a terminal
             ran = run_jobs(self._plan, jobs, bar.update)
         summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
         facts = {
             "workload": name,
             "target": self._args.target,
-            "model": f"{self._info.name} {self._info.dtype} {self._info.quantization}, kv {self._info.kv_dtype}",
+            "model": f"{self._info.name}, {self._info.dtype}, weights {self._info.quantization}, kv {self._info.kv_dtype}",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "num_cut_to_context": num_cut,
             "seed": self._seed,
@@ -202,7 +226,9 @@ def screen(summary: dict) -> str:
         )
     if "highest_rate_within_slo" in summary:
         rate = summary["highest_rate_within_slo"]
-        lines.append(f"  highest rate within the SLO: {'none of those tried' if rate is None else f'{rate:.3g}/s'}")
+        beyond = summary["lowest_rate_beyond_slo"]
+        next_one = "" if beyond is None else f"; {beyond:.3g}/s was not"
+        lines.append(f"  highest rate within the SLO: {'none' if rate is None else f'{rate:.3g}/s'}{next_one}")
     if set(summary["statuses"]) - {"OK"}:
         lines.append("  " + ", ".join(f"{status} {num}" for status, num in summary["statuses"].items()))
     return "\n".join([*lines, report.verdict(summary)])

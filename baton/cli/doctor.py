@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,11 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.cli.handover import Handover, HandoverFailed, Session, hand_over
+from baton.service.access import Access, add_access_flags, read_access
 from baton.service.client import open_channel
 from baton.service.server import ListenError, split_address
+from baton.service.settings import SettingsError
+from baton.service.tls import WORKER_NAME
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 
@@ -64,6 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         parser.add_argument(f"--{role}-workers", type=_addresses, default=[], metavar="A,B", help="without a gateway")
     parser.add_argument("--redis", default="", metavar="URL", help="prefix index (default: the gateway's)")
     parser.add_argument("--collector", default="", metavar="URL", help="OTLP endpoint (default: the gateway's)")
+    add_access_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -71,24 +76,27 @@ def run(args: argparse.Namespace) -> int:
     """0 a request would work, 1 it would not."""
     report = Report()
     try:
-        asyncio.run(_examine(args, report))
+        asyncio.run(_examine(args, read_access(args), report))
     except KeyboardInterrupt:
         return 1
+    except SettingsError as error:
+        print(f"baton doctor: {error}", file=sys.stderr)
+        return 2
     num = report.num_failures
     print("a request would work" if not num else f"{num} {'fault' if num == 1 else 'faults'} found")
     return 1 if num else 0
 
 
-async def _examine(args: argparse.Namespace, report: Report) -> None:
+async def _examine(args: argparse.Namespace, access: Access, report: Report) -> None:
     found = Found(args.prefill_workers, args.decode_workers, args.redis, args.collector)
     target = args.target or (None if found.prefill or found.decode else DEFAULT_TARGET)
     if target:
-        await _gateway(target, found, report)
+        await _gateway(target, access, found, report)
     if found.redis:
         await _redis(found.redis, report)
     if found.collector:
         await _collector(found.collector, report)
-    async with _Channels() as channels:
+    async with _Channels(access) as channels:
         hellos = await _workers(channels, found, report)
         prefill = [address for address in found.prefill if address in hellos]
         decode = [address for address in found.decode if address in hellos]
@@ -98,15 +106,15 @@ async def _examine(args: argparse.Namespace, report: Report) -> None:
             for taker in decode:
                 await _handoff(channels, source, taker, copy_rate, report)
     if target and not report.num_failures:
-        await _request(target, report)
+        await _request(target, access, report)
 
 
 # ---- the parts ----
 
 
-async def _gateway(target: str, found: Found, report: Report) -> None:
+async def _gateway(target: str, access: Access, found: Found, report: Report) -> None:
     """Says whether it serves; its workers, Redis and collector join what was given."""
-    async with open_channel(target) as channel:
+    async with open_channel(target, access) as channel:
         try:
             stub = fleet_pb2_grpc.FleetStub(channel)
             fleet = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
@@ -228,15 +236,15 @@ def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Report) ->
         report.note("layouts", where, f"{_layout(prefill)} is converted to {_layout(decode)}")
 
 
-async def _request(target: str, report: Report) -> None:
+async def _request(target: str, access: Access, report: Report) -> None:
     """Two tokens through the front door."""
-    async with open_channel(target) as channel:
+    async with open_channel(target, access) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         request = inference_pb2.GenerateRequest(text="Is anybody there?")
         request.stopping.max_tokens = 2
         begun = time.monotonic()
         try:
-            answer = await stub.Complete(request, timeout=_REQUEST_S)
+            answer = await stub.Complete(request, timeout=_REQUEST_S, metadata=access.metadata)
         except grpc.aio.AioRpcError as error:
             report.fail("request", target, f"{error.code().name}: {error.details()}", "look into the gateway's log")
         else:
@@ -250,7 +258,8 @@ async def _request(target: str, report: Report) -> None:
 class _Channels:
     """One channel an address, closed together."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: Access) -> None:
+        self._access = access
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def __aenter__(self) -> _Channels:
@@ -262,7 +271,7 @@ class _Channels:
 
     def to(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, self._access, WORKER_NAME)
         return self._channels[address]
 
 

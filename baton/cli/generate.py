@@ -9,7 +9,9 @@ from collections.abc import Iterable
 
 import grpc
 
+from baton.service.access import add_access_flags, read_access
 from baton.service.errors import from_rpc_error
+from baton.service.settings import SettingsError
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
@@ -27,17 +29,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
     parser.add_argument("--seed", type=int, metavar="N", help="for the same text again (default: drawn)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_access_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 done, 1 failed, 2 wrong use."""
     try:
-        request = make_request(args)
-    except ValueError as error:
+        request, access = make_request(args), read_access(args)
+    except (ValueError, SettingsError) as error:
         return _fail(str(error), 2)
-    with grpc.insecure_channel(args.target, options=(("grpc.enable_http_proxy", 0),)) as channel:
-        stream = inference_pb2_grpc.InferenceStub(channel).Generate(request)
+    with access.channel(args.target, blocking=True) as channel:
+        stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=access.metadata)
         try:
             _print_json(stream) if args.json else _print_text(stream)
         except grpc.RpcError as call:

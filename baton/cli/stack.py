@@ -29,6 +29,7 @@ class Plan:
     num_workers: Mapping[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
     worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     gateway_options: Sequence[str] = ()
+    num_gateways: int = 1
 
 
 class Stack:
@@ -37,24 +38,26 @@ class Stack:
     def __init__(self, plan: Plan):
         self._plan = plan
         self._ports: list[socket.socket] = []
-        self._gateway: Keeper | None = None
+        self._gateways: list[Keeper] = []
         self._workers: list[Keeper] = []
 
     async def start(self) -> dict[str, str]:
-        """All processes in parallel; returns the fields of the gateway's ready line once it serves.
-        Raises PortError, or keeper.StartError when a process ends before it was ready."""
-        listen = self._reserve(self._plan.listen)
-        addresses = {
-            role: [self._reserve("127.0.0.1:0") for _ in range(self._plan.num_workers[role])] for role in ROLES
-        }
+        """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
+        `gateways`, the addresses of all where there are several. Raises PortError, or keeper.StartError when a process
+        ends before it was ready."""
+        plan = self._plan
+        listens = [self._reserve(plan.listen)]
+        listens += [self._reserve(f"{plan.listen.rpartition(':')[0]}:0") for _ in range(plan.num_gateways - 1)]
+        addresses = {role: [self._reserve("127.0.0.1:0") for _ in range(plan.num_workers[role])] for role in ROLES}
         self._workers = [Keeper(name, argv) for name, argv in self._worker_programs(addresses)]
-        self._gateway = Keeper("gateway", self._gateway_argv(listen, addresses))
+        self._gateways = [Keeper(*self._gateway_program(n, listen, addresses)) for n, listen in enumerate(listens)]
         await self._all_or_first_failure()
-        return self._gateway.started.result()
+        fields = self._gateways[0].started.result()
+        return {**fields, "gateways": ",".join(listens)} if len(listens) > 1 else fields
 
     async def drain(self) -> bool:
-        """The gateway first, so that running streams end well, then the workers. False when one had to be killed."""
-        well = [await self._gateway.stop(GATEWAY_DRAIN_S)] if self._gateway else []
+        """Gateways first, so that running streams end well, then the workers. False when one had to be killed."""
+        well = list(await asyncio.gather(*(gateway.stop(GATEWAY_DRAIN_S) for gateway in self._gateways)))
         well += await asyncio.gather(*(worker.stop(WORKER_DRAIN_S) for worker in self._workers))
         self._release_ports()
         return all(well)
@@ -67,7 +70,7 @@ class Stack:
         self._release_ports()
 
     def _keepers(self) -> list[Keeper]:
-        return [*([self._gateway] if self._gateway else []), *self._workers]
+        return [*self._gateways, *self._workers]
 
     async def _all_or_first_failure(self) -> None:
         starts = [keeper.started for keeper in self._keepers()]
@@ -84,12 +87,13 @@ class Stack:
                 argv = [sys.executable, "-m", f"{role}_worker", "--model", str(self._plan.model), "--listen", address]
                 yield f"{role} worker {index}", [*argv, *options]
 
-    def _gateway_argv(self, listen: str, addresses: Mapping[str, list[str]]) -> list[str]:
+    def _gateway_program(self, number: int, listen: str, addresses: Mapping[str, list[str]]) -> tuple[str, list[str]]:
         argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]
         for role in ROLES:
             if addresses[role]:
                 argv += [f"--{role}-workers", ",".join(addresses[role])]
-        return [*argv, *self._plan.gateway_options]
+        argv += self._plan.gateway_options
+        return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
 
     def _reserve(self, address: str) -> str:
         """A bound socket that never listens keeps the port ours between two lives of a process, and still lets the

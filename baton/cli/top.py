@@ -6,12 +6,15 @@ import argparse
 import asyncio
 import shutil
 import sys
+import textwrap
 import time
 
 import grpc
 
 from baton.loadgen.summary import percentile
+from baton.service.access import add_access_flags, read_access
 from baton.service.client import open_channel
+from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import fleet_pb2_grpc
 
@@ -26,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one look and end")
+    add_access_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -36,6 +40,9 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         asyncio.run(_watch(args))
+    except SettingsError as error:
+        print(f"baton top: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print()
     except grpc.aio.AioRpcError as error:
@@ -45,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _watch(args: argparse.Namespace) -> None:
-    async with open_channel(args.target) as channel:
+    async with open_channel(args.target, read_access(args)) as channel:
         stub, before = fleet_pb2_grpc.FleetStub(channel), None
         while True:
             workers = await stub.ListWorkers(pb.ListWorkersRequest(), timeout=3)
@@ -64,7 +71,7 @@ def frame(target: str, workers: pb.ListWorkersResponse, requests: pb.ListRequest
     """One look, cut to the terminal's width."""
     state = f"not ready: {workers.not_ready}" if workers.not_ready else "ready"
     lines = [f"baton {target}  {state}  up {requests.uptime_s:.0f} s  {rates}", *_latencies(requests), ""]
-    lines += [f"{'WORKER':32}{'STATE':10}{'RUN':>5}{'WAIT':>6}{'TOK/S':>8}  KV in use, cached, free"]
+    lines += [f"{'WORKER':32}{'STATE':10}{'RUN':>5}{'WAIT':>6}{'TOK/S':>8}  {'KV in use, cached, free':25}CLOCK"]
     lines += [_worker(view) for view in workers.workers]
     lines += ["", f"{'RUNNING (oldest first)':34}{'PHASE':18}{'AGE':>8}{'PROMPT':>8}{'OUTPUT':>8}"]
     lines += [
@@ -72,6 +79,7 @@ def frame(target: str, workers: pb.ListWorkersResponse, requests: pb.ListRequest
         for each in requests.running[:10]
     ]
     width = shutil.get_terminal_size((120, 40)).columns
+    lines += ["", *textwrap.wrap(requests.bound, width)]
     return "\n".join(line[:width].rstrip() for line in lines)
 
 
@@ -99,7 +107,14 @@ def _worker(view: pb.WorkerView) -> str:
     shares = f"{used / total:4.0%} {blocks.get('cached', 0) / total:4.0%} {blocks.get('free', 0) / total:4.0%}"
     name, reason = f"{view.role} {view.address}", f"  {view.reason}" if view.reason else ""
     load_cells = f"{load.num_running:5}{load.num_waiting:6}{load.tokens_per_s:8.0f}"
-    return f"{name:32}{view.state:10}{load_cells}  {shares}{reason}"
+    return f"{name:32}{view.state:10}{load_cells}  {shares:25}{_clock(view)}{reason}"
+
+
+def _clock(view: pb.WorkerView) -> str:
+    """How far it is ahead of the gateway's, and by how much that may be wrong."""
+    if not view.HasField("clock_offset_s"):
+        return "-"
+    return f"{1e3 * view.clock_offset_s:+.1f} ± {1e3 * view.clock_error_s:.1f} ms"
 
 
 def _rates(before, now) -> str:

@@ -15,7 +15,9 @@ DEFAULT_MINUTES = 130.0
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("train-demo", help="train the demo model (tokenizer, target, draft, heads) and evaluate it")
+    parser = subparsers.add_parser(
+        "train-demo", help="train the demo model (tokenizer, target, draft, heads) and evaluate it"
+    )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to fill (default: %(default)s)")
     parser.add_argument("--minutes", type=positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")
     parser.add_argument("--quick", action="store_true", help="about a minute: tiny models on a slice of the corpus")

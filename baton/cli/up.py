@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.cli.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.keeper import StartError
 from baton.cli.stack import ROLES, SHIPPED_MODEL, Plan, PortError, Stack
 from baton.gguf import is_gguf
@@ -18,7 +19,7 @@ from baton.worker.settings import WorkerSettings
 from gateway.settings import GatewaySettings
 
 # What `baton up` sets itself.
-_NOT_OPTIONS = ("model", "listen", "admin")
+_NOT_OPTIONS = ("model", "listen", "admin", "gateways")
 _NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", "redis", "admin")
 
 
@@ -30,14 +31,20 @@ class UpSettings:
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     prefill: int = option("number of prefill workers", 1, metavar="N")
     decode: int = option("number of decode workers", 1, metavar="N")
+    gateways: int = option(
+        "number of gateways; those beyond the first at ports that the system chooses", 1, metavar="N"
+    )
     redis: str | None = option("prefix index in Redis (default: embedded)", None, metavar="URL")
     admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
+    certs: Path | None = option("TLS and credentials of this folder, which `baton certs` wrote", None, metavar="DIR")
 
     def __post_init__(self) -> None:
         if self.prefill < 0:
             raise ValueError(f"--prefill {self.prefill}: must not be negative")
         if self.decode < 1:
             raise ValueError(f"--decode {self.decode}: at least one decode worker is needed")
+        if self.gateways < 1:
+            raise ValueError(f"--gateways {self.gateways}: at least one is needed")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -79,14 +86,34 @@ def make_plan(args: argparse.Namespace) -> Plan:
         what = "give --model DIR" if settings.model is None else "is it a model folder?"
         raise StartError(f"{wanted} does not exist; {what}", 1)
     gateway = {name: value for name in ("redis", "admin") if (value := getattr(settings, name))}
-    gateway_options = to_argv(GatewaySettings, {**given(GatewaySettings, args, "gateway."), **gateway})
+    if settings.certs:
+        gateway = {**_gateway_files(settings.certs), **gateway}
+    gateway_options = to_argv(GatewaySettings, {**gateway, **given(GatewaySettings, args, "gateway.")})
     num_workers = {role: getattr(settings, role) for role in ROLES}
-    values = _worker_values(args, num_workers, model)
+    values = _worker_values(args, num_workers, model, settings.certs)
     worker_options = {role: to_argv(WorkerSettings, values[role]) for role in ROLES}
-    return Plan(model, settings.listen, num_workers, worker_options, gateway_options)
+    return Plan(model, settings.listen, num_workers, worker_options, gateway_options, settings.gateways)
 
 
-def _worker_values(args: argparse.Namespace, num_workers: dict[str, int], model: Path) -> dict[str, dict[str, object]]:
+def _gateway_files(certs: Path) -> dict[str, object]:
+    files = {"credentials": certs / CREDENTIALS, "cluster_secret": certs / SECRET, "fleet_listen": "127.0.0.1:0"}
+    return {**_tls_files(certs, "gateway"), **files}
+
+
+def _tls_files(certs: Path, role: str) -> dict[str, object]:
+    """Raises SettingsError."""
+    files = {"tls_cert": certs / f"{role}.crt", "tls_key": certs / f"{role}.key", "tls_ca": certs / CA_CERT}
+    for path in files.values():
+        if not path.is_file():
+            raise SettingsError(
+                f"--certs {certs}: {path.name} is not there; `baton certs --out DIR` writes such a folder"
+            )
+    return files
+
+
+def _worker_values(
+    args: argparse.Namespace, num_workers: dict[str, int], model: Path, certs: Path | None
+) -> dict[str, dict[str, object]]:
     """The worker options that were given, by role; each role's together are checked as its worker would."""
     both = {name: value for name, value in given(WorkerSettings, args).items() if name not in _NOT_OPTIONS}
     own = {role: given(WorkerSettings, args, f"{role}.") for role in ROLES}
@@ -97,7 +124,8 @@ def _worker_values(args: argparse.Namespace, num_workers: dict[str, int], model:
         if all(name in own[role] for role in ROLES):
             flag = name.replace("_", "-")
             raise SettingsError(f"--{flag} has no effect beside --prefill.{flag} and --decode.{flag}")
-    values = {role: {**both, **own[role]} for role in ROLES}
+    files = {role: _tls_files(certs, role) if certs else {} for role in ROLES}
+    values = {role: {**files[role], **both, **own[role]} for role in ROLES}
     for role in ROLES:
         load_settings(WorkerSettings, values[role], defaults={"model": model})
     return values

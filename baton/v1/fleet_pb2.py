@@ -26,7 +26,7 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x14\n\x12ListWorkersRequest\"\x89\x01\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.baton.v1.WorkerView\x12\x11\n\tnot_ready\x18\x02 \x01(\t\x12\x11\n\tredis_url\x18\x03 \x01(\t\x12\x12\n\nredis_down\x18\x04 \x01(\t\x12\x11\n\tcollector\x18\x05 \x01(\t\"\x9a\x01\n\nWorkerView\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1e\n\x05hello\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Hello\x12\x1c\n\x04load\x18\x06 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x10\n\x08num_legs\x18\x07 \x01(\r\">\n\x13ListRequestsRequest\x12\x13\n\x0bmax_running\x18\x01 \x01(\r\x12\x12\n\nmax_recent\x18\x02 \x01(\r\"\xe9\x01\n\x14ListRequestsResponse\x12&\n\x07running\x18\x01 \x03(\x0b\x32\x15.baton.v1.RequestView\x12%\n\x06recent\x18\x02 \x03(\x0b\x32\x15.baton.v1.RequestView\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x11\n\tnum_ended\x18\x05 \x01(\x04\x12\x18\n\x10num_input_tokens\x18\x06 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\"\xa1\x02\n\x0bRequestView\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12 \n\x06timing\x18\x0b \x01(\x0b\x32\x10.baton.v1.Timing\x12\x0f\n\x07prefill\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r2\xa2\x01\n\x05\x46leet\x12J\n\x0bListWorkers\x12\x1c.baton.v1.ListWorkersRequest\x1a\x1d.baton.v1.ListWorkersResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x14\n\x12ListWorkersRequest\"\x89\x01\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.baton.v1.WorkerView\x12\x11\n\tnot_ready\x18\x02 \x01(\t\x12\x11\n\tredis_url\x18\x03 \x01(\t\x12\x12\n\nredis_down\x18\x04 \x01(\t\x12\x11\n\tcollector\x18\x05 \x01(\t\"\xf8\x01\n\nWorkerView\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x1e\n\x05hello\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Hello\x12\x1c\n\x04load\x18\x06 \x01(\x0b\x32\x0e.baton.v1.Load\x12\x10\n\x08num_legs\x18\x07 \x01(\r\x12\x1b\n\x0e\x63lock_offset_s\x18\x46 \x01(\x01H\x00\x88\x01\x01\x12\x1a\n\rclock_error_s\x18G \x01(\x01H\x01\x88\x01\x01\x42\x11\n\x0f_clock_offset_sB\x10\n\x0e_clock_error_s\">\n\x13ListRequestsRequest\x12\x13\n\x0bmax_running\x18\x01 \x01(\r\x12\x12\n\nmax_recent\x18\x02 \x01(\r\"\xf8\x01\n\x14ListRequestsResponse\x12&\n\x07running\x18\x01 \x03(\x0b\x32\x15.baton.v1.RequestView\x12%\n\x06recent\x18\x02 \x03(\x0b\x32\x15.baton.v1.RequestView\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x11\n\tnum_ended\x18\x05 \x01(\x04\x12\x18\n\x10num_input_tokens\x18\x06 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12\r\n\x05\x62ound\x18\x46 \x01(\t\"\xb1\x02\n\x0bRequestView\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x07 \x01(\x01\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12 \n\x06timing\x18\x0b \x01(\x0b\x32\x10.baton.v1.Timing\x12\x0f\n\x07prefill\x18\x0c \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\r \x01(\t\x12\x14\n\x0cnum_attempts\x18\x0e \x01(\r\x12\x0e\n\x06tenant\x18\x46 \x01(\t2\xa2\x01\n\x05\x46leet\x12J\n\x0bListWorkers\x12\x1c.baton.v1.ListWorkersRequest\x1a\x1d.baton.v1.ListWorkersResponse\x12M\n\x0cListRequests\x12\x1d.baton.v1.ListRequestsRequest\x1a\x1e.baton.v1.ListRequestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,13 +38,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTWORKERSRESPONSE']._serialized_start=106
   _globals['_LISTWORKERSRESPONSE']._serialized_end=243
   _globals['_WORKERVIEW']._serialized_start=246
-  _globals['_WORKERVIEW']._serialized_end=400
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=402
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=464
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=467
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=700
-  _globals['_REQUESTVIEW']._serialized_start=703
-  _globals['_REQUESTVIEW']._serialized_end=992
-  _globals['_FLEET']._serialized_start=995
-  _globals['_FLEET']._serialized_end=1157
+  _globals['_WORKERVIEW']._serialized_end=494
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=496
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=558
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=561
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=809
+  _globals['_REQUESTVIEW']._serialized_start=812
+  _globals['_REQUESTVIEW']._serialized_end=1117
+  _globals['_FLEET']._serialized_start=1120
+  _globals['_FLEET']._serialized_end=1282
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., not_ready: _Optional[str] = ..., redis_url: _Optional[str] = ..., redis_down: _Optional[str] = ..., collector: _Optional[str] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("address", "role", "state", "reason", "hello", "load", "num_legs")
+    __slots__ = ("address", "role", "state", "reason", "hello", "load", "num_legs", "clock_offset_s", "clock_error_s")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,8 @@ class WorkerView(_message.Message):
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     NUM_LEGS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
     address: str
     role: str
     state: str
@@ -41,7 +43,9 @@ class WorkerView(_message.Message):
     hello: _worker_pb2.Hello
     load: _worker_pb2.Load
     num_legs: int
-    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_legs: _Optional[int] = ...) -> None: ...
+    clock_offset_s: float
+    clock_error_s: float
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_legs: _Optional[int] = ..., clock_offset_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("max_running", "max_recent")
@@ -52,7 +56,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self, max_running: _Optional[int] = ..., max_recent: _Optional[int] = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
-    __slots__ = ("running", "recent", "num_running", "num_waiting", "num_ended", "num_input_tokens", "num_output_tokens", "uptime_s")
+    __slots__ = ("running", "recent", "num_running", "num_waiting", "num_ended", "num_input_tokens", "num_output_tokens", "uptime_s", "bound")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     RECENT_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +65,7 @@ class ListRequestsResponse(_message.Message):
     NUM_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
     running: _containers.RepeatedCompositeFieldContainer[RequestView]
     recent: _containers.RepeatedCompositeFieldContainer[RequestView]
     num_running: int
@@ -69,10 +74,11 @@ class ListRequestsResponse(_message.Message):
     num_input_tokens: int
     num_output_tokens: int
     uptime_s: float
-    def __init__(self, running: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_ended: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    bound: str
+    def __init__(self, running: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., recent: _Optional[_Iterable[_Union[RequestView, _Mapping]]] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_ended: _Optional[int] = ..., num_input_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., uptime_s: _Optional[float] = ..., bound: _Optional[str] = ...) -> None: ...
 
 class RequestView(_message.Message):
-    __slots__ = ("request_id", "trace_id", "phase", "outcome", "reason", "age_s", "ended_s", "prompt_tokens", "cached_tokens", "output_tokens", "timing", "prefill", "decode", "num_attempts")
+    __slots__ = ("request_id", "trace_id", "phase", "outcome", "reason", "age_s", "ended_s", "prompt_tokens", "cached_tokens", "output_tokens", "timing", "prefill", "decode", "num_attempts", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +93,7 @@ class RequestView(_message.Message):
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     NUM_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     trace_id: str
     phase: str
@@ -101,4 +108,5 @@ class RequestView(_message.Message):
     prefill: str
     decode: str
     num_attempts: int
-    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., phase: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., timing: _Optional[_Union[_inference_pb2.Timing, _Mapping]] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., num_attempts: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., phase: _Optional[str] = ..., outcome: _Optional[str] = ..., reason: _Optional[str] = ..., age_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., timing: _Optional[_Union[_inference_pb2.Timing, _Mapping]] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., num_attempts: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...

@@ -138,7 +138,7 @@ class ModelCard(_message.Message):
     def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., linear: _Optional[str] = ..., speculator: _Optional[str] = ..., prefix_cache: bool = ..., proposers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation")
+    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation", "fingerprint")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPAN_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,7 @@ class RequestSpec(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     span_hashes: _containers.RepeatedScalarFieldContainer[bytes]
@@ -163,7 +164,8 @@ class RequestSpec(_message.Message):
     traceparent: str
     budget_ms: int
     speculation: _inference_pb2.Speculation
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ...) -> None: ...
+    fingerprint: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WorkerSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs")
@@ -285,16 +287,20 @@ class Cancel(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
-    __slots__ = ("key", "previous_attempt", "next_index", "budget_ms")
+    __slots__ = ("key", "previous_attempt", "next_index", "budget_ms", "fingerprint", "traceparent")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
     BUDGET_MS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     key: Key
     previous_attempt: int
     next_index: _containers.RepeatedScalarFieldContainer[int]
     budget_ms: int
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., previous_attempt: _Optional[int] = ..., next_index: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ...) -> None: ...
+    fingerprint: bytes
+    traceparent: str
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., previous_attempt: _Optional[int] = ..., next_index: _Optional[_Iterable[int]] = ..., budget_ms: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class RenewLease(_message.Message):
     __slots__ = ("key", "lease_id")
@@ -308,8 +314,18 @@ class Subscribe(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Beat(_message.Message):
+    __slots__ = ("sent_ns", "offset_ns", "error_ns")
+    SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_NS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_NS_FIELD_NUMBER: _ClassVar[int]
+    sent_ns: int
+    offset_ns: int
+    error_ns: int
+    def __init__(self, sent_ns: _Optional[int] = ..., offset_ns: _Optional[int] = ..., error_ns: _Optional[int] = ...) -> None: ...
+
 class Command(_message.Message):
-    __slots__ = ("hello", "admit", "prefill", "fetch", "start", "offer", "cancel", "attach", "renew_lease", "subscribe")
+    __slots__ = ("hello", "admit", "prefill", "fetch", "start", "offer", "cancel", "attach", "renew_lease", "subscribe", "beat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +336,7 @@ class Command(_message.Message):
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     RENEW_LEASE_FIELD_NUMBER: _ClassVar[int]
     SUBSCRIBE_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     admit: Admit
     prefill: Prefill
@@ -330,7 +347,8 @@ class Command(_message.Message):
     attach: Attach
     renew_lease: RenewLease
     subscribe: Subscribe
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ...) -> None: ...
+    beat: Beat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., renew_lease: _Optional[_Union[RenewLease, _Mapping]] = ..., subscribe: _Optional[_Union[Subscribe, _Mapping]] = ..., beat: _Optional[_Union[Beat, _Mapping]] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("key", "num_cached_tokens")
@@ -443,7 +461,7 @@ class StepOutput(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[_Union[Key, _Mapping]]] = ..., key_index: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., first_index: _Optional[_Iterable[int]] = ..., num_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., has_logprobs: _Optional[_Iterable[bool]] = ..., finish_reason: _Optional[_Iterable[_Union[_inference_pb2.FinishReason, str]]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("step", "num_running", "num_waiting", "num_blocks_free", "num_blocks_total", "num_waiting_tokens", "tokens_per_s", "state", "blocks_by_holder", "num_draft_tokens", "num_accepted_tokens", "wall_time_ns", "beat_sent_ns", "beat_held_ns")
     STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -455,6 +473,9 @@ class Load(_message.Message):
     BLOCKS_BY_HOLDER_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WALL_TIME_NS_FIELD_NUMBER: _ClassVar[int]
+    BEAT_SENT_NS_FIELD_NUMBER: _ClassVar[int]
+    BEAT_HELD_NS_FIELD_NUMBER: _ClassVar[int]
     step: int
     num_running: int
     num_waiting: int
@@ -466,7 +487,10 @@ class Load(_message.Message):
     blocks_by_holder: _containers.RepeatedScalarFieldContainer[int]
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    wall_time_ns: int
+    beat_sent_ns: int
+    beat_held_ns: int
+    def __init__(self, step: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_blocks_free: _Optional[int] = ..., num_blocks_total: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., state: _Optional[str] = ..., blocks_by_holder: _Optional[_Iterable[int]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., wall_time_ns: _Optional[int] = ..., beat_sent_ns: _Optional[int] = ..., beat_held_ns: _Optional[int] = ...) -> None: ...
 
 class BlockEvents(_message.Message):
     __slots__ = ("epoch", "seq", "snapshot", "sealed", "evicted", "touched")
@@ -524,14 +548,8 @@ class Ended(_message.Message):
     decode: DecodeReport
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., decode: _Optional[_Union[DecodeReport, _Mapping]] = ...) -> None: ...
 
-class Parked(_message.Message):
-    __slots__ = ("key",)
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    key: Key
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ...) -> None: ...
-
 class Event(_message.Message):
-    __slots__ = ("hello", "granted", "refused", "accepted", "done", "offered", "not_here", "fetched", "step_output", "block_events", "ended", "load", "parked")
+    __slots__ = ("hello", "granted", "refused", "accepted", "done", "offered", "not_here", "fetched", "step_output", "block_events", "ended", "load")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -544,7 +562,6 @@ class Event(_message.Message):
     BLOCK_EVENTS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    PARKED_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     granted: Granted
     refused: Refused
@@ -557,5 +574,4 @@ class Event(_message.Message):
     block_events: BlockEvents
     ended: Ended
     load: Load
-    parked: Parked
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., not_here: _Optional[_Union[NotHere, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., step_output: _Optional[_Union[StepOutput, _Mapping]] = ..., block_events: _Optional[_Union[BlockEvents, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., parked: _Optional[_Union[Parked, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., accepted: _Optional[_Union[Accepted, _Mapping]] = ..., done: _Optional[_Union[Done, _Mapping]] = ..., offered: _Optional[_Union[Offered, _Mapping]] = ..., not_here: _Optional[_Union[NotHere, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., step_output: _Optional[_Union[StepOutput, _Mapping]] = ..., block_events: _Optional[_Union[BlockEvents, _Mapping]] = ..., ended: _Optional[_Union[Ended, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...

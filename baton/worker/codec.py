@@ -10,6 +10,7 @@ from baton.engine.request import (
     FirstToken,
     Key,
     LoadReport,
+    PrefillDone,
     Request,
     SamplingParams,
     Speculation,
@@ -135,6 +136,18 @@ def first_token_of(first: pb.FirstToken) -> FirstToken:
     logprobs = _logprobs_of(first.logprobs) if first.HasField("logprobs") else None
     reason = FinishReason(first.finish_reason) if first.finish_reason else None
     return FirstToken(first.choice, first.token_id, logprobs, reason)
+
+
+def done(key: Key, report: PrefillDone) -> pb.Event:
+    message = pb.Done(
+        key=key_to_proto(key),
+        first_tokens=map(first_token_to_proto, report.first_tokens),
+        queue_s=report.queue_s,
+        prefill_s=report.prefill_s,
+        num_cached_tokens=report.num_cached_tokens,
+        num_chunks=report.num_chunks,
+    )
+    return pb.Event(done=message)
 
 
 # ---- endings and load ----

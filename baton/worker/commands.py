@@ -1,36 +1,34 @@
-"""The commands of all sessions and what happens to their keys: every event goes through the table of states.py.
+"""The commands of all sessions, and what happens beside them, as events of their keys: how keys open and go on.
 
 Belongs to the event loop. Calls into the engine's ledger are answered at once; the engine's outputs come in batches.
-A command that fails ends its key, never the stream; each key ends in `_settle` and nowhere else.
 """
 
-import asyncio
 import functools
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
+from baton import failpoints
 from baton.engine.engine import Engine
-from baton.engine.request import Key, Output, PrefillDone, Progress, Refusal, Request, RequestEnded, TokenRun
+from baton.engine.request import Key, Output, PrefillDone, Progress, Refusal, Request, TokenRun
 from baton.service.codec import deadline_of, key_from_proto, key_to_proto
-from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.worker import codec, endings
 from baton.worker.endings import Status
 from baton.worker.handoff import Handoff
 from baton.worker.intake import Intake
+from baton.worker.keys import IN_USE_RETRY_S
 from baton.worker.leg import Leg, Owed
 from baton.worker.outbox import Outbox
-from baton.worker.states import OPENING, TABLE, Event, State
-from kvtransfer.errors import KVError, LeaseExpired
+from baton.worker.parking import Parking
+from baton.worker.states import OPENING, Event, State
+from baton.worker.token_record import TokenRecord
+from kvtransfer.errors import LeaseExpired
 from kvtransfer.fetcher import FetchReport
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Taker
 
 DRAINING_RETRY_S = 1.0
-IN_USE_RETRY_S = 0.05
-
-log = logging.getLogger(__name__)
 
 _COMMAND_EVENTS = {
     "admit": Event.ADMIT,
@@ -38,31 +36,18 @@ _COMMAND_EVENTS = {
     "start": Event.START,
     "offer": Event.OFFER,
     "cancel": Event.CANCEL,
-    "attach": Event.ATTACH,
     "renew_lease": Event.RENEW,
 }
 
 
-class Commands:
+class Commands(Parking):
     """All live keys of one worker."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        handoff: Handoff,
-        intake: Intake,
-        on_change: Callable[[], None],
-        on_ended: Callable[[Leg], None],
-    ):
-        """`on_change`: the load is different now. `on_ended`: a key has ended, with all its stamps."""
-        self.legs: dict[Key, Leg] = {}
+    def __init__(self, engine: Engine, handoff: Handoff, intake: Intake, *args):
+        """`args` as of Keys."""
+        super().__init__(engine, handoff, intake, *args)
         self.is_draining = False
-        self._engine = engine
-        self._handoff = handoff
-        self._intake = intake
         handoff.on_over = self.on_lease_over
-        self._on_change = on_change
-        self._on_ended = on_ended
 
     # ---- what comes in ----
 
@@ -70,6 +55,9 @@ class Commands:
         """One command with a key, from the session that `outbox` belongs to."""
         kind = command.WhichOneof("kind")
         message = getattr(command, kind)
+        if kind == "attach":
+            self._obey_attach(outbox, message)
+            return
         if kind == "prefill":
             event = Event.PREFILL if message.HasField("taker") else Event.PREFILL_HERE
         else:
@@ -81,10 +69,19 @@ class Commands:
         elif event in OPENING:  # another gateway's key, by accident: that one goes on
             outbox.reply(codec.refused(key, "in_use", IN_USE_RETRY_S))
 
+    def _obey_attach(self, outbox: Outbox, attach: pb.Attach) -> None:
+        """It comes by a key of its own, and happens to the one that it is meant for."""
+        leg = Leg(Key(*key_from_proto(attach.key)), outbox)
+        if leg.key in self.legs:
+            self._refuse_in_use(leg, None)
+        else:
+            found = None if self.is_draining else self.legs.attachable(attach)
+            self.happen(found or leg, Event.ATTACH, (outbox, attach))
+
     def on_outputs(self, outputs: Sequence[Output]) -> None:
         """What one step of the engine gave out."""
         for output in outputs:
-            leg = self.legs.get(output.key)
+            leg = self.legs.of_engine(output.key)
             if leg is None:
                 continue
             if isinstance(output, TokenRun):
@@ -116,10 +113,15 @@ class Commands:
             self.happen(leg, Event.LEASE_OVER, ending)
 
     def on_stream_lost(self, outbox: Outbox) -> None:
-        """Everything that came through this session is given up."""
-        for leg in [leg for leg in self.legs.values() if leg.outbox is outbox]:
+        """What decodes is parked for whoever attaches; all else that came through this session is given up."""
+        for leg in self.legs.of_session(outbox):
             leg.is_stream_lost = True
             self.happen(leg, Event.STREAM_LOST, None)
+
+    def on_read(self, key: Key) -> None:
+        """The gateway has read what was too much of a sequence."""
+        if (leg := self.legs.get(key)) is not None:
+            self.happen(leg, Event.READ, None)
 
     def start_draining(self) -> None:
         """Nothing new from here on."""
@@ -130,26 +132,6 @@ class Commands:
         """The worker must go: whatever still runs ends."""
         for leg in list(self.legs.values()):
             self.happen(leg, Event.GRACE_OVER, None)
-
-    def happen(self, leg: Leg, event: Event, subject) -> None:
-        """One event of one key. `subject` is the command's message or what the happening brought."""
-        cell = TABLE[leg.state, event]
-        was_absent = leg.state is State.ABSENT
-        leg.state = cell.state
-        if was_absent and cell.state is not State.ABSENT:
-            self.legs[leg.key] = leg
-        try:
-            getattr(self, f"_{cell.action}")(leg, subject)
-        except Refusal as refusal:
-            if was_absent and not leg.owed:
-                self._forget(leg)
-                leg.outbox.reply(codec.refused(leg.key, refusal.reason, refusal.retry_after_s))
-            else:
-                self._end(leg, endings.of_exception(refusal))
-        except Exception as error:  # a failing command ends its key, never the stream
-            if not isinstance(error, (ValueError, KVError, TimeoutError)):
-                log.exception("key failed %s", fields(key=leg.key, event=event.value))
-            self._end(leg, endings.of_exception(error))
 
     # ---- actions: opening ----
 
@@ -219,7 +201,7 @@ class Commands:
         self._check_open(leg)
         request = codec.request_of(leg.key, spec, self._engine.spec.vocab_size)
         self._set_deadline(leg, request.deadline)
-        leg.request = request
+        leg.request, leg.fingerprint = request, spec.fingerprint
         return request
 
     def _check_open(self, leg: Leg) -> None:
@@ -227,11 +209,6 @@ class Commands:
             raise Refusal("draining", DRAINING_RETRY_S)
         if not leg.key.request_id:
             raise ValueError("key.request_id is empty")
-
-    def _set_deadline(self, leg: Leg, deadline: float) -> None:
-        if deadline <= time.monotonic():
-            raise TimeoutError
-        leg.timer = asyncio.get_running_loop().call_at(deadline, self.happen, leg, Event.DEADLINE, None)
 
     # ---- actions: going on ----
 
@@ -257,7 +234,9 @@ class Commands:
         self._run(leg)
 
     def _run(self, leg: Leg) -> None:
+        failpoints.hit("decode.start")
         try:
+            leg.record = TokenRecord(leg.request, leg.first_tokens)
             self._engine.start(leg.key, leg.first_tokens)
         except LookupError:  # the loop has ended it just now; its RequestEnded, with the reason, is on its way
             self._end(leg, None)
@@ -285,6 +264,7 @@ class Commands:
         leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
         leg.start_at = leg.start_at or leg.prefill_done_at
         leg.num_output_tokens += len(done.first_tokens)
+        leg.record = TokenRecord(leg.request, done.first_tokens)
         self._reply_done(leg, done)
 
     def _hold(self, leg: Leg, done: PrefillDone) -> None:
@@ -294,103 +274,21 @@ class Commands:
         self._on_change()
 
     def _reply_done(self, leg: Leg, done: PrefillDone) -> None:
-        message = pb.Done(
-            key=key_to_proto(leg.key),
-            first_tokens=map(codec.first_token_to_proto, done.first_tokens),
-            queue_s=done.queue_s,
-            prefill_s=done.prefill_s,
-            num_cached_tokens=done.num_cached_tokens,
-            num_chunks=done.num_chunks,
-        )
-        leg.outbox.reply(pb.Event(done=message))
+        failpoints.hit("prefill.done")
+        leg.outbox.reply(codec.done(leg.key, done))
 
     def _renew(self, leg: Leg, message: pb.RenewLease) -> None:
         self._handoff.renew(leg, message.lease_id)
 
     def _on_run(self, leg: Leg, run: TokenRun) -> None:
-        if leg.state is State.RUNNING:
-            leg.num_output_tokens += len(run.token_ids)
-            if not leg.outbox.add_run(run):
-                self.happen(leg, Event.UNREAD, None)
-
-    # ---- actions: ending ----
-
-    def _ignore(self, leg: Leg, subject) -> None:
-        """Late, or said before: a command that crossed the key's Ended, an output of a key that is ending."""
-
-    def _refuse_in_use(self, leg: Leg, subject) -> None:
-        leg.outbox.reply(codec.refused(leg.key, "in_use", IN_USE_RETRY_S))
-
-    def _end_misplaced(self, leg: Leg, message) -> None:
-        self._end(leg, endings.misplaced(type(message).__name__))
-
-    def _end_attach(self, leg: Leg, subject) -> None:
-        self._end(leg, endings.ATTACH_UNSUPPORTED)
-
-    def _end_cancelled(self, leg: Leg, subject) -> None:
-        self._end(leg, endings.CANCELLED)
-
-    def _end_deadline(self, leg: Leg, subject) -> None:
-        self._end(leg, endings.DEADLINE)
-
-    def _end_stream_lost(self, leg: Leg, subject) -> None:
-        self._end(leg, endings.STREAM_LOST)
-
-    def _end_unread(self, leg: Leg, subject) -> None:
-        self._end(leg, endings.SLOW_READER)
-
-    def _end_draining(self, leg: Leg, subject) -> None:
-        self._end(leg, endings.DRAINING)
-
-    def _end_fetch_failed(self, leg: Leg, status: Status | None) -> None:
-        self._end(leg, status)
-
-    def _end_with_engine(self, leg: Leg, ended: RequestEnded) -> None:
-        self._end(leg, endings.of_engine(ended))
-
-    def _end_lease_lost(self, leg: Leg, ending: str) -> None:
-        self._end(leg, endings.LEASE_EXPIRED)
-
-    def _end_lease(self, leg: Leg, ending: str) -> None:
-        leg.status = endings.LEASE_OVER[ending]
-        self._engine.release_lease(leg.key)
-        self._settle(leg, None)
-
-    def _end(self, leg: Leg, status: Status | None) -> None:
-        """Gives everything back. The first status counts; None leaves it to the engine's RequestEnded."""
-        leg.state = State.ENDING
-        leg.status = leg.status or status
-        if Owed.ENGINE in leg.owed:
-            self._engine.cancel(leg.key)  # before the fetch: its blocks are quarantined until it has settled
-        if Owed.FETCH in leg.owed:
-            self._intake.stop(leg)
-        if Owed.LEASE in leg.owed:
-            self._handoff.cancel(leg)
-        self._settle(leg, None)
-
-    def _settle(self, leg: Leg, subject) -> None:
-        """The one place where a key ends: when the last of what it held is back."""
-        if leg.status is None and isinstance(subject, RequestEnded):
-            leg.status = endings.of_engine(subject)
-        if leg.owed or self.legs.get(leg.key) is not leg:
+        """A step that was under way still counts when its key is parked."""
+        if leg.state not in (State.RUNNING, State.PARKED, State.ORPHANED):
             return
-        self._forget(leg)
-        leg.status = leg.status or endings.CANCELLED
-        if not leg.is_stream_lost:
-            self._report_ended(leg)
-        self._on_ended(leg)
-        self._on_change()
-
-    def _report_ended(self, leg: Leg) -> None:
-        if leg.num_matched_tokens is None:
-            report = leg.report if leg.start_at is not None else None
-            leg.outbox.end(codec.ended(leg.key, leg.status, report, leg.kv_wait_s))
-        else:
-            not_here = pb.NotHere(key=key_to_proto(leg.key), num_matched_tokens=leg.num_matched_tokens)
-            leg.outbox.reply(pb.Event(not_here=not_here))
-
-    def _forget(self, leg: Leg) -> None:
-        del self.legs[leg.key]
-        leg.state = State.ABSENT
-        if leg.timer is not None:
-            leg.timer.cancel()
+        failpoints.hit("decode.tokens")
+        leg.num_output_tokens += len(run.token_ids)
+        leg.record.add(run)
+        if leg.state is State.ORPHANED:
+            return
+        has_room = leg.outbox.add_run(run if run.key == leg.key else replace(run, key=leg.key))
+        if not has_room and leg.state is State.RUNNING:
+            self.happen(leg, Event.UNREAD, None)

@@ -1,4 +1,8 @@
-"""How a worker goes: nothing new comes in, what runs ends, leases are taken or expire, and then everybody is told."""
+"""How a worker goes: nothing new comes in, what runs ends or moves, leases are taken or expire, and everybody is told.
+
+    asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
+                                                                                             anew in another role
+"""
 
 import asyncio
 import logging
@@ -19,19 +23,31 @@ class Drain:
     """Belongs to the event loop."""
 
     def __init__(self, commands: Commands, service: WorkerService, grace_s: float):
+        """`grace_s`: how long what runs may go on, unless whoever asks says otherwise."""
+        self.asked = asyncio.Event()
+        self.next_role = ""
         self._commands = commands
         self._service = service
         self._grace_s = grace_s
 
+    def ask(self, next_role: str, grace_s: float) -> int:
+        """How many keys still run. Only the first that asks says what comes next."""
+        if not self.asked.is_set():
+            self.next_role, self._grace_s = next_role, grace_s or self._grace_s
+            self._commands.start_draining()
+            self.asked.set()
+        return self._commands.legs.num_busy
+
     async def run(self) -> None:
-        """From the signal to the last session's end; at most `grace_s` and the seconds above."""
+        """To the last session's end; at most the grace and the seconds above."""
+        legs = self._commands.legs
         self._commands.start_draining()
-        log.info("draining %s", fields(keys=len(self._commands.legs), grace_s=self._grace_s))
-        if not await _until(lambda: not self._commands.legs, self._grace_s):
-            log.warning("the grace is over, what still runs is ended %s", fields(keys=len(self._commands.legs)))
+        log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._grace_s))
+        if not await _until(lambda: not legs.num_busy, self._grace_s):
+            log.warning("the grace is over, what still runs moves to other workers %s", fields(keys=legs.num_busy))
             self._commands.on_grace_over()
-            if not await _until(lambda: not self._commands.legs, SETTLE_S):
-                log.error("some keys did not end %s", fields(keys=len(self._commands.legs)))
+            if not await _until(lambda: not legs.num_busy, SETTLE_S):
+                log.error("some keys did not end %s", fields(keys=legs.num_busy))
         await _until(lambda: all(outbox.is_empty for outbox in self._service.outboxes), FLUSH_S)
         self._service.close_sessions()
 

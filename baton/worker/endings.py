@@ -21,12 +21,10 @@ OK = Status(code_pb2.OK)
 CANCELLED = Status(code_pb2.CANCELLED, "CANCELLED", "cancelled")
 DEADLINE = Status(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the budget of this request is used up")
 STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session it came through is gone")
+NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost, and nobody came to go on with it")
+ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway goes on with this request")
 LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody took the KV of this prompt in time")
-SLOW_READER = Status(code_pb2.RESOURCE_EXHAUSTED, "SLOW_READER", "too many tokens of this sequence are unread")
 DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
-ATTACH_UNSUPPORTED = Status(
-    code_pb2.FAILED_PRECONDITION, "ATTACH_UNSUPPORTED", "this worker keeps no parked sequences: send the prompt again"
-)
 
 # How a lease ends, in the source's words. One that was taken is no news: its taker's leg has said it.
 LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}

@@ -8,6 +8,7 @@ from baton.engine.request import DecodeReport, FirstToken, Key, PrefillDone, Req
 from baton.worker.endings import Status
 from baton.worker.outbox import Outbox
 from baton.worker.states import State
+from baton.worker.token_record import TokenRecord
 from kvtransfer.fetcher import FetchReport
 
 
@@ -29,6 +30,9 @@ class Leg:
         self.owed: set[Owed] = set()
         self.status: Status | None = None
         self.is_stream_lost = False
+        self.engine_key = key  # the engine knows a key by its first name; who attaches brings another
+        self.fingerprint = b""  # of its request
+        self.record: TokenRecord | None = None  # once it decodes
         self.request: Request | None = None  # none for an Offer
         self.num_cached_tokens = 0  # here when it was admitted
         self.first_tokens: tuple[FirstToken, ...] = ()

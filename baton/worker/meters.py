@@ -7,6 +7,8 @@ from baton.service.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics
 from baton.worker.leg import Leg
 from baton.worker.roofline import Cost, Roofline
 
+SPEEDUP_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
+
 
 class Meters:
     """`page` is /metrics."""
@@ -23,6 +25,13 @@ class Meters:
             "baton_transfer_hidden_ratio", "share of a transfer that prefill covered", RATIO_BUCKETS
         )()
         self._spec = metrics.counter("baton_spec_tokens", "proposed tokens, by what the target said", "result")
+        self._positions = metrics.counter(
+            "baton_spec_position_tokens", "proposed tokens, by how far behind the last one", "position", "result"
+        )
+        self._drafts = metrics.counter("baton_spec_drafts", "steps of a sequence with at least one proposal")()
+        self._speedup = metrics.histogram(
+            "baton_spec_speedup_ratio", "of a request against plain steps, as measured", SPEEDUP_BUCKETS
+        )()
         self._preemptions = metrics.counter("baton_preemptions", "sequences parked for want of blocks")()
         metrics.collect(
             Gauge("baton_running", "sequences in the batch", lambda: engine.load_report().num_running),
@@ -48,6 +57,13 @@ class Meters:
             accepted = report.num_accepted_tokens
             self._spec("accepted").inc(accepted)
             self._spec("rejected").inc(report.num_draft_tokens - accepted)
+            self._drafts.inc(report.num_drafts)
+            for position, num_proposed in enumerate(report.proposed_by_position, start=1):
+                num_accepted = report.accepted_by_position[position - 1]
+                self._positions(str(position), "accepted").inc(num_accepted)
+                self._positions(str(position), "rejected").inc(num_proposed - num_accepted)
+            if report.num_drafts:
+                self._speedup.observe(report.speedup)
 
     def _utilisation(self) -> dict[str, float]:
         if self._roofline is None:
@@ -63,5 +79,6 @@ class Meters:
             "weights": self._engine.runner.model.weights.num_bytes,
             "kv": self._pool_bytes,
             "draft": self._engine.speculator.num_bytes,
+            "activations": self._engine.runner.launcher.activations.num_bytes,
             "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }

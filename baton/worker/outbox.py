@@ -10,8 +10,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 
+from baton import failpoints
 from baton.engine.request import FinishReason, Key, TokenLogprobs, TokenRun
+from baton.service.clock import Offset
 from baton.service.codec import key_to_proto
+from baton.service.telemetry import CLOCK
 from baton.v1 import inference_pb2, worker_pb2 as pb
 from baton.worker.codec import logprobs_to_proto
 from kvtransfer.naming import HASH_BYTES
@@ -39,13 +42,20 @@ class Row:
 class Outbox:
     """Belongs to the event loop. `write` sends one event and waits while the transport is full."""
 
-    def __init__(self, write: Callable[[pb.Event], Awaitable[None]], max_unread_tokens: int = MAX_UNREAD_TOKENS):
+    def __init__(
+        self, write: Callable[[pb.Event], Awaitable[None]], on_read: Callable[[Key], None] = lambda key: None,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+    ):  # fmt: skip
+        """`on_read(key)`: what was too much of a key is written, after `add_run` has said that there is no room."""
         self._write = write
+        self._on_read = on_read
+        self._overfull: set[Key] = set()
         self._max_unread_tokens = max_unread_tokens
         self._replies: list[pb.Event] = []
         self._rows: dict[tuple[Key, int], Row] = {}
         self._endings: list[pb.Event] = []
         self._load: pb.Load | None = None
+        self._beat, self._beat_at = pb.Beat(), 0.0
         self._index: IndexFeed | None = None
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -77,11 +87,28 @@ class Outbox:
         row.logprobs += run.logprobs
         row.finish_reason = run.finish_reason
         self._soon()
-        return len(row.token_ids) <= self._max_unread_tokens
+        if len(row.token_ids) <= self._max_unread_tokens:
+            return True
+        self._overfull.add(run.key)
+        return False
+
+    def forget(self, key: Key) -> None:
+        """What is unwritten of a key's tokens goes elsewhere."""
+        self._rows = {named: row for named, row in self._rows.items() if named[0] != key}
 
     def set_load(self, load: pb.Load) -> None:
         self._load = load
         self._soon()
+
+    def beat(self, beat: pb.Beat) -> None:
+        """Answered by the next load."""
+        self._beat, self._beat_at = beat, time.monotonic()
+
+    @property
+    def clock(self) -> Offset | None:
+        """How far this process's clock is ahead of the gateway's, as the gateway has measured it."""
+        beat = self._beat
+        return Offset(beat.offset_ns / 1e9, beat.error_ns / 1e9) if beat.HasField("offset_ns") else None
 
     def subscribe(self, epoch: int, snapshot: list[bytes]) -> None:
         """Index events from here on, the snapshot first."""
@@ -123,6 +150,9 @@ class Outbox:
             for event in self._take():
                 await self._write(event)
             self._is_writing = False
+            overfull, self._overfull = self._overfull, set()
+            for key in overfull:
+                self._on_read(key)
 
     def _soon(self) -> None:
         """Wakes the writer as soon as rows may be written again."""
@@ -147,13 +177,23 @@ class Outbox:
             endings, self._endings = self._endings, []
             load, self._load = self._load, None
             yield from step_outputs(rows)
+            if endings:
+                failpoints.hit("session.ended")
             yield from endings
             if load is not None:
-                yield pb.Event(load=load)
+                yield self._stamped(load)
             if self._index is not None:
                 yield from self._index.take()
         elif self._rows or self._load or self._index:
             self._soon()
+
+    def _stamped(self, load: pb.Load) -> pb.Event:
+        """With what the gateway compares the clocks by. The load itself is for all sessions."""
+        event, at = pb.Event(load=load), time.monotonic()
+        event.load.wall_time_ns = CLOCK.wall_ns(at)
+        if self._beat.sent_ns:
+            event.load.beat_sent_ns, event.load.beat_held_ns = self._beat.sent_ns, round(1e9 * (at - self._beat_at))
+        return event
 
 
 def step_outputs(rows: dict[tuple[Key, int], Row]) -> Iterator[pb.Event]:

@@ -17,6 +17,7 @@ LOAD_GAP_S = 0.02  # between two reports of changes
 INDEX_INTERVAL_S = 0.05
 LEDGER_INTERVAL_S = 0.5
 STALLED_AFTER_S = 3.0  # a loop that has work and does not step
+SLOWER_THAN_BEST = 10  # a step of a large model may take longer, and is no stall for that
 INTEGRITY_INTERVAL_S = 5.0
 SERVICE_NAME = "baton.v1.Worker"
 
@@ -26,7 +27,12 @@ log = logging.getLogger(__name__)
 class Reports:
     """Belongs to the event loop; `run` goes on until it is cancelled."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, commands: Commands, service: WorkerService, health: Health):
+    def __init__(
+        self, engine: Engine, loop: EngineLoop, commands: Commands, service: WorkerService, health: Health,
+        longest_step_s: float = 0.0,
+    ):  # fmt: skip
+        """`longest_step_s`: at best; 0: not known."""
+        self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
         self._engine = engine
         self._loop = loop
         self._commands = commands
@@ -44,7 +50,7 @@ class Reports:
     def state(self) -> str:
         """serving | draining | stalled"""
         silent_s = time.monotonic() - self._loop.last_beat
-        if not self._loop.is_alive or (silent_s > STALLED_AFTER_S and self._engine.has_work()):
+        if not self._loop.is_alive or (silent_s > self._patience_s and self._engine.has_work()):
             return "stalled"
         return "draining" if self._commands.is_draining else "serving"
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from baton.service import logs
 from baton.service.server import ListenError, run
@@ -46,11 +47,19 @@ def main(role: Role, argv: Sequence[str] | None = None) -> int:
     from baton.worker.server import serve
 
     try:
-        return run(lambda stop: serve(settings, role.name, stop))
+        if following := run(lambda stop: serve(settings, role.name, stop)):
+            _become(following, sys.argv[1:] if argv is None else argv)
+        return 0
     except (ListenError, OSError) as error:
         return _fail(prog, error, FAILED)
-    except (ModelError, ValueError) as error:
+    except (ModelError, SettingsError, ValueError) as error:
         return _fail(prog, error, WRONG_USE)
+
+
+def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F821
+    """The same process anew, as the other role's program, where gateways know this one."""
+    listen = ("--listen", following.address)
+    os.execv(sys.executable, [sys.executable, "-m", f"{following.role}_worker", *argv, *listen])
 
 
 def _flags(args) -> dict[str, object]:

@@ -37,6 +37,13 @@ class Cost:
         return rates.tokens * self._token_flops + rates.rows * self._row_flops + rates.pairs * self._pair_flops
 
 
+def full_step_s(engine: Engine, roofline: "Roofline") -> float:
+    """How long the largest step would take at best."""
+    one = Rates(steps=1, tokens=engine.config.max_num_batched_tokens)
+    cost = Cost(engine)
+    return cost.bytes_per_s(one) / roofline.bytes_per_s + cost.flops_per_s(one) / roofline.flops_per_s
+
+
 class Roofline(NamedTuple):
     bytes_per_s: float
     flops_per_s: float

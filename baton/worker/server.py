@@ -7,19 +7,26 @@ import os
 import secrets
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
+from baton.engine.kv.pool import KVPool
 from baton.engine.loop import EngineLoop
 from baton.engine.models.spec import ModelError
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
 from baton.service import server as grpc_server
 from baton.service import telemetry
+from baton.service.access import Access
 from baton.service.admin import Admin
+from baton.service.exposure import is_loopback
+from baton.service.guard import Guard
 from baton.service.server import Health
+from baton.service.tls import WORKER_NAME
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.commands import Commands
+from baton.worker.device_pool import device_pool
 from baton.worker.drain import Drain
 from baton.worker.handoff import Handoff
 from baton.worker.intake import Intake
@@ -27,8 +34,10 @@ from baton.worker.leg import Leg
 from baton.worker.meters import Meters
 from baton.worker.kv_codec import convert_rows
 from baton.worker.kv_sums import accelerate
+from baton.worker.registration import register
+from baton.worker.relay import Relay
 from baton.worker.reports import SERVICE_NAME, Reports
-from baton.worker.roofline import Roofline, measure
+from baton.worker.roofline import Roofline, full_step_s, measure
 from baton.worker.session import PROTOCOL, WorkerService
 from baton.worker.settings import WorkerSettings
 from baton.worker.spans import Spans
@@ -39,9 +48,11 @@ from kvtransfer.endpoints import Address
 from kvtransfer.errors import TransferFailed
 from kvtransfer.fetcher import Fetcher
 from kvtransfer.folder import default_parent
+from kvtransfer.grpc_stream import OPEN, Security
+from kvtransfer.pools import DevicePool
 from kvtransfer.region import Region
 from kvtransfer.source import Source, SourceIdentity
-from kvtransfer.transport import local_host_id
+from kvtransfer.transport import allowed, local_host_id
 from kvtransfer.wire import layout_to_proto
 
 INSTANCE_BYTES = 16
@@ -51,11 +62,12 @@ log = logging.getLogger(__name__)
 
 
 class Pool:
-    """The memory of a worker's KV, where other processes may map it."""
+    """The memory of a worker's KV, where other processes may map it. On a GPU `region` is the pool's mirror."""
 
     def __init__(self):
         self.region: Region | None = None
         self.gpu_region: DeviceRegion | None = None
+        self.device: DevicePool | None = None
 
     def allocate(self, num_bytes: int) -> memoryview:
         self.region = Region.create(num_bytes)
@@ -72,6 +84,11 @@ class Pool:
             size = f"{num_bytes / (1 << 30):.2f} GiB"
             raise ValueError(f"out of GPU memory: {size} of KV: {error}; give fewer --num-blocks") from None
         return self.gpu_region
+
+    def mirror(self, pool: KVPool) -> None:
+        """Host memory beside a pool on a GPU, for the transports that know no other; pages come as they are used."""
+        if self.gpu_region is not None:
+            self.device = device_pool(pool, self.gpu_region, self.allocate(pool.bytes.nbytes))
 
     def close(self) -> None:
         """Nothing computes any more."""
@@ -101,8 +118,11 @@ def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
         num_draft_tokens=settings.num_draft_tokens,
         device=settings.device,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        sm_share=settings.sm_share,
     )
-    return Engine.load(config, memory_for=pool.allocate, gpu_memory_for=pool.allocate_on_gpu)
+    engine = Engine.load(config, memory_for=pool.allocate, gpu_memory_for=pool.allocate_on_gpu)
+    pool.mirror(engine.pool)
+    return engine
 
 
 class Worker:
@@ -137,9 +157,15 @@ class Worker:
     async def __aexit__(self, *exc) -> None:
         await self._exits.aclose()
 
-    async def drain(self) -> None:
-        """Nothing new, what runs ends; then every session is closed."""
+    async def drain_when(self, stop: asyncio.Event) -> str:
+        """Serves until `stop`, or until somebody asks over gRPC. Then: nothing new, what runs ends or moves, and every
+        session is closed. Returns the role that comes next, or ""."""
+        waiting = [asyncio.create_task(event.wait()) for event in (stop, self._drain.asked)]
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
         await self._drain.run()
+        return "" if stop.is_set() else self._drain.next_role
 
     async def _start(self) -> None:
         """Each part with its end; ends run in the opposite order."""
@@ -147,23 +173,24 @@ class Worker:
         instance, epoch = secrets.token_bytes(INSTANCE_BYTES), secrets.randbits(64)
         memory, host_id = self._pool.region.memory, local_host_id(settings.kv_socket_dir)
         exits.callback(self._pool.close)
+        transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
         event_loop = asyncio.get_running_loop()
-        self.loop = EngineLoop(
-            engine, lambda outputs: event_loop.call_soon_threadsafe(self.commands.on_outputs, outputs)
-        )
+        relay = Relay(event_loop, lambda outputs: self.commands.on_outputs(outputs))
+        self.loop = EngineLoop(engine, relay.put)
 
         source = Source(
             memory, engine.layout,
             SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class)), host_id,
             lambda key, ending: handoff.lease_over(key, ending), generations=engine.generation,
-            region=self._pool.region, lease_ttl_s=settings.lease_ttl_s, transports=settings.transports,
+            region=self._pool.region, device=self._pool.device, lease_ttl_s=settings.lease_ttl_s, transports=transports,
             codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip
         handoff = Handoff(source)
         fetcher = Fetcher(
-            memory, engine.layout, instance, epoch, host_id, settings.transports,
+            memory, engine.layout, instance, epoch, host_id, transports,
             numerics_class=str(engine.numerics_class), socket_folder=settings.kv_socket_dir, codec=convert_rows,
-            digest=settings.kv_digest, is_strict=settings.strict_numerics,
+            digest=settings.kv_digest, is_strict=settings.strict_numerics, device=self._pool.device,
+            security=self._kv_security(),
         )  # fmt: skip
         exits.callback(fetcher.close)
         spans = Spans(engine.spec.name)
@@ -174,18 +201,26 @@ class Worker:
             meters.ended(leg)
 
         self.commands = Commands(
-            engine, handoff, Intake(engine, fetcher), lambda: self.reports.change(), on_end
+            engine,
+            handoff,
+            Intake(engine, fetcher),
+            lambda: self.reports.change(),
+            on_end,
+            settings.resume_window_s,
         )
         exits.push_async_callback(source.stop)
         await source.start(self._kv_address())
 
         hello = self._hello(instance, epoch, host_id, source)
-        service = WorkerService(engine, self.commands, hello)
+        self.service = service = WorkerService(engine, self.commands, hello)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         health = Health(self._server)
-        grpc_server.enable_reflection(self._server, [SERVICE_NAME])
-        self.reports = Reports(engine, self.loop, self.commands, service, health)
+        if settings.reflection or settings.tls is None and is_loopback(settings.listen):
+            grpc_server.enable_reflection(self._server, [SERVICE_NAME])
+        longest_step_s = full_step_s(engine, self._roofline) if self._roofline else 0.0
+        self.reports = Reports(engine, self.loop, self.commands, service, health, longest_step_s)
         self._drain = Drain(self.commands, service, settings.drain_grace_s)
+        service.on_drain = self._drain.ask
 
         exits.callback(self.loop.stop)
         self.loop.start()
@@ -198,6 +233,18 @@ class Worker:
         self.admin_port = await admin.start(settings.admin)
         exits.push_async_callback(admin.stop)
         await self._server.start()
+        if settings.gateways:
+            where = pb.RegisterRequest(address=self._address, role=self._role, instance=instance, epoch=epoch)
+            access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)
+            registering = asyncio.create_task(register(settings.gateways, where, access), name="registration")
+            registering.add_done_callback(_crashed)
+            exits.push_async_callback(_cancel, registering)
+
+    @property
+    def _address(self) -> str:
+        """By which gateways reach this worker."""
+        host = self._settings.advertise_host or self._settings.listen.rpartition(":")[0].strip("[]")
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def _readiness(self) -> tuple[bool, dict]:
         state = self.reports.state
@@ -206,7 +253,13 @@ class Worker:
     def _kv_address(self) -> Address:
         settings = self._settings
         listen_host = grpc_server.split_address(settings.listen)[0]
-        return Address(listen_host, settings.advertise_host, settings.kv_socket_dir or default_parent())
+        folder = settings.kv_socket_dir or default_parent()
+        return Address(listen_host, settings.advertise_host, folder, self._kv_security())
+
+    def _kv_security(self) -> Security:
+        """Of KV over gRPC: both sides show certificates, and the source lets workers in alone."""
+        tls = self._settings.tls
+        return Security(tls.server(True), (Guard(None),), tls.channel, WORKER_NAME) if tls else OPEN
 
     def _hello(self, instance: bytes, epoch: int, host_id: str, source: Source) -> pb.Hello:
         engine, config = self.engine, self.engine.config
@@ -266,10 +319,22 @@ def tokenizer_digest(folder: Path) -> bytes:
         raise ModelError(f"{path}: {error.strerror}") from None
 
 
-async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> int:
-    """Serves until `stop`, then drains. Raises ListenError, ModelError or ValueError, one line each."""
-    server = grpc_server.make_server()
-    port = grpc_server.bind(server, settings.listen)  # before the weights: a port that is taken shows at once
+class NextRole(NamedTuple):
+    """What a worker that has drained becomes, at the same address."""
+
+    role: str
+    address: str
+
+
+async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> NextRole | None:
+    """Serves until `stop`, or until it is asked to drain, then drains. Raises ListenError, ModelError, SettingsError or ValueError, one line each."""
+    tls = settings.tls
+    if tls:
+        tls.check()
+    server = grpc_server.make_server(interceptors=[Guard(None)] if tls else [])
+    port = grpc_server.bind(
+        server, settings.listen, tls and tls.server(require_certificate=True)
+    )  # before the weights: a port that is taken shows at once
     digest = tokenizer_digest(settings.model)
     pool = Pool()
     engine = await asyncio.to_thread(load_engine, settings, pool)
@@ -282,16 +347,15 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> int
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
         print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role}", flush=True)
-        await stop.wait()
-        await worker.drain()
+        next_role = await worker.drain_when(stop)
     telemetry.shut_down()
-    return 0
+    return NextRole(next_role, f"{host}:{port}") if next_role else None
 
 
 def _crashed(task: asyncio.Task) -> None:
-    """Without reports gateways would take this worker for stalled: better to say why."""
+    """Without reports gateways would take this worker for stalled, without its registration for gone: better to say why."""
     if not task.cancelled() and task.exception():
-        log.critical("reports have stopped", exc_info=task.exception())
+        log.critical("%s have stopped", task.get_name(), exc_info=task.exception())
 
 
 async def _cancel(task: asyncio.Task) -> None:

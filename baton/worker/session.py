@@ -1,12 +1,13 @@
-"""One bidirectional stream per gateway: Hello both ways, then commands in, events out. Losing it gives its keys up."""
+"""One bidirectional stream per gateway: Hello both ways, then commands in, events out. Losing it parks what decodes. A
+new one of the same gateway takes the place of the last."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from baton.engine.engine import Engine
-from baton.service.errors import FailedPrecondition, abort
+from baton.service.errors import FailedPrecondition, InvalidRequest, abort
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
@@ -15,6 +16,7 @@ from baton.worker.outbox import Outbox
 
 PROTOCOL = 1  # the one version that this build speaks
 HELLO_TIMEOUT_S = 10.0
+MAX_GRACE_S = 3600.0
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self, engine: Engine, commands: Commands, hello: pb.Hello):
         self.outboxes: set[Outbox] = set()
+        self.on_drain: Callable[[str, float], int] = lambda next_role, grace_s: 0  # -> keys that still run
+        self._of_gateway: dict[bytes, Outbox] = {}
         self._engine = engine
         self._commands = commands
         self._hello = hello
@@ -34,10 +38,23 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         described.wall_time_ns = time.time_ns()
         return described
 
+    async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:  # noqa: N802
+        """Again: how far it is."""
+        if request.next_role not in ("", "prefill", "decode"):
+            await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
+        if not 0 <= request.grace_s < MAX_GRACE_S:
+            await abort(context, InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}"))
+        num_sequences = self.on_drain(request.next_role, request.grace_s)
+        return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0])
+
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:  # noqa: N802
         """Ends when the gateway hangs up, or when the worker closes it."""
         hello = await self._greet(commands, context)
-        outbox = Outbox(context.write)
+        outbox = Outbox(context.write, self._commands.on_read)
+        if (last := self._of_gateway.get(hello.instance)) is not None:  # which is dead, and this one comes in its place
+            self._commands.on_stream_lost(last)
+            last.close()
+        self._of_gateway[hello.instance] = outbox
         self.outboxes.add(outbox)
         log.info("session opened %s", fields(gateway=hello.instance.hex()[:8], peer=context.peer()))
         reader = asyncio.create_task(self._read(outbox, commands), name="session reader")
@@ -46,6 +63,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.outboxes.discard(outbox)
+            if self._of_gateway.get(hello.instance) is outbox:
+                del self._of_gateway[hello.instance]
             self._commands.on_stream_lost(outbox)
             outbox.close()
             reader.cancel()
@@ -98,6 +117,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             kind = command.WhichOneof("kind")
             if kind == "subscribe":
                 self._subscribe(outbox)
+            elif kind == "beat":
+                outbox.beat(command.beat)
             elif kind == "hello" or kind is None:
                 log.warning("session: a command that has no place here was ignored %s", fields(kind=kind))
             else:

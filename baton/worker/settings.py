@@ -5,15 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.engine.config import DEVICES, KV_DTYPES, MAX_DRAFT_TOKENS, QUANTIZATIONS, SPECULATORS
+from baton.service.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from kvtransfer.cuda_runtime import find_runtime
 
-TRANSPORTS = ("auto", "shm", "nixl", "tcp", "grpc")
+TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
+IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]+")
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
+class WorkerSettings(Exposure):
     """What a worker process is told. Raises ValueError, one line, for what cannot have an effect."""
 
     model: Path = option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
@@ -39,16 +41,22 @@ class WorkerSettings:
         "(default: the folder for temporary files)", None, metavar="DIR"
     )  # fmt: skip
     advertise_host: str | None = option(
-        "name or address by which workers on other machines reach this one for KV (default: that of --listen)", None,
-        metavar="HOST",
-    )  # fmt: skip
+        "name or address by which other machines reach this one (default: that of --listen)", None, metavar="HOST"
+    )
+    gateways: tuple[str, ...] = option(
+        "gateways to register with; one is enough where they share a Redis", (), metavar="HOST:PORT,..."
+    )
     strict_numerics: bool = option("give KV to and take it from workers of the same numerics class only", False)
     kv_digest: str = option(
         "what KV is checked with on its way here; sha256: where others could write on the line and it has no TLS", "sum",
         choices=("sum", "sha256"),
     )  # fmt: skip
+    insecure_kv: bool = option(
+        "beyond loopback KV may travel over tcp and nixl in plain text, though there is TLS", False
+    )
     lease_ttl_s: float = option("how long KV waits for its taker without a word from anyone", 5.0)
-    drain_grace_s: float = option("what still runs so long after SIGTERM is ended", 8.0)
+    drain_grace_s: float = option("what still runs so long after SIGTERM moves to other workers", 8.0)
+    resume_window_s: float = option("how long a sequence whose gateway is gone may be gone on with", 30.0)
     log_level: str = option("least severe line in the log", "info", choices=("debug", "info", "warning", "error"))
     threads: int | None = option("CPU threads (default: torch's choice)", None)
     batch_invariant: bool = option("results do not depend on what shares a batch", True)
@@ -61,6 +69,9 @@ class WorkerSettings:
     )
     device: str = option("where to compute; auto: a GPU where there is one", "auto", choices=DEVICES)
     gpu_memory_utilization: float | None = option("share of GPU memory for weights and KV; needs a GPU", None)
+    sm_share: float | None = option(
+        "share of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
+    )
 
     def __post_init__(self) -> None:
         self._refuse_what_has_no_effect()
@@ -70,13 +81,28 @@ class WorkerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        for name in ("lease_ttl_s", "drain_grace_s"):
+        for name in ("lease_ttl_s", "drain_grace_s", "resume_window_s"):
             if not 0 < getattr(self, name) < 3600:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and below 3600")
         self._check_speculation()
         if not self.transports:
             raise ValueError("--transports is empty: give auto, or some of " + ", ".join(TRANSPORTS[1:]))
         self._check_address()
+        self.check_exposure(self.tls is not None, "--tls-cert, --tls-key and --tls-ca")
+        if named := [name for name in self.transports if name in IN_PLAIN_TEXT and not self._may_be_plain]:
+            raise ValueError(
+                f"--transports {named[0]}: is in plain text, and --listen {self.listen} is beyond loopback; "
+                "give grpc, which has TLS, or say --insecure-kv"
+            )
+
+    @property
+    def _may_be_plain(self) -> bool:
+        return self.tls is None or self.insecure_kv or is_loopback(self.listen)
+
+    @property
+    def refused_transports(self) -> tuple[str, ...]:
+        """What `auto` must not mean here."""
+        return () if self._may_be_plain else IN_PLAIN_TEXT
 
     def _check_address(self) -> None:
         """Where takers find the KV of this worker."""
@@ -85,6 +111,9 @@ class WorkerSettings:
         host = self.advertise_host
         if host is not None and (not _HOST.fullmatch(host) or host in ("0.0.0.0", "::")):
             raise ValueError(f"--advertise-host {host}: give a host name or an IP address, without a port")
+        is_everywhere = self.listen.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::")
+        if self.gateways and is_everywhere and host is None:
+            raise ValueError(f"--gateways: with --listen {self.listen} say by --advertise-host where this worker is")
 
     def _check_speculation(self) -> None:
         if self.draft_model is None and self.speculator not in ("off", "auto", "ngram"):
@@ -99,6 +128,12 @@ class WorkerSettings:
             raise ValueError("--num-draft-tokens has no effect without --speculator; leave it out")
         if self.device == "cuda" and find_runtime() is None:
             raise ValueError("--device cuda: there is no CUDA device here; leave it at auto, or give cpu")
+        if "cuda_ipc" in self.transports and (self.device == "cpu" or find_runtime() is None):
+            raise ValueError("--transports cuda_ipc: KV lies on no GPU here; leave it at auto, or give shm or tcp")
+        if self.sm_share is not None and not 0 < self.sm_share < 1:
+            raise ValueError(f"--sm-share {self.sm_share:g}: must be above 0 and below 1")
+        if self.sm_share is not None and (self.device == "cpu" or find_runtime() is None):
+            raise ValueError("--sm-share has no effect on a CPU; give --threads")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
             raise ValueError(f"--gpu-memory-utilization {share:g}: must be above 0 and at most 1")

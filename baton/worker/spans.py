@@ -12,7 +12,7 @@ import time
 from google.rpc import code_pb2
 
 from baton.service import telemetry
-from baton.service.telemetry import Clock, SpanEvent, TraceContext
+from baton.service.telemetry import CLOCK, SpanEvent, TraceContext
 from baton.worker.leg import Leg
 
 
@@ -20,7 +20,6 @@ class Spans:
     """Draws the spans of the keys of one worker."""
 
     def __init__(self, model_name: str):
-        self._clock = Clock()
         self._model_name = model_name
 
     def draw(self, leg: Leg) -> None:
@@ -92,7 +91,7 @@ class Spans:
                 "baton.speculation.speedup": report.speedup,
             }
         parked_at = report.preempted_at if report else ()
-        events = [SpanEvent("preemption", self._clock.wall_ns(at)) for at in parked_at]
+        events = [SpanEvent("preemption", _wall_ns(leg, at)) for at in parked_at]
         span = self._emit("decode", leg, parent, leg.start_at, ended_at, attributes, _status(leg), events=events)
         if report and report.num_steps:
             first_at = min(leg.start_at + leg.kv_wait_s + report.decode_queue_s, ended_at)
@@ -100,11 +99,14 @@ class Spans:
             self._emit("decode.steps", leg, span, first_at, ended_at, {}, _status(leg))
 
     def _attributes(self, leg: Leg) -> dict[str, object]:
+        clock = leg.outbox.clock
         failed = leg.status.code not in (code_pb2.OK, code_pb2.CANCELLED)
         return {
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": leg.key.request_id,
             "baton.attempt": leg.key.attempt,
+            "baton.clock.offset_s": clock.offset_s if clock else None,
+            "baton.clock.error_s": clock.error_s if clock else None,
             "error.type": leg.status.reason if failed else None,
         }
 
@@ -112,7 +114,7 @@ class Spans:
         self, name: str, leg: Leg, parent: TraceContext, start: float, end: float, attributes, status: str, links=(),
         events=(),
     ) -> TraceContext:  # fmt: skip
-        context, window_ns = self._context(leg, parent, name), (self._clock.wall_ns(start), self._clock.wall_ns(end))
+        context, window_ns = self._context(leg, parent, name), (_wall_ns(leg, start), _wall_ns(leg, end))
         telemetry.emit_span(
             name, parent, *window_ns, attributes, status, span_id=context.span_id, links=links, events=events
         )
@@ -121,6 +123,12 @@ class Spans:
     @staticmethod
     def _context(leg: Leg, parent: TraceContext, name: str) -> TraceContext:
         return parent._replace(span_id=telemetry.span_id_of(parent.trace_id, *leg.key, name))
+
+
+def _wall_ns(leg: Leg, stamp_s: float) -> int:
+    """By the gateway's clock, where that is known to be another one: spans of one trace fit into one another."""
+    clock = leg.outbox.clock
+    return CLOCK.wall_ns(stamp_s - clock.correction_s if clock else stamp_s)
 
 
 def _status(leg: Leg) -> str:

@@ -5,6 +5,7 @@
                                    └─ prefill here ────────────────────────────────────────────►┘
     prefill   absent ─ prefill ─► prefilling ─ prefill done ─► held ─ lease over ─► ending ─► absent
     source    absent ─ offer ───────────────────────────────► held
+    parking   running ─ unread ─► parked ─ read ─► running;  ─ stream lost ─► orphaned ─ attach ─► running
 
 Whatever else happens leads to `ending`: everything is given back there, and with the last of it goes the one Ended.
 """
@@ -20,6 +21,8 @@ class State(Enum):
     STARTING = "starting"  # the same, and the first tokens are known
     FETCHED = "fetched"  # every block is verified
     RUNNING = "running"  # the loop decodes it, or prefills and decodes it
+    PARKED = "parked"  # its tokens are unread: the loop computes none until the gateway reads on
+    ORPHANED = "orphaned"  # parked, and its stream is lost: somebody may attach, for a while
     PREFILLING = "prefilling"  # for a taker
     HELD = "held"  # KV complete, leased
     ENDING = "ending"  # its status is known, something of it is still out
@@ -33,7 +36,7 @@ class Event(Enum):
     FETCH = "fetch"
     START = "start"
     OFFER = "offer"
-    ATTACH = "attach"
+    ATTACH = "attach"  # on another stream, by another attempt's key
     RENEW = "renew lease"
     CANCEL = "cancel"
     # happenings
@@ -45,7 +48,9 @@ class Event(Enum):
     ENGINE_ENDED = "engine ended"  # finished, failed, its deadline, or given up
     STREAM_LOST = "stream lost"
     DEADLINE = "deadline"
+    WINDOW_OVER = "window over"  # nobody came to attach
     UNREAD = "unread"  # the gateway does not read
+    READ = "read"  # it does again
     GRACE_OVER = "grace over"  # the worker must go
 
 
@@ -58,7 +63,8 @@ class Cell(NamedTuple):
 
 OPENING = (Event.ADMIT, Event.PREFILL, Event.PREFILL_HERE, Event.OFFER)
 COMMANDS = (*OPENING, Event.FETCH, Event.START, Event.ATTACH, Event.RENEW, Event.CANCEL)
-_LIVE = (State.ADMITTED, State.FETCHING, State.STARTING, State.FETCHED, State.RUNNING, State.PREFILLING, State.HELD)
+_DECODING = (State.RUNNING, State.PARKED, State.ORPHANED)
+_LIVE = (State.ADMITTED, State.FETCHING, State.STARTING, State.FETCHED, *_DECODING, State.PREFILLING, State.HELD)
 
 
 def _table() -> dict[tuple[State, Event], Cell]:
@@ -68,7 +74,7 @@ def _table() -> dict[tuple[State, Event], Cell]:
     for state in (*_LIVE, s.ENDING):
         table |= {(state, event): Cell("refuse_in_use", state) for event in OPENING}
     for state in _LIVE:
-        table |= {(state, event): Cell("end_misplaced", s.ENDING) for event in (e.FETCH, e.START, e.ATTACH)}
+        table |= {(state, event): Cell("end_misplaced", s.ENDING) for event in (e.FETCH, e.START)}
         table[state, e.CANCEL] = Cell("end_cancelled", s.ENDING)
         table[state, e.ENGINE_ENDED] = Cell("end_with_engine", s.ENDING)
         table[state, e.STREAM_LOST] = Cell("end_stream_lost", s.ENDING)
@@ -81,7 +87,7 @@ def _table() -> dict[tuple[State, Event], Cell]:
         (s.ABSENT, e.PREFILL): Cell("prefill", s.PREFILLING),
         (s.ABSENT, e.PREFILL_HERE): Cell("prefill_here", s.RUNNING),
         (s.ABSENT, e.OFFER): Cell("offer", s.HELD),
-        (s.ABSENT, e.ATTACH): Cell("end_attach", s.ENDING),
+        (s.ABSENT, e.ATTACH): Cell("not_here", s.ABSENT),
         (s.ADMITTED, e.PREFILL_HERE): Cell("prefill_here", s.RUNNING),
         (s.ADMITTED, e.FETCH): Cell("fetch", s.FETCHING),
         (s.FETCHING, e.START): Cell("keep_first_tokens", s.STARTING),
@@ -90,7 +96,17 @@ def _table() -> dict[tuple[State, Event], Cell]:
         (s.FETCHED, e.START): Cell("start", s.RUNNING),
         (s.FETCHED, e.PREFILL_HERE): Cell("prefill_here", s.RUNNING),  # what a chain of spans left to compute
         (s.RUNNING, e.PREFILL_DONE): Cell("report_done", s.RUNNING),
-        (s.RUNNING, e.UNREAD): Cell("end_unread", s.ENDING),
+        (s.RUNNING, e.UNREAD): Cell("park", s.PARKED),
+        (s.PARKED, e.READ): Cell("resume", s.RUNNING),
+        (s.RUNNING, e.STREAM_LOST): Cell("orphan", s.ORPHANED),
+        (s.PARKED, e.STREAM_LOST): Cell("orphan", s.ORPHANED),
+        (s.RUNNING, e.ATTACH): Cell("attach", s.RUNNING),  # its own session is not known to be dead yet
+        (s.PARKED, e.ATTACH): Cell("attach", s.RUNNING),
+        (s.ORPHANED, e.ATTACH): Cell("attach", s.RUNNING),
+        (s.ORPHANED, e.ENGINE_ENDED): Cell("keep_end", s.ORPHANED),
+        (s.ORPHANED, e.WINDOW_OVER): Cell("end_forgotten", s.ENDING),
+        (s.ORPHANED, e.STREAM_LOST): Cell("ignore", s.ORPHANED),
+        (s.HELD, e.STREAM_LOST): Cell("ignore", s.HELD),  # the taker may be fetching: the lease has a clock of its own
         (s.PREFILLING, e.FETCHED): Cell("compute_rest", s.PREFILLING),  # a prefix that lay elsewhere
         (s.PREFILLING, e.FETCH_FAILED): Cell("pull_prefix", s.PREFILLING),  # from the next that has it, or not at all
         (s.PREFILLING, e.RENEW): Cell("renew", s.PREFILLING),

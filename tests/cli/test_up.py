@@ -23,6 +23,12 @@ WORKER = """
 import os, signal, socket, sys, time
 argv = sys.argv[1:]
 name = sys.argv[0].split("/")[-2]
+def drain(*_):
+    open("drained", "a").write(name + "\\n")
+    while os.path.exists(f"{name}.hangs"):
+        time.sleep(0.05)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, drain)
 open(f"{name}.argv", "a").write("\\n".join(argv) + "\\n--\\n")
 if os.path.exists(f"{name}.fails"):
     print(f"{name}: /m/model.safetensors is truncated", file=sys.stderr)
@@ -33,12 +39,6 @@ server = socket.socket()
 server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 server.bind((host, int(port)))
 server.listen()
-def drain(*_):
-    open("drained", "a").write(name + "\\n")
-    while os.path.exists(f"{name}.hangs"):
-        time.sleep(0.05)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, drain)
 print(f"ready grpc={listen} admin=h:2 pid={os.getpid()}", flush=True)
 while True:
     time.sleep(1)
@@ -97,6 +97,18 @@ def test_ready_line_options_and_drain_order(folder):
     listens = [argv[argv.index("--listen") + 1] for argv in decode]
     assert sorted(gateway[gateway.index("--decode-workers") + 1].split(",")) == sorted(listens)
     assert "--admin=127.0.0.1:0" in gateway and not any(argument.startswith("--redis") for argument in gateway)
+
+
+def test_several_gateways(folder):
+    process = start(folder, "--gateways", "3", "--admin", "127.0.0.1:4567")
+    ready = dict(field.split("=") for field in process.stdout.readline().split()[1:])
+    gateways = argvs(folder, "gateway")
+    listens = [argv[argv.index("--listen") + 1] for argv in gateways]
+    assert sorted(listens) == sorted(ready["gateways"].split(",")) and len(set(listens)) == 3
+    assert len({argv[argv.index("--decode-workers") + 1] for argv in gateways}) == 1
+    assert sum("--admin" in argv for argv in gateways) == 2, "the address that was given is the first one's"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0
 
 
 def test_a_dead_worker_listens_at_its_address_again(folder):

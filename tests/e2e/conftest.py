@@ -10,7 +10,7 @@ from tests.client import Client
 from tests.models import make_model
 from tests.otlp import Receiver
 from tests.probe import Probe
-from tests.stack import Stack
+from tests.stack import SLOW_STEPS, Stack
 
 _running: list[Stack] = []
 
@@ -49,7 +49,7 @@ def run_stack(model, tmp_path_factory):
     @contextmanager
     def run(name: str, **options):
         options = {"options": OPTIONS, **options}
-        stack = Stack(model, tmp_path_factory.mktemp(name), **options)
+        stack = Stack(model, tmp_path_factory.mktemp(name), failpoints=True, **options)
         with stack:
             _running.append(stack)
             yield stack
@@ -69,6 +69,13 @@ def stack(run_stack, receiver):
     options = {"options": (*OPTIONS, "--transports", "shm"), "gateway_options": GATEWAY_OPTIONS}
     with run_stack("shm", env=env, **options) as stack:
         yield stack
+
+
+@pytest.fixture
+def slow(stack):
+    """What is done to a running request of `stack` finds it running."""
+    with stack.armed(SLOW_STEPS):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ LONG = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
 
 
 @pytest.fixture
-def idle(probes):
+def idle(probes, slow):
     """Checked before and after: every block is cached or free, on both workers."""
     for probe in probes.values():
         probe.wait_idle()

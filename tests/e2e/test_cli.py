@@ -14,6 +14,7 @@ from grpc import RpcError
 
 from tests.client import Client
 from tests.process import ROOT, Process
+from tests.stack import SLOW_STEPS
 
 BATON = str(Path(sys.executable).with_name("baton"))
 
@@ -26,7 +27,9 @@ def run(*options: str) -> subprocess.CompletedProcess:
 def up(model, tmp_path_factory):
     argv = [BATON, "up", "--model", str(model), "--listen", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     argv += ["--num-blocks", "160", "--threads", "1", "--decode.max-num-seqs", "8"]
-    process = Process("up", argv, tmp_path_factory.mktemp("up"), {"OMP_NUM_THREADS": "1"})
+    # Slow steps: SIGTERM must find the stream running.
+    env = {"OMP_NUM_THREADS": "1", "BATON_FAILPOINTS": SLOW_STEPS}
+    process = Process("up", argv, tmp_path_factory.mktemp("up"), env)
     try:
         yield process
     finally:

@@ -27,7 +27,7 @@ def node() -> str:
     return node
 
 
-def test_node(stack, client, node):
+def test_node(stack, client, node, slow):
     argv = [node, "client.js", stack.target]
     ran = subprocess.run(argv, cwd=NODE_CLIENT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr

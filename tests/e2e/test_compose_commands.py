@@ -10,6 +10,7 @@ import grpc
 import pytest
 import yaml
 
+from baton.service.access import Access
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.models import make_model
@@ -25,15 +26,15 @@ class Containers:
     """The three processes; `words` are what stands for a container's own paths, names and ports."""
 
     def __init__(self, folder: Path):
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]
         self.ports = dict(
-            zip(("50061", "50062", "50051"), (str(each.getsockname()[1]) for each in sockets), strict=True)
+            zip(("50061", "50062", "50051", "50052"), (str(each.getsockname()[1]) for each in sockets), strict=True)
         )
         for each in sockets:
             each.close()
         (folder / "kv").mkdir()
         self.redis = ComposeRedis(folder)
-        secrets = folder / "secrets"
+        self.secrets = secrets = folder / "secrets"
         made = secrets / "gateway.toml"
         made.chmod(0o600)
         made.write_text(f'redis = "{self.redis.url}"\n')
@@ -85,11 +86,16 @@ def test_a_request_through_the_commands_of_compose(containers):
     for name in NAMES:
         done = containers.health(name)
         assert (done.returncode, done.stdout.strip()) == (0, "SERVING"), done
-    with grpc.insecure_channel(f"127.0.0.1:{containers.ports['50051']}") as channel:
+    secrets = containers.secrets
+    access = Access(secrets / "ca.crt", api_key_file=secrets / "api-key")
+    with access.channel(f"127.0.0.1:{containers.ports['50051']}", blocking=True) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         ids = pb.TokenIds(ids=[7 + i % 500 for i in range(200)])
         request = pb.GenerateRequest(token_ids=ids, stopping=pb.Stopping(max_tokens=4, ignore_eos=True))
-        answers = [stub.Complete(request, timeout=30) for _ in range(2)]
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Complete(request, timeout=30)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        answers = [stub.Complete(request, timeout=30, metadata=access.metadata) for _ in range(2)]
     assert answers[0].choices[0].token_ids == answers[1].choices[0].token_ids
     assert answers[1].usage.cached_tokens >= 128
     assert any((containers._folder / "kv").glob("baton-kv-*/kv")), "no shared memory offered"

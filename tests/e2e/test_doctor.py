@@ -60,7 +60,7 @@ def test_the_blocks_it_moved_come_back(stack, probes):
 def test_nobody_at_the_door():
     status, output = doctor("--target", NOBODY)
     assert status == 1
-    assert f"no gateway answers there: start it, or correct --target" in output
+    assert "no gateway answers there: start it, or correct --target" in output
 
 
 def test_a_worker_that_is_not_there(loose):

@@ -1,5 +1,6 @@
 """The gateway's page in a real browser, over a real stack."""
 
+import re
 import shutil
 import subprocess
 from urllib.request import urlopen
@@ -37,6 +38,7 @@ def test_the_page_shows_the_fleet(stack, client, prompts, chromium, tmp_path):
         assert reply.request_id in page
     for name, process in zip(("prefill", "decode"), stack.workers, strict=True):
         assert f"{name} {stack.address[process.name]}" in page
+    assert re.search(r'<p id="bound">Bound by \w+', page)
     assert "TTFT" in page and "TPOT" in page and "6 tokens" in page and "160 blocks" in page
     assert "nothing yet" not in page.split("Running, oldest first")[0]
 

@@ -32,7 +32,7 @@ def told(stack, receiver) -> dict[str, str]:
     return pages
 
 
-def test_a_canary_is_seen_nowhere(stack, client, receiver):
+def test_a_canary_is_seen_nowhere(stack, client, receiver, slow):
     answers = [
         client.generate(
             f"{CANARY} in a text", stop=[f"{CANARY} stop"], temperature=0.0, max_tokens=20, ignore_eos=True

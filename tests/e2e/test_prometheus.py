@@ -86,7 +86,7 @@ def test_every_panel_has_data(prometheus, path):
     empty = []
     for panel in panels(path):
         for target in panel["targets"]:
-            query = target["expr"].replace("$__rate_interval", "15s").replace("$model", ".+")
+            query = target["expr"].replace("$__rate_interval", "15s").replace("$model", ".+").replace("$tenant", ".+")
             if not prometheus.query(query):
                 empty.append(f"{panel['title']}: {query}")
     assert not empty, "\n".join(empty)
@@ -109,9 +109,10 @@ def test_metrics_agree_with_what_was_asked(prometheus):
     assert float(holders["value"][1]) == 160
 
 
-def test_exemplars_lead_to_traces(prometheus, receiver):
+@pytest.mark.parametrize("name", ["ttft", "tpot", "itl", "e2e", "phase"])
+def test_exemplars_lead_to_traces(prometheus, receiver, name):
     now = time.time()
-    found = prometheus.ask("query_exemplars", query="baton_ttft_seconds_bucket", start=now - 60, end=now)
+    found = prometheus.ask("query_exemplars", query=f"baton_{name}_seconds_bucket", start=now - 60, end=now)
     trace_ids = {exemplar["labels"]["trace_id"] for series in found for exemplar in series["exemplars"]}
     assert trace_ids
     receiver.wait_for(lambda spans: trace_ids & {span.trace_id for span in spans})

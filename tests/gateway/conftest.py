@@ -11,11 +11,15 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from baton.service import server as grpc_server
 from baton.v1 import inference_pb2_grpc
+from gateway.doors import open_doors
 from gateway.gateway import Gateway
+from gateway.limits import check
 from gateway.model_folder import read_folder
 from gateway.settings import GatewaySettings
+from gateway.spec import make_spec
+from gateway.timing import now
+from tests.client import make_request
 from tests.gateway.fake_worker import FakeWorker
 
 CONTROLS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
@@ -63,6 +67,7 @@ class Cluster:
     decode: list[FakeWorker]
     stub: inference_pb2_grpc.InferenceStub
     channel: grpc.aio.Channel
+    target: str
     workers: list[FakeWorker] = field(default_factory=list)
 
     async def idle(self) -> None:
@@ -75,6 +80,14 @@ class Cluster:
         async with asyncio.timeout(10):
             while not is_true():
                 await asyncio.sleep(0.002)
+
+    def park(self, request_id: str, prompt, max_tokens: int, seed: int) -> None:
+        """Every decode worker has such a sequence, as if its session had been lost."""
+        registry = self.gateway.registry
+        request = make_request(prompt, request_id=request_id, max_tokens=max_tokens, seed=seed)
+        spec = make_spec(check(request, registry.model), prompt, (), max_tokens, (), bytes(32), "", now() + 60)
+        for worker in self.decode:
+            worker.parked[request_id] = spec
 
     async def spread(self) -> None:
         """Every worker's index events have arrived."""
@@ -106,13 +119,14 @@ def cluster(folder, digest):
         }
         values.setdefault("split", "always" if prefill else "auto")
         settings = GatewaySettings(**values)
-        server = grpc_server.make_server(max_message_bytes=4 << 20)
-        port = grpc_server.bind(server, settings.listen)
-        gateway = Gateway(settings, read_folder(folder), server)
+        doors = open_doors(settings)
+        port = doors.port
+        gateway = Gateway(settings, read_folder(folder), doors.server)
         stop = asyncio.Event()
         running = asyncio.create_task(gateway.run(port, stop))
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-        c = Cluster(gateway, prefill, decode, inference_pb2_grpc.InferenceStub(channel), channel, prefill + decode)
+        stub, target = inference_pb2_grpc.InferenceStub(channel), f"127.0.0.1:{port}"
+        c = Cluster(gateway, prefill, decode, stub, channel, target, prefill + decode)
         try:
             await c.until(lambda: all(link.serving for link in gateway.registry.links))
             yield c

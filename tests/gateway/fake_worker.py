@@ -19,7 +19,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 
 IDENTITY = hashlib.sha256(b"fake model").digest()
-GATES = ("admit", "accept", "prefill", "fetch", "decode", "end", "offer")
+GATES = ("admit", "accept", "prefill", "fetch", "decode", "end", "offer", "attach")
 _leases: dict[bytes, "_Lease"] = {}
 _lease_ids = itertools.count(1)
 
@@ -49,6 +49,7 @@ class _Session:
         self.context = context
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.tasks: dict[tuple, asyncio.Task] = {}
+        self.decoding: set[tuple] = set()
         self.spans_sent = 0
         self.seq = None
 
@@ -81,9 +82,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.refusals: list[str] = []  # reasons for the next Admits or Prefills
         self.failures: dict[str, list[tuple[int, str]]] = {}  # step -> (code, reason) of the next keys that end there
         self.held: set[tuple] = set()
+        self.parked: dict[str, pb.RequestSpec] = {}  # by request id: sequences whose session was lost
         self.commands: list[tuple[str, object]] = []
         self.spans: dict[bytes, None] = {}
+        self._specs: dict[tuple, pb.RequestSpec] = {}
         self.is_silent = False
+        self.state = "serving"  # as its loads say
         self.port = 0
         self._gates = {name: asyncio.Event() for name in GATES}
         for gate in self._gates.values():
@@ -129,6 +133,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 self._obey(session, command)
         finally:
             self._sessions.discard(session)
+            for key in session.decoding & self.held:
+                self.held.discard(key)
+                self.parked[key[0]] = self._specs[key]
             for task in (*session.tasks.values(), writer):
                 task.cancel()
 
@@ -138,7 +145,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _send_loads(self, session: _Session) -> None:
         while True:
-            session.send(load=pb.Load(state="serving", num_running=len(self.held)))
+            session.send(load=pb.Load(state=self.state, num_running=len(self.held)))
             await asyncio.sleep(0.25)
 
     def _obey(self, session: _Session, command: pb.Command) -> None:
@@ -192,6 +199,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             taking = session.tasks[key]
             self._spawn(session, key, self._decode(session, key, [f.choice for f in message.first_tokens], taking))
 
+    def _attach(self, session, key, message) -> None:
+        self._spawn(session, key, self._go_on(session, key, message))
+
     def _cancel(self, session, key, message) -> None:
         if key in self.held:
             self._end(session, key, 1, "CANCELLED")
@@ -220,7 +230,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             session.send(refused=pb.Refused(key=message.key, reason=self.refusals.pop(0), retry_after_ms=20))
             return
         self.held.add(key)
-        self._specs = {**getattr(self, "_specs", {}), key: message.spec}
+        self._specs[key] = message.spec
         cached = self.num_cached_tokens(message.spec)
         session.send(granted=pb.Granted(key=message.key, num_cached_tokens=cached))
 
@@ -300,13 +310,27 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.seal(self._specs[key].span_hashes)
         session.send(fetched=pb.Fetched(key=message.key, transport="tcp", transfer_s=0.004, after_last_ready_s=0.001))
 
-    async def _decode(self, session, key, choices: list[int], taking) -> None:
+    async def _go_on(self, session, key, message) -> None:
+        """All choices have come as far as the first that is asked for."""
+        await self._pass("attach")
+        spec = self.parked.get(key[0])
+        if spec is None or spec.fingerprint != message.fingerprint:
+            session.send(not_here=pb.NotHere(key=message.key))
+            return
+        self.held.add(key)
+        self._specs[key] = self.parked.pop(key[0])
+        session.send(granted=pb.Granted(key=message.key))
+        await self._decode(session, key, list(range(spec.sampling.n)), None, min(message.next_index))
+
+    async def _decode(self, session, key, choices: list[int], taking, index: int | None = None) -> None:
         if taking is not None:
             await taking
             if key not in self.held:
                 return
+        session.decoding.add(key)
         spec = self._specs[key]
-        index = len(spec.token_ids) - spec.num_prompt_tokens + 1
+        if index is None:
+            index = len(spec.token_ids) - spec.num_prompt_tokens + 1
         while choices:
             await self._pass("decode")
             await asyncio.sleep(0.001)

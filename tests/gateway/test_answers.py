@@ -65,7 +65,7 @@ async def test_a_hot_decode_cache_prefills_there(cluster):
         await c.spread()
         again = await generate(c, max_tokens=3)
         assert first[-1].usage.cached_tokens == 0 and again[-1].usage.cached_tokens == 256
-        assert c.decode[0].kinds() == ["admit", "fetch", "start", "admit", "prefill"]
+        assert c.decode[0].kinds()[-2:] == ["admit", "prefill"]
         assert ids_of(again) == ids_of(first)
 
 

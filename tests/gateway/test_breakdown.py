@@ -169,7 +169,7 @@ async def test_no_prefill_worker_has_room(cluster, watch):
 
 @pytest.mark.parametrize("gate", ["admit", "accept", "prefill", "fetch", "decode"])
 async def test_the_deadline_passes(cluster, watch, gate):
-    async with cluster(default_timeout_s=0.25) as c:
+    async with cluster(default_timeout_s=1.0) as c:
         hold(c, gate)
         client_s, _ = await timed(read(c.stub.Generate(make_request(PROMPT, max_tokens=6))))
         spans = agree(c, watch, client_s, "failed")

@@ -6,10 +6,11 @@ import pytest
 
 from baton.service.errors import InvalidRequest, NotFound
 from baton.v1 import inference_pb2 as pb
-from gateway.limits import MAX_OUTPUT_TOKENS, ServedModel, check, check_size, resolve_max_tokens
+from gateway.limits import PRESETS, ServedModel, check, check_size, resolve_max_tokens
 from gateway.model_folder import Defaults
 from tests.client import make_request
 
+MAX_OUTPUT_TOKENS = PRESETS["normal"].output_tokens
 SERVED = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults(), proposers=frozenset(["ngram"]))
 WIDE = ServedModel("wide", 100_000, 400, frozenset(), Defaults())
 PROMPT = [10, 20, 30]

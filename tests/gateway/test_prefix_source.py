@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gateway import prefix_source
-from kvtransfer.naming import chain_hashes
+from gateway.rates import Rates
 from tests.gateway.test_answers import PROMPT, generate, ids_of
 
 MAX_TOKENS = 4
@@ -14,7 +14,7 @@ NUM_PREFIX = 256  # whole spans of the prompt with something left to compute
 
 async def known(c, holder) -> None:
     """Until the index has heard what the worker holds."""
-    hashes = chain_hashes(c.gateway.registry.root, PROMPT[:NUM_PREFIX])
+    hashes = c.gateway.names.spans("default", PROMPT[:NUM_PREFIX]).hashes
     async with asyncio.timeout(10):
         while not any(worker.startswith(holder.instance) for worker in await c.gateway.index.lookup(hashes)):
             await asyncio.sleep(0.01)
@@ -25,8 +25,11 @@ async def read_elsewhere(c, before=lambda holder, reader: None):
     that the other one got, and the Offers that were made."""
     for link in c.gateway.registry.links:
         link.hello.kv_token_bytes = 1
+    c.gateway.registry.candidates._said.clear()
     first = await generate(c, max_tokens=MAX_TOKENS)
     await c.idle()
+    for link in c.gateway.registry.links:
+        link.rates = Rates()  # a fake reads so fast that nothing would be pulled
     holder, reader = sorted(c.prefill, key=lambda worker: "prefill" not in worker.kinds())
     assert "prefill" not in reader.kinds()
     await known(c, holder)

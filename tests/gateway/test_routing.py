@@ -1,34 +1,50 @@
-from dataclasses import replace
+import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from gateway.routing import Candidate, Decision, NoRoute, choose, choose_holder, choose_source, compatible
+from baton.service.slo import Slo
+from gateway import routing
+from gateway.rates import Pace
+from gateway.routing import (
+    NUM_DRAWN,
+    NUM_HOLDERS,
+    Ask,
+    Candidate,
+    Decision,
+    NoRoute,
+    choose,
+    choose_holder,
+    choose_source,
+    compatible,
+    shortlist,
+)
 
 WORDS = frozenset(["class", "form bf16"])
 BASE = Candidate("", 0, 0, 0, 4096, WORDS, WORDS, frozenset(["tcp"]), "host")
 
 
 def worker(name: str, matched: int = 0, sequences: int = 0, waiting: int = 0, **fields) -> Candidate:
-    return replace(
-        BASE, name=name, num_matched_tokens=matched, num_sequences=sequences, num_waiting_tokens=waiting, **fields
+    return BASE._replace(
+        name=name, num_matched_tokens=matched, num_sequences=sequences, num_waiting_tokens=waiting, **fields
     )
 
 
-def route(num_tokens: int, prefill, decode, split: str = "auto", max_len: int = 100) -> Decision:
-    return choose(num_tokens, max_len, prefill, decode, split)
+def route(num_tokens: int, prefill, decode, split: str = "auto", max_len: int = 100, slo: Slo = Slo()) -> Decision:
+    return choose(Ask(num_tokens, max_len, slo=slo), prefill, decode, split)
 
 
-def test_a_long_prompt_is_split():
-    assert route(1000, [worker("p")], [worker("d")]) == Decision("p", "d", "long_prompt")
+def test_a_long_prompt_is_split_where_others_would_wait():
+    assert route(1000, [worker("p")], [worker("d", sequences=2)]) == Decision("p", "d", "long_prompt")
 
 
 @pytest.mark.parametrize(
     "num_tokens, decode, reason",
     [
         (64, worker("d", sequences=9), "short_prompt"),
-        (1000, worker("d", matched=960, sequences=9), "hot_cache"),
-        (128, worker("d"), "idle"),
-        (1000, worker("d", matched=800, sequences=1), "hot_cache"),
+        (1000, worker("d", matched=960, sequences=1), "hot_cache"),
+        (1000, worker("d"), "idle"),
     ],
 )
 def test_what_stays_on_the_decode_worker(num_tokens, decode, reason):
@@ -37,19 +53,73 @@ def test_what_stays_on_the_decode_worker(num_tokens, decode, reason):
     assert route(num_tokens, [worker("p")], [decode], "never") == Decision(None, "d", "forced")
 
 
-def test_a_busy_decode_worker_is_not_disturbed():
-    assert route(128, [worker("p")], [worker("d", sequences=1)]).prefill == "p"
-    assert route(1000, [worker("p", matched=960)], [worker("d", matched=800, sequences=1)]).prefill == "p"
+def test_a_prefill_worker_with_a_queue_is_passed_by():
+    assert route(1000, [worker("p", waiting=9000)], [worker("d", sequences=2)]) == Decision(None, "d", "prefill_busy")
+    assert route(1000, [worker("p", matched=960)], [worker("d", matched=500, sequences=2)]).prefill == "p"
 
 
 def test_the_prefill_worker_with_the_prefix():
-    assert route(1000, [worker("a"), worker("b", matched=640)], [worker("d")]).prefill == "b"
-    assert route(1000, [worker("a"), worker("b", matched=640, waiting=2000)], [worker("d")]).prefill == "a"
+    busy = [worker("d", sequences=4)]
+    assert route(1000, [worker("a"), worker("b", matched=640)], busy).prefill == "b"
+    assert route(1000, [worker("a"), worker("b", matched=640, waiting=2000)], busy).prefill == "a"
 
 
 def test_the_decode_worker_with_room():
     assert route(1000, [worker("p")], [worker("a", sequences=3), worker("b")]).decode == "b"
-    assert route(2000, [worker("p")], [worker("a", matched=1280, sequences=1), worker("b")]).decode == "a"
+    full = worker("a", max_sequences=2, sequences=2, pace=Pace(sequence_s=0.0))
+    assert route(1000, [worker("p")], [full, worker("b", sequences=40)]).decode == "b"
+    assert route(1000, [worker("p")], [worker("a", num_free_tokens=900), worker("b", sequences=40)]).decode == "b"
+
+
+def test_the_faster_worker():
+    slow, fast = Pace(token_s=1e-3, step_s=0.05), Pace(token_s=1e-4, step_s=0.01)
+    chosen = route(
+        1000,
+        [worker("a", pace=slow), worker("b", pace=fast)],
+        [worker("c", sequences=1, pace=slow), worker("d", sequences=1, pace=fast)],
+        "always",
+    )
+    assert (chosen.prefill, chosen.decode) == ("b", "d")
+
+
+def test_the_decode_worker_that_has_most_of_it_where_moving_is_slow():
+    """1,000 tokens of 1 MB at 1 GB/s are a second, of which 0.2 s are hidden behind the prompt."""
+    taking = [worker("a", kv_token_bytes=10**6), worker("b", matched=960, sequences=1, kv_token_bytes=10**6)]
+    assert route(1000, [worker("p", host_id="there")], taking, "always").decode == "b"
+    assert (
+        route(
+            1000, [worker("p", host_id="there")], [each._replace(kv_token_bytes=10) for each in taking], "always"
+        ).decode
+        == "a"
+    )
+
+
+def test_a_promise_is_kept_where_it_can_be():
+    """A tenth more a sequence: the eleventh breaks 40 ms a token, whether it is this request's promise or another's."""
+    pace, tight = Pace(step_s=0.02, sequence_s=0.002), Slo(tpot_s=0.04)
+    few, many = (
+        worker("few", sequences=9, share=0.0, pace=pace),
+        worker("many", sequences=10, pace=pace._replace(step_s=0.0195)),
+    )
+    assert route(1000, [worker("p")], [few, many], "always", slo=tight).decode == "few"
+    assert route(1000, [worker("p")], [few, many._replace(tightest_tpot_s=0.04)], "always").decode == "few"
+
+
+def test_a_first_token_that_would_be_late_goes_elsewhere():
+    prefill = [worker("near", matched=960, waiting=1500), worker("far", waiting=0)]
+    assert route(1000, prefill, [worker("d", sequences=9)], "always", slo=Slo(ttft_s=0.25)).prefill == "far"
+
+
+def test_a_prefix_to_be_pulled_counts_for_the_reader():
+    """`b` is next to nobody that has the prefix; `a` reads behind 300 tokens and can pull 900."""
+    fields = {"kv_token_bytes": 1000}
+    holder = worker("d", matched=900, sequences=9, **fields)
+    others = [worker("a", waiting=300, **fields), worker("b", kv_takes=frozenset(["class"]), **fields)]
+    holder = holder._replace(kv_gives=frozenset(["form bf16"]))
+    assert route(1000, others, [holder, worker("e", sequences=9)], "always").prefill == "a"
+    assert (
+        route(1000, others, [holder._replace(num_matched_tokens=0), worker("e", sequences=9)], "always").prefill == "b"
+    )
 
 
 def test_no_prefill_worker():
@@ -62,13 +132,17 @@ def test_no_prefill_worker():
 
 @pytest.mark.parametrize(
     "fields",
-    [{"kv_gives": frozenset(["other"])}, {"kv_gives": frozenset()}, {"transports": frozenset(["shm"]), "host_id": "there"}],
+    [
+        {"kv_gives": frozenset(["other"])},
+        {"kv_gives": frozenset()},
+        {"transports": frozenset(["shm"]), "host_id": "there"},
+    ],
 )
 def test_pairs_that_do_not_fit_are_never_routed_together(fields):
     odd = worker("odd", **fields)
     assert not compatible(odd, worker("d"))
     assert route(1000, [odd], [worker("d")]) == Decision(None, "d", "no_prefill_worker")
-    assert choose_source(1000, [odd, worker("p", waiting=9000)], worker("d")).name == "p"
+    assert choose_source(Ask(1000, 1001), [odd, worker("p", waiting=9000)], worker("d")).name == "p"
 
 
 def test_shared_memory_needs_one_host():
@@ -83,11 +157,96 @@ def test_too_long_for_a_worker():
         route(5000, [], [worker("d")], max_len=5001)
 
 
-def test_equal_workers_are_chosen_by_name():
-    assert route(1000, [worker("b"), worker("a")], [worker("d"), worker("c")]) == Decision("a", "c", "long_prompt")
+def test_equal_workers_are_chosen_by_name_and_rested_ones_first():
+    assert route(1000, [worker("b"), worker("a")], [worker("d"), worker("c")], "always") == Decision("a", "c", "forced")
+    prefill, decode = [worker("b"), worker("a", share=0.1)], [worker("d"), worker("c", share=0.1)]
+    assert route(1000, prefill, decode, "always") == Decision("b", "d", "forced")
 
 
-KV = {"kv_token_bytes": 100_000, "prefill_tokens_per_s": 10_000.0}
+def test_what_a_decision_says():
+    decision = route(1000, [worker("p", waiting=500)], [worker("d", sequences=4)])
+    assert decision.alternative == "d alone" and decision.alternative_s > decision.cost_s > decision.ttft_s
+    assert decision.ttft_s == pytest.approx(0.1 + 0.005 + 0.2 + 0.002)
+    assert decision.alone_ttft_s == pytest.approx(decision.ttft_s - 0.1)
+    assert decision.tpot_s == pytest.approx(0.02 + 5 * 0.0005) and decision.alone_tpot_s < decision.tpot_s
+
+
+# ---- properties ----
+
+NAMES = st.integers(0, 10**6)
+PACES = st.builds(
+    Pace,
+    prompt_s=st.floats(0.001, 0.1),
+    moved_s=st.floats(0, 0.1),
+    token_s=st.floats(1e-6, 1e-2),
+    step_s=st.floats(1e-4, 0.2),
+    sequence_s=st.floats(0, 0.01),
+    byte_s=st.sampled_from([0.0, 1e-10, 1e-8]),
+)
+
+
+def workers(prefix: str, least: int):
+    made = st.builds(
+        worker,
+        name=NAMES.map(lambda number: f"{prefix}{number}"),
+        matched=st.integers(0, 31).map(lambda spans: 64 * spans),
+        sequences=st.integers(0, 64),
+        waiting=st.integers(0, 20_000),
+        pace=PACES,
+        kv_token_bytes=st.sampled_from([0, 1000, 200_000]),
+        kv_gives=st.sampled_from([WORDS, frozenset(["class"]), frozenset(["other"])]),
+        host_id=st.sampled_from(["one", "two"]),
+        transports=st.sampled_from([frozenset(["tcp", "shm"]), frozenset(["shm"])]),
+        share=st.floats(0, 1),
+        tightest_tpot_s=st.sampled_from([None, 0.05]),
+    )
+    return st.lists(made, min_size=least, max_size=8, unique_by=lambda each: each.name)
+
+
+def pair_s(ask: Ask, source: Candidate, taker: Candidate, holders: list[Candidate]) -> float:
+    """What one pair costs, by itself."""
+    reading = routing._reading_there(ask, source, holders)
+    at_taker_s = routing._writing_s(ask, taker) + routing._unhidden_s(ask, reading, taker)
+    return reading.cost_s + at_taker_s + routing._HOP_S
+
+
+@settings(max_examples=200, deadline=None)
+@given(workers("p", 0), workers("d", 1), st.sampled_from([Slo(), Slo(0.3, 0.05)]), st.randoms(use_true_random=False))
+def test_any_choice_fits_and_is_the_best_of_all_pairs(prefill, decode, slo, rng):
+    """The search that ends early finds what trying every pair finds; order of workers does not matter."""
+    ask = Ask(2049, 2050, slo=slo)
+    decision = choose(ask, prefill, decode)
+    by_name = {each.name: each for each in (*prefill, *decode)}
+    assert decision.decode in by_name
+    assert decision.local or compatible(by_name[decision.prefill], by_name[decision.decode])
+    assert decision.alternative_s is None or decision.cost_s <= decision.alternative_s
+    assert 0 < decision.alone_ttft_s <= decision.ttft_s + 1e-9
+    mixed = rng.sample(prefill, len(prefill)), rng.sample(decode, len(decode))
+    assert choose(ask, *mixed) == decision
+    alone = choose(ask, prefill, decode, "never")
+    assert alone.prefill is None and decision.cost_s <= alone.cost_s
+    pairs = [(p, d) for p in prefill for d in decode if compatible(p, d)]
+    assert bool(pairs) == (decision.reason != "no_prefill_worker")
+    if pairs:
+        holders = routing._sources([*prefill, *decode])
+        best_s = min(pair_s(ask, p, d, holders) for p, d in pairs)
+        assert choose(ask, prefill, decode, "always").cost_s == pytest.approx(best_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 60), st.randoms(use_true_random=False))
+def test_a_request_looks_at_a_bounded_number(num_workers, num_holders, rng):
+    everybody = list(range(num_workers))
+    holders = rng.sample(everybody, min(num_holders, num_workers))
+    dead = set(rng.sample(everybody, num_workers // 10))
+    chosen = shortlist(iter(holders), everybody, lambda item: item not in dead, rng)
+    assert len(chosen) <= NUM_HOLDERS + NUM_DRAWN and len(set(chosen)) == len(chosen) and not dead & set(chosen)
+    assert set([item for item in holders if item not in dead][:NUM_HOLDERS]) <= set(chosen)
+
+
+# ---- prefixes to be pulled ----
+
+KV = {"kv_token_bytes": 100_000, "pace": Pace(token_s=1e-4)}
 
 
 @pytest.mark.parametrize(
@@ -105,9 +264,24 @@ def test_a_prefix_is_pulled_where_that_is_quicker(matched, fields, chosen):
     found = choose_holder(worker("p", **KV), holders)
     assert (found and found.name) == chosen
     assert choose_holder(worker("p", matched=matched, **KV), holders) is None
-    assert choose_holder(worker("p", **{**KV, "prefill_tokens_per_s": 1e6}), holders) is None
+    assert choose_holder(worker("p", **{**KV, "pace": Pace(token_s=1e-6)}), holders) is None
+
+
+def test_measured_transfers_count():
+    reader = worker("p", **{**KV, "pace": Pace(token_s=1e-4, byte_s=1e-8)})
+    assert choose_holder(reader, [worker("d", matched=640, **KV)]) is None
 
 
 def test_the_holder_of_more_gives():
     holders = [worker("a", matched=640, **KV), worker("b", matched=1280, **KV), worker("c", matched=1280, **KV)]
     assert choose_holder(worker("p", matched=320, **KV), holders).name == "b"
+
+
+def test_two_choices_balance_a_large_fleet():
+    """10,000 requests over 1,000 workers that know nothing but how many they have."""
+    rng, loads = random.Random(1), [0] * 1000
+    for _ in range(10_000):
+        drawn = shortlist((), range(1000), lambda item: True, rng)
+        decision = choose(Ask(50, 51), [], [worker(f"{each:04}", sequences=loads[each]) for each in drawn])
+        loads[int(decision.decode)] += 1
+    assert max(loads) <= 1.3 * 10

@@ -8,14 +8,12 @@ import sys
 
 import pytest
 
-from baton.service.errors import Overloaded
 from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
 from baton.service.admin import Admin
-from gateway.admission import Line
 from gateway.embedded_index import EmbeddedIndex
 from gateway.model_folder import Defaults, read_folder
-from gateway.secret import chain_root, derived_secret, fingerprint, read_secret
+from gateway.secret import derived_secret, fingerprint, read_secret
 from gateway.settings import GatewaySettings
 from gateway.timing import Measured, Stamps, timing
 from tests.process import ROOT
@@ -66,25 +64,6 @@ def test_a_worker_s_clock_may_run_fast():
 def test_one_token():
     result = timing(Stamps(1.0, 1.1, 1.2, 1.3, 1.3, first_sent=2.0, last_sent=2.0), Measured(), 1)
     assert result.ttft_s == pytest.approx(1.0) and result.tpot_s == result.second_delivery_s == 0
-
-
-# ---- lines ----
-
-
-def test_a_line_calls_its_first_only():
-    called, line = [], Line(3)
-    low, high = line.join(0, lambda: called.append("low")), line.join(5, lambda: called.append("high"))
-    late = line.join(5, lambda: called.append("late"))
-    with pytest.raises(Overloaded):
-        line.join(9, lambda: None)
-    line.call_first()
-    assert called == ["high"] and line.is_first(high)
-    line.leave(late)
-    line.leave(high)
-    assert called == ["high", "high", "low"]
-    line.leave(low)
-    line.call_first()
-    assert line.is_empty and len(called) == 3
 
 
 # ---- the embedded index ----
@@ -168,7 +147,6 @@ def test_secrets(tmp_path):
     path = tmp_path / "secret"
     path.write_text("a secret of enough bytes\n")
     secret = read_secret(path)
-    assert chain_root(b"i" * 32, secret) != chain_root(b"i" * 32, derived_secret(b"i" * 32))
     assert fingerprint(secret) != fingerprint(derived_secret(b"i" * 32)) and secret[:8] not in fingerprint(secret)
     path.write_text("short")
     for broken in (path, tmp_path / "missing"):
@@ -179,10 +157,8 @@ def test_secrets(tmp_path):
 @pytest.mark.parametrize(
     "fields, named",
     [
-        ({"decode_workers": ()}, "--decode-workers"),
-        ({"split": "always"}, "--prefill-workers"),
         ({"prefill_workers": ("a:1",), "decode_workers": ("a:1",)}, "a:1"),
-        ({"listen": "0.0.0.0:50051"}, "--cluster-secret"),
+        ({"listen": "0.0.0.0:50051", "insecure": True}, "--cluster-secret"),
         ({"max_unread_tokens": 0}, "--max-unread-tokens"),
     ],
 )

@@ -10,7 +10,7 @@ from baton.v1 import inference_pb2 as pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.attempts import Attempts
 from gateway.states import TABLE, Event, Phase, state_table_markdown
-from gateway.workers import Lost, Tokens
+from gateway.mailbox import Lost, Stalled, Tokens
 from tests.gateway.fake_worker import tokens_of
 from tests.gateway.test_answers import PROMPT, generate, ids_of
 
@@ -22,6 +22,7 @@ HOLDS = {
     Phase.PREFILLING: ("prefill", "accept"),
     Phase.FETCHING: ("prefill", "prefill"),
     Phase.DECODING: ("decode", "decode"),
+    Phase.ATTACHING: ("decode", "attach"),
     Phase.ENDING: ("decode", "end"),
 }
 REFUSALS = {Phase.AWAITING_CREDIT: "decode", Phase.AWAITING_PREFILL: "prefill"}
@@ -32,6 +33,11 @@ LEADS_ON = {
     "await_credit": {Phase.AWAITING_CREDIT},
     "ask_for_prefill": {Phase.PREFILLING, Phase.AWAITING_PREFILL},
     "await_report": {Phase.ENDING, Phase.ENDED},
+    "reattach": {Phase.ATTACHING, Phase.ADMITTING},
+    "ask_again": {Phase.ATTACHING, Phase.ADMITTING},
+    "ask_others": {Phase.ATTACHING, Phase.ADMITTING},
+    "begin_anew": {Phase.ADMITTING, Phase.AWAITING_CREDIT},
+    "leave_stalled": {Phase.ADMITTING, Phase.AWAITING_CREDIT},
 }
 
 
@@ -51,6 +57,8 @@ def subject(event: Event):
         Event.PREFILL_FAILED: pb.Ended(code=13, reason="WHY", message="why"),
         Event.DECODE_LOST: Lost("gone"),
         Event.PREFILL_LOST: Lost("gone"),
+        Event.DECODE_STALLED: Stalled(),
+        Event.PREFILL_STALLED: Stalled(),
     }.get(event)
 
 
@@ -67,7 +75,7 @@ async def bring_to(c, phase: Phase) -> None:
 def let_go(c) -> None:
     for worker in c.workers:
         worker.refusals = []
-        for gate in ("admit", "accept", "prefill", "fetch", "decode", "end"):
+        for gate in ("admit", "accept", "prefill", "fetch", "attach", "decode", "end"):
             worker.release(gate)
 
 
@@ -78,12 +86,20 @@ async def test_cell(cluster, monkeypatch, phase, event):
     monkeypatch.setattr(gateway.pipeline, "Attempts", lambda *args: made.append(Attempts(*args)) or made[0])
     async with cluster(num_prefill=2, num_decode=2) as c:
         await bring_to(c, phase)
-        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        resumed = {}
+        if phase is Phase.ATTACHING:
+            resumed = {"request_id": "again", "seed": 1, "resume_from": [0]}
+            c.park("again", PROMPT, max_tokens=MAX_TOKENS, seed=1)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS, **resumed))
         await c.until(lambda: made and made[0].phase is phase)
         attempts, cell = made[0], TABLE[phase, event]
         if (phase, event) == (Phase.DECODING, Event.FINISHED):  # nobody says so before it is so
             attempts._answer.push(0, 1, EXPECTED[1:], (), pb2.FINISH_REASON_LENGTH)
-        attempts.happen(event, subject(event))
+        if phase is Phase.ATTACHING:
+            await c.until(lambda: any("attach" in worker.kinds() for worker in c.decode))
+            attempts.happen(event, next(iter(attempts._attaching._legs)))
+        else:
+            attempts.happen(event, subject(event))
         assert attempts.phase in LEADS_ON.get(cell.action, {cell.phase})
         if attempts.phase is Phase.ENDED:
             attempts._call_room()  # its reader looks up: in life it was the reader that brought the event
@@ -91,7 +107,7 @@ async def test_cell(cluster, monkeypatch, phase, event):
         try:
             assert ids_of(await running) == EXPECTED
         except grpc.aio.AioRpcError as error:
-            assert cell.phase is Phase.ENDED or cell.action == "try_again", error
+            assert cell.phase is Phase.ENDED or cell.action in LEADS_ON, error
             assert error.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         else:
             assert cell.phase is not Phase.ENDED or cell.action == "end_ok"

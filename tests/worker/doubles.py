@@ -104,11 +104,15 @@ class OutboxDouble:
         self.events: list[pb.Event] = []
         self.runs: list = []
         self.has_room = True
+        self.forgotten: list[Key] = []
 
     def reply(self, event):
         self.events.append(event)
 
     end = reply
+
+    def forget(self, key):
+        self.forgotten.append(key)
 
     def add_run(self, run):
         self.runs.append(run)
@@ -126,12 +130,19 @@ class OutboxDouble:
 class Bench:
     """Commands with all its doubles, and commands to give them."""
 
-    def __init__(self):
+    def __init__(self, resume_window_s: float = 60.0):
         self.engine, self.handoff, self.intake = EngineDouble(), HandoffDouble(), IntakeDouble()
         self.ended: list = []
-        self.commands = Commands(self.engine, self.handoff, self.intake, lambda: None, self.ended.append)
+        self.commands = Commands(
+            self.engine, self.handoff, self.intake, lambda: None, self.ended.append, resume_window_s
+        )
         self.handoff.commands = self.commands
         self.outbox = OutboxDouble()
+        self.other = OutboxDouble()  # of another session
+
+    def leg(self, key: Key):
+        """By the name that it began with."""
+        return self.commands.legs.of_engine(key)
 
     def obey(self, outbox=None, **command):
         self.commands.obey(outbox or self.outbox, pb.Command(**command))
@@ -144,7 +155,7 @@ class Bench:
         if key in self.intake.running:
             self.intake.end(key, Status(1, "CANCELLED"))
         self.handoff.end(key)
-        leg = self.commands.legs.get(key)
+        leg = self.leg(key)
         if leg is not None and leg.owed:
             self.engine_ends(key, "cancelled")
 

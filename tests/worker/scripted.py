@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import secrets
 from collections import defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,7 +54,9 @@ def make_spec(token_ids, *, max_tokens=8, budget_ms=BUDGET_MS, traceparent="", *
 class Session:
     """One session with one worker; events are sorted by key, and every key's ends are counted."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, instance: bytes | None = None):
+        """`instance`: of the gateway that it stands for; one of its own where none is given."""
+        self._instance = instance or secrets.token_bytes(16)
         self._channel = grpc.aio.insecure_channel(target)
         self.stub = worker_pb2_grpc.WorkerStub(self._channel)
         self.call = self.stub.Session()
@@ -67,7 +70,7 @@ class Session:
         self._writing = asyncio.Lock()
 
     async def open(self) -> "Session":
-        await self.send(hello=pb.Hello(protocol_min=1, protocol_max=1, instance=b"scripted gateway"))
+        await self.send(hello=pb.Hello(protocol_min=1, protocol_max=1, instance=self._instance))
         self.hello = (await self.call.read()).hello
         self._reader = asyncio.create_task(self._read())
         return self

@@ -45,7 +45,9 @@ def cells(
 @pytest.mark.parametrize("block_size", (16, 64, 128))
 def test_native_sums_are_numpys_and_copy_on_the_way(native_kernels, form, block_size, heads):
     (source, source_ids), (taker, taker_ids) = cells(form, block_size, heads, 1), cells(form, block_size, heads, 2)
-    digests = digest.make_digests("sum", source.memory.layout, Box(0, range(3), heads), [bytes([i]) * 32 for i in range(5)])
+    digests = digest.make_digests(
+        "sum", source.memory.layout, Box(0, range(3), heads), [bytes([i]) * 32 for i in range(5)]
+    )
     for moved in RANGES:
         kept = taker.memory.blocks.copy()
         copied = digests.copied(taker, source, taker_ids, source_ids, moved)

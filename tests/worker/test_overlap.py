@@ -6,13 +6,12 @@ import pytest
 
 from baton.engine import watermark
 from baton.engine.runner import Runner
-from baton.v1 import worker_pb2 as pb
 from tests.models import make_model
 from tests.worker.scripted import Pair, Session, make_spec, run, run_pair, run_worker
 from tests.worker.test_two_workers import bare_answer, prompt
 
-CHUNK_S = 0.06  # what a chunk of a model that is worth splitting takes
-LAYER_S = 0.02
+CHUNK_S = 0.2  # a chunk of a model that is worth splitting takes long; a busy machine needs the time to move the last
+LAYER_S = 0.1
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from baton.v1 import worker_pb2 as pb
 from tests.models import make_model
 from tests.otlp import Receiver
 from tests.process import Process
+from tests.stack import SLOW_STEPS
 from tests.worker.scripted import LegEnded, Pair, Session, make_spec, run
 
-# Slow kernels: what happens in mid-stream must find the stream there.
-OPTIONS = ("--attention", "reference", "--linear", "dense", "--num-blocks", "200", "--threads", "1", "--max-num-seqs", "16")
+OPTIONS = ("--num-blocks", "200", "--threads", "1", "--max-num-seqs", "16")
 PHASES = ("admitted", "accepted", "fetching", "done", "started", "row", "never")
 
 
@@ -28,7 +28,9 @@ def model(tmp_path_factory):
 def start(model, folder, *options: str, env=None) -> list[Process]:
     """Both roles; the caller stops them."""
     return [
-        Process(role, [sys.executable, "-m", f"{role}_worker", "--model", str(model), *OPTIONS, *options], folder, env)
+        Process(
+            role, [sys.executable, "-m", f"{role}_worker", "--model", str(model), *OPTIONS, *options], folder, env, True
+        )
         for role in ("prefill", "decode")
     ]
 
@@ -50,6 +52,8 @@ def workers(model, tmp_path):
     with Receiver() as receiver:
         env = {"OMP_NUM_THREADS": "1", "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
         processes = start(model, tmp_path, env=env)
+        for process in processes:
+            process.arm("engine.step=sleep:0.005")  # what happens in mid-stream must find the stream there
         try:
             yield processes, receiver
             for process in processes:
@@ -111,7 +115,7 @@ def test_200_requests_with_cancels_in_every_phase_leak_nothing(workers):
             assert len(answer.token_ids[0]) == 5
 
     run(main)
-    assert sum(endings.values()) == 200 and endings["finished"] > 20 and endings["CANCELLED"] > 20, endings
+    assert sum(endings.values()) == 200 and endings["finished"] > 10 and endings["CANCELLED"] > 20, endings
     assert not endings.keys() & {"INTERNAL", "ENGINE_FAILED", "BAD_COMMAND", "DIGEST_MISMATCH"}, endings
 
 
@@ -136,7 +140,7 @@ def test_a_trace_of_every_ending(workers):
                 await walk
             late, traceparent = context()
             with pytest.raises(LegEnded):
-                spec = make_spec([3] * 150, max_tokens=900, traceparent=traceparent, budget_ms=300)
+                spec = make_spec([3] * 150, max_tokens=800, traceparent=traceparent, budget_ms=1500)
                 await pair.generate("late", spec)
             await pair.cancel("late")
             return whole, cut, late
@@ -159,6 +163,7 @@ def test_a_trace_of_every_ending(workers):
 def test_drain(model, tmp_path):
     """SIGTERM in mid-stream: new requests are refused, the running one ends well, then the process goes."""
     processes = start(model, tmp_path)
+    processes[1].arm(SLOW_STEPS)
 
     async def main():
         async with open_pair(processes) as pair:
@@ -173,6 +178,7 @@ def test_drain(model, tmp_path):
             with pytest.raises(LegEnded) as caught:
                 await pair.generate("new", make_spec([6] * 10))
             assert caught.value.event.reason == "draining" and caught.value.event.retry_after_ms
+            processes[1].arm("")
             assert len((await walk).token_ids[0]) == 300
 
     try:

@@ -1,10 +1,21 @@
 """Every cell of the table: reach the state let the event happen, see the next state and exactly one end."""
 
 import asyncio
+from unittest.mock import ANY
 
 import pytest
 
-from baton.engine.request import DecodeReport, FirstToken, Key, PrefillDone, Progress, Refusal, RequestEnded, TokenRun
+from baton.engine.request import (
+    DecodeReport,
+    FinishReason,
+    FirstToken,
+    Key,
+    PrefillDone,
+    Progress,
+    Refusal,
+    RequestEnded,
+    TokenRun,
+)
 from baton.v1 import worker_pb2 as pb
 from baton.worker.commands import Commands
 from baton.worker.endings import Status
@@ -12,7 +23,7 @@ from baton.worker.states import OPENING, TABLE, Event, State, state_table_markdo
 from kvtransfer.fetcher import FetchReport
 from tests.worker.doubles import LEASE_ID, Bench, OutboxDouble, make_spec
 
-KEY = Key("one", 1)
+KEY, OTHER = Key("one", 1), Key("one", 2)  # of two attempts at the same request
 REPORT = FetchReport(3, 12, 8, "shm", "exact", 0.1, 0.01, "because")
 DONE = PrefillDone(KEY, (FirstToken(0, 7),), 0.1, 0.2, 0, 1)
 FAILED = Status(14, "KV_TRANSFER_FAILED", "line broke")
@@ -25,6 +36,8 @@ PATHS = {
     State.STARTING: (Event.ADMIT, Event.FETCH, Event.START),
     State.FETCHED: (Event.ADMIT, Event.FETCH, Event.FETCHED),
     State.RUNNING: (Event.ADMIT, Event.FETCH, Event.FETCHED, Event.START),
+    State.PARKED: (Event.ADMIT, Event.FETCH, Event.FETCHED, Event.START, Event.UNREAD),
+    State.ORPHANED: (Event.ADMIT, Event.FETCH, Event.FETCHED, Event.START, Event.STREAM_LOST),
     State.PREFILLING: (Event.PREFILL,),
     State.HELD: (Event.PREFILL, Event.PREFILL_DONE),
     State.ENDING: (Event.ADMIT, Event.FETCH, Event.CANCEL),
@@ -32,14 +45,17 @@ PATHS = {
 STATUS = {  # of a live key that this ends
     Event.CANCEL: (1, "CANCELLED"),
     Event.DEADLINE: (4, "DEADLINE_EXCEEDED"),
-    Event.UNREAD: (8, "SLOW_READER"),
     Event.GRACE_OVER: (14, "DRAINING"),
     Event.FETCH_FAILED: (14, "KV_TRANSFER_FAILED"),
     Event.ENGINE_ENDED: (0, ""),
     Event.FETCH: (9, "BAD_COMMAND"),
     Event.START: (9, "BAD_COMMAND"),
-    Event.ATTACH: (9, "BAD_COMMAND"),
 }
+
+
+def attach(key: Key = OTHER, **fields) -> pb.Attach:
+    named = pb.Key(request_id=key.request_id, attempt=key.attempt)
+    return pb.Attach(key=named, **{"next_index": [0], "budget_ms": 60_000, **fields})
 
 
 def let(bench: Bench, event: Event) -> None:
@@ -56,12 +72,14 @@ def let(bench: Bench, event: Event) -> None:
         Event.FETCH: {"fetch": pb.Fetch(key=key, handle=b"handle", ticket=b"ticket")},
         Event.START: {"start": pb.Start(key=key, first_tokens=[pb.FirstToken(choice=0, token_id=7)])},
         Event.OFFER: {"offer": offer},
-        Event.ATTACH: {"attach": pb.Attach(key=key)},
+        Event.ATTACH: {"attach": attach()},
         Event.RENEW: {"renew_lease": pb.RenewLease(key=key, lease_id=LEASE_ID)},
         Event.CANCEL: {"cancel": pb.Cancel(key=key)},
     }
-    leg = commands.legs.get(KEY)
-    if event in by_command:
+    leg = bench.leg(KEY)
+    if event is Event.ATTACH:
+        bench.obey(bench.other, **by_command[event])
+    elif event in by_command:
         bench.obey(**by_command[event])
     elif event is Event.PROGRESS:
         commands.on_outputs([Progress(KEY, 64, 2)])
@@ -76,9 +94,9 @@ def let(bench: Bench, event: Event) -> None:
     elif event is Event.UNREAD:
         bench.outbox.has_room = False
         commands.on_outputs([TokenRun(KEY, 0, 1, (5,))])
-    elif event is Event.DEADLINE:
-        if leg:
-            commands.happen(leg, Event.DEADLINE, None)
+        bench.outbox.has_room = True
+    elif event is Event.READ:
+        commands.on_read(KEY)
     elif event is Event.FETCHED and KEY in bench.intake.running:
         bench.intake.end(KEY, REPORT)
     elif event is Event.FETCH_FAILED and KEY in bench.intake.running:
@@ -99,12 +117,12 @@ async def _check_cell(state: State, event: Event) -> None:
     bench, cell = Bench(), TABLE[state, event]
     for step in PATHS[state]:
         let(bench, step)
-    leg = bench.commands.legs.get(KEY)
+    leg = bench.leg(KEY)
     assert (leg.state if leg else State.ABSENT) is state
     num_events = len(bench.outbox.events)
     let(bench, event)
 
-    leg = bench.commands.legs.get(KEY)
+    leg = bench.leg(KEY)
     if leg is not None:
         assert leg.state is cell.state
     else:  # nothing of it was out any more
@@ -114,24 +132,39 @@ async def _check_cell(state: State, event: Event) -> None:
     if cell.action == "refuse_in_use":
         assert bench.outbox.events[-1].refused.reason == "in_use"
 
+    was_heard = leg is None or not leg.is_stream_lost
     if leg is not None and leg.state is not State.ENDING:
-        let(bench, Event.CANCEL)
+        bench.commands.happen(leg, Event.CANCEL, None)
     bench.come_home(KEY)
-    assert KEY not in bench.commands.legs, "something of it is still out"
+    assert not bench.commands.legs, "something of it is still out"
     assert not bench.handoff.leased and not bench.intake.running
-    opened = state is not State.ABSENT or event in (*OPENING, Event.ATTACH)
+    opened = state is not State.ABSENT or event in OPENING
     assert len(bench.ended) == opened
-    if event is Event.STREAM_LOST and opened:
+    if cell.action == "attach":
+        _check_attached(bench, state)
+    elif event is Event.ATTACH and state is not State.ENDING:
+        assert bench.other.kinds() == ["not_here"]
+    if state is State.ORPHANED or (event is Event.STREAM_LOST and state is not State.ENDING) or not was_heard:
         assert "ended" not in bench.outbox.kinds()
-    elif opened:
+    elif opened and event is not Event.STREAM_LOST and cell.action != "attach":
         _check_ended(bench.outbox.only("ended"), state, event, cell)
+
+
+def _check_attached(bench: Bench, state: State) -> None:
+    """What it has put out so far goes the new way, under the new key; the old one, if it lives, is told."""
+    assert bench.other.kinds() == ["granted", "ended"]
+    for event in bench.other.events:
+        assert getattr(event, event.WhichOneof("kind")).key.attempt == OTHER.attempt
+    known = (7, 5) if state is State.PARKED else (7,)
+    assert [(run.key, run.first_index, run.token_ids) for run in bench.other.runs] == [(OTHER, 0, known)]
+    assert bench.engine.calls[-2:] == [("resume", KEY, ANY), ("cancel", KEY)]
+    if state is not State.ORPHANED:
+        assert bench.outbox.only("ended").reason == "ATTACHED" and bench.outbox.forgotten == [KEY]
 
 
 def _check_ended(ended: pb.Ended, state: State, event: Event, cell) -> None:
     assert (ended.key.request_id, ended.key.attempt) == KEY
-    if state is State.ABSENT and event is Event.ATTACH:
-        assert (ended.code, ended.reason) == (9, "ATTACH_UNSUPPORTED")
-    elif cell.state is State.ENDING and state is not State.ENDING and event in STATUS:
+    if cell.state is State.ENDING and state is not State.ENDING and event in STATUS:
         assert (ended.code, ended.reason) == STATUS[event]
     elif (state, event) == (State.PREFILLING, Event.LEASE_OVER):
         assert ended.reason == "LEASE_EXPIRED"
@@ -219,7 +252,7 @@ def test_a_budget_that_is_used_up_costs_nothing():
 def test_a_grant_that_is_not_used_lapses():
     async def main():
         bench = Bench()
-        bench.obey(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=20)))
+        bench.obey(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
         while not bench.engine.count("cancel"):
             await asyncio.sleep(0.005)
         bench.come_home(KEY)
@@ -321,3 +354,88 @@ def test_done_goes_out_before_the_tokens_and_ended_after_them():
         assert bench.ended[0].num_output_tokens == 3
 
     run(check)
+
+
+def bring_to(bench: Bench, state: State) -> None:
+    for step in PATHS[state]:
+        let(bench, step)
+
+
+def test_tokens_of_a_step_that_was_under_way_are_not_lost():
+    def check(bench):
+        bring_to(bench, State.ORPHANED)
+        bench.commands.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
+        assert not bench.outbox.runs
+        bench.obey(bench.other, attach=attach(next_index=[1]))
+        bench.commands.on_outputs([TokenRun(KEY, 0, 3, (8,)), RequestEnded(KEY)])
+        runs = [(run.key, run.first_index, run.token_ids) for run in bench.other.runs]
+        assert runs == [(OTHER, 1, (5, 6)), (OTHER, 3, (8,))]
+        assert bench.other.only("ended").code == 0 and not bench.commands.legs
+
+    run(check)
+
+
+def test_a_sequence_that_had_ended_is_read_to_its_end():
+    def check(bench):
+        bring_to(bench, State.ORPHANED)
+        last = TokenRun(KEY, 0, 1, (5,), finish_reason=FinishReason.LENGTH)
+        bench.commands.on_outputs([last, RequestEnded(KEY)])
+        assert bench.leg(KEY).state is State.ORPHANED
+        bench.obey(bench.other, attach=attach())
+        (told,) = bench.other.runs
+        assert (told.token_ids, told.finish_reason) == ((7, 5), FinishReason.LENGTH)
+        assert bench.other.only("ended").code == 0
+        assert not bench.engine.count("resume") and not bench.commands.legs
+
+    run(check)
+
+
+@pytest.mark.parametrize("fields", [
+    {"fingerprint": b"another request"},
+    {"previous_attempt": 7},
+    {"next_index": [2]},  # more than it has
+    {"next_index": [0, 0]},
+    {"key": Key("two", 2)},
+], ids=str)  # fmt: skip
+def test_only_the_same_request_is_gone_on_with(fields):
+    def check(bench):
+        bring_to(bench, State.ORPHANED)
+        bench.obey(bench.other, attach=attach(**fields))
+        assert bench.other.kinds() == ["not_here"]
+        assert bench.leg(KEY).state is State.ORPHANED
+
+    run(check)
+
+
+def test_nobody_comes():
+    async def main():
+        bench = Bench(resume_window_s=0.05)
+        bring_to(bench, State.ORPHANED)
+        while not bench.engine.count("cancel"):
+            await asyncio.sleep(0.005)
+        bench.engine_ends(KEY, "cancelled")
+        assert not bench.commands.legs and bench.ended[0].status.reason == "STREAM_LOST"
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_is_still_read_here_is_not_parked():
+    def check(bench):
+        let(bench, Event.PREFILL_HERE)
+        let(bench, Event.STREAM_LOST)
+        assert bench.leg(KEY).state is State.ENDING and not bench.engine.count("park")
+
+    run(check)
+
+
+def test_a_parked_sequence_meets_the_deadline_of_who_attached():
+    async def main():
+        bench = Bench()
+        bring_to(bench, State.ORPHANED)
+        bench.obey(bench.other, attach=attach(budget_ms=30))
+        while not bench.engine.count("cancel"):
+            await asyncio.sleep(0.005)
+        bench.engine_ends(KEY, "cancelled")
+        assert bench.other.only("ended").code == 4
+
+    asyncio.run(main())

@@ -23,7 +23,9 @@ def test_other_block_sizes_are_exact(model, transport, sizes):
         async with run_pair(model, prefill, decode, transports=(transport,)) as (pair, _, _):
             answer = await pair.generate("one", make_spec(prompt(300), max_tokens=9))
             assert answer.fetched.numerics == "exact" and answer.fetched.num_tokens == 300
-            again = await pair.generate("two", make_spec(prompt(300) + prompt(70, 2), max_tokens=9, n=2, seed=3, temperature=1.0))
+            again = await pair.generate(
+                "two", make_spec(prompt(300) + prompt(70, 2), max_tokens=9, n=2, seed=3, temperature=1.0)
+            )
             await pair.prefill.wait_idle()
             await pair.decode.wait_idle()
             return answer.token_ids, again.token_ids

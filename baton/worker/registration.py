@@ -1,0 +1,45 @@
+"""A worker says to gateways where it can be dialled, again and again for as long as it serves."""
+
+import asyncio
+import logging
+
+import grpc
+
+from baton.service.access import Access
+from baton.service.client import open_channel
+from baton.service.logs import fields
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+
+CALL_S = 3.0
+PAUSE_S = 2.0  # after a call that failed
+
+log = logging.getLogger(__name__)
+
+
+async def register(gateways: tuple[str, ...], request: pb.RegisterRequest, access: Access) -> None:
+    """With all of `gateways`, until cancelled. One that does not answer is asked again, and said once."""
+    async with asyncio.TaskGroup() as group:
+        for address in gateways:
+            group.create_task(_with(address, request, access), name=f"registration {address}")
+
+
+async def _with(address: str, request: pb.RegisterRequest, access: Access) -> None:
+    is_known: bool | None = None
+    async with open_channel(address, access) as channel:
+        stub = worker_pb2_grpc.RegistrationStub(channel)
+        while True:
+            try:
+                response = await stub.Register(request, timeout=CALL_S)
+                pause_s, why = response.ttl_s / 3, ""
+            except grpc.aio.AioRpcError as error:
+                pause_s, why = PAUSE_S, f"{error.code().name}: {error.details()}"
+            if is_known is not (known := not why):
+                is_known = known
+                say = log.info if known else log.warning
+                say(
+                    "%s %s",
+                    "registered" if known else "not registered",
+                    fields(gateway=address, **{"why": why} if why else {}),
+                )
+            await asyncio.sleep(max(0.1, pause_s))

@@ -1,0 +1,257 @@
+"""The course of one request: every event through the table of states.py, until it has ended.
+
+No task of its own: all legs, the lines and the clock speak through one mailbox, so whoever cancels the caller cancels
+everything, and `close()` gives every leg back.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from baton.service.codec import budget_ms
+from baton.service.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from baton.v1 import worker_pb2 as pb
+from gateway.admission import Lines
+from gateway.answer import Answer, Diverged
+from gateway.attaching import ATTACH_WAIT_S, Attaching
+from gateway.failures import Failures
+from gateway.mailbox import Mailbox, Tokens
+from gateway.prefix_source import PrefixSource
+from gateway.record import Record
+from gateway.recovery import Recovery
+from gateway.registry import Registry
+from gateway.standing import Standing
+from gateway.states import TABLE, Event, Phase, event_of
+from gateway.timing import now
+from gateway.workers import Key, Leg, WorkerLink
+from kvtransfer.naming import SPAN_TOKENS
+
+_ANSWER_S = 10.0  # Admit and Prefill are answered from the ledger, at once
+_REPORT_S = 0.5
+_RENEW_S = 1.5  # a third of a lease
+_ROOM = object()
+
+# Attempts are numbered through this process, from anywhere: a request id that is used again never meets its past.
+_numbers = itertools.count(secrets.randbits(31))
+
+
+class Question(NamedTuple):
+    """What is asked of workers. `spec_of(output_ids)` makes the RequestSpec of an attempt; `matches`: worker -> spans
+    it holds, the most last; `prompt_digest` names the prompt; a request that `is_resumed` may be running somewhere."""
+
+    spec_of: Callable[[Sequence[int]], pb.RequestSpec]
+    matches: dict[bytes, int]
+    deadline: float
+    prompt_digest: bytes
+    is_resumed: bool
+
+
+class Course:
+    """The actions of the table are methods: those that end the request are here, all others in Attempts."""
+
+    def __init__(
+        self, registry: Registry, lines: Lines, recovery: Recovery, answer: Answer, record: Record, question: Question,
+        max_queue_wait_s: float,
+    ):  # fmt: skip
+        self.phase = Phase.AWAITING_CREDIT
+        self.error: BatonError | None = None
+        self._registry, self._lines, self._answer, self._record = registry, lines, answer, record
+        self._spec_of, self._matches, self._deadline = question.spec_of, dict(question.matches), question.deadline
+        self._is_resumed = question.is_resumed
+        self._max_queue_wait_s = max_queue_wait_s
+        self._mailbox = Mailbox()
+        self._room_called = False
+        self._standing = Standing(record.bid, self._call_room, max_queue_wait_s)
+        self._phase_at = self._left_at = now()  # when this phase began, and the one before the last event
+        self._failures = Failures(recovery, question.prompt_digest, answer, record)
+        self._failed: tuple[BatonError, float] | None = None  # what to say if no worker serves until then
+        self._attaching: Attaching | None = None
+        self._lost: tuple | None = None  # the event that attaching is the answer to
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        self._decode: Leg | None = None
+        self._prefill: Leg | None = None
+        self._prefix: PrefixSource | None = None  # another worker is asked for it before the prefill worker is
+        self._source: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
+        self._refused: set[bytes] = set()
+        self._refusals: set[str] = set()
+        self._spec: pb.RequestSpec | None = None
+        self._output_ids: list[int] = []  # that the spec carries
+        self._num_granted_tokens = 0
+        self._lease_id = b""
+        self._fetched = False
+        self._doubt_until: float | None = None  # whether the fetch will end
+        self._holder: WorkerLink | None = None  # who is to give the decode worker a prefix
+        self._is_decoding = False  # steps run, or could
+        self._has_stepped = False
+
+    async def run(self) -> None:
+        """To the end of the request. Raises BatonError; the answer's last message is left to the caller."""
+        if self._is_resumed:
+            self._seek()
+        elif self._lines.credit.is_empty:
+            self.happen(Event.ROOM, None)
+        else:
+            self._standing.join(self._lines.credit)
+        while self.phase is not Phase.ENDED:
+            entry = await self._mailbox.next(self._wait_s())
+            if now() >= self._deadline:
+                self.happen(Event.DEADLINE, None)
+                break
+            if entry is None:
+                self._on_silence()
+            self._receive_all(entry)
+            if self.error is None and (hold_s := self._answer.hold_s):
+                await asyncio.sleep(hold_s)
+                self._receive_all(self._mailbox.take())
+            if self.error is None:
+                await self._answer.flush()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        if self.phase is not Phase.ENDED:
+            self.happen(Event.CANCEL, None)
+        self._leave_line()
+        self._close_legs()
+
+    def give_up(self, event: Event) -> None:
+        """CANCEL or GRACE_OVER, from elsewhere: it happens as soon as the request is not busy writing to its client."""
+        self._mailbox.post(None, event)
+
+    def happen(self, event: Event, subject) -> None:
+        """One event. Tests call it too: a cell of the table at a time."""
+        cell, before = TABLE[self.phase, event], self.phase
+        self._left_at = self._phase_at
+        if cell.phase is not before:
+            self.phase, self._phase_at = cell.phase, now()
+            self._record.phase = cell.phase.value if cell.phase is not Phase.ENDED else self._record.phase
+        try:
+            getattr(self, f"_{cell.action}")(event, before, subject)
+        except BatonError as error:
+            self._end(error)
+        except Diverged as error:
+            self._end(Unavailable(str(error), reason="DIVERGED"))
+
+    # ---- what comes in ----
+
+    def _receive_all(self, entry) -> None:
+        """This entry of the mailbox, if it is one, and all behind it."""
+        while entry is not None:
+            self._receive(*entry)
+            if self._answer.finished and self.phase is Phase.DECODING:
+                self.happen(Event.FINISHED, None)  # before the Ended that may have come along
+            entry = self._mailbox.take()
+
+    def _receive(self, leg: Leg | None, message) -> None:
+        if message is _ROOM:
+            self._room_called = False
+            self.happen(Event.ROOM, None)
+        elif isinstance(message, Event):
+            self.happen(message, None)
+        elif self._attaching is not None and leg in self._attaching:
+            event = event_of(message, is_prefill=False)
+            self.happen(event, leg)
+        elif leg is self._decode or leg is self._prefill:  # not of an earlier attempt
+            if isinstance(message, Tokens):
+                leg.num_unread -= len(message.token_ids)
+            self.happen(event_of(message, is_prefill=leg is self._prefill), message)
+
+    def _wait_s(self) -> float:
+        until = self._deadline
+        if self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
+            until = min(until, self._standing.wake_at)
+        elif self.phase in (Phase.ADMITTING, Phase.ENDING) or (self.phase is Phase.PREFILLING and self._source):
+            until = min(until, self._phase_at + (_REPORT_S if self.phase is Phase.ENDING else _ANSWER_S))
+        elif self.phase is Phase.ATTACHING:
+            until = min(until, self._phase_at + ATTACH_WAIT_S)
+        elif self._doubt_until is not None and not self._fetched:
+            until = min(until, self._doubt_until)
+        elif self._lease_id and not self._fetched:
+            until = min(until, now() + _RENEW_S)
+        return max(0.0, until - now())
+
+    def _on_silence(self) -> None:
+        """Nothing came for `_wait_s()`."""
+        if self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
+            self.happen(Event.SILENCE if self._standing.is_over else Event.ROOM, None)
+        elif self._doubt_until is not None and not self._fetched:
+            self.happen(Event.DOUBT_OVER, None)
+        elif self._is_renewing:
+            self._prefill.send(renew_lease=pb.RenewLease(lease_id=self._lease_id))
+        else:
+            self.happen(Event.SILENCE, None)
+
+    @property
+    def _is_renewing(self) -> bool:
+        """A lease that nobody has taken yet, and nothing else is waited for."""
+        is_waiting = self.phase in (Phase.FETCHING, Phase.DECODING) and self._doubt_until is None
+        return is_waiting and bool(self._lease_id) and not self._fetched
+
+    # ---- actions: endings ----
+
+    def _end_full(self, event, before, subject) -> None:
+        waited_s = self._max_queue_wait_s
+        self._end(Overloaded(f"no worker had room for {waited_s:g} s", max(1.0, waited_s / 10), reason="QUEUE_WAIT"))
+
+    def _end_unread(self, event, before, subject) -> None:
+        self._end(Overloaded("too many tokens of this answer are unread", 0.0, reason="SLOW_READER"))
+
+    def _end_deadline(self, event, before, subject) -> None:
+        self._end(DeadlineExceeded(f"the deadline passed while {before.value}"))
+
+    def _end_draining(self, event, before, subject) -> None:
+        told = "this gateway is shutting down: send the same request with the seed that was told, and resume_from"
+        self._end(Unavailable(told, 0.0, reason="DRAINING"))
+
+    def _end_cancelled(self, event, before, subject) -> None:
+        self._end(Cancelled("the client went away"))
+
+    def _end(self, error: BatonError) -> None:
+        self.phase, self.error = Phase.ENDED, error
+        self._leave_line()
+        self._close_legs()
+
+    # ---- what actions share ----
+
+    def _make_spec(self) -> None:
+        """One choice goes on from what it has; several begin anew, and repeat what the client has."""
+        if self._spec is None:
+            self._output_ids = list(self._answer.choices[0].token_ids) if len(self._answer.choices) == 1 else []
+            self._spec = self._spec_of(self._output_ids)
+        self._spec.budget_ms = budget_ms(self._deadline)
+
+    def _note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
+        self._refused.add(link.worker_id)
+        self._refusals.add(refused.reason)
+        self._record.note_retry(link.name, refused.reason)
+        self._standing.note_refusal(refused)
+
+    def _leave_line(self) -> None:
+        self._standing.leave(served=self.phase is not Phase.ENDED)
+
+    def _next_key(self) -> Key:
+        return self._answer.key_id, next(_numbers) & 0xFFFFFFFF
+
+    def _note_holder(self, worker_id: bytes) -> None:
+        """Who has read the prompt holds its spans, for the next attempt."""
+        self._matches.pop(worker_id, None)
+        self._matches[worker_id] = (self._record.num_prompt_tokens - 1) // SPAN_TOKENS
+
+    def _matched(self, link: WorkerLink) -> int:
+        return self._matches.get(link.worker_id, 0) * SPAN_TOKENS
+
+    def _call_room(self) -> None:
+        if not self._room_called:
+            self._room_called = True
+            self._mailbox.post(None, _ROOM)
+
+    def _close_legs(self) -> None:
+        for leg in (self._decode, self._prefix, self._prefill, self._attaching):
+            if leg is not None:
+                leg.close()
+        self._lease_id = b""

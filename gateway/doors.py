@@ -1,0 +1,42 @@
+"""The ports of a gateway: one for clients, who bring keys; one for workers and operators, who bring certificates. Both
+lead to the same server, and the guard tells who may call what."""
+
+from typing import NamedTuple
+
+import grpc
+
+from baton.service import server as grpc_server
+from baton.service.credentials import Credentials
+from baton.service.guard import Guard
+from gateway.settings import GatewaySettings
+
+# Larger messages are gRPC's to refuse; up to here limits.py does it, with the field's name.
+MAX_MESSAGE_BYTES = 4 << 20
+_SPARE_RPCS = 64  # health, reflection, and refusals that name their reason
+
+
+class Doors(NamedTuple):
+    """`guard` None: whoever reaches a port may use it. `fleet_port` None: there is one port for all."""
+
+    server: grpc.aio.Server
+    port: int
+    fleet_port: int | None
+    guard: Guard | None
+
+
+def open_doors(settings: GatewaySettings) -> Doors:
+    """Bound, and not started. Raises SettingsError, ListenError: one line each."""
+    tls = settings.tls
+    if tls:
+        tls.check()
+    guard = Guard(Credentials(settings.credentials)) if settings.credentials else None
+    server = grpc_server.make_server(
+        max_concurrent_rpcs=2 * settings.max_concurrent_requests + _SPARE_RPCS,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        interceptors=[guard] if guard else [],
+    )
+    port = grpc_server.bind(server, settings.listen, tls and tls.server(require_certificate=False))
+    fleet_port = None
+    if settings.fleet_listen:
+        fleet_port = grpc_server.bind(server, settings.fleet_listen, tls.server(require_certificate=True))
+    return Doors(server, port, fleet_port, guard)

@@ -1,0 +1,106 @@
+"""What went wrong with the attempts of one request: whose fault it was, what a client would be told, and whether
+another attempt makes sense."""
+
+from typing import NamedTuple
+
+import grpc
+
+from baton.service.errors import BatonError, Unavailable, from_code
+from baton.v1 import worker_pb2 as pb
+from gateway.answer import Answer
+from gateway.mailbox import Lost
+from gateway.record import Failure, Record
+from gateway.recovery import Recovery, poison
+from gateway.states import Event, Phase
+from gateway.timing import now
+from gateway.workers import Leg, WorkerLink
+
+MAX_BARREN = 4  # attempts in a row in which nothing was decoded
+_MAX_DEATHS = 2  # of workers that completed no step of this request
+_KV_REASONS = frozenset(
+    ("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH")
+)
+_DEADLY = ("ENGINE_FAILED", "STALLED")
+_FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
+_FINAL_REASONS = ("ATTACHED",)  # the client has gone on elsewhere
+
+
+class Trial(NamedTuple):
+    """An attempt as it stands when it fails."""
+
+    decode: Leg | None
+    prefill: Leg | None
+    source: WorkerLink | None  # who was to read the prompt for the decode worker
+    holder: WorkerLink | None  # who was to give the decode worker a prefix
+    is_decoding: bool  # steps ran, or could
+    has_stepped: bool
+    phase_at: float
+
+
+class Failures:
+    """Of one request."""
+
+    def __init__(self, recovery: Recovery, prompt_digest: bytes, answer: Answer, record: Record):
+        self.avoid: set[bytes] = set()  # workers that failed this request
+        self._recovery, self._prompt_digest = recovery, prompt_digest
+        self._answer, self._record = answer, record
+        self._num_deaths = self._num_barren = 0
+        self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
+
+    def judge(self, event: Event, before: Phase, subject, trial: Trial) -> BatonError:
+        """What to say if nobody can take over. Raises it where nobody should."""
+        error, blamed, worker_id = self._failure(event, before, subject, trial)
+        self._num_deaths += _counts_as_death(event, before, subject, trial)
+        self._num_barren = 1 if trial.has_stepped else self._num_barren + 1
+        self._note(event, before, subject, trial, error, blamed)
+        self.avoid.add(worker_id)
+        if error.code in _FINAL_CODES or error.reason in _FINAL_REASONS:
+            raise error
+        num_dead = sum(link.worker_id != worker_id for link, worker_id in self._suspects)
+        if self._num_deaths + num_dead >= _MAX_DEATHS:
+            self._recovery.quarantine(self._prompt_digest)
+            raise poison("two workers died with this request in their hands")
+        if self._num_barren >= MAX_BARREN:
+            raise error
+        if self._num_barren > 1 or not _is_worker_gone(subject):  # whoever loses a worker may go on elsewhere, once
+            self._recovery.retry(error)
+        return error
+
+    def _failure(self, event, before, subject, trial: Trial) -> tuple[BatonError, WorkerLink, bytes]:
+        of_prefill = event in (Event.PREFILL_ENDED, Event.PREFILL_FAILED, Event.PREFILL_LOST)
+        of_prefill |= event is Event.SILENCE and before is Phase.PREFILLING
+        leg, role = (trial.prefill, "prefill") if of_prefill else (trial.decode, "decode")
+        blamed, worker_id = leg.link, leg.worker_id
+        if isinstance(subject, pb.Ended) and subject.code:
+            error = from_code(subject.code, subject.message, reason=subject.reason or None)
+            giver = trial.source or trial.holder
+            if not of_prefill and giver and subject.reason in _KV_REASONS:
+                blamed, worker_id = giver, giver.worker_id
+                if before is Phase.FETCHING and trial.prefill is not None:
+                    self._suspects.append((blamed, trial.prefill.worker_id))
+            return error, blamed, worker_id
+        silent = "it ended early" if subject else "it does not answer"
+        what = subject.reason if isinstance(subject, Lost) else silent
+        sent = f" after {self._answer.num_output_tokens} tokens" if self._answer.begun else ""
+        reason = f"{role.upper()}_WORKER_LOST"
+        return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
+
+    def _note(self, event, before, subject, trial: Trial, error: BatonError, blamed: WorkerLink) -> None:
+        is_told = isinstance(subject, pb.Ended) and bool(subject.code)
+        sent, self._record.phase = self._answer.num_output_tokens, before.value
+        self._record.failures.append(
+            Failure(before.value, event.value, trial.phase_at, now(), blamed.name, error.reason, is_told, sent)
+        )
+
+
+def _is_worker_gone(subject) -> bool:
+    return isinstance(subject, Lost) or (isinstance(subject, pb.Ended) and subject.reason in ("DRAINING", "STALLED"))
+
+
+def _counts_as_death(event: Event, before: Phase, subject, trial: Trial) -> bool:
+    """Only if the request was being computed there, and no step of it came to an end."""
+    died = isinstance(subject, Lost) or (isinstance(subject, pb.Ended) and subject.reason in _DEADLY)
+    if event in (Event.PREFILL_LOST, Event.PREFILL_FAILED):
+        return died and before in (Phase.PREFILLING, Phase.FETCHING)
+    is_local_prefill = before is Phase.PREFILLING and trial.source is None
+    return died and not trial.has_stepped and (trial.is_decoding or is_local_prefill)

@@ -1,0 +1,106 @@
+"""What each tenant may use: tokens a second, prompts and answers together, and requests at once."""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.service.errors import Overloaded
+
+OTHERS = "default"  # the table of all tenants that have none of their own
+_BURST_S = 10.0  # of its rate, where the file gives no burst
+_RETRY_AFTER_S = 0.5
+_FIELDS = ("tokens_per_s", "burst_tokens", "concurrent_requests")
+
+
+class Quota(NamedTuple):
+    """None: no bound."""
+
+    tokens_per_s: float | None = None
+    burst_tokens: float = 0.0
+    concurrent_requests: int | None = None
+
+
+def read_quotas(path: Path | None) -> Mapping[str, Quota]:
+    """A TOML file of one table a tenant, and `default` for all others:
+
+        [default]
+        tokens_per_s = 20000
+        burst_tokens = 100000       # 10 s of the rate when it is left out
+        concurrent_requests = 32
+
+    Raises ValueError, one line."""
+    if path is None:
+        return {}
+    try:
+        tables = tomllib.loads(path.read_text())
+        return {name: _quota(name, table) for name, table in tables.items()}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _quota(name: str, table: object) -> Quota:
+    if not isinstance(table, dict):
+        raise ValueError(f"{name} is no table: write [{name}] and a line for each of {', '.join(_FIELDS)}")
+    for field, value in table.items():
+        if field not in _FIELDS:
+            raise ValueError(f"[{name}] {field} is none of {', '.join(_FIELDS)}")
+        kinds = int if field == "concurrent_requests" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
+            raise ValueError(f"[{name}] {field} = {value!r}: a number over 0 is needed")
+    rate = table.get("tokens_per_s")
+    if rate is None and "burst_tokens" in table:
+        raise ValueError(f"[{name}] burst_tokens has no effect without tokens_per_s")
+    return Quota(rate, table.get("burst_tokens", _BURST_S * (rate or 0)), table.get("concurrent_requests"))
+
+
+class Usage:
+    """What one tenant has left. Tokens are paid for when they are known, so a balance may fall below zero; whoever is
+    there waits until it has been filled up."""
+
+    __slots__ = ("quota", "num_running", "_balance", "_at")
+
+    def __init__(self, quota: Quota, at: float):
+        self.quota, self.num_running = quota, 0
+        self._balance, self._at = quota.burst_tokens, at
+
+    def balance(self, at: float) -> float:
+        if self.quota.tokens_per_s is not None:
+            grown = self._balance + self.quota.tokens_per_s * max(0.0, at - self._at)
+            self._balance = min(self.quota.burst_tokens, grown)
+        self._at = max(at, self._at)
+        return self._balance
+
+    def pay(self, num_tokens: int, at: float) -> None:
+        self._balance = self.balance(at) - num_tokens
+
+
+class Quotas:
+    """Tenants come from credentials alone, so there are no more of them than the operator has named."""
+
+    def __init__(self, table: Mapping[str, Quota]):
+        self._table, self._usage = table, dict[str, Usage]()
+
+    def enter(self, tenant: str, at: float) -> None:
+        """One more request. Raises Overloaded, which names the quota; else `leave` follows in the end."""
+        usage = self._of(tenant, at)
+        most, rate = usage.quota.concurrent_requests, usage.quota.tokens_per_s
+        if most is not None and usage.num_running >= most:
+            told = f"tenant {tenant} has {most} requests running, its quota of concurrent_requests"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="TENANT_REQUESTS")
+        if rate is not None and (balance := usage.balance(at)) <= 0:
+            told = f"tenant {tenant} has used up its quota of {rate:g} tokens_per_s"
+            raise Overloaded(told, max(_RETRY_AFTER_S, (1 - balance) / rate), reason="TENANT_TOKENS")
+        usage.num_running += 1
+
+    def pay(self, tenant: str, num_tokens: int, at: float) -> None:
+        self._of(tenant, at).pay(num_tokens, at)
+
+    def leave(self, tenant: str) -> None:
+        self._usage[tenant].num_running -= 1
+
+    def _of(self, tenant: str, at: float) -> Usage:
+        if (usage := self._usage.get(tenant)) is None:
+            quota = self._table.get(tenant) or self._table.get(OTHERS) or Quota()
+            usage = self._usage[tenant] = Usage(quota, at)
+        return usage

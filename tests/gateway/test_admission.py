@@ -1,0 +1,141 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gateway.admission
+from baton.service.errors import Overloaded
+from baton.service.slo import Slo
+from gateway.admission import Admission, Bid, Line, Lines, rank
+from gateway.quotas import Quota, Quotas
+from gateway.routing import Decision
+
+INTERACTIVE, STANDARD, BATCH = Slo(0.3, 0.05), Slo(1.0, 0.1), Slo()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """`clock[0]` is the time."""
+    at = [1000.0]
+    monkeypatch.setattr(gateway.admission, "now", lambda: at[0])
+    return at
+
+
+def bid(received: float = 0.0, slo: Slo = BATCH, priority: int = 0, num_tokens: int = 100, **fields) -> Bid:
+    return Bid(rank(received, slo, priority), num_tokens, slo, **fields)
+
+
+def test_a_line_calls_its_first_only():
+    called, line = [], Line(3)
+    low, high = (
+        line.join(bid(), lambda: called.append("low")),
+        line.join(bid(priority=5), lambda: called.append("high")),
+    )
+    late = line.join(bid(priority=5), lambda: called.append("late"))
+    with pytest.raises(Overloaded, match="3 requests wait already"):
+        line.join(bid(priority=9), lambda: None)
+    line.call_first()
+    assert called == ["high"] and line.is_first(high)
+    line.leave(late)
+    line.leave(high)
+    assert called == ["high", "high", "low"]
+    line.leave(low)
+    line.call_first()
+    assert line.is_empty and len(called) == 3 and line.num_tokens == 0
+
+
+def test_a_line_is_bounded_in_tokens():
+    line = Line(100, max_tokens=1000)
+    whole = line.join(bid(num_tokens=5000), lambda: None)  # alone it may be as long as it is
+    with pytest.raises(Overloaded, match="5000 tokens wait already, at most 1000 may") as caught:
+        line.join(bid(num_tokens=1), lambda: None)
+    assert caught.value.reason == "QUEUE_TOKENS" and caught.value.retry_after_s > 0
+    line.leave(whole)
+    line.join(bid(num_tokens=600), lambda: None)
+    line.join(bid(num_tokens=400), lambda: None)
+    assert line.num_tokens == 1000
+
+
+def test_earlier_deadlines_first():
+    order = [bid(0.0, BATCH), bid(0.5, STANDARD), bid(0.9, INTERACTIVE), bid(0.5, BATCH, priority=9)]
+    assert [order.index(each) for each in sorted(order, key=lambda each: each.rank)] == [2, 1, 3, 0]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 5), st.sampled_from([INTERACTIVE, STANDARD, BATCH]), st.integers(-(2**31), 2**31 - 1)),
+        max_size=60,
+    )
+)
+def test_nobody_starves(later):
+    """However many come with whatever priority, the lowest batch request is overtaken only by those who come within
+    half a minute of it."""
+    waiting, at = bid(0.0, BATCH, priority=-(2**31)), 0.0
+    for pause_s, slo, priority in later:
+        at += pause_s
+        if bid(at, slo, priority).rank < waiting.rank:
+            assert at < 30
+
+
+def test_the_wait_is_as_long_as_the_line_has_been_slow(clock):
+    line = Line(100)
+    places = [line.join(bid(clock[0], num_tokens=500), lambda: None) for _ in range(10)]
+    assert line.wait_s(bid(clock[0]).rank) == 0.0  # nobody has been served yet
+    for place in places[:4]:
+        clock[0] += 0.5
+        line.leave(place)
+    assert line.wait_s(bid(clock[0]).rank) == pytest.approx(6 * 0.5)
+    assert line.wait_s(bid(clock[0], INTERACTIVE).rank) == 0.0  # it would go first
+    line.leave(places[4], served=False)
+    assert line.wait_s(bid(clock[0]).rank) == pytest.approx(5 * 0.5)
+    clock[0] += 10
+    assert line.wait_s(bid(clock[0]).rank) > 5  # it stands still
+
+
+def test_who_would_be_served_too_late_is_told_at_once(clock):
+    lines = Lines(100)
+    places = [lines.prefill.join(bid(clock[0], num_tokens=500), lambda: None) for _ in range(8)]
+    for place in places[:4]:
+        clock[0] += 0.25
+        lines.prefill.leave(place)
+    lines.check(bid(clock[0], BATCH), 0.1)  # 1 s in line, and no hurry
+    late = Bid(bid(clock[0]).rank, 100, STANDARD)
+    with pytest.raises(Overloaded, match="1.0 s of them in line") as caught:
+        lines.check(late, 0.1)
+    assert caught.value.reason == "TTFT_BUDGET" and 0.5 <= caught.value.retry_after_s <= 10
+    lines.check(late, 2.0)  # alone it takes twice what the class allows: it may wait as long
+    with pytest.raises(Overloaded):
+        lines.check(bid(clock[0], BATCH, max_wait_s=1.0), 0.1)
+
+
+def test_a_way_that_breaks_a_promise_is_refused():
+    way = Decision("p", "d", "", ttft_s=0.9, alone_ttft_s=0.1, tpot_s=0.06, alone_tpot_s=0.02)
+    bid(slo=BATCH).check(way, 1.0)
+    bid(slo=Slo(2.0, 0.1)).check(way, 0.0)
+    with pytest.raises(Overloaded):
+        bid(slo=Slo(2.0, 0.1)).check(way, 1.0)
+    for slo, reason in ((STANDARD, "TTFT_BUDGET"), (Slo(None, 0.05), "TPOT_BUDGET")):
+        with pytest.raises(Overloaded) as caught:
+            bid(slo=slo).check(way, 0.0)
+        assert caught.value.reason == reason
+
+
+def test_an_idle_system_refuses_nobody():
+    """However slow it is, and whatever was promised."""
+    slow = Decision("p", "d", "", ttft_s=30.0, alone_ttft_s=30.0, tpot_s=1.0, alone_tpot_s=1.0)
+    bid(slo=INTERACTIVE).check(slow, 0.0)
+    Lines(1).check(bid(slo=INTERACTIVE), 30.0)
+
+
+def test_the_gateway_and_its_tenants():
+    admission = Admission(3, Quotas({"a": Quota(concurrent_requests=1)}))
+    admission.enter("1", "a")
+    with pytest.raises(Overloaded) as caught:
+        admission.enter("2", "a")
+    assert caught.value.reason == "TENANT_REQUESTS"
+    admission.enter("3", "b")
+    admission.enter("4", "b")
+    with pytest.raises(Overloaded) as caught:
+        admission.enter("5", "b")
+    assert caught.value.reason == "TOO_MANY_REQUESTS"
+    admission.leave("1", "a")
+    admission.enter("2", "a")

@@ -1,0 +1,99 @@
+"""The registry's view of fleets that are larger than what a request looks at."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from baton.service.errors import Unavailable
+from baton.v1 import worker_pb2 as pb
+from gateway.embedded_index import EmbeddedIndex
+from gateway.model_folder import Defaults, ModelFolder
+from gateway.registry import Registry
+from gateway.routing import NUM_DRAWN, NUM_HOLDERS, Ask
+from gateway.settings import GatewaySettings
+from gateway.workers import LinkState, WorkerLink
+
+FOLDER = ModelFolder(Path("/m"), "m", 4096, 1000, frozenset(), Defaults(), b"", b"", None, {})
+ASK = Ask(2000, 2001)
+
+
+def fleet(num: int, split: str = "always", transports=("tcp",)) -> Registry:
+    """`num` workers of each role, one of each on a host."""
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 2 * num + 1)]
+    settings = GatewaySettings(
+        model=Path("/m"), split=split, prefill_workers=tuple(addresses[:num]), decode_workers=tuple(addresses[num:])
+    )
+    registry = Registry(settings, FOLDER, EmbeddedIndex(), b"secret")
+    for i, link in enumerate(registry.links):
+        serve(link, f"host{i % num}", transports, role="prefill" if i < num else "decode")
+    return registry
+
+
+def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill") -> None:
+    link.hello = pb.Hello(
+        instance=hashlib.sha256(link.address.encode()).digest()[:16],
+        epoch=1,
+        roles=[role],
+        host_id=host,
+        limits=pb.Limits(max_model_len=4096, max_num_seqs=64, block_size=16),
+        kv_gives=["kv"],
+        kv_takes=["kv"],
+        model=pb.ModelCard(transports=transports),
+        kv_token_bytes=1000,
+    )
+    link._become(LinkState.SERVING, "")
+
+
+def test_the_holder_is_found_among_many():
+    registry = fleet(300)
+    matches = {link.worker_id: 1 for link in registry.links}  # all have the first span
+    holder = registry.prefill[217]
+    matches[holder.worker_id] = matches.pop(holder.worker_id) + 20
+    for _ in range(3):
+        assert registry.route(ASK, matches, ())[1] is holder
+        assert registry.route(ASK, matches, {holder.worker_id})[1] is not holder
+    reader = next(link for link in registry.prefill if link is not holder)
+    assert registry.holder_for(reader, matches, ()) is holder
+    assert registry.holder_for(holder, matches, ()) is None
+
+
+def test_a_request_looks_at_few(monkeypatch):
+    registry, looked = fleet(300), []
+    seen = registry.candidates.seen
+    monkeypatch.setattr(
+        registry.candidates, "seen", lambda links, matches: looked.append(len(links)) or seen(links, matches)
+    )
+    registry.route(ASK, {link.worker_id: 1 for link in registry.links}, ())
+    assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
+
+
+def test_the_only_partner_is_found_among_many():
+    """KV goes through shared memory alone, so that each decode worker has one prefill worker."""
+    registry = fleet(200, transports=("shm",))
+    for _ in range(10):
+        _, source, taker = registry.route(ASK, {}, ())
+        assert source.hello.host_id == taker.hello.host_id
+
+
+def test_who_serves_no_longer_is_not_chosen():
+    registry = fleet(2)
+    first, second = registry.prefill
+    registry.decode[0]._become(LinkState.DRAINING, "draining")
+    first._become(LinkState.CONNECTING, "gone")
+    assert registry.not_ready() is None
+    _, source, taker = registry.route(ASK, {}, ())
+    assert source is second and taker is registry.decode[1]
+    second._become(LinkState.STALLED, "stalled")
+    assert "no prefill worker" in registry.not_ready()
+    with pytest.raises(Unavailable):
+        registry.route(ASK, {}, ())
+    serve(first, "host0")
+    assert registry.not_ready() is None and registry.route(ASK, {}, ())[1] is first
+
+
+def test_work_that_was_given_is_spread():
+    """A worker that nobody has heard of yet is not given all that comes at once."""
+    registry = fleet(4)
+    chosen = [registry.route(ASK, {}, ())[1].address for _ in range(40)]
+    assert {chosen.count(link.address) for link in registry.prefill} == {10}

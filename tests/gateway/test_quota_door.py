@@ -1,0 +1,115 @@
+"""Quotas, service levels and lines at the door, through a gateway between FakeWorkers."""
+
+import asyncio
+from pathlib import Path
+
+from gateway.admission import Bid
+from tests.client import make_request
+from tests.gateway.test_answers import PROMPT, generate, read
+from tests.gateway.test_endings import hold, reached, refused, release, start
+from tests.gateway.test_meters import samples
+
+
+def quotas(folder: Path, text: str) -> Path:
+    path = folder / "quotas.toml"
+    path.write_text(text)
+    return path
+
+
+def of_class(c, slo_class: str, **fields):
+    request = make_request(PROMPT, max_tokens=6, **fields)
+    request.slo_class = slo_class
+    return read(c.stub.Generate(request, timeout=20))
+
+
+def line_up(c, wait_s: float) -> tuple:
+    """Somebody stands in line for a prefill worker, behind whom others would wait for so long."""
+    line = c.gateway.lines.prefill
+    line._served_tokens, line._served_s = 1000.0, 1.0
+    return line, line.join(Bid(-1e9, round(1000 * wait_s)), lambda: None)
+
+
+async def test_requests_at_once(cluster, tmp_path):
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
+        hold(c, "decode")
+        running = [start(c), start(c)]
+        await c.until(lambda: c.gateway.service.num_running == 2)
+        error = await refused(generate(c))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_REQUESTS")
+        assert "concurrent_requests" in error.message and error.retry_after_s > 0
+        release(c, "decode")
+        await asyncio.gather(*running)
+        assert await generate(c, max_tokens=2)
+
+
+async def test_tokens_a_second(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        assert await generate(c, max_tokens=90)  # 390 of 400
+        assert await generate(c, max_tokens=2)  # what is begun is served
+        error = await refused(generate(c))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_TOKENS")
+        assert "tokens_per_s" in error.message and error.retry_after_s > 0
+
+
+async def test_a_request_that_names_its_class_is_refused_where_it_would_be_late(cluster):
+    async with cluster() as c:
+        line, place = line_up(c, 2.0)
+        error = await refused(of_class(c, "standard"))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TTFT_BUDGET") and error.retry_after_s > 0
+        # It names none, or one without a bound: it waits.
+        waiting = [start(c), asyncio.create_task(of_class(c, "batch"))]
+        await c.until(lambda: len(line) == 3)
+        line.leave(place)
+        assert all(await asyncio.gather(*waiting))
+        assert await of_class(c, "standard")
+        await c.idle()
+
+
+async def test_nobody_waits_for_what_would_take_longer_than_the_longest_wait(cluster):
+    async with cluster(max_queue_wait_s=2.0) as c:
+        line_up(c, 3.0)
+        assert (await refused(generate(c))).reason == "TTFT_BUDGET"
+
+
+async def test_a_promise_of_tokens_is_not_broken_by_one_more(cluster):
+    async with cluster() as c:
+        (link,) = c.gateway.registry.decode
+        for i in range(20):
+            link.rates.note_decode(1 + i % 5, 0.01 + 0.03 * (1 + i % 5), 0.0)
+        hold(c, "decode")
+        running = [start(c), start(c)]
+        await reached(c, "decode")
+        await c.until(lambda: len(link.legs) == 2)
+        assert (await refused(of_class(c, "interactive"))).reason == "TPOT_BUDGET"
+        release(c, "decode")
+        await asyncio.gather(*running)
+        await c.until(lambda: not link.load.num_running)
+        assert await of_class(c, "interactive")  # alone it may be as slow as it is
+
+
+async def test_the_lines_are_bounded_in_tokens(cluster):
+    async with cluster(max_queued_tokens=400) as c:
+        c.prefill[0].refusals = ["queue_full"] * 100_000
+        waiting = start(c)
+        await c.until(lambda: len(c.gateway.lines.prefill) == 1)
+        assert (await refused(generate(c))).reason == "QUEUE_TOKENS"
+        c.prefill[0].refusals = []
+        assert await waiting
+
+
+async def test_what_a_promise_holds_is_let_go(cluster):
+    async with cluster() as c:
+        assert await of_class(c, "interactive")
+        await c.idle()
+        for link in c.gateway.registry.links:
+            assert not link.promised and link.num_prefill_tokens == 0
+
+
+async def test_how_requests_were_routed_is_counted(cluster):
+    async with cluster() as c:
+        await generate(c, max_tokens=2)
+        await c.until(lambda: c.gateway.service.num_running == 0)
+        seen = samples(c.gateway.meters)
+        assert seen["baton_routes_total", "forced", "split"] == 1
+        assert seen["baton_route_cost_seconds_count", "taken"] == seen["baton_route_cost_seconds_count", "other"] == 1
