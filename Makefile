@@ -4,11 +4,13 @@
 #   PYTEST_ARGS  arguments for pytest
 #   PYTEST_WORKERS  processes that share the tests
 #   SKIP_REDIS=1 skip the tests that need redis-server instead of failing them
+#   HOURS, SEED  of make marathon
 
 PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 2
+HOURS ?= 0.5
 
 VENV := .venv
 PROTOC_VENV := .venv-protoc
@@ -19,7 +21,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NODE_CLIENT := tests/clients/node
 
-.PHONY: setup demo test test-nixl test-long bench-peers protos clean
+.PHONY: setup demo test test-nixl test-long test-faults marathon fault-report bench-peers protos clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -31,7 +33,19 @@ test: setup $(STAMPS)/protoc system-packages node-packages
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-long: setup long-packages
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m long $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m long --timeout 2700 $(PYTEST_ARGS)
+
+# Faults beyond those of every landing (P1); what test and test-long run of tests/faults is not repeated.
+test-faults: setup system-packages
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m faults --timeout 900 tests/faults $(PYTEST_ARGS)
+
+# Load, bursts, cancels and faults for hours, and what grew meanwhile; a line in bench/results/.
+marathon: setup system-packages
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m tests.faults.marathon --hours $(HOURS) $(if $(SEED),--seed $(SEED))
+
+# Totals of all runs that left a line there: marathons, and `python -m tests.faults.gather kills|rolls|digests|fuzz COUNT`.
+fault-report: setup
+	@$(PY) -m tests.faults.record
 
 # The transport suite over NIXL, on host memory; UCX keeps to this machine.
 test-nixl: setup $(STAMPS)/nixl

@@ -3,24 +3,39 @@
     BATON_FAILPOINTS="engine.step=sleep:0.02, prefill.done=kill@3"
     BATON_FAILPOINTS=@/path/of/a/file          the same text, read again whenever the file changes
 
-NAME=ACTION[:SECONDS][@N]; with @N only the Nth time that the place is passed (counted since the text was read).
-Actions: sleep (blocks the thread that passes), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge
-(the thread never comes back). The names are those in POINTS; any other is refused at start.
+NAME[VALUE]=ACTION[:SECONDS][@N][/PATH]. `[VALUE]`, written so: only where that number is among what is passed there.
+With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for whoever can
+remove that file: of several processes one, once. Actions: sleep (blocks the thread that
+passes), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes back), skew (a
+clock that is read there is so many seconds off). The names are those in POINTS; any other is refused at start. What
+happens once is told on stderr.
 """
 
 import os
+import re
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 VARIABLE = "BATON_FAILPOINTS"
 POINTS = {
     "engine.step": "before a step of the engine loop",
+    "engine.batch": "before a batch is computed; passes its token ids",
+    "prefill.accepted": "a prompt is leased to its taker, and nobody has heard of it",
+    "prefill.done": "a prompt is read, and nobody has heard of it",
+    "transfer.ready": "before a source announces a range of KV",
+    "transfer.landed": "a range of KV is here, and is not checked yet",
+    "lease.clock": "where a source reads the clock of its leases",
+    "decode.start": "the first tokens have come, and nothing of them is decoded yet",
+    "decode.tokens": "before tokens of a running sequence are told",
+    "session.ended": "the last tokens are written, that they were the last is not",
 }
+_TEXT = re.compile(r"([a-z.]+)(?:\[(\d+)\])?=([a-z]+)(?::(-?[\d.]+))?(?:@(\d+))?(/\S+)?")
+_TIMED = ("sleep", "skew")
 
 
 class FailpointError(RuntimeError):
@@ -29,14 +44,27 @@ class FailpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class _Armed:
+    name: str
+    value: int | None
     action: str
     seconds: float
     only: int  # 0: every time
+    token: str | None  # a file; whoever removes it may act
 
-    def __call__(self) -> None:
+    def __call__(self) -> float:
+        """Seconds that a clock is off."""
+        if self.token is not None:
+            try:
+                os.unlink(self.token)
+            except FileNotFoundError:
+                return 0.0
+        if self.action == "skew":
+            return self.seconds
         if self.action == "sleep":
             time.sleep(self.seconds)
-        elif self.action == "kill":
+            return 0.0
+        os.write(2, f"failpoint {self.name}: {self.action}\n".encode())
+        if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.action == "freeze":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -44,21 +72,24 @@ class _Armed:
             threading.Event().wait()
         else:
             raise FailpointError("a failpoint asked for this failure")
+        return 0.0
 
 
-_ACTIONS = ("sleep", "kill", "freeze", "fail", "wedge")
+_ACTIONS = ("sleep", "kill", "freeze", "fail", "wedge", "skew")
 
 
 def parse(text: str) -> dict[str, _Armed]:
     """Raises ValueError that names the part it cannot read."""
     armed = {}
     for part in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
-        name, _, what = part.partition("=")
-        what, _, only = what.partition("@")
-        action, _, seconds = what.partition(":")
-        if name not in POINTS or action not in _ACTIONS or (action == "sleep") != bool(seconds):
-            raise ValueError(f"{VARIABLE}: cannot read {part!r}; points: {', '.join(POINTS)}; actions: {', '.join(_ACTIONS)}")
-        armed[name] = _Armed(action, float(seconds or 0), int(only or 0))
+        found = _TEXT.fullmatch(part)
+        name, value, action, seconds, only, token = found.groups() if found else ("", *[None] * 5)
+        if name not in POINTS or action not in _ACTIONS or (action in _TIMED) != bool(seconds):
+            raise ValueError(
+                f"{VARIABLE}: cannot read {part!r}; points: {', '.join(POINTS)}; actions: {', '.join(_ACTIONS)}"
+            )
+        number = int(value) if value else None
+        armed[name] = _Armed(name, number, action, float(seconds or 0), int(only or 0), token)
     return armed
 
 
@@ -68,33 +99,41 @@ class _Board:
     def __init__(self, text: str):
         self._path = Path(text[1:]) if text.startswith("@") else None
         self._armed = {} if self._path else parse(text)
-        self._stamp: int | None = None
+        self._stamp: tuple[int, int] | None = None
         self._passed: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def hit(self, name: str) -> None:
+    def hit(self, name: str, values: Collection[int] = ()) -> float:
         with self._lock:
             if self._path is not None:
                 self._read_again()
+            armed = self._armed.get(name)
+            if armed is None or armed.value is not None and armed.value not in values:
+                return 0.0
             self._passed[name] += 1
-            armed, count = self._armed.get(name), self._passed[name]
-        if armed is not None and armed.only in (0, count):
-            armed()
+            is_due = armed.only in (0, self._passed[name])
+        return armed() if is_due else 0.0
 
     def _read_again(self) -> None:
-        stamp = self._path.stat().st_mtime_ns if self._path.exists() else None
+        """A file that is replaced within one tick of the clock is another file still."""
+        try:
+            found = self._path.stat()
+            stamp = (found.st_mtime_ns, found.st_ino)
+        except FileNotFoundError:
+            stamp = None
         if stamp != self._stamp:
             self._stamp = stamp
             self._armed = parse(self._path.read_text()) if stamp is not None else {}
             self._passed.clear()
 
 
-def _nothing(name: str) -> None:
-    pass
+def _nothing(name: str, values: Collection[int] = ()) -> float:
+    return 0.0
 
 
-def _make(text: str) -> Callable[[str], None]:
+def _make(text: str) -> Callable[..., float]:
     return _Board(text).hit if text else _nothing
 
 
+# `hit(name)`, `hit(name, values)`; returns the seconds that a clock which is read there is off.
 hit = _make(os.environ.get(VARIABLE, ""))

@@ -13,9 +13,11 @@ from baton.v1 import inference_pb2_grpc
 Prompt = str | Sequence[int] | Sequence[tuple[str, str]]
 
 
-def make_request(prompt: Prompt | None, *, request_id: str = "", model: str = "", **fields) -> pb.GenerateRequest:
+def make_request(
+    prompt: Prompt | None, *, request_id: str = "", model: str = "", resume_from: Sequence[int] = (), **fields
+) -> pb.GenerateRequest:
     """`prompt`: text, token ids, or (role, content) pairs; other keywords are fields of Sampling and Stopping."""
-    request = pb.GenerateRequest(request_id=request_id, model=model)
+    request = pb.GenerateRequest(request_id=request_id, model=model, resume_from=resume_from)
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], tuple):

@@ -1,6 +1,7 @@
 """Looks into a worker through a session of its own, as a second gateway would: its blocks by holder."""
 
 import queue
+import secrets
 import threading
 import time
 
@@ -19,10 +20,11 @@ class Probe:
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(target)
         self._events = worker_pb2_grpc.WorkerStub(self._channel).Session(iter(self._commands.get, None), timeout=900)
-        hello = pb.Hello(protocol_min=1, protocol_max=1, instance=b"probe")
+        hello = pb.Hello(protocol_min=1, protocol_max=1, instance=secrets.token_bytes(16))
         self._commands.put(pb.Command(hello=hello))
         self.hello = next(event.hello for event in self._events if event.HasField("hello"))
         self._latest, self._num_loads = pb.Load(), 0
+        self.faults: list[str] = []  # reports of ledgers that did not balance
         self._arrived = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -43,11 +45,21 @@ class Probe:
         try:
             for event in self._events:
                 if event.HasField("load"):
+                    self._watch(event.load)
                     with self._arrived:
                         self._latest, self._num_loads = event.load, self._num_loads + 1
                         self._arrived.notify_all()
         except grpc.RpcError:
             pass  # closed, or the worker is gone: then load() says so
+
+    def _watch(self, load: pb.Load) -> None:
+        if sum(load.blocks_by_holder) != load.num_blocks_total:
+            self.faults.append(f"the ledger does not balance: {list(load.blocks_by_holder)} of {load.num_blocks_total}")
+
+    @property
+    def latest(self) -> pb.Load | None:
+        """The last report; None before the first."""
+        return self._latest if self._num_loads else None
 
     def blocks(self) -> dict[str, int]:
         return self._by_holder(self.load())

@@ -5,7 +5,11 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from baton.failpoints import VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 # Not a preexec_fn: that takes a fork, which gRPC's threads in this process would see.
@@ -13,11 +17,18 @@ _DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 class Process:
-    """A child with `NAME.out` and `NAME.log` (stdout, stderr) in `folder`; it dies with the process that started it."""
+    """A child with `NAME.out` and `NAME.log` (stdout, stderr) in `folder`; it dies with the process that started it.
 
-    def __init__(self, name: str, argv: list[str], folder: Path, env: dict[str, str] | None = None):
+    `failpoints`: it looks for them while it runs, see `armed` and baton/failpoints.py."""
+
+    def __init__(
+        self, name: str, argv: list[str], folder: Path, env: dict[str, str] | None = None, failpoints: bool = False
+    ):
         self.name, self.argv = name, argv
         self.out, self.log = folder / f"{name}.out", folder / f"{name}.log"
+        self._failpoints = folder / f"{name}.failpoints" if failpoints else None
+        if failpoints:
+            env = {**(env or {}), VARIABLE: f"@{self._failpoints}"}
         self.started = time.monotonic()
         self.killed = False  # on purpose, by a test
         self._terminated = False
@@ -58,6 +69,42 @@ class Process:
 
     def tail(self, num_lines: int = 25) -> str:
         return "\n".join(self.text().splitlines()[-num_lines:])
+
+    def arm(self, text: str) -> None:
+        """What its failpoints do from now on; "" is nothing."""
+        other = self._failpoints.with_suffix(".next")
+        other.write_text(text)
+        os.replace(other, self._failpoints)  # never half a text
+
+    @contextmanager
+    def armed(self, text: str) -> Iterator[None]:
+        self.arm(text)
+        try:
+            yield
+        finally:
+            self.arm("")
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait_killed(self, timeout_s: float = 30) -> None:
+        """Until a failpoint has killed it."""
+        assert self.wait(timeout_s) == -signal.SIGKILL, self.tail()
+        self.killed = True
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.alive and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def wait_frozen(self, timeout_s: float = 30) -> None:
+        """Until something, a failpoint for instance, has stopped it."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_frozen:
+            assert self.alive and time.monotonic() < deadline, f"{self.name} does not stand still\n{self.tail()}"
+            time.sleep(0.005)
 
     def wait(self, timeout_s: float = 30) -> int:
         return self.popen.wait(timeout_s)

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.process import Process
@@ -11,8 +12,14 @@ from tests.process import Process
 _BROKEN = re.compile(r"Traceback|was never retrieved|Task was destroyed|coroutine .* was never awaited")
 
 
+# A step takes so long that whatever is done to a running request finds it running, however fast the machine is.
+SLOW_STEPS = "engine.step=sleep:0.02"
+
+
 class Stack:
     """Start with `with Stack(...) as stack`; what did not stop by itself is killed at the end."""
+
+    launcher = ("-m",)  # what python is told to do with the name of a program
 
     def __init__(
         self,
@@ -27,17 +34,20 @@ class Stack:
         decode_options: Sequence[str] = (),
         gateway_options: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        failpoints: bool = False,
     ):
-        """`options` go to both roles of workers. `folder` receives the logs."""
+        """`options` go to both roles of workers. `folder` receives the logs. `failpoints`: processes can be armed."""
         self.model, self.folder = model, folder
         self.num_gateways = num_gateways
         self.gateway_options = list(gateway_options)
         self.env = {"OMP_NUM_THREADS": "1", **(env or {})}
+        self.failpoints = failpoints
         self._plans = [(f"prefill{i}", "prefill_worker", [*options, *prefill_options]) for i in range(num_prefill)]
         self._plans += [(f"decode{i}", "decode_worker", [*options, *decode_options]) for i in range(num_decode)]
         self.prefill: list[Process] = []
         self.decode: list[Process] = []
         self.gateways: list[Process] = []
+        self.past: list[Process] = []  # that others have taken the place of
         self.address: dict[str, str] = {}  # process name -> host:port of its gRPC server
 
     def __enter__(self) -> "Stack":
@@ -67,10 +77,31 @@ class Stack:
     def processes(self) -> list[Process]:
         return self.gateways + self.workers
 
+    def restart(self, process: Process) -> Process:
+        """Another life of one that is gone, at the same address and with the same options; waits until it is ready."""
+        self.past.append(process)
+        folder = self.folder / f"{process.name}-{len(self.past)}"
+        folder.mkdir()
+        argv = [*process.argv]
+        argv[argv.index("--listen") + 1] = self.address[process.name]
+        reborn = Process(process.name, argv, folder, self.env, self.failpoints)
+        group = next(group for group in (self.gateways, self.prefill, self.decode) if process in group)
+        group[group.index(process)] = reborn
+        self._await([reborn])
+        return reborn
+
     @property
     def target(self) -> str:
         """host:port of the first gateway."""
         return self.address["gateway0"]
+
+    @contextmanager
+    def armed(self, text: str) -> Iterator[None]:
+        """Failpoints of all workers."""
+        with ExitStack() as exits:
+            for process in self.workers:
+                exits.enter_context(process.armed(text))
+            yield
 
     def stop(self) -> dict[str, int]:
         """Gateways first, then workers, by SIGTERM; returns exit statuses by name, of those that no test has killed."""
@@ -88,11 +119,11 @@ class Stack:
 
     def text(self) -> str:
         """All that all processes have written."""
-        return "\n".join(process.text() for process in self.processes)
+        return "\n".join(process.text() for process in self.past + self.processes)
 
     def complaints(self) -> list[str]:
         """Lines of the logs that tell of a fault nobody handled."""
-        return [f"{process.name}: {line}" for process in self.processes for line in _broken_lines(process)]
+        return [f"{process.name}: {line}" for process in self.past + self.processes for line in _broken_lines(process)]
 
     def _gateway_options(self) -> list[str]:
         prefill = ",".join(self.address[process.name] for process in self.prefill)
@@ -100,8 +131,8 @@ class Stack:
         return ["--prefill-workers", prefill, "--decode-workers", decode, *self.gateway_options]
 
     def _spawn(self, name: str, module: str, options: list[str]) -> Process:
-        argv = [sys.executable, "-m", module, "--model", str(self.model), "--listen", "127.0.0.1:0", *options]
-        return Process(name, argv, self.folder, self.env)
+        argv = [sys.executable, *self.launcher, module, "--model", str(self.model), "--listen", "127.0.0.1:0", *options]
+        return Process(name, argv, self.folder, self.env, self.failpoints)
 
     def _await(self, processes: list[Process]) -> None:
         for process in processes:

@@ -1,6 +1,7 @@
 """Failpoints: nothing without the variable, exactly what it says with it."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -8,7 +9,13 @@ import pytest
 
 from baton import failpoints
 
-PROGRAM = "from baton import failpoints\nfor i in range(4):\n    failpoints.hit('engine.step')\n    print(i, flush=True)\n"
+PROGRAM = """
+from baton import failpoints
+for i in range(4):
+    failpoints.hit('engine.step')
+    failpoints.hit('engine.batch', [10, 20 + i])
+    print(i, flush=True)
+"""
 
 
 def run(text: str) -> subprocess.CompletedProcess:
@@ -17,13 +24,20 @@ def run(text: str) -> subprocess.CompletedProcess:
 
 
 def test_nothing_without_the_variable():
-    assert run("").stdout.split() == ["0", "1", "2", "3"]
+    ended = run("")
+    assert ended.stdout.split() == ["0", "1", "2", "3"] and not ended.stderr
     assert failpoints._make("") is failpoints._nothing
 
 
-def test_kill_on_the_third_pass():
-    ended = run("engine.step=kill@3")
-    assert ended.returncode == -9 and ended.stdout.split() == ["0", "1"]
+@pytest.mark.parametrize("text", ["engine.step=kill@3", "engine.batch[22]=kill", "engine.batch[10]=kill@3"])
+def test_kill_on_the_third_pass(text):
+    ended = run(text)
+    assert ended.returncode == -signal.SIGKILL and ended.stdout.split() == ["0", "1"]
+    assert ended.stderr == f"failpoint {text.split('=')[0].split('[')[0]}: kill\n"
+
+
+def test_a_number_that_never_passes():
+    assert run("engine.batch[30]=kill").stdout.split() == ["0", "1", "2", "3"]
 
 
 def test_fail_raises_where_it_stands():
@@ -31,10 +45,31 @@ def test_fail_raises_where_it_stands():
     assert ended.stdout.split() == ["0"] and "FailpointError" in ended.stderr
 
 
-@pytest.mark.parametrize("text", ["nowhere=kill", "engine.step=explode", "engine.step=sleep", "engine.step=kill:3"])
+@pytest.mark.parametrize(
+    "text",
+    ["nowhere=kill", "engine.step=explode", "engine.step=sleep", "engine.step=kill:3", "engine.step", "engine.step[x]=kill",
+     "engine.step=kill@", "engine.step=sleep:"],
+)  # fmt: skip
 def test_a_text_that_cannot_be_read_ends_the_process(text):
     ended = run(text)
     assert ended.returncode == 1 and f"cannot read {text!r}" in ended.stderr
+
+
+def test_a_clock_is_off():
+    board = failpoints._Board("lease.clock=skew:-3600@2")
+    assert [board.hit("lease.clock") for _ in range(3)] == [0.0, -3600.0, 0.0]
+
+
+def test_of_several_processes_one(tmp_path):
+    token = tmp_path / "token"
+    token.touch()
+    first, second = (failpoints._Board(f"engine.step=fail@2{token}") for _ in range(2))
+    for board in (first, second):
+        board.hit("engine.step")
+    with pytest.raises(failpoints.FailpointError):
+        second.hit("engine.step")
+    first.hit("engine.step")
+    assert not token.exists()
 
 
 def test_a_file_is_read_again(tmp_path):
@@ -46,3 +81,14 @@ def test_a_file_is_read_again(tmp_path):
         board.hit("engine.step")
     path.unlink()
     board.hit("engine.step")
+
+
+def test_a_file_that_is_replaced_at_once_is_read_again(tmp_path):
+    path = tmp_path / "failpoints"
+    board = failpoints._Board(f"@{path}")
+    for seconds in (1.0, 2.0, 3.0, 4.0):
+        other = tmp_path / "other"
+        other.write_text(f"lease.clock=skew:{seconds}")
+        os.utime(other, ns=(0, 0))
+        os.replace(other, path)
+        assert board.hit("lease.clock") == seconds

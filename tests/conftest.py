@@ -1,0 +1,20 @@
+"""What all tests print at the end: one table of the faults that were made and what came of them."""
+
+import json
+
+from tests.faults.table import lines
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    told = [
+        value
+        for report in reports
+        if getattr(report, "when", "") == "teardown"
+        for name, value in report.user_properties
+        if name == "fault case"
+    ]
+    if told:
+        terminalreporter.section("faults")
+        for line in lines([json.loads(value) for value in dict.fromkeys(told)]):
+            terminalreporter.write_line(line)

@@ -1,0 +1,170 @@
+"""Bytes and messages that nobody should send, into all that reads what it cannot trust: a typed refusal, or sense.
+
+H8 and parts of H1, H2, H4: the door's requests, a worker's commands, KV handles, takers and frames, values of Redis.
+"""
+
+import random
+import struct
+import time
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError, Message
+
+from baton.engine.request import Key
+from baton.service.errors import BatonError
+from baton.v1 import kv_pb2
+from baton.v1 import worker_pb2 as pb
+from baton.worker import codec
+from gateway.limits import ServedModel, check
+from gateway.model_folder import Defaults
+from gateway.slots import longest_runs
+from kvtransfer.errors import KVError
+from kvtransfer.wire import decode_frame, decode_handle, frame_length, layout_from_proto, taker_from_proto
+from tests.client import make_request
+
+_MODEL = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults())
+_NUMBERS = (0, 1, 2, 7, 8, 63, 64, 255, 400, 1023, 1024, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
+_FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-45, 1e-30, 3e38, float("inf"), float("-inf"), float("nan"))
+_MAX_S = 1.0  # for one input: a loop, if it takes longer
+
+
+def run(count: int, seed: int) -> dict:
+    """Counts of inputs and of crashes: exceptions that are not one of ours, or an input that takes seconds."""
+    draw, num_crashes, slowest = random.Random(seed), 0, 0.0
+    for number in range(count):
+        target = draw.choice(_TARGETS)
+        began = time.perf_counter()
+        try:
+            target(draw)
+        except (BatonError, KVError, DecodeError):
+            pass
+        except Exception as error:
+            num_crashes += 1
+            print(f"input {number} of seed {seed}, {target.__name__}: {type(error).__name__}: {error}", flush=True)
+        took = time.perf_counter() - began
+        slowest = max(slowest, took)
+        num_crashes += took > _MAX_S
+    return {"fuzz_inputs": count, "fuzz_crashes": num_crashes, "slowest_ms": round(1e3 * slowest, 1)}
+
+
+def a_request(draw: random.Random) -> None:
+    check(_damaged(draw, make_request([5, 6, 7], max_tokens=4, n=2, seed=9, stop=["x"], logit_bias={5: 1.0})), _MODEL)
+
+
+def a_spec(draw: random.Random) -> None:
+    spec = pb.RequestSpec(token_ids=[5, 6, 7], num_prompt_tokens=3, span_hashes=[b"h" * 32], chain_parent=b"p" * 32,
+                          max_tokens=4, budget_ms=1000)  # fmt: skip
+    spec.sampling.MergeFrom(pb.WorkerSampling(top_p=1.0, repetition_penalty=1.0, n=1))
+    try:
+        codec.request_of(Key("fuzz"), _damaged(draw, spec), 400)
+    except ValueError:  # how a worker says BAD_COMMAND
+        pass
+
+
+def a_command(draw: random.Random) -> None:
+    _damaged(
+        draw, pb.Command(admit=pb.Admit(key=pb.Key(request_id="x", attempt=3), spec=pb.RequestSpec(token_ids=[1])))
+    )
+
+
+def a_handle(draw: random.Random) -> None:
+    decode_handle(_damaged(draw, _HANDLE).SerializeToString())
+
+
+def a_taker(draw: random.Random) -> None:
+    taker_from_proto(
+        _damaged(draw, kv_pb2.Taker(instance=b"i" * 16, epoch=5, layout=_HANDLE.layout, num_cached_tokens=64))
+    )
+
+
+def a_layout(draw: random.Random) -> None:
+    layout_from_proto(_damaged(draw, _HANDLE.layout))
+
+
+def a_frame(draw: random.Random) -> None:
+    frame_length(draw.randbytes(draw.choice((0, 4, 8, 12))))
+    decode_frame(_noise(draw))
+
+
+def a_value_of_redis(draw: random.Random) -> None:
+    longest_runs(
+        [draw.choice((None, _noise(draw), draw.randrange(9), "text", [b"x"])) for _ in range(draw.randrange(8))]
+    )
+
+
+_TARGETS: tuple[Callable[[random.Random], None], ...] = (
+    a_request, a_spec, a_command, a_handle, a_taker, a_layout, a_frame, a_value_of_redis,
+)  # fmt: skip
+
+
+def _noise(draw: random.Random) -> bytes:
+    return draw.randbytes(draw.choice((0, 1, 2, 7, 30, 200)))
+
+
+def _damaged(draw: random.Random, message: Message) -> Message:
+    """The message with fields at their borders, or with its bytes cut, changed, repeated or replaced."""
+    damaged = type(message)()
+    damaged.CopyFrom(message)
+    if draw.random() < 0.6:
+        for _ in range(draw.randrange(1, 4)):
+            _set_somewhere(draw, damaged)
+        return damaged
+    data = bytearray(message.SerializeToString())
+    kind = draw.randrange(4)
+    if kind == 0:
+        data = data[: draw.randrange(len(data) + 1)]
+    elif kind == 1 and data:
+        for _ in range(draw.randrange(1, 6)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+    elif kind == 2:
+        data *= draw.randrange(2, 20)
+    else:
+        data = bytearray(_noise(draw))
+    return type(message).FromString(bytes(data))
+
+
+def _set_somewhere(draw: random.Random, message: Message) -> None:
+    if not message.DESCRIPTOR.fields:
+        return
+    field = draw.choice(message.DESCRIPTOR.fields)
+    if field.message_type and field.message_type.GetOptions().map_entry:
+        return
+    value = getattr(message, field.name)
+    repeated = not isinstance(value, (int, float, bool, str, bytes, Message))
+    if field.message_type:
+        _set_somewhere(draw, value.add() if repeated else value)
+        return
+    drawn = _value(draw, field)
+    if repeated:
+        value.extend([drawn] * draw.choice((1, 2, 70)))
+    else:
+        setattr(message, field.name, drawn)
+
+
+def _value(draw: random.Random, field):
+    kinds = type(field)
+    if field.cpp_type in (kinds.CPPTYPE_FLOAT, kinds.CPPTYPE_DOUBLE):
+        return draw.choice(_FLOATS)
+    if field.cpp_type == kinds.CPPTYPE_STRING:
+        return (
+            _noise(draw)
+            if field.type == kinds.TYPE_BYTES
+            else draw.choice(("", "x", "é" * 200, "\x00", "../..", "a" * 65))
+        )
+    if field.cpp_type == kinds.CPPTYPE_BOOL:
+        return bool(draw.randrange(2))
+    bits = 64 if field.cpp_type in (kinds.CPPTYPE_INT64, kinds.CPPTYPE_UINT64) else 32
+    number = draw.choice(_NUMBERS) % (1 << bits)
+    signed = field.cpp_type in (kinds.CPPTYPE_INT32, kinds.CPPTYPE_INT64, kinds.CPPTYPE_ENUM)
+    return struct.unpack("<q" if bits == 64 else "<i", number.to_bytes(bits // 8, "little"))[0] if signed else number
+
+
+def _handle() -> kv_pb2.KVHandle:
+    layout = kv_pb2.KVLayout(version=1)
+    layout.groups.add(kind="paged", num_layers=2, num_kv_heads=2, head_dim=16, form="bf16", block_size=32)
+    return kv_pb2.KVHandle(source_instance=b"i" * 16, source_epoch=3, lease_id=b"l" * 16, layout=layout, num_tokens=70,
+                           span_hashes=[b"s" * 32], chain_parent=b"s" * 32, block_ids=[1, 2, 3],
+                            generations=[1, 1, 1])  # fmt: skip
+
+
+_HANDLE = _handle()

@@ -1,0 +1,66 @@
+"""Lines that runs leave in bench/results/, and their totals: python -m tests.faults.record (make fault-report)."""
+
+import datetime
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from tests.process import ROOT
+
+FOLDER = ROOT / "bench" / "results"
+# What a line may count; the rest of it is told as it is.
+COUNTS = {
+    "kills": "workers killed",
+    "streams_hit": "streams that ran then",
+    "streams_exact": "of these, answered token for token",
+    "requests": "requests",
+    "failed": "failed with two workers of each role",
+    "wrong": "answers with a wrong token",
+    "freezes": "workers frozen",
+    "rolls": "rolling restarts of all workers",
+    "rolls_failed": "requests failed in them",
+    "fuzz_inputs": "fuzz inputs",
+    "fuzz_crashes": "of these, that crashed something",
+    "digests": "healthy digests compared",
+    "false_alarms": "of these, taken for wrong",
+    "violations": "invariants broken",
+}
+
+
+def append(kind: str, seed: int, **values) -> Path:
+    """One line for one run."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    path = FOLDER / f"faults-{date}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": kind, "date": date, "seed": seed, **values}) + "\n")
+    return path
+
+
+def totals(folder: Path = FOLDER) -> Counter:
+    lines = [
+        json.loads(line) for path in sorted(folder.glob("faults-*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    found = Counter({"runs": len(lines)})
+    for line in lines:
+        found.update({name: line[name] for name in COUNTS if name in line})
+    return found
+
+
+def main() -> int:
+    found = totals()
+    if not found["runs"]:
+        print(f"no run has left a line in {FOLDER.relative_to(ROOT)}")
+        return 1
+    print(f"{found['runs']} runs")
+    for name, words in COUNTS.items():
+        print(f"{found[name]:>12,}  {words}")
+    if found["streams_hit"]:
+        print(
+            f"{100 * found['streams_exact'] / found['streams_hit']:>11.2f}%  exact match of the streams that were hit"
+        )
+    return 1 if found["wrong"] or found["violations"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What processes take while they live: memory, descriptors, threads; and whether that grows."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+from tests.process import Process
+
+WARM_S = 20 * 60.0  # before it a slope says nothing
+MAX_RSS_SLOPE = 1.0  # MiB/h
+_MIB = 1 << 20
+
+
+class Samples:
+    """Of every life of every process, by name and pid; and of other numbers, by name."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._values: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def take(self, processes: Iterable[Process], **others: float) -> None:
+        at = time.monotonic() - self._began
+        for process in processes:
+            try:
+                seen = psutil.Process(process.pid)
+                with seen.oneshot():
+                    memory, threads, descriptors = seen.memory_info().rss / _MIB, seen.num_threads(), seen.num_fds()
+            except psutil.Error:  # dead, or about to be
+                continue
+            life = f"{process.name} {process.pid}"
+            for name, value in (("rss MiB", memory), ("threads", threads), ("descriptors", descriptors)):
+                self._values[f"{life} {name}"].append((at, value))
+        for name, value in others.items():
+            self._values[name].append((at, value))
+
+    def slopes(self, warm_s: float = WARM_S) -> dict[str, float]:
+        """Growth an hour of what was seen for at least as long again after `warm_s` of its life."""
+        return {
+            name: slope([(at, value) for at, value in points if at - points[0][0] >= warm_s])
+            for name, points in self._values.items()
+            if points[-1][0] - points[0][0] >= 2 * warm_s
+        }
+
+    def growing(self, warm_s: float = WARM_S) -> list[str]:
+        """What a gate is closed for: memory by its slope, everything else by more than a tenth of its mean an hour."""
+        faults = []
+        for name, found in self.slopes(warm_s).items():
+            points = [value for at, value in self._values[name] if at - self._values[name][0][0] >= warm_s]
+            allowed = MAX_RSS_SLOPE if name.endswith("MiB") else max(2.0, 0.1 * statistics.fmean(points))
+            if found > allowed:
+                faults.append(f"{name} grows by {found:.2f} an hour, at most {allowed:.2f}")
+        return faults
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Least squares, an hour."""
+    if len(points) < 3:
+        return 0.0
+    found, _ = statistics.linear_regression([at for at, _ in points], [value for _, value in points])
+    return 3600 * found

@@ -1,0 +1,21 @@
+"""H8 and its neighbours: nothing that can be sent brings anything down. More: python -m tests.faults.gather fuzz."""
+
+import pytest
+
+from tests.faults import fuzz
+
+
+@pytest.mark.parametrize("count", [5_000, pytest.param(200_000, marks=pytest.mark.long)])
+def test_inputs_that_nobody_should_send(count):
+    found = fuzz.run(count, seed=count)
+    assert found["fuzz_inputs"] == count and not found["fuzz_crashes"], found
+
+
+WELL = [target for target in fuzz._TARGETS if target not in (fuzz.a_frame, fuzz.a_value_of_redis)]
+
+
+@pytest.mark.parametrize("target", WELL, ids=lambda target: target.__name__)
+def test_what_is_well_is_let_through(target, monkeypatch):
+    """Otherwise the rest would prove nothing: undamaged, each of them is taken."""
+    monkeypatch.setattr(fuzz, "_damaged", lambda draw, message: message)
+    target(None)
