@@ -42,7 +42,9 @@ NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 def sources() -> dict[str, Path]:
     tops = ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")
-    paths = [path for top in tops for path in (ROOT / top).rglob("*.py") if not path.stem.endswith(("_pb2", "_pb2_grpc"))]
+    paths = [
+        path for top in tops for path in (ROOT / top).rglob("*.py") if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+    ]
     return {module_name(path): path for path in paths}
 
 
@@ -104,7 +106,10 @@ def test_imports_point_down(module):
 
 
 def test_no_import_circle():
-    graph = {module: {name for name in imports(path) if name in SOURCES and name != module} for module, path in SOURCES.items()}
+    graph = {
+        module: {name for name in imports(path) if name in SOURCES and name != module}
+        for module, path in SOURCES.items()
+    }
     done: set[str] = set()
 
     def visit(module: str, trail: list[str]):

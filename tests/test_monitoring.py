@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from baton.service import bound
 from baton.service.slo import Slo
 from gateway.meters import _OBJECTIVES
 from gateway.timing import PHASES
@@ -98,6 +99,18 @@ def test_a_query_names_what_the_code_has(where, query):
     grouped = {label for labels in re.findall(r"\bby \(([^)]*)\)", query) for label in re.split(r",\s*", labels)}
     known = {label for name in names & SERIES.keys() for label in SERIES[name].labels}
     assert grouped <= known | {"le", "model_name", "job", "instance", "class"}, where
+
+
+def test_the_first_dashboard_ends_with_what_bounds_it():
+    """In the words of `baton bench`."""
+    panel = panels(DASHBOARDS[-1])[-1]
+    query, lowest = panel["targets"][0]["expr"], max(each["gridPos"]["y"] for each in panels(DASHBOARDS[-1]))
+    assert panel["title"] == "What bounds it" and panel["gridPos"]["y"] == lowest
+    for name, phases in bound.PHASES.items():
+        told = re.search(rf'phase=~"([^"]*)"[^"]*"sentence", "Bound by {name}: (.*?)\. Try this: (.*?)\."', query)
+        assert told and tuple(told[1].split("|")) == phases and told[3] == bound.LEVERS[name]
+        assert told[2] in bound.bound_of({phases[0]: 1.0}).sentence
+    assert bound.MORE_LOAD in query and f">= {bound.LEAST_AT_ONCE}" in query
 
 
 def test_no_metric_is_forgotten():

@@ -8,24 +8,26 @@ import grpc
 
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.workload import Job, prompt_ids
+from baton.service.access import Access
 from baton.service.phases import PHASES
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
 _TIMING_FIELDS = tuple((phase, f"{phase}_s") for phase in (*PHASES, "transfer"))
 _PREPARED_TOKENS = 8 << 20  # of prompts: 32 MiB
-_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1))
+_OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
 class Unreachable(Exception):
     """One line: no gateway answers."""
 
 
-async def model_info(target: str) -> pb.GetModelInfoResponse:
+async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoResponse:
     """Raises Unreachable."""
-    async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
+    async with access.channel(target, _OPTIONS) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
         try:
-            return await inference_pb2_grpc.InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=5)
+            return await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5, metadata=access.metadata)
         except grpc.aio.AioRpcError as error:
             raise Unreachable(f"{target}: {error.code().name}: {error.details()}") from None
 
@@ -34,8 +36,12 @@ class Sender:
     """One channel and its requests: `prepare`, then `open` or `closed`, whose `begin` is time.monotonic() of the run's
     start, the same for all senders."""
 
-    def __init__(self, target: str, vocab_size: int, seed: int, timeout_s: float, on_end: Callable[[], None]):
-        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+    def __init__(
+        self, target: str, vocab_size: int, seed: int, timeout_s: float, on_end: Callable[[], None],
+        access: Access = Access(), slo_class: str = "",
+    ):  # fmt: skip
+        self._channel = access.channel(target, _OPTIONS)
+        self._metadata, self._slo_class = access.metadata, slo_class
         self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
         self._vocab_size, self._seed, self._timeout_s, self._on_end = vocab_size, seed, timeout_s, on_end
         self._prepared: dict[int, pb.GenerateRequest] = {}
@@ -82,6 +88,7 @@ class Sender:
             token_ids=pb.TokenIds(ids=prompt_ids(job, self._vocab_size, self._seed)),
             sampling=pb.Sampling(temperature=0.0),
             stopping=pb.Stopping(max_tokens=job.num_output, ignore_eos=True),
+            slo_class=self._slo_class,
         )
 
     async def _one(self, job: Job, request: pb.GenerateRequest, begin: float, intended_s: float) -> Outcome:
@@ -90,7 +97,7 @@ class Sender:
         at = first = last = outcome.sent_s = clock() - begin
         message = None
         try:
-            async for message in self._generate(request, timeout=self._timeout_s):
+            async for message in self._generate(request, timeout=self._timeout_s, metadata=self._metadata):
                 at = clock() - begin
                 if num_output == 0:
                     first = at
@@ -100,6 +107,7 @@ class Sender:
                 num_output += len(message.token_ids)
         except grpc.aio.AioRpcError as error:
             outcome.status, outcome.reason = error.code().name, error.details() or ""
+            last = clock() - begin
         outcome.first_s, outcome.last_s, outcome.num_output = first, last, num_output
         outcome.num_messages, outcome.longest_gap_s = num_messages, longest_gap
         if message is not None and message.HasField("timing"):

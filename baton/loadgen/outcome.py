@@ -40,6 +40,11 @@ class Outcome:
         return self.last_s - self.intended_s
 
     @property
+    def decode_s(self) -> float:
+        """After the second message only steps are left. The transfer lies beside the phases, not among them."""
+        return max(0.0, self.e2e_s - sum(value for phase, value in self.phases_s.items() if phase != "transfer"))
+
+    @property
     def tpot_s(self) -> float | None:
         """Seconds per token after the first; None for one token."""
         return (self.last_s - self.first_s) / (self.num_output - 1) if self.num_output > 1 else None

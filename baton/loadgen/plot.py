@@ -5,8 +5,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 460, 220, 52, 34, 12
-COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#475569", "#a16207")
-_PLOT_W, _PLOT_H = WIDTH - LEFT - 10, HEIGHT - BOTTOM - TOP
+COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be185d", "#65a30d", "#475569", "#a16207",
+          "#6ee7b7")  # fmt: skip
+RIGHT = 18  # half of the last tick's number
+_PLOT_W, _PLOT_H = WIDTH - LEFT - RIGHT, HEIGHT - BOTTOM - TOP
+_HEADROOM = 1.04  # beyond the largest value: a mark there can be read
 
 
 def distribution(series: Mapping[str, Sequence[float]], unit: str, marks: Mapping[str, float]) -> str:
@@ -14,7 +17,7 @@ def distribution(series: Mapping[str, Sequence[float]], unit: str, marks: Mappin
     values = [value for each in series.values() for value in each] + list(marks.values())
     if not values:
         return _nothing()
-    low, high = 0.0, max(values) or 1.0
+    low, high = 0.0, (max(values) or 1.0) * _HEADROOM
     lines = []
     for number, (name, each) in enumerate(series.items()):
         ordered = sorted(each)
@@ -57,7 +60,7 @@ def stack(parts: Mapping[str, float], unit: str) -> str:
     bars, legend, x = [], [], 0.0
     for number, (name, value) in enumerate(parts.items()):
         width, color = WIDTH * value / total, COLORS[number % len(COLORS)]
-        title = f"{name}: {value:.4g} {unit}, {value / total:.0%}"
+        title = f"{name} {value:.3g} {unit}, {value / total:.0%}"
         bars.append(
             f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="34" fill="{color}"><title>{title}</title></rect>'
         )
@@ -74,7 +77,8 @@ def _line(pairs, xs, ys, color: str, name: str) -> str:
 def _mark(name: str, value: float, xs) -> str:
     x = _x(value, xs)
     line = f'<line x1="{x:.1f}" y1="{TOP}" x2="{x:.1f}" y2="{TOP + _PLOT_H}" stroke="#dc2626" stroke-dasharray="4 3"/>'
-    return f'{line}<text x="{x + 3:.1f}" y="{TOP + 9}" class="mark">{escape(name)}</text>'
+    anchor, at = ("end", x - 3) if x > WIDTH / 2 else ("start", x + 3)
+    return f'{line}<text x="{at:.1f}" y="{TOP + _PLOT_H - 5}" class="mark" text-anchor="{anchor}">{escape(name)}</text>'
 
 
 def _frame(inside: Sequence[str], xs, ys, x_unit: str, y_unit: str, names: Sequence[str] = ()) -> str:
@@ -84,7 +88,7 @@ def _frame(inside: Sequence[str], xs, ys, x_unit: str, y_unit: str, names: Seque
         ticks.append(f'<text x="{x:.1f}" y="{HEIGHT - 18}" text-anchor="middle">{value:g}</text>')
     for value in _ticks(*ys):
         y = _y(value, ys)
-        ticks.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 10}" y2="{y:.1f}" stroke="#e5e7eb"/>')
+        ticks.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" stroke="#e5e7eb"/>')
         ticks.append(f'<text x="{LEFT - 5}" y="{y + 3:.1f}" text-anchor="end">{value:g}</text>')
     labels = (
         f'<text x="{LEFT + _PLOT_W / 2}" y="{HEIGHT - 3}" text-anchor="middle">{escape(x_unit)}</text>'

@@ -1,11 +1,14 @@
 """report.html: one page that needs nothing beside it."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from baton.loadgen import plot
 from baton.loadgen.outcome import Outcome
+from baton.service.slo import Slo, parse_slo
 
+_NUM_PARTS = 30  # of a run, on a timeline
 _STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1020px;color:#111827;background:#fff}
 h1{font-size:20px;margin:0 0 4px}h2{font-size:15px;margin:22px 0 6px}
@@ -23,38 +26,37 @@ def page(summary: Mapping, outcomes: Sequence[Outcome], sweep: Sequence[Mapping]
     """`sweep`: summaries by rate, of which `summary` is one; empty without a sweep."""
     answered = [outcome for outcome in outcomes if outcome.ok]
     marks = dict(part.split("=") for part in summary["slo"].split(",") if part)
-    bounds = {name: {"SLO": float(value.removesuffix("ms")) / 1e3} for name, value in marks.items()}
+    bounds = {name: {f"SLO {value}": float(value.removesuffix("ms"))} for name, value in marks.items()}
+    ttft_ms = [1e3 * outcome.ttft_s for outcome in answered]
+    tpot_ms = [1e3 * outcome.tpot_s for outcome in answered if outcome.tpot_s is not None]
+    arrivals = [(outcome.intended_s, 1e3 * outcome.ttft_s) for outcome in answered]
     plots = [
-        ("Time to first token", plot.distribution({"TTFT": [o.ttft_s for o in answered]}, "s", bounds.get("ttft", {}))),
-        (
-            "Time per output token",
-            plot.distribution(
-                {"TPOT": [o.tpot_s for o in answered if o.tpot_s is not None]}, "s", bounds.get("tpot", {})
-            ),
-        ),
-        (
-            "Timeline: TTFT by intended arrival",
-            plot.points({"answered": [(o.intended_s, o.ttft_s) for o in answered]}, "arrival, s", "TTFT, s"),
-        ),
-        ("Goodput by offered rate", _sweep(sweep)),
+        ("Time to first token", plot.distribution({"TTFT": ttft_ms}, "ms", bounds.get("ttft", {}))),
+        ("Time per output token", plot.distribution({"TPOT": tpot_ms}, "ms", bounds.get("tpot", {}))),
+        ("Timeline: TTFT by intended arrival", plot.points({"answered": arrivals}, "arrival, s", "TTFT, ms")),
+        ("Goodput by offered rate", _sweep(sweep))
+        if sweep
+        else ("Goodput over time", _goodput(outcomes, summary["slo"])),
     ]
-    phases = {name: value for name, value in summary["phases_s"].items() if value}
+    phases = {name: 1e3 * value for name, value in summary["phases_s"].items() if value}
     cells = "".join(f"<section><h2>{title}</h2>{svg}</section>" for title, svg in plots)
-    invalid = "" if summary["valid"] else " invalid"
+    void = "" if summary["valid"] else f'<p class="bound invalid">{html.escape(_void(summary))}</p>'
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton bench</title><style>{_STYLE}</style>'
         f"<h1>Baton bench: {html.escape(summary['workload'])}</h1>"
         f'<p class="facts">{html.escape(summary["target"])}, {summary["date"]}, {html.escape(summary["model"])}</p>'
-        f'<p class="bound{invalid}">{html.escape(verdict(summary))}</p>{_figures(summary)}'
-        f"<h2>Where the time to the second token goes (mean, s)</h2>{plot.stack(phases, 's')}"
-        f'<div class="grid">{cells}</div></html>\n'
+        f"{void}{_figures(summary)}<h2>Where the time goes, mean of the answered requests</h2>{plot.stack(phases, 'ms')}"
+        f'<div class="grid">{cells}</div><p class="bound">{html.escape(summary["bound"]["sentence"])}</p></html>\n'
     )
 
 
 def verdict(summary: Mapping) -> str:
     """The sentence that names the bound; of a run that does not count, that first."""
-    void = f"Not valid: requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99. "
-    return ("" if summary["valid"] else void) + summary["bound"]["sentence"]
+    return ("" if summary["valid"] else f"{_void(summary)} ") + summary["bound"]["sentence"]
+
+
+def _void(summary: Mapping) -> str:
+    return f"Not valid: requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99."
 
 
 def _figures(summary: Mapping) -> str:
@@ -77,12 +79,30 @@ def _figures(summary: Mapping) -> str:
     return f"<p>{html.escape(rates)}</p><table>{head}{rows}</table>"
 
 
+def _goodput(outcomes: Sequence[Outcome], objective: str) -> str:
+    """Ends a second, in thirty equal parts of the run."""
+    width_s = max((outcome.last_s for outcome in outcomes), default=0.0) / _NUM_PARTS or 1.0
+    answered, slo = [outcome for outcome in outcomes if outcome.ok], parse_slo(objective) if objective else Slo()
+    good = [outcome for outcome in answered if slo.met(outcome.ttft_s, outcome.tpot_s, outcome.e2e_s)]
+
+    def rates(at_s: Iterable[float]) -> list[tuple[float, float]]:
+        counts = Counter(min(int(each / width_s), _NUM_PARTS - 1) for each in at_s)
+        return [((part + 0.5) * width_s, counts[part] / width_s) for part in range(_NUM_PARTS)]
+
+    series = {
+        "offered": rates(outcome.intended_s for outcome in outcomes),
+        "answered": rates(outcome.last_s for outcome in answered),
+        "within the SLO": rates(outcome.last_s for outcome in good),
+    }
+    return plot.curves(series, "s", "requests/s")
+
+
 def _sweep(sweep: Sequence[Mapping]) -> str:
     series = {
         "goodput": [(step["rate"], step["goodput_per_s"]) for step in sweep],
         "answered": [(step["rate"], step["requests_per_s"]) for step in sweep],
     }
-    return plot.curves(series if sweep else {}, "offered, requests/s", "per s")
+    return plot.curves(series, "offered, requests/s", "requests/s")
 
 
 def _ms(value: float | None) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton.loadgen.client import Sender
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.workload import Job, shares
+from baton.service.access import Access
 
 _HEAD_START_S = 0.2  # between the last process being ready and the first request
 
@@ -25,6 +26,8 @@ class Plan:
     num_processes: int = 1
     timeout_s: float = 120.0
     seed: int = 0
+    access: Access = Access()
+    slo_class: str = ""  # that requests name; empty: none
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def run_jobs(plan: Plan, jobs: Sequence[Job], on_end: Callable[[int], None] = la
 
 def _send(plan, jobs, concurrency, begin_when_ready: Callable[[], float], on_end) -> tuple[list[Outcome], float]:
     async def send() -> tuple[list[Outcome], float]:
-        sender = Sender(plan.target, plan.vocab_size, plan.seed, plan.timeout_s, on_end)
+        sender = Sender(plan.target, plan.vocab_size, plan.seed, plan.timeout_s, on_end, plan.access, plan.slo_class)
         try:
             sender.prepare(jobs)
             begin, cpu = begin_when_ready(), time.process_time()

@@ -43,7 +43,10 @@ def summarize(ran: Ran, slo: Slo, is_open: bool) -> dict:
         "tpot_s": percentiles([outcome.tpot_s for outcome in answered if outcome.tpot_s is not None]),
         "e2e_s": percentiles([outcome.e2e_s for outcome in answered]),
         "longest_gap_s": percentiles([outcome.longest_gap_s for outcome in answered if outcome.num_messages > 1]),
-        "phases_s": {phase: _mean([outcome.phases_s.get(phase, 0.0) for outcome in answered]) for phase in PHASES},
+        "phases_s": {
+            **{phase: _mean([outcome.phases_s.get(phase, 0.0) for outcome in answered]) for phase in PHASES},
+            "decode": _mean([outcome.decode_s for outcome in answered if outcome.phases_s]),
+        },
         "send_lag_p99_s": lag_p99_s,
         "sender_cpu_share": ran.cpu_share,
         "valid": not lags,

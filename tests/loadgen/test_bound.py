@@ -6,7 +6,7 @@ import json
 import pytest
 
 from baton.cli.main import main
-from baton.loadgen.bound import LEVERS
+from baton.service.bound import LEVERS
 from tests.loadgen.stub import StubGateway, serving
 
 CLOSED = ("--closed", "4", "--num-requests", "12")

@@ -36,7 +36,7 @@ def test_every_job_is_sent_once_and_told(num_processes, concurrency):
 
 
 def test_an_open_loop_does_not_wait_for_answers():
-    with serving(StubGateway(delay_s=0.5)) as target:
+    with serving(StubGateway(delay_s=1.0)) as target:
         ran = run_jobs(Plan(target, 1000), jobs(10, num_output=1))
     assert max(outcome.sent_s for outcome in ran.outcomes) < min(outcome.first_s for outcome in ran.outcomes)
 

@@ -1,0 +1,111 @@
+"""A process of clients for bench/gateway.py: python bench/gateway_client.py TARGET,... WHAT NUMBER SECONDS OUTPUT.
+
+WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER streams at once) or `held` (NUMBER streams that stay open
+for SECONDS). Prints one JSON object: times are monotonic seconds, tokens come as (step modulo, time).
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import grpc  # noqa: E402
+import uvloop  # noqa: E402
+
+from baton.v1 import inference_pb2 as pb  # noqa: E402
+from baton.v1 import inference_pb2_grpc  # noqa: E402
+
+PROMPT = 256
+MAX_CALLS = 64  # streams of one connection
+
+
+@dataclass
+class Seen:
+    ttft_s: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)
+    arrivals: list[tuple[int, float]] = field(default_factory=list)  # token id, when its message came
+    num_messages: int = 0
+    num_tokens: int = 0
+    failed: list[str] = field(default_factory=list)
+
+
+class Clients:
+    def __init__(self, targets: list[str], num_streams: int, output: int):
+        num_channels = max(len(targets), -(-num_streams // MAX_CALLS))
+        # Without a subchannel pool of its own every channel to one target would share one connection.
+        options = (("grpc.use_local_subchannel_pool", 1),)
+        self._channels = [grpc.aio.insecure_channel(targets[n % len(targets)], options) for n in range(num_channels)]
+        self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]
+        self._rng = random.Random(0)
+        self._output = output
+        self._num_sent = 0
+        self.seen = Seen()
+
+    async def one(self) -> None:
+        seen, stub = self.seen, self._stubs[self._num_sent % len(self._stubs)]
+        self._num_sent += 1
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[self._rng.randrange(5, 4096) for _ in range(PROMPT)]),
+            sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(max_tokens=self._output, ignore_eos=True),
+        )
+        begun, is_first = time.monotonic(), True
+        try:
+            async for message in stub.Generate(request, timeout=900):
+                at = time.monotonic()
+                if is_first:
+                    seen.ttft_s.append(at - begun)
+                    is_first = False
+                seen.num_messages += 1
+                seen.num_tokens += len(message.token_ids)
+                seen.arrivals.extend((token_id, at) for token_id in message.token_ids)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                seen.refused_s.append(time.monotonic() - begun)
+            else:
+                seen.failed.append(f"{error.code().name}: {error.details()}")
+
+    async def rate(self, per_s: float, seconds: float) -> None:
+        """Arrivals of a Poisson process, whatever has become of those before."""
+        until, at, tasks = time.monotonic() + seconds, time.monotonic(), []
+        while (at := at + self._rng.expovariate(per_s)) < until:
+            await asyncio.sleep(max(0.0, at - time.monotonic()))
+            tasks.append(asyncio.create_task(self.one()))
+        await asyncio.gather(*tasks)
+
+    async def closed(self, num_streams: int, seconds: float) -> None:
+        until = time.monotonic() + seconds
+
+        async def work() -> None:
+            while time.monotonic() < until:
+                await self.one()
+
+        await asyncio.gather(*(work() for _ in range(num_streams)))
+
+    async def held(self, num_streams: int, seconds: float) -> None:
+        """All are open once the first message of each has come; then they are left open."""
+        tasks = [asyncio.create_task(self.one()) for _ in range(num_streams)]
+        while len(self.seen.ttft_s) < num_streams and not self.seen.failed:
+            await asyncio.sleep(0.05)
+        print("open", flush=True)
+        await asyncio.sleep(seconds)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def main(targets: str, what: str, number: str, seconds: str, output: str) -> None:
+    clients = Clients(targets.split(","), int(float(number)), int(output))
+    await getattr(clients, what)(float(number) if what == "rate" else int(number), float(seconds))
+    print(json.dumps(asdict(clients.seen)), flush=True)
+
+
+if __name__ == "__main__":
+    uvloop.install()
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,236 @@
+"""The prefix index at scale, in a real Redis: python bench/index.py [--quick] [--json FILE].
+
+Entries are written inside Redis by a script, in the form in which gateways write them; everything that is measured goes
+through the gateway's own index. 64 workers hold runs of 256 spans each, so one entry has one bit set and takes up to
+8 bytes of value; more workers with the same span make no further entries. 50 million entries are measured where the
+memory allows, at the number that it allows otherwise.
+"""
+
+import asyncio
+import contextlib
+import random
+import statistics
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from baton.v1 import worker_pb2 as pb  # noqa: E402
+from gateway.redis_index import KV_TTL_S, RedisIndex  # noqa: E402
+from gateway.slots import NUM_SLOTS  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from tests.redis_server import RedisServer  # noqa: E402
+
+NUM_WORKERS = 64
+RUN = 256  # spans of one lookup: 16,384 tokens
+SIZES = (1_000_000, 10_000_000, 50_000_000)
+CHUNK = 100_000
+HEARTBEAT_S = 1.2  # of a gateway, and a little
+ENTRY_BYTES = 220  # reckoned with before it is measured, a growing table included
+_FILL = """
+for i = tonumber(ARGV[1]), tonumber(ARGV[2]) - 1 do
+  local name = 'kv:' .. struct.pack('>I8I8', i * 40503, i)
+  redis.call('SETBIT', name, math.floor(i / tonumber(ARGV[3])) % tonumber(ARGV[4]), 1)
+  redis.call('EXPIRE', name, tonumber(ARGV[5]))
+end
+"""
+
+
+def span(i: int) -> bytes:
+    """The hash of entry i: the first 16 of its 32 bytes are its name, as the script spells it."""
+    return struct.pack(">QQ", i * 40503, i) + bytes(16)
+
+
+def spans(run: int) -> list[bytes]:
+    return [span(i) for i in range(run * RUN, (run + 1) * RUN)]
+
+
+def worker(n: int) -> bytes:
+    return b"%024d" % n
+
+
+@contextlib.asynccontextmanager
+async def gateway(server: RedisServer, num_workers: int) -> AsyncIterator[RedisIndex]:
+    """The index of one gateway, the first on this Redis, whose workers have joined and hold their slots, in order."""
+    server.client.delete(
+        *(b"baton:slot:%d" % n for n in range(NUM_SLOTS)), *(b"baton:writer:" + worker(n) for n in range(num_workers))
+    )
+    index = RedisIndex(server.url, b"g" * 16)
+    for n in range(num_workers):
+        index.join(worker(n), lambda: None)
+    await index.check_secret(b"f" * 16)
+    running = asyncio.create_task(index.run())
+    try:
+        await _until(lambda: _slots_held(server, num_workers))
+        await asyncio.sleep(HEARTBEAT_S)  # the slots are read too
+        yield index
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def _slots_held(server: RedisServer, num_workers: int) -> bool:
+    return all(server.client.mget([b"baton:slot:%d" % n for n in range(num_workers)]))
+
+
+async def _until(is_true: Callable[[], Awaitable[bool]], pause_s: float = 0.01) -> float:
+    """Seconds until it is."""
+    began = time.perf_counter()
+    async with asyncio.timeout(120):
+        while not await is_true():
+            await asyncio.sleep(pause_s)
+    return time.perf_counter() - began
+
+
+def fill(server: RedisServer, begin: int, end: int) -> None:
+    script = server.client.register_script(_FILL)
+    for at in range(begin, end, CHUNK):
+        script(args=[at, min(end, at + CHUNK), RUN, NUM_WORKERS, 10 * KV_TTL_S])
+
+
+async def lookups(index: RedisIndex, num_entries: int, num_lookups: int) -> list[float]:
+    """Seconds each, one after the other, of runs drawn at random. Every one must find its worker."""
+    rng, seconds = random.Random(1), []
+    for _ in range(num_lookups):
+        run = rng.randrange(num_entries // RUN)
+        hashes = spans(run)
+        began = time.perf_counter()
+        found = await index.lookup(hashes)
+        seconds.append(time.perf_counter() - began)
+        assert found == {worker(run % NUM_WORKERS): RUN}, f"run {run}: {found}"
+    return seconds
+
+
+def bare_lookups(server: RedisServer, num_entries: int, num_lookups: int) -> list[float]:
+    """The same MGET by a client that blocks, without a gateway around it."""
+    rng, seconds = random.Random(1), []
+    for _ in range(num_lookups):
+        names = [b"kv:" + value[:16] for value in spans(rng.randrange(num_entries // RUN))]
+        began = time.perf_counter()
+        server.client.mget(names)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def _ms(seconds: list[float], percentile: int) -> float:
+    return 1e3 * statistics.quantiles(seconds, n=100)[percentile - 1]
+
+
+async def at_size(report: Report, server: RedisServer, num_entries: int, num_lookups: int, bytes_before: int) -> None:
+    name = f"{num_entries / 1e6:g} M entries"
+    num_bytes = server.client.info("memory")["used_memory"] - bytes_before
+    report.add(f"{name}: memory of an entry", num_bytes / num_entries, "bytes")
+    async with gateway(server, NUM_WORKERS) as index:
+        await lookups(index, num_entries, 50)  # connections are made
+        bare = bare_lookups(server, num_entries, num_lookups)
+        seconds = await lookups(index, num_entries, num_lookups)
+        again = await lookups(index, num_entries, num_lookups)
+    goal = "value < 1" if num_entries == 10_000_000 else ""
+    for percentile in (50, 99):
+        against, value = _ms(bare, percentile), _ms(seconds, percentile)
+        title = f"{name}: lookup of {RUN} spans, p{percentile}"
+        report.add(title, value, "ms", against=against, goal=goal if percentile == 99 else "")
+    report.add(f"{name}: A/A, the lookups again, p99", _ms(again, 99), "ms", against=_ms(seconds, 99))
+
+
+async def writing(report: Report, server: RedisServer, num_spans: int) -> None:
+    """Index events of one worker through one gateway, and lookups of another run meanwhile."""
+    async with gateway(server, 1) as index:
+        fresh = [b"w%015d" % i + bytes(16) for i in range(num_spans)]
+        server.client.delete(b"kv:" + fresh[-1][:16])
+        began = time.perf_counter()
+        index.apply(worker(0), pb.BlockEvents(seq=0, snapshot=True, sealed=fresh))
+        meanwhile: list[float] = []
+        while not server.client.exists(b"kv:" + fresh[-1][:16]):
+            asked = time.perf_counter()
+            await index.lookup(fresh[:RUN])
+            meanwhile.append(time.perf_counter() - asked)
+            await asyncio.sleep(0.002)
+        rate = num_spans / (time.perf_counter() - began)
+    report.add("one gateway: spans written", rate, "spans/s")
+    report.add(f"lookup of {RUN} spans while it writes, p99", _ms(meanwhile, 99), "ms")
+    report.add(
+        f"spans that a gateway can keep written, again every {KV_TTL_S / 3:.0f} s", rate * KV_TTL_S / 3 / 1e6, "M spans"
+    )
+
+
+async def after_a_flush(report: Report, server: RedisServer, num_workers: int, num_each: int) -> None:
+    """FLUSHALL under gateways that know what their workers hold."""
+    async with gateway(server, num_workers) as index:
+        held = {n: [b"%03d%013d" % (n, i) + bytes(16) for i in range(num_each)] for n in range(num_workers)}
+        for n, mine in held.items():
+            index.apply(worker(n), pb.BlockEvents(seq=0, snapshot=True, sealed=mine))
+
+        async def is_back() -> bool:
+            found = [
+                await index.lookup(mine[begin : begin + RUN]) for mine in held.values() for begin in (0, num_each - RUN)
+            ]
+            owners = [n for n in held for _ in (0, 1)]
+            return sum(each.get(worker(n), 0) == RUN for each, n in zip(found, owners, strict=True)) >= 0.9 * len(found)
+
+        await _until(is_back)
+        server.client.flushall()
+        seconds = await _until(is_back)
+    report.add(
+        f"flushed, {num_workers} workers, {num_workers * num_each:,} spans: 90 % found again",
+        seconds,
+        "s",
+        goal="value < 30",
+    )
+
+
+async def of_the_dead(report: Report, server: RedisServer) -> None:
+    """A worker that began anew has another epoch: its old entries, whose slot is given up, name nobody."""
+    async with gateway(server, 2) as index:
+        hashes = [b"d%015d" % i + bytes(16) for i in range(RUN)]
+        index.apply(worker(1), pb.BlockEvents(seq=0, snapshot=True, sealed=hashes))
+
+        async def is_found() -> bool:
+            return (await index.lookup(hashes)).get(worker(1)) == RUN
+
+        await _until(is_found)
+        index.drop(worker(1))
+        server.client.delete("baton:slot:1")  # as when its time is over
+        await asyncio.sleep(HEARTBEAT_S)  # the slots are read again
+        found = await index.lookup(hashes)
+    report.add("spans that still name a worker whose slot is given up", sum(found.values()), "spans", goal="value <= 0")
+
+
+def affordable(num_entries: int) -> int:
+    """As many of them as half of the free memory takes, in whole runs."""
+    return min(num_entries, psutil.virtual_memory().available // 2 // ENTRY_BYTES) // RUN * RUN
+
+
+def main() -> int:
+    arguments, report = start("index", "The prefix index at scale, in a real Redis.")
+    num_lookups = 300 if arguments.quick else 3000
+    sizes = SIZES[:1] if arguments.quick else SIZES
+    with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
+        bytes_before, filled = server.client.info("memory")["used_memory"], 0
+        for wanted in sizes:
+            num_entries = affordable(wanted)
+            if num_entries <= filled:
+                break
+            began = time.perf_counter()
+            fill(server, filled, num_entries)
+            rate = (num_entries - filled) / (time.perf_counter() - began)
+            report.add(f"{num_entries / 1e6:g} M entries: written by a script inside Redis", rate, "spans/s")
+            filled = num_entries
+            asyncio.run(at_size(report, server, num_entries, num_lookups, bytes_before))
+        asyncio.run(writing(report, server, 20_000 if arguments.quick else 200_000))
+        server.client.flushall()
+        num_each = 2_000 if arguments.quick else 20_000
+        asyncio.run(after_a_flush(report, server, 16, num_each))
+        asyncio.run(of_the_dead(report, server))
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,167 @@
+"""More than the stack can do: python bench/overload.py [--quick] [--json FILE].
+
+An open loop (Poisson) against a real local stack, one prefill and one decode worker with the demo model. Requests name
+the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
+multiples of the rate at which it stood. Then two tenants, one of whom sends 50 times what the other does, each with the
+same quota.
+The load generator runs on the same cores and counts against the stack.
+"""
+
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from baton.loadgen.outcome import Outcome  # noqa: E402
+from baton.loadgen.run import Plan, run_jobs  # noqa: E402
+from baton.loadgen.workload import arrivals, drawn  # noqa: E402
+from baton.service.access import Access  # noqa: E402
+from baton.service.credentials import new_key  # noqa: E402
+from gateway.slo_classes import BUILT_IN  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from tests.stack import Stack  # noqa: E402
+
+MODEL = ROOT / "demo" / "target"
+VOCAB, PROMPT, OUTPUT = 4096, 512, 32
+CLASS = "standard"
+SLO = BUILT_IN[CLASS]
+SETTLING = 0.25  # of a run, at its begin: not counted, the rates are still being measured
+QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
+
+
+def send(target: str, per_s: float, seconds: float, seed: int, key_file: Path | None = None) -> list[Outcome]:
+    rng = random.Random(seed)
+    jobs = drawn(rng, arrivals("poisson", per_s, rng), max(8, round(per_s * seconds)), PROMPT, OUTPUT)
+    plan = Plan(target, VOCAB, seed=seed, timeout_s=60, access=Access(api_key_file=key_file), slo_class=CLASS)
+    return run_jobs(plan, jobs).outcomes
+
+
+def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return list(outcomes[int(SETTLING * len(outcomes)) :])
+
+
+def goodput(outcomes: Sequence[Outcome]) -> float:
+    """Answers within the class, a second of arrivals."""
+    good = [each for each in outcomes if each.ok and SLO.met(each.ttft_s, each.tpot_s, each.e2e_s)]
+    return len(good) / (outcomes[-1].intended_s - outcomes[0].intended_s)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+# ---- peak and overload ----
+
+
+def overload(report: Report, target: str, seconds: float) -> None:
+    capacity = closed_loop(target)
+    ladder = {
+        share: counted(send(target, share * capacity, seconds, seed)) for seed, share in enumerate((0.6, 0.8, 1.0), 1)
+    }
+    best = max(ladder, key=lambda share: goodput(ladder[share]))
+    peak = goodput(ladder[best])
+    report.add(f"{PROMPT} + {OUTPUT} tokens: peak goodput", peak, "requests/s", limit=capacity)
+    for times in (2, 5):
+        outcomes = counted(send(target, times * best * capacity, seconds, 10 + times))
+        name = f"{times} x the rate of the peak"
+        report.add(
+            f"{name}: goodput over the peak", goodput(outcomes), "requests/s", against=peak, goal="ratio >= 0.90"
+        )
+        answered, refused = [each for each in outcomes if each.ok], [each for each in outcomes if not each.ok]
+        if answered:
+            late = [each.ttft_s for each in answered]
+            report.add(f"{name}: TTFT of the answered, p50", 1e3 * percentile(late, 0.5), "ms")
+            report.add(
+                f"{name}: TTFT of the answered, p99",
+                1e3 * percentile(late, 0.99),
+                "ms",
+                goal=f"value <= {1e3 * SLO.ttft_s:g}",
+            )
+        if refused:
+            took = [1e3 * (each.last_s - each.sent_s) for each in refused]
+            report.add(f"{name}: refused after, p50", percentile(took, 0.5), "ms")
+            report.add(f"{name}: refused after, p99", percentile(took, 0.99), "ms", goal="value <= 20")
+        broken = sum(each.status != "RESOURCE_EXHAUSTED" for each in refused)
+        report.add(f"{name}: ended otherwise than by an answer or a refusal", broken, "requests", goal="value <= 0")
+
+
+def closed_loop(target: str, num: int = 48, concurrency: int = 8) -> float:
+    """Requests a second where eight are always there: what the ladder is measured by. It also measures the rates."""
+    rng = random.Random(0)
+    jobs = drawn(rng, arrivals("constant", 1, rng), num, PROMPT, OUTPUT)
+    ran = run_jobs(Plan(target, VOCAB, concurrency), jobs)
+    return num / ran.duration_s
+
+
+# ---- tenants ----
+
+
+def tenants(report: Report, target: str, keys: dict[str, Path], seconds: float) -> None:
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        alone = pool.submit(send, target, QUIET_PER_S, seconds, 20, keys["quiet"]).result()
+        flood = pool.submit(send, target, FLOOD * QUIET_PER_S, seconds + 4, 21, keys["loud"])
+        beside = pool.submit(send, target, QUIET_PER_S, seconds, 20, keys["quiet"]).result()
+        loud = flood.result()
+    times = [[each.ttft_s for each in outcomes if each.ok] for outcomes in (alone, beside)]
+    name = f"a tenant beside one that sends {FLOOD} x as much"
+    against, found = (1e3 * percentile(each, 0.99) for each in times)
+    report.add(f"{name}: TTFT p99 over alone", found, "ms", against=against, goal="ratio < 2")
+    report.add(
+        f"{name}: TTFT p50 over alone",
+        1e3 * statistics.median(times[1]),
+        "ms",
+        against=1e3 * statistics.median(times[0]),
+    )
+    share = 100 * sum(each.ok for each in beside) / len(beside)
+    report.add(f"{name}: answered", share, "% of its", goal="value >= 99")
+    report.add("... of the other's, refused", 100 * sum(not each.ok for each in loud) / len(loud), "% of its")
+
+
+@contextmanager
+def running(folder: Path, *gateway_options: str) -> Iterator[Stack]:
+    with Stack(MODEL, folder, options=("--threads", "1"), gateway_options=gateway_options) as stack:
+        yield stack
+
+
+def write_tenants(folder: Path) -> tuple[list[str], dict[str, Path]]:
+    """(options of the gateway, tenant -> file with its key)"""
+    tables, files = [], {}
+    for tenant in ("quiet", "loud"):
+        key, key_id, digest = new_key()
+        files[tenant] = folder / f"{tenant}.key"
+        files[tenant].write_text(key)
+        tables.append(f'[keys.{key_id}]\ntenant = "{tenant}"\nsha256 = "{digest}"\n')
+    (folder / "credentials.toml").write_text("".join(tables))
+    (folder / "quotas.toml").write_text(f"[default]\nconcurrent_requests = {QUOTA_REQUESTS}\n")
+    (folder / "secret").write_text(os.urandom(32).hex())
+    names = ("credentials", "quotas", "cluster-secret")
+    paths = (folder / name for name in ("credentials.toml", "quotas.toml", "secret"))
+    return [word for name, path in zip(names, paths, strict=True) for word in (f"--{name}", str(path))], files
+
+
+def main() -> int:
+    arguments, report = start("overload", "More than the stack can do.")
+    seconds = 5.0 if arguments.quick else 30.0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with running(folder / "open") as stack:
+            overload(report, stack.target, seconds)
+        options, keys = write_tenants(folder)
+        with running(folder / "tenants", *options) as stack:
+            tenants(report, stack.target, keys, 2 * seconds)
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

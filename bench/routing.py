@@ -1,0 +1,225 @@
+"""Routing in a simulated fleet: python bench/routing.py [--trace FILE] [--quick] [--json FILE].
+
+Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
+as many copies as would keep half of the prefill workers busy if nothing were cached; see routing_fleet.py for what is
+modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are shares
+of all prompt tokens that nobody computed, against one LRU cache as large as those of all prefill workers, which every
+request reaches at no cost; for comparison also against one as large as those of all workers, and (limit) against
+one without end.
+"""
+
+import argparse
+import hashlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from baton.loadgen.trace import Entry, read_trace  # noqa: E402
+from baton.service.slo import Slo  # noqa: E402
+from baton.v1 import worker_pb2 as pb  # noqa: E402
+from gateway.embedded_index import EmbeddedIndex  # noqa: E402
+from gateway.model_folder import Defaults, ModelFolder  # noqa: E402
+from gateway.registry import Registry  # noqa: E402
+from gateway.routing import Ask  # noqa: E402
+from gateway.settings import GatewaySettings  # noqa: E402
+from gateway.workers import LinkState  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from routing_fleet import Fleet, Machine, Request, copies, oracle_hits  # noqa: E402
+
+TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
+SIZES = (8, 64, 256, 1000)
+RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+SLO = Slo(ttft_s=5.0, tpot_s=0.1)  # prompts of these traces have 12,000 tokens and more
+LARGE_CACHE = 4_000_000
+LOAD = 0.5
+WORKERS_A_TRACE = 8  # that one copy of the trace keeps busy
+
+
+def run(num_workers: int, entries: Sequence[Entry], split: str = "auto", machine: Machine = Machine()):
+    fleet = Fleet(num_workers, machine, split, SLO)
+    return fleet, fleet.run(entries)
+
+
+def busy(entries: Sequence[Entry]) -> list[Entry]:
+    """The trace as fast as it takes to keep LOAD of the prefill workers busy, if nothing were cached."""
+    tokens_per_s = sum(entry.num_prompt for entry in entries) / entries[-1].at_s
+    return scaled(entries, LOAD * WORKERS_A_TRACE / 2 / Machine().token_s / tokens_per_s)
+
+
+def scaled(entries: Sequence[Entry], rate: float) -> list[Entry]:
+    return [Entry(entry.at_s / rate, entry.num_prompt, entry.num_output, entry.hash_ids) for entry in entries]
+
+
+# ---- hits and balance ----
+
+
+def hits(
+    report: Report, name: str, entries: Sequence[Entry], num_workers: int, machine: Machine, balance: bool
+) -> None:
+    fleet, requests = run(num_workers, entries, machine=machine)
+    num_tokens = sum(entry.num_prompt for entry in entries)
+    prefill_tokens = machine.cached_tokens * len(fleet.prefill)
+
+    def oracle(cached_tokens: int | None) -> float:
+        return 100 * oracle_hits(entries, cached_tokens) / num_tokens
+
+    rate = 100 * sum(request.num_cached for request in requests) / num_tokens
+    limit = oracle(None)
+    report.add(
+        f"{name}: hit rate over the oracle's",
+        rate,
+        "% of tokens",
+        against=oracle(prefill_tokens),
+        limit=limit,
+        goal="ratio >= 0.95",
+    )
+    all_tokens = machine.cached_tokens * num_workers
+    report.add(
+        f"{name}: ... over one cache of all workers", rate, "% of tokens", against=oracle(all_tokens), limit=limit
+    )
+    if balance:
+        prefill_s = [worker.work_s for worker in fleet.prefill]
+        decode_s = [worker.sequence_s for worker in fleet.decode]
+        for role, work in (("prefill", prefill_s), ("decode", decode_s)):
+            report.add(
+                f"{name}: busiest {role} worker over the mean",
+                max(work),
+                "s" if role == "prefill" else "sequence s",
+                against=statistics.mean(work),
+                goal="ratio <= 1.3",
+            )
+        off = [abs(request.predicted_s - request.ttft_s) / request.ttft_s for request in requests]
+        report.add(f"{name}: TTFT, predicted wrong by (median)", 100 * statistics.median(off), "%")
+
+
+# ---- the adaptive split ----
+
+
+def splits(report: Report, entries: Sequence[Entry], num_workers: int, rate: float) -> None:
+    """Mean latency and goodput of the three settings, on the same fleet; and of one where no worker prefills only."""
+    means, goods = {}, {}
+    arms = {"auto": (0.5, "auto"), "always": (0.5, "always"), "never": (0.5, "never"), "whole": (0.0, "never")}
+    for name, (prefill_share, split) in arms.items():
+        requests = Fleet(num_workers, Machine(), split, SLO, prefill_share=prefill_share).run(scaled(entries, rate))
+        means[name] = statistics.mean(request.e2e_s for request in requests)
+        goods[name] = _goodput(requests)
+    name = f"rate x {rate:g}"
+    report.add(
+        f"{name}: best of always and never over adaptive, mean latency",
+        min(means["always"], means["never"]),
+        "s",
+        against=means["auto"],
+        goal="ratio >= 0.95",
+    )
+    best = max(goods["always"], goods["never"])
+    report.add(
+        f"{name}: adaptive over best of always and never, goodput",
+        goods["auto"],
+        "requests/s",
+        against=best,
+        goal="ratio >= 0.95",
+    )
+    report.add(
+        f"{name}: adaptive over {num_workers} whole workers, goodput",
+        goods["auto"],
+        "requests/s",
+        against=goods["whole"],
+    )
+
+
+def _goodput(requests: Sequence[Request]) -> float:
+    met = sum(SLO.met(request.ttft_s, request.tpot_s, request.e2e_s) for request in requests)
+    return met / max(request.last_s for request in requests)
+
+
+# ---- what a decision costs ----
+
+
+def costs(report: Report, num_requests: int) -> None:
+    """`Registry.route` itself, of a prompt whose prefixes some workers hold, in fleets of all sizes."""
+    medians = {}
+    for num_workers in SIZES:
+        registry = _registry(num_workers)
+        ids = [link.worker_id for link in registry.links]
+        ask, seconds = Ask(8000, 8001), []
+        for i in range(num_requests):
+            # All have the first span, and ever fewer have more of it.
+            matches = {id: 1 for id in ids}
+            for length in range(2, 10):
+                matches[ids[i * length % num_workers]] = matches.pop(ids[i * length % num_workers]) + length
+            begun = time.perf_counter()
+            registry.route(ask, matches, ())
+            seconds.append(time.perf_counter() - begun)
+        medians[num_workers] = 1e6 * statistics.median(seconds)
+        p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]
+        # Up to 32 workers all are looked at; from there on as many.
+        against = medians[SIZES[1]] if num_workers > SIZES[1] else None
+        report.add(
+            f"{num_workers} workers: cost of a decision, p50",
+            medians[num_workers],
+            "us",
+            against=against,
+            goal="ratio <= 1.5" if against else "",
+        )
+        report.add(f"{num_workers} workers: cost of a decision, p99", p99, "us")
+
+
+def _registry(num_workers: int) -> Registry:
+    folder = ModelFolder(Path("/m"), "m", 1 << 17, 1000, frozenset(), Defaults(), b"", b"", None, {})
+    half = num_workers // 2
+    addresses = [f"127.0.0.1:{port}" for port in range(1, num_workers + 1)]
+    settings = GatewaySettings(
+        model=Path("/m"), prefill_workers=tuple(addresses[:half]), decode_workers=tuple(addresses[half:])
+    )
+    registry = Registry(settings, folder, EmbeddedIndex(), b"secret")
+    for link in registry.links:
+        role = "prefill" if link in registry.prefill else "decode"
+        link.hello = pb.Hello(
+            roles=[role],
+            instance=hashlib.sha256(link.address.encode()).digest()[:16],
+            epoch=1,
+            host_id=link.address,
+            limits=pb.Limits(max_model_len=1 << 17, max_num_seqs=128, block_size=16),
+            kv_gives=["kv"],
+            kv_takes=["kv"],
+            model=pb.ModelCard(transports=["tcp", "shm"]),
+            kv_token_bytes=65_536,
+        )
+        link._become(LinkState.SERVING, "")
+    return registry
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    chosen, rest = parser.parse_known_args()
+    sys.argv[1:] = rest
+    arguments, report = start("routing", "Routing in a simulated fleet; --trace FILE replays another trace.")
+    trace = busy(read_trace(chosen.trace))
+    if chosen.trace != TRACE:
+        report.command += f" --trace FILE ({len(trace):,} requests)"
+    costs(report, 300 if arguments.quick else 3000)
+    rates, sizes = (RATES[2::2], SIZES[:2]) if arguments.quick else (RATES, SIZES)
+    part = trace[: 1500 if arguments.quick else 3000]
+    for rate in rates:
+        splits(report, part, WORKERS_A_TRACE, rate)
+    for num_workers in sizes:
+        # One copy: all of the trace. Many: as much of its beginning as is simulated in a minute or two.
+        entries = trace if num_workers == WORKERS_A_TRACE else trace[: max(700, 80_000 // num_workers)]
+        entries = copies(entries[: 2000 if arguments.quick else None], num_workers // WORKERS_A_TRACE)
+        hits(report, f"{num_workers} workers", entries, num_workers, Machine(), True)
+        if num_workers <= 64:
+            large = Machine(cached_tokens=LARGE_CACHE)
+            hits(
+                report, f"{num_workers} workers, caches of {LARGE_CACHE // 10**6} M", entries, num_workers, large, False
+            )
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

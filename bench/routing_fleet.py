@@ -1,0 +1,392 @@
+"""A fleet that serves a trace in simulated time, routed by gateway/routing.py as it stands.
+
+Modelled: prompts one after the other on a prefill worker, and in chunks between steps on a decode worker; steps that
+take longer the more sequences run; an LRU prefix cache on every worker; KV that moves while a prompt is read, one
+transfer at a time into and out of a worker; a queue in front of decode workers that are full. Not modelled: failures,
+how attention grows with the context, and reports that are late (the gateway sees what it has sent itself).
+"""
+
+import heapq
+import itertools
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.loadgen.trace import MOONCAKE_BLOCK as BLOCK
+from baton.loadgen.trace import Entry
+from baton.service.slo import Slo
+from gateway.rates import Rates, Recent
+from gateway.routing import Ask, Candidate, choose, choose_holder, shortlist
+
+_WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp"])
+
+
+class Machine(NamedTuple):
+    """What a worker can do; about an 8B model with KV in 8 bits on a large GPU."""
+
+    prompt_s: float = 0.01
+    token_s: float = 1 / 20_000
+    step_s: float = 0.012
+    sequence_s: float = 0.0003
+    chunk: int = 2048  # tokens of a prompt between two decode steps
+    token_bytes: int = 65_536
+    byte_s: float = 1 / 10e9
+    hop_s: float = 0.002
+    cached_tokens: int = 1_000_000
+    max_sequences: int = 128
+
+
+@dataclass(slots=True)
+class Request:
+    entry: Entry
+    at_s: float
+    num_cached: int = 0  # tokens of the prompt that nobody had to compute
+    is_local: bool = False
+    predicted_s: float = 0.0
+    first_s: float = 0.0  # time of the first token
+    last_s: float = 0.0
+    num_read: int = 0  # tokens that are computed for it
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_s - self.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.last_s - self.first_s) / (self.entry.num_output - 1) if self.entry.num_output > 1 else None
+
+
+class Index:
+    """Block -> the workers that have it, one bit each."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, int] = {}
+
+    def lengths(self, hash_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(blocks from the first on, the workers that have just so many), the longest first."""
+        alive, levels = -1, []
+        for hash_id in hash_ids:
+            going_on = alive & self.masks.get(hash_id, 0)
+            levels.append(alive & ~going_on if alive != -1 else 0)
+            alive = going_on
+            if not alive:
+                break
+        else:
+            levels.append(alive)
+        for num in range(len(levels) - 1, 0, -1):
+            if levels[num]:
+                yield num, levels[num]
+
+
+class Worker:
+    """What both roles have: a cache, a link to the network, and how fast it has been."""
+
+    def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: Rates):
+        self.number, self.name, self.machine = number, name, machine
+        self.rates, self.recent = Rates(fleet), Recent()
+        self.num_waiting_tokens = self.num_sequences = 0
+        self.in_free_s = self.out_free_s = 0.0
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._index, self._bit = index, 1 << number
+
+    def num_matched(self, entry: Entry) -> int:
+        num = 0
+        for hash_id in entry.hash_ids:
+            if hash_id not in self._blocks:
+                break
+            num += 1
+        return min(num * BLOCK, entry.num_prompt - 1)
+
+    def keep(self, hash_ids: Sequence[int]) -> None:
+        """The last block is the first to go."""
+        blocks, masks, bit = self._blocks, self._index.masks, self._bit
+        for hash_id in reversed(hash_ids):
+            if hash_id in blocks:
+                blocks.move_to_end(hash_id)
+            else:
+                blocks[hash_id] = None
+                masks[hash_id] = masks.get(hash_id, 0) | bit
+        while len(blocks) > self.machine.cached_tokens // BLOCK:
+            masks[blocks.popitem(last=False)[0]] &= ~bit
+
+    def candidate(self, num_matched: int, now: float) -> Candidate:
+        machine = self.machine
+        return Candidate(
+            self.name, num_matched, self.num_sequences, self.num_waiting_tokens, 1 << 20, _WORDS, _WORDS, _TRANSPORTS,
+            self.name, machine.token_bytes, None, machine.max_sequences, None, self.recent.share(now),
+            self.rates.pace(now),
+        )  # fmt: skip
+
+
+class PrefillWorker(Worker):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.queue: deque[tuple[Request, Callable[[float, float], None]]] = deque()
+        self.is_busy = False
+        self.work_s = 0.0
+
+
+class DecodeWorker(Worker):
+    """Steps are not simulated one by one: all that runs advances at one rate between two events."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.steps = self.at_s = 0.0
+        self.sequence_s = 0.0  # sequences, times the seconds that they ran
+        self.ends: list[tuple[float, int, Request]] = []
+        self.reading: deque[list] = deque()  # [tokens left, request]
+        self.version = 0
+
+    def speeds(self) -> tuple[float, float]:
+        """(steps a second, prompt tokens a second)"""
+        machine, num = self.machine, len(self.ends)
+        step_s = machine.step_s + machine.sequence_s * num
+        if not self.reading:
+            return (1 / step_s if num else 0.0), 0.0
+        if not num:
+            return 0.0, 1 / machine.token_s
+        mixed_s = step_s + machine.chunk * machine.token_s
+        return 1 / mixed_s, machine.chunk / mixed_s
+
+    def advance(self, now: float) -> None:
+        steps_per_s, tokens_per_s = self.speeds()
+        self.steps += steps_per_s * (now - self.at_s)
+        if self.reading:
+            self.reading[0][0] -= tokens_per_s * (now - self.at_s)
+        self.sequence_s += len(self.ends) * (now - self.at_s)
+        self.at_s = now
+
+
+class Fleet:
+    """`run()` serves all requests. `prefill_share` of the workers do nothing but prefill."""
+
+    def __init__(self, num_workers: int, machine: Machine, split: str, slo: Slo, prefill_share: float = 0.5):
+        index, fleet = Index(), Rates()
+        half = round(num_workers * prefill_share)
+        self.prefill = [PrefillWorker(i, f"p{i:04}", machine, index, fleet) for i in range(half)]
+        self.decode = [DecodeWorker(i, f"d{i:04}", machine, index, fleet) for i in range(half, num_workers)]
+        self._workers: list[Worker] = [*self.prefill, *self.decode]
+        self._named = {worker.name: worker for worker in self._workers}
+        self._machine, self._split, self._slo, self._index = machine, split, slo, index
+        self._rng = random.Random(0)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._waiting: deque[Request] = deque()
+        self._mean_output = 64.0
+
+    def run(self, entries: Sequence[Entry]) -> list[Request]:
+        requests = [Request(entry, entry.at_s) for entry in entries]
+        arrivals = iter(requests)
+
+        def arrive(now: float, request: Request) -> None:
+            self._arrive_next(arrivals, arrive)
+            self._waiting.append(request)
+            self._serve_waiting(now)
+
+        self._arrive_next(arrivals, arrive)
+        while self._events:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+        return requests
+
+    def _arrive_next(self, arrivals, arrive) -> None:
+        if (request := next(arrivals, None)) is not None:
+            self._at(request.at_s, lambda now: arrive(now, request))
+
+    def _at(self, when: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    # ---- routing ----
+
+    def _serve_waiting(self, now: float) -> None:
+        """In order; the first stays until a decode worker has room."""
+        while self._waiting:
+            request = self._waiting[0]
+            decision = self._route(request.entry, now)
+            taker = self._named[decision.decode]
+            if taker.num_sequences >= self._machine.max_sequences:
+                return
+            self._waiting.popleft()
+            request.predicted_s = now - request.at_s + decision.ttft_s
+            request.is_local = decision.local
+            taker.num_sequences += 1
+            taker.recent.add(self._mean_output * self._machine.sequence_s, now)
+            if decision.local:
+                self._read_here(request, taker, now)
+            else:
+                self._read_there(request, self._named[decision.prefill], taker, now)
+
+    def _route(self, entry: Entry, now: float):
+        matched = {
+            self._workers[number]: min(length * BLOCK, entry.num_prompt - 1)
+            for length, mask in itertools.islice(self._index.lengths(entry.hash_ids), 4)
+            for number in itertools.islice(_numbers(mask), 32)
+        }
+
+        def side(workers: list, kind: type) -> list[Candidate]:
+            holders = (worker for worker in matched if isinstance(worker, kind))
+            chosen = shortlist(holders, workers, lambda worker: True, self._rng)
+            return [worker.candidate(matched.get(worker, 0), now) for worker in chosen]
+
+        ask = Ask(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
+        return choose(ask, side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker), self._split)
+
+    # ---- a prefill worker ----
+
+    def _read_there(self, request: Request, source: PrefillWorker, taker: DecodeWorker, now: float) -> None:
+        entry = request.entry
+        request.num_cached = source.num_matched(entry)
+        pulled_s = now
+        reader = source.candidate(request.num_cached, now)
+        holders = (self._workers[n] for _, mask in itertools.islice(self._index.lengths(entry.hash_ids), 1)
+                   for n in itertools.islice(_numbers(mask), 8))  # fmt: skip
+        offers = [holder.candidate(holder.num_matched(entry), now) for holder in holders]
+        if (holder := choose_holder(reader, offers)) is not None:
+            num_bytes = (holder.num_matched_tokens - request.num_cached) * self._machine.token_bytes
+            pulled_s = self._move(self._named[holder.name], source, num_bytes, now) + self._machine.hop_s
+            request.num_cached = holder.num_matched_tokens
+        request.num_read = entry.num_prompt - request.num_cached
+        source.num_waiting_tokens += request.num_read
+        source.recent.add(request.num_read * self._machine.token_s, now)
+
+        def read(began: float, now: float) -> None:
+            request.first_s = now + self._machine.hop_s
+            source.keep(entry.hash_ids)
+            missing = entry.num_prompt - taker.num_matched(entry)
+            arrived = max(now, self._move(source, taker, missing * self._machine.token_bytes, began))
+            num_late = max(0.0, arrived - now) / self._machine.byte_s
+            taker.rates.note_transfer(int(num_late), arrived + self._machine.hop_s - now, now)
+            self._at(arrived + self._machine.hop_s, lambda now: self._join(request, taker, now))
+
+        self._at(pulled_s, lambda now: self._enqueue(request, source, read, now))
+
+    def _enqueue(self, request: Request, source: PrefillWorker, read, now: float) -> None:
+        source.queue.append((request, read))
+        if not source.is_busy:
+            self._read_next(source, now)
+
+    def _read_next(self, source: PrefillWorker, now: float) -> None:
+        source.is_busy = bool(source.queue)
+        if not source.queue:
+            return
+        request, read = source.queue.popleft()
+        seconds = self._machine.prompt_s + request.num_read * self._machine.token_s
+
+        def done(end: float) -> None:
+            source.num_waiting_tokens -= request.num_read
+            source.work_s += seconds
+            source.rates.note_prefill(request.num_read, seconds, end)
+            read(now, end)
+            self._read_next(source, end)
+
+        self._at(now + seconds, done)
+
+    def _move(self, source: Worker, taker: Worker, num_bytes: float, now: float) -> float:
+        """When it is there."""
+        begin = max(now, source.out_free_s, taker.in_free_s)
+        source.out_free_s = taker.in_free_s = end = begin + num_bytes * self._machine.byte_s
+        return end
+
+    # ---- a decode worker ----
+
+    def _read_here(self, request: Request, worker: DecodeWorker, now: float) -> None:
+        entry = request.entry
+        request.num_cached = worker.num_matched(entry)
+        request.num_read = entry.num_prompt - request.num_cached
+        worker.num_waiting_tokens += request.num_read
+        worker.recent.add(request.num_read * self._machine.token_s, now)
+        worker.advance(now)
+        worker.reading.append([request.num_read + self._machine.prompt_s / self._machine.token_s, request])
+        self._plan(worker, now)
+
+    def _join(self, request: Request, worker: DecodeWorker, now: float) -> None:
+        """Its first token is out and its KV is there."""
+        worker.keep(request.entry.hash_ids)
+        worker.advance(now)
+        left = max(0, request.entry.num_output - 1)
+        heapq.heappush(worker.ends, (worker.steps + left, next(self._order), request))
+        self._plan(worker, now)
+
+    def _plan(self, worker: DecodeWorker, now: float) -> None:
+        """When the next thing happens there, as it is now."""
+        steps_per_s, tokens_per_s = worker.speeds()
+        times = []
+        if worker.ends:
+            times.append(max(0.0, worker.ends[0][0] - worker.steps) / steps_per_s)
+        if worker.reading:
+            times.append(max(0.0, worker.reading[0][0]) / tokens_per_s)
+        if times:
+            worker.version = version = worker.version + 1
+            self._at(now + min(times), lambda now: self._step(worker, version, now))
+
+    def _step(self, worker: DecodeWorker, version: int, now: float) -> None:
+        if version != worker.version:
+            return
+        worker.advance(now)
+        if worker.reading and worker.reading[0][0] < 1e-6:
+            request = worker.reading.popleft()[1]
+            request.first_s = now
+            worker.num_waiting_tokens -= request.num_read
+            worker.rates.note_prefill(request.num_read, request.num_read * self._machine.token_s, now)
+            self._join(request, worker, now)
+        while worker.ends and worker.ends[0][0] - worker.steps < 1e-6:
+            self._end(heapq.heappop(worker.ends)[2], worker, now)
+        self._plan(worker, now)
+        self._serve_waiting(now)
+
+    def _end(self, request: Request, worker: DecodeWorker, now: float) -> None:
+        request.last_s = max(now, request.first_s)
+        if request.tpot_s:
+            worker.rates.note_decode(worker.num_sequences, request.tpot_s, now)
+        worker.num_sequences -= 1
+        self._mean_output += 0.01 * (request.entry.num_output - self._mean_output)
+
+
+def _numbers(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+# ---- what could be reached ----
+
+
+def oracle_hits(entries: Sequence[Entry], cached_tokens: int | None) -> int:
+    """Prompt tokens that one LRU cache of so many tokens, which every request reaches at no cost, would have had; None:
+    a cache without end. Each prompt is there as soon as it has come."""
+    blocks: OrderedDict[int, None] = OrderedDict()
+    num_hits = 0
+    for entry in entries:
+        num = 0
+        for hash_id in entry.hash_ids:
+            if hash_id not in blocks:
+                break
+            num += 1
+        num_hits += min(num * BLOCK, entry.num_prompt - 1)
+        for hash_id in reversed(entry.hash_ids):
+            blocks[hash_id] = None
+            blocks.move_to_end(hash_id)
+        while cached_tokens is not None and len(blocks) > cached_tokens // BLOCK:
+            blocks.popitem(last=False)
+    return num_hits
+
+
+def copies(entries: Sequence[Entry], num: int, spread_s: float = 30.0) -> list[Entry]:
+    """As many users as `num` such traces have, each copy a little later than the one before; they share the first block
+    of the trace, as all of it does, and nothing else."""
+    common = entries[0].hash_ids[:1]
+    rng = random.Random(0)
+    made = []
+    for copy in range(num):
+        later_s = rng.uniform(0, spread_s) if copy else 0.0
+        for entry in entries:
+            hash_ids = tuple(i if (i,) == common else i + (copy << 32) for i in entry.hash_ids)
+            made.append(Entry(entry.at_s + later_s, entry.num_prompt, entry.num_output, hash_ids))
+    return sorted(made, key=lambda entry: entry.at_s)

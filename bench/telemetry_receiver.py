@@ -1,0 +1,18 @@
+"""What bench/telemetry.py reports to: a real OTLP receiver in a process of its own, which prints how many spans it has."""
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.otlp import Receiver  # noqa: E402
+
+INTERVAL_S = 1.0
+
+if __name__ == "__main__":
+    with Receiver() as receiver:
+        print(f"ready endpoint={receiver.endpoint}", flush=True)
+        while True:
+            time.sleep(INTERVAL_S)
+            print(f"spans={len(receiver.spans)}", flush=True)
