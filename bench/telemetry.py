@@ -2,7 +2,8 @@
 
 Stacks of one gateway and one decode worker that differ in where their spans and metrics go: nowhere (twice: the A/A row), to a
 collector that takes them, to a port that nobody listens on, and to one that accepts and never answers. All run at once, and
-take turns request by request; workers have one core, everything else the other. /metrics and the log line are always on: the last row is what they take, after the last token.
+take turns request by request; workers have one core, everything else the other. /metrics and the log line are always
+on: the last rows are what they take, after the last token.
 """
 
 import asyncio

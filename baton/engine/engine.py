@@ -82,7 +82,8 @@ class Engine:
         proposers: Sequence[Proposer] | None = None,
     ) -> "Engine":
         """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory on a CPU,
-        `gpu_memory_for(num_bytes, device)` on a GPU; without them torch allocates. `proposers`: in place of those that the config names. Raises ModelError (names the file), ValueError
+        `gpu_memory_for(num_bytes, device)` on a GPU; without them torch allocates. `proposers`: in place of those that
+        the config names. Raises ModelError (names the file), ValueError
         (names the option)."""
         parts = load_parts(
             config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers

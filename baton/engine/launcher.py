@@ -48,7 +48,7 @@ class Launcher:
     ) -> tuple[Tensor | None, Tensor]:
         """`batch` on the host -> the hidden rows behind the logits, where they are kept, and logits fp32
         [R, vocab_size], on the model's device."""
-        self.activations.begin()
+        self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
         hidden = self.model.hidden(batch, self.pool, on_layer)
         self.activations.look()
         hidden = hidden[batch.logit_rows]

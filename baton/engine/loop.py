@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 class EngineLoop:
     """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step (and
-    in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the like wake it by themselves."""
+    in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the
+    like wake it by themselves."""
 
     def __init__(self, engine: Engine, on_outputs: Callable[[list[Output]], None]):
         self.engine = engine

@@ -24,7 +24,8 @@ class Role:
 
 
 def main(role: Role, argv: Sequence[str] | None = None) -> int:
-    """Runs a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed start says why in one line on stderr."""
+    """Runs a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed
+    start says why in one line on stderr."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")

@@ -234,7 +234,7 @@ class Worker:
         exits.push_async_callback(admin.stop)
         await self._server.start()
         if settings.gateways:
-            where = pb.RegisterRequest(address=self._address, role=self._role, instance=instance, epoch=epoch)
+            where = pb.RegisterRequest(address=self._address, role=self._role)
             access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)
             registering = asyncio.create_task(register(settings.gateways, where, access), name="registration")
             registering.add_done_callback(_crashed)
@@ -327,7 +327,8 @@ class NextRole(NamedTuple):
 
 
 async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> NextRole | None:
-    """Serves until `stop`, or until it is asked to drain, then drains. Raises ListenError, ModelError, SettingsError or ValueError, one line each."""
+    """Serves until `stop`, or until it is asked to drain, then drains. Raises ListenError, ModelError, SettingsError
+    or ValueError, one line each."""
     tls = settings.tls
     if tls:
         tls.check()

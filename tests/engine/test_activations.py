@@ -13,7 +13,7 @@ from tests.models import make_model
 
 def test_the_books_of_malloc_see_a_tensor():
     seen = HeapActivations()
-    seen.begin()
+    seen.begin(1, 1)
     held = torch.ones(3 << 20)
     seen.look()
     del held
@@ -24,10 +24,21 @@ def test_the_books_of_malloc_see_a_tensor():
 def test_without_books_nothing_is_claimed(monkeypatch):
     monkeypatch.setattr(activations, "_mallinfo", lambda: None)
     seen = HeapActivations()
-    seen.begin()
+    seen.begin(1, 1)
     held = torch.ones(1 << 20)
     seen.look()
     assert seen.num_bytes == activations._scratch_bytes() and held is not None
+
+
+def test_only_steps_larger_than_before_are_looked_at(monkeypatch):
+    looks = []
+    monkeypatch.setattr(activations, "_heap_bytes", lambda: looks.append(1) or 0)
+    seen = HeapActivations()
+    for num_rows, num_logits, is_new in ((8, 1, True), (8, 1, False), (9, 1, False), (12, 1, True), (4, 4, True), (4, 4, False)):
+        looks.clear()
+        seen.begin(num_rows, num_logits)
+        seen.look()
+        assert len(looks) == (2 if is_new else 0), (num_rows, num_logits)
 
 
 @pytest.mark.parametrize("linear", ["auto", "dense"])
