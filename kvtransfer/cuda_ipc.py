@@ -16,6 +16,7 @@ from kvtransfer.device_memory import DeviceRegion, OpenRegions
 from kvtransfer.errors import PeerLost, ProtocolError, TransportBroken
 from kvtransfer.folder import SocketFolder
 from kvtransfer.line import SocketLine, SocketListener
+from kvtransfer.mapped_line import MappedLine
 from kvtransfer.runs import HEIGHT, OWN, PITCH, SOURCE, WIDTH, check_within
 from kvtransfer.shm import reached
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
@@ -33,13 +34,7 @@ class CudaIpcListener:
         handle, gpu = region.handle, region.runtime.pci_id(region.device)
         self._folder = SocketFolder(parent)
         self.address = f"{self._folder.address}@{gpu}"
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(self._folder.socket_path)
-        except OSError:
-            sock.close()
-            self._folder.remove()
-            raise
+        sock = self._folder.bind()
         sizes = {"num_bytes": region.num_bytes, "block_bytes": block_bytes}
         mapping = kv_pb2.Mapping(**sizes, access=handle, device=gpu.encode())
         self._listener = SocketListener(sock, lambda accepted: _SourceLine(accepted, mapping), on_line)
@@ -104,21 +99,13 @@ class Copier:
             raise asyncio.CancelledError
 
 
-class _TakerLine(SocketLine):
+class _TakerLine(MappedLine):
     def __init__(self, sock: socket.socket, copier: Copier, block_bytes: int):
         super().__init__(sock)
         self._copier = copier
         self._block_bytes = block_bytes
         self._mapping = kv_pb2.Mapping()
         self._source = 0
-
-    async def receive(self) -> kv_pb2.KVFrame:
-        """A Mapping is for this line alone; the next frame is the caller's."""
-        frame = await super().receive()
-        if frame.WhichOneof("kind") == "mapping":
-            self._map(frame.mapping)
-            frame = await super().receive()
-        return frame
 
     def _map(self, mapping: kv_pb2.Mapping) -> None:
         if self._source or len(mapping.access) != HANDLE_BYTES or mapping.block_bytes != self._block_bytes:

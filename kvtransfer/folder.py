@@ -48,10 +48,21 @@ class SocketFolder:
         except OSError as exc:
             raise OSError(f"no KV sockets can be made in {parent}: {exc.strerror or exc}") from exc
         self.address = f"{self._path.name}/{SOCKET}"
-        self.socket_path = str(self._path / SOCKET)
-        if len(os.fsencode(self.socket_path)) > _MAX_SOCKET_PATH:
+        self._socket_path = str(self._path / SOCKET)
+        if len(os.fsencode(self._socket_path)) > _MAX_SOCKET_PATH:
             self.remove()
             raise OSError(f"{parent} is too long a path for unix sockets, at most {_MAX_SOCKET_PATH} bytes with them")
+
+    def bind(self) -> socket.socket:
+        """The socket that takers find at `address`. Raises OSError; the folder is removed then."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.bind(self._socket_path)
+        except OSError:
+            sock.close()
+            self.remove()
+            raise
+        return sock
 
     def remove(self) -> None:
         """Idempotent."""

@@ -9,6 +9,7 @@ import numpy as np
 from baton.v1 import kv_pb2
 from kvtransfer.errors import ProtocolError
 from kvtransfer.line import SILENCE_S, SocketLine, SocketListener
+from kvtransfer.mapped_line import MappedLine
 from kvtransfer.nixl_engine import NixlAgent
 from kvtransfer.runs import check_within
 from kvtransfer.tcp import connected, listening
@@ -72,21 +73,13 @@ class _SourceLine(SocketLine):
         self._lines.discard(self)
 
 
-class _TakerLine(SocketLine):
+class _TakerLine(MappedLine):
     def __init__(self, sock, agent: NixlAgent, block_bytes: int):
         super().__init__(sock)
         self._agent = agent
         self._block_bytes = block_bytes
         self._peer: str | None = None
         self._mapping = kv_pb2.Mapping()
-
-    async def receive(self) -> kv_pb2.KVFrame:
-        """A Mapping is for this line alone; the next frame is the caller's."""
-        frame = await super().receive()
-        if frame.WhichOneof("kind") == "mapping":
-            self._map(frame.mapping)
-            frame = await super().receive()
-        return frame
 
     def _map(self, mapping: kv_pb2.Mapping) -> None:
         if self._peer is not None or mapping.device not in _KINDS or mapping.block_bytes != self._block_bytes:

@@ -14,6 +14,7 @@ from kvtransfer.errors import PeerLost, ProtocolError
 from kvtransfer.folder import SocketFolder, socket_path
 from kvtransfer.layout import KVLayout
 from kvtransfer.line import SocketLine, SocketListener
+from kvtransfer.mapped_line import MappedLine
 from kvtransfer.region import Region
 from kvtransfer.tcp import CONNECT_S
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
@@ -30,13 +31,7 @@ class ShmListener:
         """Raises OSError when there can be no socket below `parent`."""
         self._folder = SocketFolder(parent)
         self.address = self._folder.address
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(self._folder.socket_path)
-        except OSError:
-            sock.close()
-            self._folder.remove()
-            raise
+        sock = self._folder.bind()
         self._listener = SocketListener(sock, lambda accepted: _SharingLine(accepted, region, layout), on_line)
 
     async def close(self) -> None:
@@ -107,7 +102,7 @@ class Mappings:
         self._mapped.clear()
 
 
-class _ReadingLine(SocketLine):
+class _ReadingLine(MappedLine):
     def __init__(self, sock: socket.socket, mappings: Mappings, layout: KVLayout):
         super().__init__(sock, takes_fds=True)
         self._mappings = mappings
@@ -120,16 +115,11 @@ class _ReadingLine(SocketLine):
         return self._mappings.memory(self._key) if self._key else None
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """A Mapping is for this line alone; the next frame is the caller's."""
         try:
-            frame = await super().receive()
-            if frame.WhichOneof("kind") == "mapping":
-                self._map(frame.mapping)
-                frame = await super().receive()
+            return await super().receive()
         except PeerLost:
             self._lost = True
             raise
-        return frame
 
     def _map(self, mapping: kv_pb2.Mapping) -> None:
         descriptor = self.take_fd()
