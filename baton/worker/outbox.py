@@ -44,11 +44,13 @@ class Outbox:
 
     def __init__(
         self, write: Callable[[pb.Event], Awaitable[None]], on_read: Callable[[Key], None] = lambda key: None,
-        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS, before_endings: Callable[[], None] = lambda: None,
     ):  # fmt: skip
-        """`on_read(key)`: what was too much of a key is written, after `add_run` has said that there is no room."""
+        """`on_read(key)`: what was too much of a key is written, after `add_run` has said that there is no room.
+        `before_endings()` may add block events, and is called before each Ended is written."""
         self._write = write
         self._on_read = on_read
+        self._before_endings = before_endings
         self._overfull: set[Key] = set()
         self._max_unread_tokens = max_unread_tokens
         self._replies: list[pb.Event] = []
@@ -179,11 +181,12 @@ class Outbox:
             yield from step_outputs(rows)
             if endings:
                 failpoints.hit("session.ended")
+                self._before_endings()
+            if self._index is not None:  # before an Ended: who then asks again finds what was just read
+                yield from self._index.take()
             yield from endings
             if load is not None:
                 yield self._stamped(load)
-            if self._index is not None:
-                yield from self._index.take()
         elif self._rows or self._load or self._index:
             self._soon()
 

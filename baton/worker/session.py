@@ -50,7 +50,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:  # noqa: N802
         """Ends when the gateway hangs up, or when the worker closes it."""
         hello = await self._greet(commands, context)
-        outbox = Outbox(context.write, self._commands.on_read)
+        outbox = Outbox(context.write, self._commands.on_read, before_endings=self.send_block_events)
         if (last := self._of_gateway.get(hello.instance)) is not None:  # which is dead, and this one comes in its place
             self._commands.on_stream_lost(last)
             last.close()

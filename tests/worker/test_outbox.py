@@ -159,6 +159,20 @@ def test_nothing_makes_no_message():
     assert list(step_outputs({})) == []
 
 
+def test_what_an_answer_sealed_is_told_before_its_end():
+    async def script(outbox, transport):
+        holder.append(outbox)
+        outbox.subscribe(epoch=1, snapshot=[])
+        await settle(outbox)
+        outbox.end(pb.Event(ended=pb.Ended()))
+        await settle(outbox)
+
+    holder: list = []
+    transport = drive(script, before_endings=lambda: holder[0].add_block_events([b"span"], []))
+    assert transport.kinds()[-2:] == ["block_events", "ended"]
+    assert list(transport.events[-2].block_events.sealed) == [b"span"]
+
+
 def test_index_events_are_numbered_merged_and_split():
     feed = IndexFeed(7, [bytes([i]) * 32 for i in range(3)])
     feed.add([b"x" * 32], [bytes([0]) * 32])
