@@ -4,7 +4,8 @@ Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts
 sequences behind prompts of 8 tokens, for each weight form beside the peer's file of as many bits. `make bench-peers`
 builds llama.cpp; without it its rows stand alone. --quick: 2 of the 16 layers, three weight forms and fewer rounds.
 
-The read limit is the best of a read sweep, a copy (read and written bytes) and our own matrix-vector product.
+The limit of a row is what its weights could be read or multiplied at, whichever is slower: the best of a read sweep, a
+copy (read and written bytes) and our own matrix-vector product; the multipliers on registers alone (peak.cpp).
 """
 
 import gc
@@ -20,10 +21,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import limits  # noqa: E402
+import peak  # noqa: E402
 import shape  # noqa: E402
 from baton.engine.layers.linear import choose  # noqa: E402
 from baton.engine.quant.weights import IntWeight  # noqa: E402
-from cpu_arms import FORMS, Ours, make_spec  # noqa: E402
+from cpu_arms import FORMS, Ours, linear_weights, make_spec  # noqa: E402
 from cpu_peers import LlamaCpp, Transformers  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
 
@@ -31,6 +33,7 @@ NUM_THREADS = 2
 PROMPT, SHORT_PROMPT = 512, 8
 BATCHES = (8, 32)
 LLAMA_CPP = "llama.cpp"
+BF16_PEAK, INT8_PEAK = ("vdpbf16ps on registers", "GFLOP/s"), ("vpdpbusd on registers", "GOP/s")
 
 
 @dataclass(frozen=True)
@@ -63,17 +66,35 @@ class Bench:
         self._num_rounds, self._num_steps = (2, 6) if quick else (3, 16)
         self._spec = make_spec(num_layers, shape.HIDDEN_SIZE, shape.FFN_SIZE, shape.VOCAB_SIZE)
         self._transformers: Transformers | None = None
-        self._read_bytes_per_s = self._limits()
+        self._limits: dict[tuple[str, str], float] = {}  # (what, unit) -> the best seen
 
-    def _limits(self) -> float:
-        read, copied = limits.read_bytes_per_s(), limits.copy_bytes_per_s()
-        own = gemv_bytes_per_s()
-        for name, value in (("read sweep", read), ("copy", copied), ("own int8 matrix-vector product", own)):
-            self._report.add(f"machine: {name}", value / 1e9, "GB/s")
-        return max(read, copied, own)
+    def _measure_limits(self) -> None:
+        """Again before every form: whoever disturbs one measurement does not disturb them all."""
+        found = {
+            ("read sweep", "GB/s"): limits.read_bytes_per_s(),
+            ("copy", "GB/s"): limits.copy_bytes_per_s(),
+            ("own int8 matrix-vector product", "GB/s"): gemv_bytes_per_s(),
+        }
+        if peaks := peak.measure(NUM_THREADS):
+            found |= {BF16_PEAK: peaks.bf16, INT8_PEAK: peaks.int8}
+        self._limits |= {name: max(value, self._limits.get(name, 0)) for name, value in found.items()}
+
+    def machine(self) -> None:
+        for (name, unit), value in self._limits.items():
+            self._report.add(f"machine: {name}", value / 1e9, unit)
+
+    @property
+    def _read_bytes_per_s(self) -> float:
+        return max(value for (_, unit), value in self._limits.items() if unit == "GB/s")
+
+    def _multiply_limit(self, name: str, num_weights: int) -> float | None:
+        """Tokens/s at which so many weights can be multiplied; None: unknown."""
+        found = self._limits.get(BF16_PEAK if FORMS[name].bits == 16 else INT8_PEAK)
+        return None if found is None else found / (2 * num_weights)
 
     def form(self, name: str) -> None:
         """All rows of one weight form."""
+        self._measure_limits()
         goals, ours = GOALS[name], Ours(name, self._spec)
         self._memory(name, ours)
         peer = self._transformers if name in TRANSFORMERS_GOALS else None
@@ -83,7 +104,8 @@ class Bench:
         if peer is not None:
             arms["transformers"] = lambda: peer.prefill_s(PROMPT)
         transformers_goal = TRANSFORMERS_GOALS.get(name, ("", ""))[0]
-        self._rows(f"prefill {PROMPT}, {name}", PROMPT, arms, goals, goals.prefill, transformers_goal)
+        limit = self._multiply_limit(name, linear_weights(self._spec, head=False))
+        self._rows(f"prefill {PROMPT}, {name}", PROMPT, arms, goals, goals.prefill, transformers_goal, limit)
         for batch_size in (1, *BATCHES):
             self._decode(name, ours, batch_size, goals, peer if batch_size == 1 else None)
 
@@ -98,7 +120,9 @@ class Bench:
         if peer is not None and transformers_goal:
             arms["transformers"] = lambda: peer.step_s(SHORT_PROMPT, steps)
         goal = goals.decode if batch_size == 1 else BATCH_GOAL
-        limit = self._read_bytes_per_s / ours.report.num_bytes * batch_size
+        read = self._read_bytes_per_s / ours.report.num_bytes * batch_size
+        multiplied = self._multiply_limit(name, linear_weights(self._spec, head=True))
+        limit = read if multiplied is None else min(read, multiplied)
         row = f"decode, batch {batch_size}, {name}"
         rate = self._rows(row, batch_size, arms, goals, goal, transformers_goal, limit)
         if batch_size == 1:
@@ -196,6 +220,7 @@ def main() -> int:
                 bench.form(name)
                 gc.collect()
             bench.not_exact()
+            bench.machine()
         finally:
             llama_cpp.close()
     return finish(arguments, report)

@@ -97,6 +97,13 @@ def make_spec(num_layers: int, hidden_size: int, ffn_size: int, vocab_size: int)
     )  # fmt: skip
 
 
+def linear_weights(spec: ModelSpec, head: bool) -> int:
+    """What a token is multiplied by; `head`: one of which logits are wanted."""
+    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim  # q and output; k and v
+    layers = spec.num_layers * spec.hidden_size * (attention + 3 * spec.intermediate_size)
+    return layers + head * spec.hidden_size * spec.vocab_size
+
+
 class Ours:
     """A whole engine: scheduler, pool, sampler, and the model in one weight form."""
 

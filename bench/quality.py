@@ -14,10 +14,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import torch.nn.functional as F  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from baton.cli.eval import Texts, encode, read_texts  # noqa: E402
+from baton.engine.kv import quant as kv_quant  # noqa: E402
+from baton.engine.kv.pool import KVPool  # noqa: E402
 from baton.engine.models.loader import load_model  # noqa: E402
 from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, Prompt, make_samples, read_prompts  # noqa: E402
 from baton.quantization.errors import QuantizeError  # noqa: E402
@@ -28,6 +31,7 @@ from report import Report, finish, start  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 GROUPS = (32, 64, 128)
+KEYS_PER_CHANNEL = 32  # tokens that share a scale
 KV_FORMS = {"fp8_e4m3": "", "fp8_e5m2": "", "int8": "ratio <= 1.005", "int4": "ratio <= 1.03"}
 # scheme -> goal against bf16, and the plain rounding that it must beat
 SCHEMES = {
@@ -41,6 +45,29 @@ SCHEMES = {
 INT4 = {"int4-rtn": ("", None), "int4-awq": ("ratio <= 1.03", "int4-rtn"), "int4-gptq": ("ratio <= 1.03", "int4-rtn")}
 # Of the standard library and not held out: what the demo model was trained on.
 OWN_MODULES = ("argparse.py", "dataclasses.py", "inspect.py", "pathlib.py", "subprocess.py", "tarfile.py", "typing.py")
+
+
+class PerChannel(KVPool):
+    """int4 as KIVI has it (arXiv 2402.02750): a scale for each channel of 32 tokens' keys; values as our int4 has them.
+    What is decoded lies in a pool of fp32: how good it is, not how small."""
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        missing = -len(k) % KEYS_PER_CHANNEL
+        channels = F.pad(k.flatten(1).t().unsqueeze(0), (0, missing), mode="replicate")[0]
+        rounded = _int4(channels.unflatten(1, (-1, KEYS_PER_CHANNEL))).flatten(1)[:, : len(k)]
+        super().write(layer, slots, rounded.t().view(k.shape), _int4(v))
+
+
+class PerToken(KVPool):
+    """Our int4, stored as `PerChannel` stores it."""
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        super().write(layer, slots, _int4(k), _int4(v))
+
+
+def _int4(x: Tensor) -> Tensor:
+    """What is left of fp32 [..., row] with one scale a row."""
+    return kv_quant.decode("int4", *kv_quant.encode("int4", x.float()), x.dtype)
 
 
 class Bench:
@@ -86,6 +113,13 @@ class Bench:
         group = self._model.kv_group(form, 32)
         plain = self._model.kv_group("bf16", 32)
         self._report.add(f"kv {form}: KV of a token", _token_bytes(group), "bytes", against=_token_bytes(plain))
+
+    def keys_of_int4(self) -> None:
+        """Keys per channel and per token, both through the layers in torch, which let a pool round them."""
+        model = load_model(MODEL, dtype="bf16", attention="sdpa")
+        for name, pool_type in (("token", PerToken), ("channel", PerChannel)):
+            found = score(model, "fp32", self._ids, self._num_bytes, pool_type=pool_type)
+            self._add(f"kv int4, keys per {name}, in torch", found, "")
 
     def _made(self, name: str, scheme: str, group: int | None, goal: str, samples: list[Tensor]) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -144,6 +178,7 @@ def main() -> int:
     bench = Bench(report, arguments.quick)
     for form, goal in KV_FORMS.items():
         bench.kv(form, goal)
+    bench.keys_of_int4()
     for scheme, (goal, rival) in SCHEMES.items():
         bench.weights(scheme, None, goal, rival)
     fitting = [group for group in GROUPS if _fits(group)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -73,7 +74,11 @@ class FolderWriter:
     def _flush(self) -> None:
         if not self._held:
             return
-        save_file(self._held, self._folder / _shard(len(self._shards)), metadata={"format": "pt"})
+        path = self._folder / _shard(len(self._shards))
+        try:
+            save_file(self._held, path, metadata={"format": "pt"})
+        except SafetensorError as exc:  # no OSError, though it mostly tells of one
+            raise OSError(f"{path}: not written: {exc}") from exc
         self._shards.append(list(self._held))
         self._total_bytes += self._held_bytes
         self._held, self._held_bytes = {}, 0

@@ -53,11 +53,18 @@ class Score:
         return (self.choices == other.choices).double().mean().item()
 
 
-def score(model: Model, kv_form: str, texts: Sequence[list[int]], num_bytes: int, progress: bool = False) -> Score:
+def score(
+    model: Model,
+    kv_form: str,
+    texts: Sequence[list[int]],
+    num_bytes: int,
+    progress: bool = False,
+    pool_type: type[KVPool] = KVPool,
+) -> Score:
     """`texts`: token ids, each with what stands before a text (its first token is given, not predicted); `num_bytes`:
-    of what is predicted."""
+    of what is predicted; `pool_type`: what stores KV."""
     window = min(MAX_WINDOW, model.spec.context)
-    pool = KVPool(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), -(-window // BLOCK_SIZE))
+    pool = pool_type(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), -(-window // BLOCK_SIZE))
     nats, choices = [], []
     total = sum(len(ids) - 1 for ids in texts)
     with tqdm(total=total, unit="token", desc="score", disable=not progress) as bar, torch.inference_mode():

@@ -1,5 +1,6 @@
 """bench/cpu.py from end to end with a shape that takes no time: every arm runs, every row is there."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def cpu(monkeypatch):
         monkeypatch.setattr(shape, name, value)
     monkeypatch.setattr(limits, "_SIZE_BYTES", 1 << 20)
     monkeypatch.setattr(cpu, "gemv_bytes_per_s", lambda: 1e9)
+    monkeypatch.setattr(cpu.peak, "measure", lambda num_threads: cpu.peak.Peak(bf16=1e9, int8=2e9))
     monkeypatch.setattr(cpu, "NUM_THREADS", 1)
     monkeypatch.setattr(cpu, "PROMPT", 96)
     monkeypatch.setattr(cpu, "BATCHES", (2,))
@@ -73,7 +75,17 @@ def test_every_row(cpu, monkeypatch, tmp_path, peer):
         goals = cpu.GOALS[form]
         for what in ("prefill 96", "decode, batch 1", "decode, batch 2"):
             row = rows[f"{what}, {form}: over llama.cpp {goals.kind}"]
-            assert row.value > 0 and (row.against is None) == (peer is NoPeer)
+            assert row.value > 0 and row.limit > 0 and (row.against is None) == (peer is NoPeer)
             assert peer is Peer or row.met is None
     assert rows["decode, batch 1, bf16: Python and scheduling"].met is not None
     assert "decode, batch 1, bf16: over transformers" in rows and "prefill 96, int8: over transformers" in rows
+
+
+def test_the_peak_of_the_multipliers(monkeypatch):
+    """Measured, or unknown; then no row has a limit of it."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    peak = importlib.import_module("peak")
+    found = peak.measure(1)
+    assert found is None or (found.bf16 > 1e9 and found.int8 > 1e9)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert peak.measure(1) is None

@@ -20,11 +20,12 @@ extern "C" void baton_linear(const Linear* linear, const void* x, void* y, int64
   thread_local std::vector<char> memory;
   const int64_t width = linear->kind == W_F32 ? 4 : linear->kind == W_BF16 || linear->kind == W_E4M3 ? 2 : 1;
   const int64_t num_groups = linear->num_groups(), stride = (linear->padded_in * width + 63) / 64 * 64;
-  const int64_t sizes[] = {num_rows * stride, num_rows * num_groups * 4, num_rows * num_groups * 4};
-  char* at = scratch(memory, sizes[0] + sizes[1] + sizes[2] + num_rows * linear->num_outliers * 4);
-  Rows rows{num_rows, stride, at, reinterpret_cast<float*>(at + sizes[0]),
-            reinterpret_cast<int32_t*>(at + sizes[0] + sizes[1]),
-            reinterpret_cast<float*>(at + sizes[0] + sizes[1] + sizes[2])};
+  const int64_t per_group = num_rows * num_groups * 4;
+  char* at = scratch(memory, num_rows * stride + 3 * per_group + num_rows * linear->num_outliers * 4);
+  auto take = [&](int64_t num_bytes) { return at += num_bytes, at - num_bytes; };
+  Rows rows{num_rows, stride, take(num_rows * stride), reinterpret_cast<float*>(take(per_group)),
+            reinterpret_cast<int32_t*>(take(per_group)), reinterpret_cast<float*>(take(per_group)),
+            reinterpret_cast<float*>(at)};
   const bool integers = linear->kind == U8 || linear->kind == U4;
   const int64_t num_panels = linear->num_panels();
   if (num_rows * linear->num_out * linear->padded_in < SERIAL_WORK) num_threads = 1;

@@ -51,20 +51,29 @@ struct Rows {
   int64_t num_rows, stride;  // stride: bytes from row to row of values
   char* values;              // int8, bf16 or fp32 [num_rows][padded_in]
   float* scales;             // [num_rows][num_groups]
-  int32_t* sums;             // [num_rows][num_groups] of int8 values
+  int32_t* starts;           // [num_rows][num_groups], sums of int8 values times the weights' zero
+  float* shifts;             // [num_rows][num_groups], sums times scales
   float* outliers;           // [num_rows][num_outliers]
 };
 
 // One row of it; calls for different rows may run at the same time.
 void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& rows);
 
-// Weights that are wanted next: fetched into the second cache a little at every turn of a loop that multiplies others.
+// Weights that are wanted soon: fetched into the second cache a little at every turn of a loop that multiplies. Those
+// of the next panel no faster than the tiles of this one take them up: 32 rows at 430 instead of 355 GFLOP/s (bf16, one
+// core). A tile that has its panel for itself fetches from it, as far ahead as OWN_AHEAD: the processor's own fetching
+// falls behind where there is more to do than to multiply (one row at 38 instead of 34 GB/s in int4, at 36 instead of
+// 30 in e4m3; six rows at 215 instead of 193 GFLOP/s in bf16).
+constexpr int64_t OWN_AHEAD = 4096;
 struct Ahead {
   const uint8_t *at = nullptr, *end = nullptr;
-  void fetch() {  // two lines
+  int64_t step = 64;  // bytes a turn: one line, two or four
+  void fetch() {
     if (at >= end) return;
-    __builtin_prefetch(at, 0, 2), __builtin_prefetch(at + 64, 0, 2);
-    at += 128;
+    __builtin_prefetch(at, 0, 2);
+    if (step > 64) __builtin_prefetch(at + 64, 0, 2);
+    if (step > 128) __builtin_prefetch(at + 128, 0, 2), __builtin_prefetch(at + 192, 0, 2);
+    at += step;
   }
 };
 

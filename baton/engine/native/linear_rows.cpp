@@ -97,6 +97,7 @@ void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& r
   }
   const bool int8 = activations == INT8_PER_ROW || activations == INT8_PER_GROUP;
   const bool per_row = activations == INT8_PER_ROW || activations == E4M3_PER_ROW;
+  const int32_t zero = linear.kind == U4 ? -8 : -128;
   const float top = int8 ? 127.0f : 448.0f;
   float scale = linear.input_scale, inverse = 1.0f / scale;  // of E4M3_STATIC
   for (int64_t g = 0; g < num_groups; ++g) {
@@ -106,7 +107,10 @@ void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& r
       scale = max / top, inverse = max <= TINY ? 0.0f : top / max;
     }
     rows.scales[at] = scale;
-    if (int8) rows.sums[at] = quantize_int8(values + begin, group, inverse, reinterpret_cast<int8_t*>(to) + begin);
+    if (int8) {
+      const int32_t sum = quantize_int8(values + begin, group, inverse, reinterpret_cast<int8_t*>(to) + begin);
+      rows.starts[at] = zero * sum, rows.shifts[at] = scale * float(sum);
+    }
     else round_e4m3(values + begin, group, inverse, reinterpret_cast<uint16_t*>(to) + begin);
   }
 }

@@ -1,0 +1,33 @@
+"""What bench/compiled.py lets torch compile is the product that our kernels compute."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.engine.quant.weights import IntWeight
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    before = set(sys.modules)
+    import compiled
+
+    yield compiled
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "bench")):
+            del sys.modules[name]
+
+
+def test_products(compiled):
+    torch.manual_seed(0)
+    x = torch.randn(128).bfloat16()
+    dense = torch.randn(24, 128).bfloat16()
+    torch.testing.assert_close(compiled.bf16(dense, x), dense.float() @ x.float())
+    packed, scales = torch.randint(0, 256, (24, 64), dtype=torch.uint8), torch.rand(24, 4)
+    wanted = IntWeight(4, packed, scales, compiled.GROUP).dequantize().float() @ x.float()
+    torch.testing.assert_close(compiled.int4(packed, scales, x), wanted)
