@@ -2,7 +2,8 @@
 
 Real gateways between real gRPC clients and a worker that computes nothing (bench/stub_worker.py). The gateway has one
 core, worker and clients another one. Prompts are 256 token ids. A token's way is measured from the step that made it to
-the client that reads it.
+the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes ready messages, as many
+and as large (bench/loadgen_stub.py): what this machine takes for the gRPC alone.
 """
 
 import bisect
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,8 @@ MODEL = ROOT / "demo" / "target"
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("ttft", "tokens", "processes", "refusals", "streams")
 RATE = 100
-HELD_OUTPUT = 1700  # tokens of a stream that is to stay open, one a second
+OUTPUT, QUICK_OUTPUT = 400, 200  # tokens of a stream that is not
+HELD_OUTPUT = 1700  # of one that is to stay open, one a second
 
 
 def pinned(core: int, argv: Sequence[str]) -> list[str]:
@@ -84,6 +86,18 @@ def fleet(
             made.stop()
 
 
+@contextmanager
+def bare(num_messages: int, step_ms: float = 0.0, num_tokens: int = 1) -> Iterator[tuple[str, psutil.Process]]:
+    """The server that only writes: its address, and the process."""
+    argv = [sys.executable, str(ROOT / "bench" / "loadgen_stub.py"), *map(str, (num_messages, step_ms, num_tokens))]
+    with tempfile.TemporaryDirectory() as folder:
+        stub = Process("stub", pinned(0, argv), Path(folder))
+        try:
+            yield stub.ready()["grpc"], psutil.Process(stub.pid)
+        finally:
+            stub.stop()
+
+
 def clients(targets: Sequence[str], what: str, number: float, seconds: float, output: int) -> subprocess.Popen:
     argv = [
         sys.executable,
@@ -115,23 +129,17 @@ def percentile_ms(seconds: Sequence[float], percentile: int) -> float:
 
 def ttft(report: Report, is_quick: bool) -> None:
     """Against the same client and a server that answers by itself, in turn."""
-    seconds, rounds = (3, 1) if is_quick else (10, 4)
-    through: list[float] = []
-    bare: list[float] = []
-    with fleet() as made, ExitStack() as exits:
-        stub = Process(
-            "stub", pinned(0, [sys.executable, str(ROOT / "bench" / "loadgen_stub.py"), "8"]), made.log.parent
-        )
-        exits.callback(stub.stop)
-        targets = {"bare": [stub.ready()["grpc"]], "through": made.targets}
+    seconds, rounds = (2, 1) if is_quick else (10, 3)
+    ttft_s: dict[str, list[float]] = {"alone": [], "through": []}
+    with fleet() as made, bare(8) as (address, _):
+        targets = {"alone": [address], "through": made.targets}
         for number in range(rounds):
             for name in sorted(targets, reverse=number % 2 == 1):
-                found = seen(clients(targets[name], "rate", RATE, seconds, 8))["ttft_s"]
-                (bare if name == "bare" else through).extend(found)
+                ttft_s[name] += seen(clients(targets[name], "rate", RATE, seconds, 8))["ttft_s"]
     for percentile, goal in ((50, "value <= 1.5"), (99, "value <= 5")):
-        added = percentile_ms(through, percentile) - percentile_ms(bare, percentile)
-        report.add(f"{RATE} requests/s: added to TTFT, p{percentile}", added, "ms", goal=goal)
-        report.add(f"{RATE} requests/s: TTFT of the bare server, p{percentile}", percentile_ms(bare, percentile), "ms")
+        through, alone = (percentile_ms(ttft_s[name], percentile) for name in ("through", "alone"))
+        report.add(f"{RATE} requests/s: TTFT, p{percentile}", through, "ms", against=alone)
+        report.add(f"{RATE} requests/s: added to TTFT, p{percentile}", through - alone, "ms", goal=goal)
 
 
 def delays(found: dict, step_times: Sequence[float]) -> list[float]:
@@ -147,45 +155,62 @@ def delays(found: dict, step_times: Sequence[float]) -> list[float]:
 
 def tokens(report: Report, is_quick: bool) -> None:
     """Steps of 10 ms: as many tokens as streams times 100 a second are made."""
-    seconds = 4 if is_quick else 20
+    seconds, output = (2, QUICK_OUTPUT) if is_quick else (20, OUTPUT)
     for num_streams in (64, 256):
         with fleet() as made:
             before = made.cpu_s
-            found = seen(clients(made.targets, "closed", num_streams, seconds, 400))
+            found = seen(clients(made.targets, "closed", num_streams, seconds, output))
             cpu_s = made.cpu_s - before
+        merged = found["num_tokens"] / found["num_messages"]
+        bare_us = bare_message_us(num_streams, max(1, round(merged)), seconds, output)
         times, offered = [at for _, at in found["arrivals"]], num_streams * 100
         rate = len(times) / (max(times) - min(times))
         name = f"{num_streams} clients, {offered:,} tokens/s made"
         goal = "value >= 20000" if offered > 20_000 else ""
-        report.add(f"{name}: tokens/s delivered", rate, "tokens/s", against=offered, goal=goal)
+        most = 1e6 * merged / bare_us
+        report.add(f"{name}: tokens/s delivered", rate, "tokens/s", against=offered, limit=most, goal=goal)
         late = delays(found, made.step_times)
         report.add(f"{name}: way of a token, p50", percentile_ms(late, 50), "ms")
         report.add(f"{name}: way of a token, p99", percentile_ms(late, 99), "ms", goal="value <= 20")
-        merged = found["num_tokens"] / found["num_messages"]
         report.add(f"{name}: tokens a message", merged, "tokens", goal="value <= 1.05" if offered < 8000 else "")
-        report.add(f"{name}: gateway's CPU", 1e3 * cpu_s / (found["num_tokens"] / 1e3), "ms/1,000 tokens")
+        report.add(f"{name}: CPU of a message", 1e6 * cpu_s / found["num_messages"], "us", against=bare_us)
+        report.add(f"{name}: CPU", 1e3 * cpu_s / (found["num_tokens"] / 1e3), "ms/1,000 tokens")
+
+
+def bare_message_us(num_streams: int, num_tokens: int, seconds: float, output: int) -> float:
+    """CPU that a message takes where nothing but gRPC is at work, requests included."""
+    with bare(output // num_tokens, 10.0 * num_tokens, num_tokens) as (address, process):
+        before = process.cpu_times()
+        found = seen(clients([address], "closed", num_streams, seconds, output))
+        after = process.cpu_times()
+    return 1e6 * (after.user + after.system - before.user - before.system) / found["num_messages"]
 
 
 def processes(report: Report, is_quick: bool) -> None:
-    """The same 64 streams through one gateway and through four."""
-    seconds, rounds = (3, 1) if is_quick else (8, 3)
-    cost: dict[int, list[float]] = {1: [], 4: []}
+    """Four gateways on one core: with four times the streams of one, and with the same ones divided among them, when
+    a step's message from the worker carries a quarter."""
+    seconds, rounds, output = (2, 1, QUICK_OUTPUT) if is_quick else (6, 3, OUTPUT)
+    cost: dict[tuple[int, int], list[float]] = {(1, 16): [], (4, 64): [], (1, 64): []}
     for number in range(rounds):
-        for num_gateways in (1, 4) if number % 2 == 0 else (4, 1):
+        for num_gateways, num_streams in list(cost)[:: 1 if number % 2 == 0 else -1]:
             with fleet(num_gateways) as made:
                 before = made.cpu_s
-                found = seen(clients(made.targets, "closed", 64, seconds, 400))
-                cost[num_gateways].append(1e3 * (made.cpu_s - before) / (found["num_tokens"] / 1e3))
-    one, four = statistics.median(cost[1]), statistics.median(cost[4])
-    report.add("four gateways over one: CPU", four, "ms/1,000 tokens", against=one, goal="ratio <= 1.05")
+                found = seen(clients(made.targets, "closed", num_streams, seconds, output))
+                ms = 1e3 * (made.cpu_s - before) / (found["num_tokens"] / 1e3)
+            cost[num_gateways, num_streams].append(ms)
+    one, four, all_in_one = (statistics.median(each) for each in cost.values())
+    unit = "ms/1,000 tokens"
+    report.add("16 streams each, four gateways over one: CPU", four, unit, against=one, goal="ratio <= 1.05")
+    report.add("64 streams, four gateways over one: CPU", four, unit, against=all_in_one)
     if rounds > 1:
-        report.add("A/A, one gateway: highest over lowest CPU", max(cost[1]), "ms/1,000 tokens", against=min(cost[1]))
+        again = cost[1, 16]
+        report.add("A/A, one gateway: highest over lowest CPU", max(again), unit, against=min(again))
 
 
 def refusals(report: Report, is_quick: bool) -> None:
     """A worker that is full, and nobody may wait."""
     with fleet(worker=("--full",), gateway=("--max-queued-requests", "0")) as made:
-        found = seen(clients(made.targets, "rate", 200, 3 if is_quick else 15, 8))
+        found = seen(clients(made.targets, "rate", 200, 2 if is_quick else 15, 8))
     if not found["refused_s"] or found["ttft_s"]:
         sys.exit("a full worker's requests were not refused")
     report.add("200 refusals/s: p50", percentile_ms(found["refused_s"], 50), "ms")
@@ -194,21 +219,37 @@ def refusals(report: Report, is_quick: bool) -> None:
 
 def streams(report: Report, is_quick: bool) -> None:
     """Streams that stay open and get a token a second."""
-    number, held_s = (300, 3) if is_quick else (2000, 600)
+    number, held_s = (300, 2) if is_quick else (2000, 600)
+    with bare(HELD_OUTPUT, 1000.0) as (address, process):
+        alone, _, _ = held([address], process, number, 1)
     with fleet(step_ms=1000.0, gateway=("--max-timeout-s", "1800")) as made:
-        warm = clients(made.targets, "held", 100, 1, HELD_OUTPUT)
-        seen(warm)
         process = psutil.Process(made.gateways[0].pid)
-        before = process.memory_info().rss
-        holding = clients(made.targets, "held", number, held_s, HELD_OUTPUT)
-        if holding.stdout.readline().strip() != "open":
-            sys.exit("not every stream was opened")
-        opened = process.memory_info().rss
-        found = seen(holding)
-        grown = process.memory_info().rss - opened
-    report.add(f"{number:,} open streams: memory of one", (opened - before) / number / 1024, "KiB", goal="value <= 25")
-    report.add(f"{number:,} open streams, {held_s} s later: memory grown", grown / 2**20, "MiB")
-    report.add(f"{number:,} open streams: tokens that came", found["num_tokens"] / number, "tokens/stream")
+        ours, grown, found = held(made.targets, process, number, held_s)
+    name = f"{number:,} open streams"
+    report.add(f"{name}: memory of one", ours / 1024, "KiB", against=alone / 1024, goal="value <= 25")
+    report.add(f"{name}, {held_s} s later: memory grown", grown / 2**20, "MiB")
+    report.add(f"{name}: tokens that came", found["num_tokens"] / number, "tokens/stream")
+
+
+def held(targets: Sequence[str], process: psutil.Process, number: int, seconds: float) -> tuple[float, float, dict]:
+    """Bytes that the process takes for a stream, how many it has grown while they were open, what the clients saw."""
+    first = opened(targets, 100, 3600)  # what is loaded with the first ones is not theirs, and theirs is not free again
+    before = process.memory_info().rss
+    holding = opened(targets, number, seconds)
+    taken = process.memory_info().rss
+    found = seen(holding)
+    grown = process.memory_info().rss - taken
+    first.kill()
+    first.wait()
+    return (taken - before) / number, grown, found
+
+
+def opened(targets: Sequence[str], number: int, seconds: float) -> subprocess.Popen:
+    """Clients that hold streams open, once they are."""
+    holding = clients(targets, "held", number, seconds, HELD_OUTPUT)
+    if holding.stdout.readline().strip() != "open":
+        sys.exit("not every stream was opened")
+    return holding
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """A process of clients for bench/gateway.py: python bench/gateway_client.py TARGET,... WHAT NUMBER SECONDS OUTPUT.
 
-WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER streams at once) or `held` (NUMBER streams that stay open
-for SECONDS). Prints one JSON object: times are monotonic seconds, tokens come as (step modulo, time).
+WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER streams at once) or `held` (NUMBER streams that stay
+open for SECONDS). Prints one JSON object: times are monotonic seconds, tokens come as (step modulo, time).
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from baton.v1 import inference_pb2_grpc  # noqa: E402
 
 PROMPT = 256
 MAX_CALLS = 64  # streams of one connection
+AT_ONCE = 50  # calls on their way: a burst takes memory that is not theirs, and beyond 1,000 gRPC would cancel some
 
 
 @dataclass
@@ -90,14 +91,18 @@ class Clients:
 
     async def held(self, num_streams: int, seconds: float) -> None:
         """All are open once the first message of each has come; then they are left open."""
-        tasks = [asyncio.create_task(self.one()) for _ in range(num_streams)]
+        tasks = []
         while len(self.seen.ttft_s) < num_streams and not self.seen.failed:
+            num_more = min(num_streams, len(self.seen.ttft_s) + AT_ONCE) - len(tasks)
+            tasks += [asyncio.create_task(self.one()) for _ in range(num_more)]
             await asyncio.sleep(0.05)
         print("open", flush=True)
         await asyncio.sleep(seconds)
+        num_failed = len(self.seen.failed)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        del self.seen.failed[num_failed:]  # ended by us
 
 
 async def main(targets: str, what: str, number: str, seconds: str, output: str) -> None:

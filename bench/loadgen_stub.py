@@ -1,6 +1,11 @@
-"""What bench/loadgen.py sends to: `python bench/loadgen_stub.py N` answers every Generate with N messages."""
+"""A server that does nothing but write: `python bench/loadgen_stub.py N` answers every Generate with N messages.
+
+With [STEP_MS TOKENS] a message has TOKENS ids and their text, and every stream gets one each STEP_MS, all at once: what
+bench/gateway.py holds against a gateway, since no server in grpc.aio could do with less.
+"""
 
 import asyncio
+import itertools
 import sys
 from pathlib import Path
 
@@ -14,28 +19,60 @@ from baton.v1 import inference_pb2 as pb  # noqa: E402
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
-def handlers(num_messages: int) -> grpc.GenericRpcHandler:
+class Steps:
+    """Wakes all streams together; with a step of 0 nobody waits."""
+
+    def __init__(self, step_s: float):
+        self._step_s = step_s
+        self._waiting: list[asyncio.Future] = []
+
+    async def next(self) -> None:
+        if self._step_s:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+
+    async def run(self) -> None:
+        at = asyncio.get_running_loop().time()
+        while self._step_s:
+            at += self._step_s
+            await asyncio.sleep(at - asyncio.get_running_loop().time())
+            waiting, self._waiting = self._waiting, []
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
+
+def handlers(num_messages: int, num_tokens: int, steps: Steps) -> grpc.GenericRpcHandler:
     """Bytes in, bytes out: the stub is to be faster than who calls it."""
-    message = pb.GenerateResponse(token_ids=[7]).SerializeToString()
-    last = pb.GenerateResponse(token_ids=[7], usage=pb.Usage(prompt_tokens=1), timing=pb.Timing(ttft_s=0.1))
+    token_ids, text = [107] * num_tokens, " abc" * num_tokens
+    message = pb.GenerateResponse(token_ids=token_ids, text=text).SerializeToString()
+    last = pb.GenerateResponse(
+        token_ids=token_ids, text=text, usage=pb.Usage(prompt_tokens=1), timing=pb.Timing(ttft_s=0.1)
+    )
     messages = [message] * (num_messages - 1) + [last.SerializeToString()]
 
     async def generate(request: bytes, context: grpc.aio.ServicerContext) -> None:
-        for each in messages:
+        await context.write(messages[0])
+        for each in itertools.islice(messages, 1, None):  # a slice would be memory of each stream
+            await steps.next()
             await context.write(each)
 
     return grpc.method_handlers_generic_handler(SERVICE, {"Generate": grpc.unary_stream_rpc_method_handler(generate)})
 
 
-async def serve(num_messages: int) -> None:
+async def serve(num_messages: int, step_ms: float = 0.0, num_tokens: int = 1) -> None:
+    steps = Steps(step_ms / 1e3)
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handlers(num_messages),))
+    server.add_generic_rpc_handlers((handlers(num_messages, num_tokens, steps),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"ready grpc=127.0.0.1:{port}", flush=True)
+    stepping = asyncio.create_task(steps.run())
     await server.wait_for_termination()
+    stepping.cancel()
 
 
 if __name__ == "__main__":
     uvloop.install()
-    asyncio.run(serve(int(sys.argv[1])))
+    asyncio.run(serve(int(sys.argv[1]), *map(float, sys.argv[2:3]), *map(int, sys.argv[3:4])))

@@ -4,18 +4,21 @@ An open loop (Poisson) against a real local stack, one prefill and one decode wo
 the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
 multiples of the rate at which it stood. Then two tenants, one of whom sends 50 times what the other does, each with the
 same quota.
-The load generator runs on the same cores and counts against the stack.
+Overloaded workers leave one core to the gateway and the load generator: who is refused by a gateway that shares its cores with
+engines waits for their turn (p99 of 30 to 120 ms were seen on two cores). "limit" of a refusal is how late the load
+generator itself was when it sent: what this machine did to any process.
 """
 
 import multiprocessing
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +40,10 @@ CLASS = "standard"
 SLO = BUILT_IN[CLASS]
 SETTLING = 0.25  # of a run, at its begin: not counted, the rates are still being measured
 QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
+REFUSED = re.compile(r"outcome=refused .* total_ms=([0-9.]+)")  # in the gateway's log
+CORES = sorted(os.sched_getaffinity(0))
+PARTS = ("overload", "tenants")
+LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 
 
 def send(target: str, per_s: float, seconds: float, seed: int, key_file: Path | None = None) -> list[Outcome]:
@@ -63,15 +70,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 # ---- peak and overload ----
 
 
-def overload(report: Report, target: str, seconds: float) -> None:
+def overload(report: Report, stack: Stack, seconds: float) -> None:
+    target = stack.target
     capacity = closed_loop(target)
-    ladder = {
-        share: counted(send(target, share * capacity, seconds, seed)) for seed, share in enumerate((0.6, 0.8, 1.0), 1)
-    }
+    ladder = {share: counted(send(target, share * capacity, seconds, seed)) for seed, share in enumerate(LADDER, 1)}
     best = max(ladder, key=lambda share: goodput(ladder[share]))
     peak = goodput(ladder[best])
     report.add(f"{PROMPT} + {OUTPUT} tokens: peak goodput", peak, "requests/s", limit=capacity)
     for times in (2, 5):
+        begin = len(stack.gateways[0].text())
         outcomes = counted(send(target, times * best * capacity, seconds, 10 + times))
         name = f"{times} x the rate of the peak"
         report.add(
@@ -90,7 +97,10 @@ def overload(report: Report, target: str, seconds: float) -> None:
         if refused:
             took = [1e3 * (each.last_s - each.sent_s) for each in refused]
             report.add(f"{name}: refused after, p50", percentile(took, 0.5), "ms")
-            report.add(f"{name}: refused after, p99", percentile(took, 0.99), "ms", goal="value <= 20")
+            lag = 1e3 * percentile([each.lag_s for each in outcomes], 0.99)
+            report.add(f"{name}: refused after, p99", percentile(took, 0.99), "ms", limit=lag, goal="value <= 20")
+            within = [float(ms) for ms in REFUSED.findall(stack.gateways[0].text()[begin:])]
+            report.add(f"{name}: ... of this in the gateway, p99", percentile(within, 0.99), "ms")
         broken = sum(each.status != "RESOURCE_EXHAUSTED" for each in refused)
         report.add(f"{name}: ended otherwise than by an answer or a refusal", broken, "requests", goal="value <= 0")
 
@@ -134,6 +144,12 @@ def running(folder: Path, *gateway_options: str) -> Iterator[Stack]:
         yield stack
 
 
+def pin(pid: int, cores: Sequence[int]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)
+
+
 def write_tenants(folder: Path) -> tuple[list[str], dict[str, Path]]:
     """(options of the gateway, tenant -> file with its key)"""
     tables, files = [], {}
@@ -151,15 +167,19 @@ def write_tenants(folder: Path) -> tuple[list[str], dict[str, Path]]:
 
 
 def main() -> int:
-    arguments, report = start("overload", "More than the stack can do.")
-    seconds = 5.0 if arguments.quick else 30.0
+    arguments, report = start("overload", "More than the stack can do.", PARTS)
+    seconds = 5.0 if arguments.quick else 25.0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with running(folder / "open") as stack:
-            overload(report, stack.target, seconds)
-        options, keys = write_tenants(folder)
-        with running(folder / "tenants", *options) as stack:
-            tenants(report, stack.target, keys, 2 * seconds)
+        if "overload" in arguments.only:
+            with running(folder / "open") as stack:
+                for process in stack.workers:
+                    pin(process.pid, CORES[1:] or CORES)
+                overload(report, stack, seconds)
+        if "tenants" in arguments.only:
+            options, keys = write_tenants(folder)
+            with running(folder / "tenants", *options) as stack:
+                tenants(report, stack.target, keys, 2 * seconds)
     return finish(arguments, report)
 
 

@@ -10,10 +10,12 @@ one without end.
 
 import argparse
 import hashlib
+import math
+import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +25,7 @@ from baton.loadgen.trace import Entry, read_trace  # noqa: E402
 from baton.service.slo import Slo  # noqa: E402
 from baton.v1 import worker_pb2 as pb  # noqa: E402
 from gateway.embedded_index import EmbeddedIndex  # noqa: E402
+from gateway.matches import Matches
 from gateway.model_folder import Defaults, ModelFolder  # noqa: E402
 from gateway.registry import Registry  # noqa: E402
 from gateway.routing import Ask  # noqa: E402
@@ -141,32 +144,42 @@ def _goodput(requests: Sequence[Request]) -> float:
 
 
 def costs(report: Report, num_requests: int) -> None:
-    """`Registry.route` itself, of a prompt whose prefixes some workers hold, in fleets of all sizes."""
+    """What a request asks of the index and of `Registry.route`, in fleets of all sizes: all workers hold the first span
+    of its prompt of 125, and eight of them ever more of it."""
     medians = {}
     for num_workers in SIZES:
-        registry = _registry(num_workers)
-        ids = [link.worker_id for link in registry.links]
-        ask, seconds = Ask(8000, 8001), []
+        registry, seconds = _registry(num_workers), []
+        index, rng, ask = registry._index, random.Random(num_workers), Ask(8000, 8001)
+        chains = [[b"first" * 6, *(rng.randbytes(32) for _ in range(124))] for _ in range(64)]
+        for link in registry.links:
+            index.apply(link.worker_id, pb.BlockEvents(snapshot=True, sealed=chains[0][:1]))
+        for chain in chains:
+            for number, link in enumerate(rng.sample(registry.links, 8)):
+                index._feeds[link.worker_id].subscribe()
+                held = [*index._feeds[link.worker_id].spans, *chain[: 10 * (number + 1)]]
+                index.apply(link.worker_id, pb.BlockEvents(snapshot=True, sealed=held))
         for i in range(num_requests):
-            # All have the first span, and ever fewer have more of it.
-            matches = {id: 1 for id in ids}
-            for length in range(2, 10):
-                matches[ids[i * length % num_workers]] = matches.pop(ids[i * length % num_workers]) + length
             begun = time.perf_counter()
-            registry.route(ask, matches, ())
+            registry.model.context
+            registry.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)
         p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]
-        # Up to 32 workers all are looked at; from there on as many.
-        against = medians[SIZES[1]] if num_workers > SIZES[1] else None
-        report.add(
-            f"{num_workers} workers: cost of a decision, p50",
-            medians[num_workers],
-            "us",
-            against=against,
-            goal="ratio <= 1.5" if against else "",
-        )
-        report.add(f"{num_workers} workers: cost of a decision, p99", p99, "us")
+        # Up to 32 workers all are looked at, from there on as many of them: what grows is how seldom each is in the
+        # processor's cache. The goal: no faster than the logarithm.
+        name, against = f"{num_workers} workers: cost of a decision", medians.get(64) if num_workers > 64 else None
+        goal = f"ratio <= {math.log(num_workers) / math.log(64):.2f}" if against else ""
+        report.add(f"{name}, p50", medians[num_workers], "us", against=against, goal=goal)
+        report.add(f"{name}, p99", p99, "us")
+
+
+def _now(waited: Coroutine) -> Matches:
+    """The embedded index waits for nothing."""
+    try:
+        waited.send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("it waits")
 
 
 def _registry(num_workers: int) -> Registry:

@@ -10,15 +10,17 @@ import heapq
 import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.loadgen.trace import MOONCAKE_BLOCK as BLOCK
 from baton.loadgen.trace import Entry
 from baton.service.slo import Slo
+from gateway.candidates import NUM_SEEN
+from gateway.matches import NOWHERE, Matches, Places
 from gateway.rates import Rates, Recent
-from gateway.routing import Ask, Candidate, choose, choose_holder, shortlist
+from gateway.routing import NUM_HOLDERS, Ask, Candidate, choose, choose_holder, shortlist
 
 _WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp"])
 
@@ -67,21 +69,12 @@ class Index:
 
     def __init__(self) -> None:
         self.masks: dict[int, int] = {}
+        self.places = NOWHERE
+        self.rng = random.Random(1)
 
-    def lengths(self, hash_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(blocks from the first on, the workers that have just so many), the longest first."""
-        alive, levels = -1, []
-        for hash_id in hash_ids:
-            going_on = alive & self.masks.get(hash_id, 0)
-            levels.append(alive & ~going_on if alive != -1 else 0)
-            alive = going_on
-            if not alive:
-                break
-        else:
-            levels.append(alive)
-        for num in range(len(levels) - 1, 0, -1):
-            if levels[num]:
-                yield num, levels[num]
+    def lookup(self, hash_ids: Sequence[int]) -> Matches:
+        """In blocks of the trace, where gateways count spans."""
+        return Matches((self.masks.get(hash_id, 0) for hash_id in hash_ids), self.places, self.rng)
 
 
 class Worker:
@@ -101,7 +94,11 @@ class Worker:
             if hash_id not in self._blocks:
                 break
             num += 1
-        return min(num * BLOCK, entry.num_prompt - 1)
+        return self.in_tokens(num, entry)
+
+    @staticmethod
+    def in_tokens(num_blocks: int, entry: Entry) -> int:
+        return min(num_blocks * BLOCK, entry.num_prompt - 1)
 
     def keep(self, hash_ids: Sequence[int]) -> None:
         """The last block is the first to go."""
@@ -172,6 +169,7 @@ class Fleet:
         self.prefill = [PrefillWorker(i, f"p{i:04}", machine, index, fleet) for i in range(half)]
         self.decode = [DecodeWorker(i, f"d{i:04}", machine, index, fleet) for i in range(half, num_workers)]
         self._workers: list[Worker] = [*self.prefill, *self.decode]
+        index.places = Places.of({worker.number: worker for worker in self._workers})
         self._named = {worker.name: worker for worker in self._workers}
         self._machine, self._split, self._slo, self._index = machine, split, slo, index
         self._rng = random.Random(0)
@@ -223,16 +221,13 @@ class Fleet:
                 self._read_there(request, self._named[decision.prefill], taker, now)
 
     def _route(self, entry: Entry, now: float):
-        matched = {
-            self._workers[number]: min(length * BLOCK, entry.num_prompt - 1)
-            for length, mask in itertools.islice(self._index.lengths(entry.hash_ids), 4)
-            for number in itertools.islice(_numbers(mask), 32)
-        }
+        matches = self._index.lookup(entry.hash_ids)
 
         def side(workers: list, kind: type) -> list[Candidate]:
-            holders = (worker for worker in matched if isinstance(worker, kind))
+            seen = itertools.islice(matches, NUM_SEEN)
+            holders = (worker for worker in seen if isinstance(worker, kind))
             chosen = shortlist(holders, workers, lambda worker: True, self._rng)
-            return [worker.candidate(matched.get(worker, 0), now) for worker in chosen]
+            return [worker.candidate(worker.in_tokens(matches.get(worker), entry), now) for worker in chosen]
 
         ask = Ask(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
         return choose(ask, side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker), self._split)
@@ -244,8 +239,7 @@ class Fleet:
         request.num_cached = source.num_matched(entry)
         pulled_s = now
         reader = source.candidate(request.num_cached, now)
-        holders = (self._workers[n] for _, mask in itertools.islice(self._index.lengths(entry.hash_ids), 1)
-                   for n in itertools.islice(_numbers(mask), 8))  # fmt: skip
+        holders = itertools.islice(self._index.lookup(entry.hash_ids), NUM_HOLDERS)
         offers = [holder.candidate(holder.num_matched(entry), now) for holder in holders]
         if (holder := choose_holder(reader, offers)) is not None:
             num_bytes = (holder.num_matched_tokens - request.num_cached) * self._machine.token_bytes
@@ -346,13 +340,6 @@ class Fleet:
             worker.rates.note_decode(worker.num_sequences, request.tpot_s, now)
         worker.num_sequences -= 1
         self._mean_output += 0.01 * (request.entry.num_output - self._mean_output)
-
-
-def _numbers(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
 
 
 # ---- what could be reached ----

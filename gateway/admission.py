@@ -3,6 +3,7 @@ that are full. Who could only be served too late is told at once."""
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,10 +29,16 @@ class Bid(NamedTuple):
     num_tokens: int = 0
     slo: Slo = Slo()
     max_wait_s: float = 10.0
+    deadline: float = math.inf
 
     def check_wait(self, wait_s: float, alone_s: float) -> None:
         """`alone_s`: what the first token takes where nobody is ahead. A prompt that alone takes longer than its class
         allows is not refused for that: it may wait as long as it takes. Raises Overloaded."""
+        left_s = self.deadline - now()
+        if wait_s > _LEAST_WAIT_S and wait_s + alone_s > left_s:
+            retry_s = min(max(wait_s + alone_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
+            told = f"the first token would take {wait_s + alone_s:.1f} s, and the deadline is in {left_s:.1f} s"
+            raise Overloaded(told, retry_s, reason="DEADLINE_BUDGET")
         patience_s = self.max_wait_s
         if self.slo.ttft_s is not None:
             patience_s = min(patience_s, max(self.slo.ttft_s - alone_s, alone_s))

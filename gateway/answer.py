@@ -7,7 +7,6 @@ from baton.v1 import inference_pb2 as pb
 from gateway.choice import Choice
 from gateway.detokenizer import Detokenizer
 from gateway.limits import Checked
-from gateway.pace import Pace
 from gateway.timing import Measured, Stamps, now, timing
 
 Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
@@ -21,13 +20,10 @@ class Answer:
     """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
 
     def __init__(
-        self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit, on_gap: Callable[[float], None],
-        pace: Pace,
-    ):  # fmt: skip
+        self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit, on_gap: Callable[[float], None]
+    ):
         """`on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
-        self._pace = pace
-        self._sent_at: dict[int, float] = {}  # choice -> its last message
         self._num_flushes = 0
         self._num_sent = 0
         self.choices = [
@@ -37,7 +33,10 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
+        for choice in self.choices:
+            if not choice.finish_reason:
+                return False
+        return True
 
     @property
     def key_id(self) -> str:
@@ -86,40 +85,41 @@ class Answer:
         num_known = len(choice.token_ids) - first_index
         if num_known < 0:
             raise Diverged(f"choice {index}: token {len(choice.token_ids)} is missing")
-        if choice.token_ids[first_index : first_index + len(token_ids)] != list(token_ids[:num_known]):
-            raise Diverged(f"choice {index}: another worker continues it differently")
-        if token_ids[num_known:]:
-            choice.push(token_ids[num_known:], logprobs[num_known:], finish_reason)
+        if num_known:
+            known = choice.token_ids[first_index : first_index + len(token_ids)]
+            if list(known) != list(token_ids[:num_known]):
+                raise Diverged(f"choice {index}: another worker continues it differently")
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if token_ids:
+            choice.push(token_ids, logprobs, finish_reason)
         if choice.finished and choice.num_received > (num_tokens := len(choice.token_ids)):
             where = f"resume_from[{index}]"
             raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
 
-    @property
-    def hold_s(self) -> float:
-        """How long to wait before the next flush. The first messages, and what ends a choice, are not held."""
-        is_urgent = self._num_sent < len(self.choices) or any(choice.finished for choice in self.choices)
-        return 0.0 if is_urgent else self._pace.gap_s
-
     async def flush(self) -> None:
         """Send what has come: one message a choice."""
         pending = [choice for choice in self.choices if choice.has_pending]
-        self._num_flushes += bool(pending)
-        for choice in pending[:-1] if self.finished else pending:
+        if not pending:
+            return
+        self._num_flushes += 1
+        if self.finished:
+            pending.pop()
+        for choice in pending:
             self._stamp()
-            await self._send(choice.take())
+            await self._send(choice)
 
     async def finish(self, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured) -> None:
         """Send the last message. Every choice is finished."""
         last = next(choice for choice in reversed(self.choices) if choice.has_pending)
-        message = last.take()
         self._stamp()
-        message.usage.prompt_tokens = num_prompt_tokens
-        message.usage.cached_tokens = num_cached_tokens
-        message.usage.output_tokens = self.num_output_tokens
-        message.usage.draft_tokens = sum(measured.decode.proposed_by_position)
-        message.usage.accepted_tokens = sum(measured.decode.accepted_by_position)
-        message.timing.CopyFrom(timing(self._stamps, measured, self.num_longest))
-        await self._send(message)
+        usage = pb.Usage(
+            prompt_tokens=num_prompt_tokens,
+            cached_tokens=num_cached_tokens,
+            output_tokens=self.num_output_tokens,
+            draft_tokens=sum(measured.decode.proposed_by_position),
+            accepted_tokens=sum(measured.decode.accepted_by_position),
+        )
+        await self._send(last, usage, timing(self._stamps, measured, self.num_longest))
 
     def _stamp(self) -> None:
         stamps, at = self._stamps, now()
@@ -129,14 +129,16 @@ class Answer:
             stamps.second_sent = at
         stamps.last_sent = at
 
-    async def _send(self, message: pb.GenerateResponse) -> None:
+    async def _send(self, choice: Choice, usage: pb.Usage | None = None, told: pb.Timing | None = None) -> None:
+        num_tokens, message, at = choice.num_pending, choice.take(), self._stamps.last_sent
         if self._num_sent == 0:
             message.seed = self._checked.sampling.seed
             message.request_id = self._checked.request_id
         self._num_sent += 1
-        self._pace.count(len(message.token_ids))
-        before, at = self._sent_at.get(message.index), self._stamps.last_sent
-        if before is not None and message.token_ids:
-            self._on_gap((at - before) / len(message.token_ids))
-        self._sent_at[message.index] = at
+        if usage is not None:
+            message.usage.CopyFrom(usage)
+            message.timing.CopyFrom(told)
+        if choice.sent_at is not None and num_tokens:
+            self._on_gap((at - choice.sent_at) / num_tokens)
+        choice.sent_at = at
         await self._emit(message)

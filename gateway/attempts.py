@@ -4,10 +4,11 @@ from baton.service.codec import budget_ms
 from baton.service.errors import InvalidRequest, Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.attaching import MAX_ASKED, Attaching
-from gateway.course import Course
-from gateway.failures import Trial
+from gateway.course import NOBODY, Course
+from gateway.failures import Trial, is_draining
 from gateway.mailbox import Lost, Tokens
 from gateway.prefix_source import PrefixSource
+from gateway.routing import SHORT_TOKENS
 from gateway.spec import make_taker
 from gateway.states import Event, Phase
 from gateway.timing import now
@@ -65,7 +66,7 @@ class Attempts(Course):
             return
         if self._refusals == {"too_long"}:
             raise InvalidRequest("stopping.max_tokens", "prompt and answer need more KV blocks than any worker has")
-        self._refused, self._refusals = set(), set()
+        self._refused, self._refusals = NOBODY, NOBODY
         self._standing.join(self._lines.credit)
 
     def _ask_for_prefill(self, event, before, granted: pb.Granted | None) -> None:
@@ -73,6 +74,8 @@ class Attempts(Course):
             self._num_granted_tokens = granted.num_cached_tokens
             self._record.stamps.granted = self._record.stamps.granted or now()
             self._leave_line()
+            if self._is_rest_short():
+                self._source = None
             if self._source and not self._lines.prefill.is_empty:
                 self.happen(Event.REFUSED, None)
                 return
@@ -83,21 +86,29 @@ class Attempts(Course):
             self._source = self._registry.source_for(
                 self._decode.link, self._record.ask, self._matches, self._failures.avoid | self._refused
             )
-        avoid = self._failures.avoid
+        faulty = self._failures.faulty
         if self._source is None:
             self._leave_line()
             self._decode.num_prefill_tokens = num_tokens - self._num_granted_tokens
             self._prefix = PrefixSource(self._send_prefill_here)
             is_second = self._record.num_attempts > 1  # what a lost worker held may lie with others
             reader = self._decode.link
-            self._holder = holder = self._registry.holder_for(reader, self._matches, avoid) if is_second else None
+            self._holder = holder = self._registry.holder_for(reader, self._matches, faulty) if is_second else None
         else:
             self._prefill = self._source.open(self._decode.key, self._mailbox)
             self._prefill.num_prefill_tokens = num_tokens - self._matched(self._source)
             self._prefix = PrefixSource(self._send_prefill)
-            reader, holder = self._source, self._registry.holder_for(self._source, self._matches, avoid)
+            reader, holder = self._source, self._registry.holder_for(self._source, self._matches, faulty)
         hashes = self._spec.span_hashes[: self._matches[holder.worker_id]] if holder else ()
         self._prefix.ask(holder, reader, hashes, self._next_key(), self._deadline)
+
+    def _is_rest_short(self) -> bool:
+        """A worker that drains holds all but the last span: the decode worker pulls that, and reads the rest itself."""
+        if self._record.num_attempts == 1:
+            return False
+        holder = self._registry.holder_for(self._decode.link, self._matches, self._failures.faulty)
+        is_leaving = holder is not None and not holder.serving
+        return is_leaving and len(self._spec.token_ids) - self._matched(holder) <= SHORT_TOKENS
 
     def _send_prefill_here(self, sources: list[pb.KVSource], holder: str | None) -> None:
         """What somebody else holds comes first; the rest is read once it is there."""
@@ -122,7 +133,7 @@ class Attempts(Course):
             if self._registry.others(self._registry.prefill, self._failures.avoid | self._refused):
                 self._call_room()
                 return
-            self._refused = set()
+            self._refused = NOBODY
         self._standing.join(self._lines.prefill)
 
     def _fetch(self, event, before, accepted: pb.Accepted) -> None:
@@ -159,6 +170,8 @@ class Attempts(Course):
         going_on = [first for first in done.first_tokens if not self._answer.choices[first.choice].finished]
         if going_on and self._source:
             self._decode.send(start=pb.Start(first_tokens=going_on))
+        # The prompt, in every stream that is open, is what their memory would go to.
+        self._spec = pb.RequestSpec(fingerprint=self._spec.fingerprint, traceparent=self._spec.traceparent)
         self._is_decoding = bool(going_on)
 
     def _take_tokens(self, event, before, tokens: Tokens) -> None:
@@ -183,6 +196,8 @@ class Attempts(Course):
             self._decode, self._prefill, self._source, self._holder, self._is_decoding, self._has_stepped, self._left_at
         )
         error = self._failures.judge(event, before, subject, trial)
+        if is_draining(subject) and self._is_decoding and len(self._answer.choices) == 1:
+            self._note_holder(self._decode.worker_id, len(self._answer.choices[0].token_ids))
         self._leave_line()
         self._close_legs()
         self._begin_attempt()
@@ -209,7 +224,7 @@ class Attempts(Course):
         """A client goes on with what another gateway began: some decode worker may have it still."""
         self._make_spec()
         links = [link for link in self._registry.decode if link.serving]
-        links.sort(key=lambda link: self._matches.get(link.worker_id, 0), reverse=True)
+        links.sort(key=lambda link: self._matches.get(link.worker_id), reverse=True)
         next_index = [0] * len(self._answer.choices)  # the text needs every token, the client only some
         self._attaching = Attaching(self._spec, next_index, self._deadline, self._next_key, self._mailbox)
         self._attaching.ask(links[:MAX_ASKED], sum(choice.num_received for choice in self._answer.choices))

@@ -3,16 +3,17 @@ they have been. A request looks at a bounded number of them."""
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from gateway.matches import Matches
 from gateway.routing import NUM_HOLDERS, Candidate, shortlist
 from gateway.timing import now
-from gateway.workers import WorkerLink
+from gateway.workers import LinkState, WorkerLink
 from kvtransfer.naming import SPAN_TOKENS
 
 ROLES = ("prefill", "decode")
 # Of the holders of a prefix, those that are looked at for ones of a role.
-_NUM_SEEN = 8 * NUM_HOLDERS
+NUM_SEEN = 8 * NUM_HOLDERS
 
 
 class Candidates:
@@ -26,26 +27,31 @@ class Candidates:
         self._roles: dict[WorkerLink, str] = {}
         self._ids: dict[WorkerLink, bytes] = {}
         self._by_id: dict[bytes, WorkerLink] = {}
+        self._leaving: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
         self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello settles
 
     def update(self, link: WorkerLink) -> None:
         """`link` may serve now, or no longer."""
+        if self._leaving or link.state is LinkState.DRAINING:
+            self._leaving = {worker_id: each for worker_id, each in self._leaving.items() if each is not link}
+            if link.state is LinkState.DRAINING:
+                self._leaving[link.worker_id] = link
         if (link.serving and link.hello is not None) == (link in self._roles):
             return
         self._serving = {role: [each for each in self._of_role(role) if each.serving and each.hello] for role in ROLES}
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
-        self._said = {each: _said(each) for each in self._roles}
+        self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # of those that were gone anew
         self.num_changes += 1
 
     def serving(self, role: str) -> Sequence[WorkerLink]:
         return self._serving[role]
 
     def near(
-        self, role: str, matches: Mapping[bytes, int], avoid: Collection[bytes], everybody: bool = False
+        self, role: str, matches: Matches, avoid: Collection[bytes], everybody: bool = False
     ) -> dict[str, WorkerLink]:
-        """Name -> link, of those that a request looks at; `matches` has the longest prefixes last."""
+        """Name -> link, of those that a request looks at."""
 
         def is_usable(link: WorkerLink) -> bool:
             return self._ids[link] not in avoid
@@ -55,32 +61,35 @@ class Candidates:
         holders = (link for link in self._holders(matches) if self._roles[link] == role)
         return {link.address: link for link in shortlist(holders, self._serving[role], is_usable, self._rng)}
 
-    def holders(self, matches: Mapping[bytes, int], avoid: Collection[bytes]) -> dict[str, WorkerLink]:
-        """Name -> link, of the longest prefixes in either role."""
-        found = (link for link in self._holders(matches) if self._ids[link] not in avoid)
-        return {link.address: link for link in itertools.islice(found, NUM_HOLDERS)}
+    def holders(self, matches: Matches, avoid: Collection[bytes]) -> dict[str, WorkerLink]:
+        """Name -> link, of the longest prefixes in either role, of workers that serve or drain."""
+        found = (
+            self._by_id.get(worker_id) or self._leaving.get(worker_id)
+            for worker_id in itertools.islice(matches, NUM_SEEN) if worker_id not in avoid
+        )  # fmt: skip
+        return {link.address: link for link in itertools.islice(filter(None, found), NUM_HOLDERS)}
 
-    def seen(self, links: Iterable[WorkerLink], matches: Mapping[bytes, int]) -> list[Candidate]:
-        """`links` serve."""
+    def seen(self, links: Iterable[WorkerLink], matches: Matches) -> list[Candidate]:
         at = now()
         return [self._candidate(link, matches, at) for link in links]
 
-    def _holders(self, matches: Mapping[bytes, int]) -> Iterable[WorkerLink]:
-        for worker_id in itertools.islice(reversed(matches), _NUM_SEEN):
+    def _holders(self, matches: Matches) -> Iterable[WorkerLink]:
+        for worker_id in itertools.islice(matches, NUM_SEEN):
             if link := self._by_id.get(worker_id):
                 yield link
 
-    def _candidate(self, link: WorkerLink, matches: Mapping[bytes, int], at: float) -> Candidate:
+    def _candidate(self, link: WorkerLink, matches: Matches, at: float) -> Candidate:
         """Loads are reports from a moment ago; what this gateway has sent since is known exactly."""
-        load, limits = link.load, link.hello.limits
+        load = link.load
+        block_size, max_sequences, *said = self._said.get(link) or _said(link)
         return Candidate(
             link.address,
-            matches.get(self._ids.get(link, b""), 0) * SPAN_TOKENS,
+            matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
             max(load.num_running + load.num_waiting, len(link.legs)),
             max(load.num_waiting_tokens, link.num_prefill_tokens),
-            *self._said.get(link) or _said(link),
-            load.num_blocks_free * limits.block_size if load.num_blocks_total else None,
-            limits.max_num_seqs or None,
+            *said,
+            load.num_blocks_free * block_size if load.num_blocks_total else None,
+            max_sequences,
             min(link.promised, default=None),
             link.recent.share(at),
             link.rates.pace(at),
@@ -90,6 +99,7 @@ class Candidates:
 def _said(link: WorkerLink) -> tuple:
     hello = link.hello
     return (
+        hello.limits.block_size, hello.limits.max_num_seqs or None,
         hello.limits.max_model_len, frozenset(hello.kv_gives), frozenset(hello.kv_takes),
         frozenset(hello.model.transports), hello.host_id, hello.kv_token_bytes,
     )  # fmt: skip

@@ -4,7 +4,6 @@ No task of its own: all legs, the lines and the clock speak through one mailbox,
 everything, and `close()` gives every leg back.
 """
 
-import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from gateway.admission import Lines
 from gateway.answer import Answer, Diverged
 from gateway.attaching import ATTACH_WAIT_S, Attaching
 from gateway.failures import Failures
+from gateway.matches import Matches
 from gateway.mailbox import Mailbox, Tokens
 from gateway.prefix_source import PrefixSource
 from gateway.record import Record
@@ -32,17 +32,18 @@ _ANSWER_S = 10.0  # Admit and Prefill are answered from the ledger, at once
 _REPORT_S = 0.5
 _RENEW_S = 1.5  # a third of a lease
 _ROOM = object()
+NOBODY: frozenset = frozenset()
 
 # Attempts are numbered through this process, from anywhere: a request id that is used again never meets its past.
 _numbers = itertools.count(secrets.randbits(31))
 
 
 class Question(NamedTuple):
-    """What is asked of workers. `spec_of(output_ids)` makes the RequestSpec of an attempt; `matches`: worker -> spans
-    it holds, the most last; `prompt_digest` names the prompt; a request that `is_resumed` may be running somewhere."""
+    """What is asked of workers. `spec_of(output_ids)` makes the RequestSpec of an attempt; `prompt_digest` names the
+    prompt; a request that `is_resumed` may be running somewhere."""
 
     spec_of: Callable[[Sequence[int]], pb.RequestSpec]
-    matches: dict[bytes, int]
+    matches: Matches
     deadline: float
     prompt_digest: bytes
     is_resumed: bool
@@ -58,7 +59,7 @@ class Course:
         self.phase = Phase.AWAITING_CREDIT
         self.error: BatonError | None = None
         self._registry, self._lines, self._answer, self._record = registry, lines, answer, record
-        self._spec_of, self._matches, self._deadline = question.spec_of, dict(question.matches), question.deadline
+        self._spec_of, self._matches, self._deadline = question.spec_of, question.matches, question.deadline
         self._is_resumed = question.is_resumed
         self._max_queue_wait_s = max_queue_wait_s
         self._mailbox = Mailbox()
@@ -76,8 +77,8 @@ class Course:
         self._prefill: Leg | None = None
         self._prefix: PrefixSource | None = None  # another worker is asked for it before the prefill worker is
         self._source: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
-        self._refused: set[bytes] = set()
-        self._refusals: set[str] = set()
+        self._refused: frozenset[bytes] = NOBODY
+        self._refusals: frozenset[str] = NOBODY
         self._spec: pb.RequestSpec | None = None
         self._output_ids: list[int] = []  # that the spec carries
         self._num_granted_tokens = 0
@@ -97,16 +98,13 @@ class Course:
         else:
             self._standing.join(self._lines.credit)
         while self.phase is not Phase.ENDED:
-            entry = await self._mailbox.next(self._wait_s())
+            entry = await self._mailbox.next(self._wait_until())
             if now() >= self._deadline:
                 self.happen(Event.DEADLINE, None)
                 break
             if entry is None:
                 self._on_silence()
             self._receive_all(entry)
-            if self.error is None and (hold_s := self._answer.hold_s):
-                await asyncio.sleep(hold_s)
-                self._receive_all(self._mailbox.take())
             if self.error is None:
                 await self._answer.flush()
         if self.error is not None:
@@ -116,8 +114,10 @@ class Course:
         """Give everything back. Idempotent."""
         if self.phase is not Phase.ENDED:
             self.happen(Event.CANCEL, None)
-        self._leave_line()
+        self._standing.close()
         self._close_legs()
+        self._mailbox.close()
+        self._prefix = self._attaching = None  # they call back: with them it would wait for the collector of circles
 
     def give_up(self, event: Event) -> None:
         """CANCEL or GRACE_OVER, from elsewhere: it happens as soon as the request is not busy writing to its client."""
@@ -161,7 +161,7 @@ class Course:
                 leg.num_unread -= len(message.token_ids)
             self.happen(event_of(message, is_prefill=leg is self._prefill), message)
 
-    def _wait_s(self) -> float:
+    def _wait_until(self) -> float:
         until = self._deadline
         if self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
             until = min(until, self._standing.wake_at)
@@ -173,10 +173,10 @@ class Course:
             until = min(until, self._doubt_until)
         elif self._lease_id and not self._fetched:
             until = min(until, now() + _RENEW_S)
-        return max(0.0, until - now())
+        return until
 
     def _on_silence(self) -> None:
-        """Nothing came for `_wait_s()`."""
+        """Nothing came until `_wait_until()`."""
         if self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
             self.happen(Event.SILENCE if self._standing.is_over else Event.ROOM, None)
         elif self._doubt_until is not None and not self._fetched:
@@ -226,8 +226,8 @@ class Course:
         self._spec.budget_ms = budget_ms(self._deadline)
 
     def _note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
-        self._refused.add(link.worker_id)
-        self._refusals.add(refused.reason)
+        self._refused |= {link.worker_id}
+        self._refusals |= {refused.reason}
         self._record.note_retry(link.name, refused.reason)
         self._standing.note_refusal(refused)
 
@@ -237,13 +237,12 @@ class Course:
     def _next_key(self) -> Key:
         return self._answer.key_id, next(_numbers) & 0xFFFFFFFF
 
-    def _note_holder(self, worker_id: bytes) -> None:
-        """Who has read the prompt holds its spans, for the next attempt."""
-        self._matches.pop(worker_id, None)
-        self._matches[worker_id] = (self._record.num_prompt_tokens - 1) // SPAN_TOKENS
+    def _note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
+        """Who has read the prompt, and has written so much of the answer, holds its spans, for the next attempt."""
+        self._matches.note(worker_id, (self._record.num_prompt_tokens + num_output_tokens - 1) // SPAN_TOKENS)
 
     def _matched(self, link: WorkerLink) -> int:
-        return self._matches.get(link.worker_id, 0) * SPAN_TOKENS
+        return self._matches.get(link.worker_id) * SPAN_TOKENS
 
     def _call_room(self) -> None:
         if not self._room_called:

@@ -4,7 +4,7 @@ What a choice's pieces join to and what Detokenize says are the same code, so th
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from gateway.tokenizer import Tokenizer
@@ -16,7 +16,7 @@ _MAX_HELD_TOKENS = 8
 class TextDecoder(Protocol):
     """Text of one sequence of tokens."""
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before."""
 
     def finish(self) -> str:
@@ -30,40 +30,54 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._special_ids = tokenizer.special_ids
         self._is_byte_level = "ByteLevel" in str(type(tokenizer.decoder.decoder).__name__)
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = _Bytes(self.bytes_of)
 
     def decoder(self) -> TextDecoder:
-        return _ByteDecoder(self.bytes_of) if self._is_byte_level else _WindowDecoder(self._decode)
+        return _ByteDecoder(self._bytes.__getitem__) if self._is_byte_level else _WindowDecoder(self._decode)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence."""
         decoder = self.decoder()
-        return "".join([*map(decoder.push, token_ids), decoder.finish()])
+        return decoder.push(list(token_ids)) + decoder.finish()
 
     def bytes_of(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a byte-level token stands for; any bytes, not always whole characters."""
-        value = self._bytes.get(token_id)
-        if value is None:
-            token = None if token_id in self._special_ids else self._tokenizer.decoder.id_to_token(token_id)
-            value = self._bytes[token_id] = b"" if token is None else _token_bytes(token)
-        return value
+        token = None if token_id in self._special_ids else self._tokenizer.decoder.id_to_token(token_id)
+        return b"" if token is None else _token_bytes(token)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decoder.decode(list(token_ids), skip_special_tokens=True)
 
 
-class _ByteDecoder:
-    """Byte-level vocabularies: exact, one token at a time."""
+class _Bytes(dict[int, bytes]):
+    """Of the tokens that have come so far."""
 
-    def __init__(self, bytes_of):
+    def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of = bytes_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._bytes_of(token_id))
+    def __missing__(self, token_id: int) -> bytes:
+        value = self[token_id] = self._bytes_of(token_id)
+        return value
+
+
+class _ByteDecoder:
+    """Byte-level vocabularies: exact, whatever the tokens come with."""
+
+    __slots__ = ("_bytes_of", "_held")
+
+    def __init__(self, bytes_of: Callable[[int], bytes]):
+        self._bytes_of = bytes_of
+        self._held = b""  # of a character
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        value = self._held + b"".join(map(self._bytes_of, token_ids))
+        text, num_read = codecs.utf_8_decode(value, "replace", False)
+        self._held = value[num_read:]
+        return text
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        value, self._held = self._held, b""
+        return value.decode(errors="replace")
 
 
 class _WindowDecoder:
@@ -74,7 +88,10 @@ class _WindowDecoder:
         self._token_ids: list[int] = []
         self._read = 0  # tokens of the window whose text was given out
 
-    def push(self, token_id: int) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
         self._token_ids.append(token_id)
         text = self._new_text()
         if text.endswith("\ufffd") and len(self._token_ids) - self._read < _MAX_HELD_TOKENS:

@@ -1,29 +1,50 @@
 """The prefix index in memory: what the workers of this one gateway say."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton.v1 import worker_pb2 as pb
+from gateway.matches import NOWHERE, Matches, Places
 from gateway.prefix_index import Feed
-from kvtransfer.naming import num_matched_spans
 
 
 class EmbeddedIndex:
-    """See PrefixIndex."""
+    """See PrefixIndex. A span's holders are the bits of one number."""
 
     def __init__(self) -> None:
         self._feeds: dict[bytes, Feed] = {}
+        self._places: Places = NOWHERE
+        self._holders: dict[bytes, int] = {}
 
-    async def lookup(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        matches = ((num_matched_spans(hashes, feed.spans), worker) for worker, feed in self._feeds.items())
-        return {worker: num_spans for num_spans, worker in sorted(matches) if num_spans}
+    async def lookup(self, hashes: Sequence[bytes]) -> Matches:
+        holders = self._holders
+        return Matches((holders.get(value, 0) for value in hashes), self._places)
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
+        self.drop(worker)
+        taken = self._places.worker_at
+        place = next(place for place in range(len(taken) + 1) if place not in taken)
+        self._places = Places.of({**taken, place: worker})
         self._feeds[worker] = feed = Feed(subscribe)
         feed.subscribe()
 
     def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
         if feed := self._feeds.get(worker):
-            feed.apply(events)
+            change = feed.apply(events)
+            bit = 1 << self._places.place_of[worker]
+            for span in change.sealed:
+                self._holders[span] = self._holders.get(span, 0) | bit
+            self._forget(worker, change.evicted)
 
     def drop(self, worker: bytes) -> None:
-        self._feeds.pop(worker, None)
+        if feed := self._feeds.pop(worker, None):
+            self._forget(worker, feed.spans)
+            gone = self._places.place_of[worker]
+            self._places = Places.of({place: each for place, each in self._places.worker_at.items() if place != gone})
+
+    def _forget(self, worker: bytes, spans: Iterable[bytes]) -> None:
+        bit = 1 << self._places.place_of[worker]
+        for span in spans:
+            if left := self._holders.get(span, 0) & ~bit:
+                self._holders[span] = left
+            else:
+                self._holders.pop(span, None)

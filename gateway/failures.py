@@ -42,10 +42,16 @@ class Failures:
 
     def __init__(self, recovery: Recovery, prompt_digest: bytes, answer: Answer, record: Record):
         self.avoid: set[bytes] = set()  # workers that failed this request
+        self._leaving: frozenset[bytes] = frozenset()  # of these, those that drain
         self._recovery, self._prompt_digest = recovery, prompt_digest
         self._answer, self._record = answer, record
         self._num_deaths = self._num_barren = 0
         self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
+
+    @property
+    def faulty(self) -> set[bytes]:
+        """Workers to take no KV from: one that drains gives away what it holds."""
+        return self.avoid - self._leaving
 
     def judge(self, event: Event, before: Phase, subject, trial: Trial) -> BatonError:
         """What to say if nobody can take over. Raises it where nobody should."""
@@ -54,6 +60,8 @@ class Failures:
         self._num_barren = 1 if trial.has_stepped else self._num_barren + 1
         self._note(event, before, subject, trial, error, blamed)
         self.avoid.add(worker_id)
+        if is_draining(subject):
+            self._leaving |= {worker_id}
         if error.code in _FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
         num_dead = sum(link.worker_id != worker_id for link, worker_id in self._suspects)
@@ -93,8 +101,14 @@ class Failures:
         )
 
 
+def is_draining(subject) -> bool:
+    """The worker goes, and has ended the request for that alone."""
+    return isinstance(subject, pb.Ended) and subject.reason == "DRAINING"
+
+
 def _is_worker_gone(subject) -> bool:
-    return isinstance(subject, Lost) or (isinstance(subject, pb.Ended) and subject.reason in ("DRAINING", "STALLED"))
+    is_stalled = isinstance(subject, pb.Ended) and subject.reason == "STALLED"
+    return isinstance(subject, Lost) or is_draining(subject) or is_stalled
 
 
 def _counts_as_death(event: Event, before: Phase, subject, trial: Trial) -> bool:

@@ -5,6 +5,8 @@ import hashlib
 import math
 import re
 import secrets
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.service.errors import InvalidRequest, NotFound, Overloaded
@@ -71,7 +73,7 @@ class Checked:
     request_id: str  # the client's
     key_id: str  # the same among workers and gateways, where another tenant may have chosen it too
     text: str | None = field(repr=False)
-    token_ids: tuple[int, ...] | None = field(repr=False)
+    token_ids: Sequence[int] | None = field(repr=False)
     messages: tuple[ChatMessage, ...] | None = field(repr=False)
     sampling: Sampling
     max_tokens: int | None  # None: not asked for
@@ -165,13 +167,13 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, vocab_size: in
     return None, None, _messages(request.messages)
 
 
-def check_token_ids(ids, vocab_size: int, where: str) -> tuple[int, ...]:
+def check_token_ids(ids, vocab_size: int, where: str) -> array:
     if not ids:
         _refuse(where, "is empty")
     if max(ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
         _refuse(f"{where}[{index}]", f"is out of range: the vocabulary has {vocab_size} ids")
-    return tuple(ids)
+    return array("I", ids)  # a tuple takes nine times as much
 
 
 def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
@@ -281,7 +283,9 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
         _refuse("speculation.proposer", f"{speculation.proposer[:40]!r} is not run here: off, or one of: {run}")
     if speculation.num_tokens > MAX_DRAFT_TOKENS:
         _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
-    return speculation
+    copy = pb.Speculation()  # what is a part of a message keeps all of it
+    copy.CopyFrom(speculation)
+    return copy
 
 
 def _number(sampling: pb.Sampling, name: str, default: float, is_good=None, rule: str = "") -> float:

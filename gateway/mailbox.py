@@ -1,10 +1,10 @@
 """What workers have to say to one request: the events of its legs, in one place, in order of arrival."""
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass
 
 from baton.v1 import inference_pb2
+from gateway.timing import now
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +22,14 @@ class Stalled:
     """The worker's engine stands still; its session does not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
-    """One row of a StepOutput: tokens of one choice, in order."""
+    """Tokens of one choice, in order: a row of a StepOutput, and of later ones what goes on from there unread."""
 
     choice: int
     first_index: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[inference_pb2.Logprobs, ...]
+    token_ids: list[int]
+    logprobs: list[inference_pb2.Logprobs]
     finish_reason: int
 
 
@@ -38,37 +38,81 @@ class Overflow:
 
 
 class Mailbox:
-    """What the legs of one request have to say, in order of arrival. One reader."""
+    """What the legs of one request have to say, in order of arrival. One reader, who is called, or left waiting."""
+
+    __slots__ = ("_entries", "_called", "_waiting", "_timer", "_timer_at")
 
     def __init__(self) -> None:
-        self._entries: deque = deque()
+        self._entries: list = []  # few: a deque sets 64 places aside
+        self._called = False
         self._waiting: asyncio.Future | None = None
+        self._timer: asyncio.TimerHandle | None = None  # stays from one wait to the next: most end at the same time
+        self._timer_at = 0.0
 
     def post(self, leg, event) -> None:
         """`leg`: None where the gateway itself speaks."""
         self._entries.append((leg, event))
-        if self._waiting is not None:
-            _wake(self._waiting)
+        self._call()
+
+    def add(self, leg, choice: int, first_index: int, token_ids, logprobs, finish_reason: int) -> None:
+        """A row of tokens, which the reader is not called for: see `hurry`."""
+        last_leg, last = self._entries[-1] if self._entries else (None, None)
+        is_next = last_leg is leg and type(last) is Tokens and last.choice == choice and not last.finish_reason
+        if is_next and last.first_index + len(last.token_ids) == first_index:
+            last.token_ids += token_ids
+            last.logprobs += logprobs
+            last.finish_reason = finish_reason
+        else:
+            self._entries.append((leg, Tokens(choice, first_index, token_ids, logprobs, finish_reason)))
+
+    def hurry(self) -> bool:
+        """What is there is to be read now. Whether there is something."""
+        if self._entries:
+            self._call()
+        return bool(self._entries)
 
     def take(self):
         """(leg, event), or None when nothing is there."""
-        return self._entries.popleft() if self._entries else None
+        if self._entries:
+            return self._entries.pop(0)
+        self._called = False
+        return None
 
-    async def next(self, timeout_s: float):
-        """(leg, event), or None after `timeout_s`."""
-        if not self._entries:
-            # A timer of its own: asyncio.timeout takes 10 us, and this is once a token.
+    async def next(self, until: float):
+        """(leg, event) once the reader is called, or None at `until` (monotonic)."""
+        while not self._called:
             loop = asyncio.get_running_loop()
+            self._set_timer(loop, until)
             self._waiting = loop.create_future()
-            timer = loop.call_later(timeout_s, _wake, self._waiting)
             try:
                 await self._waiting
             finally:
-                timer.cancel()
                 self._waiting = None
+            if now() >= until:
+                break
         return self.take()
 
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-def _wake(waiting: asyncio.Future) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
+    def _call(self) -> None:
+        self._called = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
+        """One that rings too early is set again; setting one takes 5 us, and this is once a message."""
+        if self._timer is not None and self._timer_at > until:
+            self.close()
+        if self._timer is None:
+            self._timer_at = until
+            self._timer = loop.call_later(max(0.0, until - now()), self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._wake()

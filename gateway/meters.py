@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from baton.service import genai_metrics
+from baton.service import genai_metrics, logs
 from baton.service.clock import Offset
 from baton.service.errors import BatonError
 from baton.service.metrics import (
@@ -12,6 +12,7 @@ from baton.service.metrics import (
     TTFT_BUCKETS,
     Gauge,
     Metrics,
+    num_tasks,
 )
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
@@ -47,9 +48,7 @@ class Meters:
         self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
         self._ttft = metrics.histogram("baton_ttft_seconds", "arrival to first token sent", TTFT_BUCKETS)()
         self._tpot = metrics.histogram("baton_tpot_seconds", "per output token after the first", TPOT_BUCKETS)()
-        self._itl = metrics.histogram(
-            "baton_itl_seconds", "gap between messages per token of the later", TPOT_BUCKETS
-        )()
+        self._itl = metrics.tally("baton_itl_seconds", "gap between messages per token of the later", TPOT_BUCKETS)
         self._e2e = metrics.histogram("baton_e2e_seconds", "arrival to the end, answered requests", DURATION_BUCKETS)()
         self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
         self._requests = metrics.counter("baton_requests", "requests that have ended", "outcome", "reason")
@@ -70,6 +69,7 @@ class Meters:
         self._route_cost = metrics.histogram(
             "baton_route_cost_seconds", "predicted, of the way that was taken and the other", DURATION_BUCKETS, "way"
         )
+        self._denied = metrics.counter("baton_denied", "calls that the guard turned away", "method", "reason")
         self._slo_requests = metrics.counter("baton_slo_requests", "requests that their service level counts", "class")
         self._slo_met = metrics.counter("baton_slo_met", "of these, within it", "class")
         self._slo_missed = metrics.counter("baton_slo_missed", "of these, beyond it, by what", "class", "objective")
@@ -83,6 +83,8 @@ class Meters:
             Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
             Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
             Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
+            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
+            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
             Gauge(
                 "baton_clock_offset_seconds", "how far a worker's clock is ahead of this gateway's",
                 lambda: {name: clock.offset_s for name, clock in clocks().items()}, "worker",
@@ -149,9 +151,13 @@ class Meters:
         if decision.alternative_s is not None:
             self._route_cost("other").observe(decision.alternative_s)
 
+    def denied(self, method: str, reason: str) -> None:
+        """Who it was is told nowhere: strangers may be many."""
+        self._denied(method, reason).inc()
+
     def gap(self, record: Record, gap_s: float) -> None:
         """Between two messages of a choice, for each token of the later one."""
-        self._itl.observe(gap_s, _exemplar(record))
+        self._itl.observe(gap_s, record.context.trace_id if record.context.sampled else 0)
 
 
 class _Words:

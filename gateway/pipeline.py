@@ -1,8 +1,10 @@
 """The path of one request: checked message -> tokens -> span hashes -> index -> workers -> answer."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from baton.service.slo import Slo
@@ -13,7 +15,6 @@ from gateway.attempts import Attempts
 from gateway.course import Question
 from gateway.detokenizer import Detokenizer
 from gateway.limits import Checked, ServedModel, resolve_max_tokens
-from gateway.pace import Pace
 from gateway.prefix_index import PrefixIndex
 from gateway.record import Record
 from gateway.recovery import Recovery, prompt_digest
@@ -47,7 +48,6 @@ class Pipeline:
     max_queue_wait_s: float
     on_gap: Callable[[Record, float], None]  # between two messages of a choice, seconds a token
     slo_classes: Mapping[str, Slo]
-    pace: Pace = field(default_factory=Pace)
     recovery: Recovery = field(default_factory=Recovery)
     running: dict[str, Attempts] = field(default_factory=dict)  # by key_id
     mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
@@ -78,7 +78,7 @@ class Pipeline:
         record.num_prompt_tokens = len(prompt_ids)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
-        self._bid(checked, record, max_tokens)
+        self._bid(checked, record, max_tokens, deadline)
         hashes, parent = self.names.spans(record.tenant, prompt_ids)
         # The last token is always read: its logits are wanted.
         matches = await self.index.lookup(hashes[: (len(prompt_ids) - 1) // SPAN_TOKENS])
@@ -88,9 +88,7 @@ class Pipeline:
             traceparent = format_traceparent(record.context)
             return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline)
 
-        answer = Answer(
-            checked, self.detokenizer, record.stamps, emit, lambda gap_s: self.on_gap(record, gap_s), self.pace
-        )
+        answer = Answer(checked, self.detokenizer, record.stamps, emit, partial(self.on_gap, record))
         digest = prompt_digest(record.tenant, prompt_ids)
         self.recovery.begin(digest)
         question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
@@ -116,14 +114,14 @@ class Pipeline:
             if answer.finished:
                 self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
-    def _bid(self, checked: Checked, record: Record, max_tokens: int) -> None:
+    def _bid(self, checked: Checked, record: Record, max_tokens: int, deadline: float) -> None:
         """What routing and the lines are told of it. Raises Overloaded where it would stand in line for too long."""
         num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
         if not checked.names_class:
             promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
         record.ask = Ask(num_tokens, num_tokens + 1, min(self.mean_output, max_tokens), promised)
         order = rank(record.stamps.received, promised, checked.priority)
-        record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s)
+        record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s, deadline)
         self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
         self.admission.quotas.pay(record.tenant, num_tokens, now())
 
@@ -136,9 +134,10 @@ class Pipeline:
     async def encode(
         self, text: str | None, token_ids: Sequence[int] | None, messages: Sequence[ChatMessage] | None
     ) -> Sequence[int]:
-        """Token ids of a prompt, given in one of three ways. Raises InvalidRequest."""
-        if token_ids is not None:
-            return token_ids
+        """Token ids of a prompt, given in one of three ways, in little memory. Raises InvalidRequest."""
+        return token_ids if token_ids is not None else array("I", await self._encode(text, messages))
+
+    async def _encode(self, text: str | None, messages: Sequence[ChatMessage] | None) -> Sequence[int]:
         if text is not None:
             return await self.tokenizer.encode_text(text)
         if self.template is None:

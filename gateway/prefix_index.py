@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from baton.v1 import worker_pb2 as pb
+from gateway.matches import Matches
 
 
 class PrefixIndex(Protocol):
     """Belongs to the event loop. A worker is (instance, epoch) in bytes."""
 
-    async def lookup(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        """worker -> how many of the leading `hashes` it holds, the most last. Any failure means nobody; 50 ms at
-        most."""
+    async def lookup(self, hashes: Sequence[bytes]) -> Matches:
+        """Who holds how many of the leading `hashes`. Any failure means nobody; 50 ms at most."""
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         """A worker serves now. `subscribe()` asks it for index events, a snapshot first."""

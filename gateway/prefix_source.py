@@ -44,6 +44,13 @@ class PrefixSource:
         else:
             self._settle([], None)
 
+    def add(self, leg, *row) -> None:
+        """Tokens, which nobody has asked for."""
+        self._settle([], None)
+
+    def hurry(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._is_pending = False
         if self._leg is not None:

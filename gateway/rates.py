@@ -1,10 +1,16 @@
 """How fast a worker is, as this gateway has seen it: seconds of a prompt by its tokens, of an output token by the
-sequences beside it, of moved KV by its bytes."""
+sequences beside it, of moved KV by its bytes. What they hang on is fitted to the samples of all workers, and each of
+these takes so many times as long as the others.
+"""
 
 from typing import NamedTuple
 
 _HALF_LIFE_S = 30.0  # a sighting counts half as much after so long
-_LEAST_WEIGHT = 0.5  # less is left of old sightings: the fleet knows better
+_LEAST_WEIGHT = 0.5  # less is left of old sightings: they say nothing any more
+# So many sightings, of a worker as fast as the others, are imagined beside its own. Lines fitted to the few sightings
+# of one worker differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests,
+# the one that had looked fast 1.37 times the mean.
+_PRIOR_SIGHTINGS = 8.0
 _RIDGE = 0.05  # of the mean's square: how far the samples must spread before their slope is believed
 _MOST_OFF = 4.0  # one stall may not pass for a slow worker; a worker that is slow passes in a few samples
 _PACE_S = 0.5  # between two looks at what the fleet has shown
@@ -46,7 +52,7 @@ class Fit:
         """`at` is time.monotonic()."""
         if self._sums[0] > _LEAST_WEIGHT:
             y = min(y, _MOST_OFF * (self.base + self.slope * x))
-        keep = self._kept(at)
+        keep = _kept(self._at, at)
         seen = (1.0, x, y, x * x, x * y)
         self._sums = sums = tuple(keep * old + new for old, new in zip(self._sums, seen, strict=True))
         self._at = max(at, self._at)
@@ -61,22 +67,41 @@ class Fit:
         self.slope = min(max((covariance + ridge * prior) / (variance + ridge), 0.0), mean_y / mean_x)
         self.base = max(0.0, mean_y - self.slope * mean_x)
 
-    def is_known(self, at: float) -> bool:
-        return self._sums[0] * self._kept(at) >= _LEAST_WEIGHT
 
-    def _kept(self, at: float) -> float:
-        return 0.5 ** (max(0.0, at - self._at) / _HALF_LIFE_S)
+class _Factor:
+    """How many times as long as it should a worker takes, as its sightings of late say; 1 where there are none."""
+
+    __slots__ = ("_weight", "_seconds", "_expected_s", "_at")
+
+    def __init__(self) -> None:
+        self._weight = self._seconds = self._expected_s = self._at = 0.0
+
+    def add(self, expected_s: float, seconds: float, at: float) -> None:
+        if expected_s > 0:
+            seconds = min(seconds, _MOST_OFF * self.value(at) * expected_s)
+            keep = _kept(self._at, at)
+            self._weight, self._seconds = keep * self._weight + 1, keep * self._seconds + seconds
+            self._expected_s, self._at = keep * self._expected_s + expected_s, max(at, self._at)
+
+    def value(self, at: float) -> float:
+        if not self._expected_s:
+            return 1.0
+        weight = self._weight * _kept(self._at, at)
+        return (weight * self._seconds / self._expected_s + _PRIOR_SIGHTINGS) / (weight + _PRIOR_SIGHTINGS)
 
 
 class Rates:
-    """Of one worker; what it has not shown of late is taken from `fleet`, to which all its samples go too."""
+    """Of one worker among those whose samples `fleet` has too; None: of all that there are."""
 
     def __init__(self, fleet: "Rates | None" = None):
         default = Pace()
-        self.prefill = Fit(default.prompt_s, default.token_s)
-        self.decode = Fit(default.step_s, default.sequence_s)
-        self.transfer = Fit(default.moved_s, default.byte_s)
+        self._fits = {
+            "prefill": Fit(default.prompt_s, default.token_s),
+            "decode": Fit(default.step_s, default.sequence_s),
+            "transfer": Fit(default.moved_s, default.byte_s),
+        }
         self._fleet = fleet
+        self._factors = {name: _Factor() for name in self._fits}
         self._pace, self._pace_at = default, -_PACE_S
 
     def note_prefill(self, num_tokens: int, seconds: float, at: float) -> None:
@@ -97,20 +122,27 @@ class Rates:
     def pace(self, at: float) -> Pace:
         """As it is now, or was a moment ago."""
         if at - self._pace_at >= _PACE_S:
-            prefill, decode, transfer = (self._fit(name, at) for name in ("prefill", "decode", "transfer"))
-            self._pace = Pace(prefill.base, prefill.slope, decode.base, decode.slope, transfer.base, transfer.slope)
-            self._pace_at = at
+            self._pace, self._pace_at = self._pace_now(at), at
         return self._pace
 
-    def _note(self, name: str, x: float, seconds: float, at: float) -> None:
-        getattr(self, name).add(x, seconds, at)
-        self._pace_at = -_PACE_S
-        if self._fleet is not None:
-            self._fleet._note(name, x, seconds, at)
+    def _pace_now(self, at: float) -> Pace:
+        if self._fleet is None:
+            return Pace(*(part for fit in self._fits.values() for part in (fit.base, fit.slope)))
+        prompt_s, token_s, step_s, sequence_s, moved_s, byte_s = self._fleet.pace(at)
+        prefill, decode, transfer = (factor.value(at) for factor in self._factors.values())
+        return Pace(
+            prefill * prompt_s, prefill * token_s, decode * step_s, decode * sequence_s, transfer * moved_s,
+            transfer * byte_s,
+        )  # fmt: skip
 
-    def _fit(self, name: str, at: float) -> Fit:
-        own = getattr(self, name)
-        return own if self._fleet is None or own.is_known(at) else self._fleet._fit(name, at)
+    def _note(self, name: str, x: float, seconds: float, at: float) -> None:
+        self._pace_at = -_PACE_S
+        if self._fleet is None:
+            self._fits[name].add(x, seconds, at)
+            return
+        self._fleet._note(name, x, seconds, at)
+        line = self._fleet._fits[name]
+        self._factors[name].add(line.base + line.slope * x, seconds, at)
 
 
 class Recent:
@@ -129,4 +161,9 @@ class Recent:
         return self._left(at) * 0.693 / _HALF_LIFE_S
 
     def _left(self, at: float) -> float:
-        return self._seconds * 0.5 ** (max(0.0, at - self._at) / _HALF_LIFE_S)
+        return self._seconds * _kept(self._at, at)
+
+
+def _kept(then: float, at: float) -> float:
+    """The share of a sighting's weight that is left at `at`."""
+    return 0.5 ** (max(0.0, at - then) / _HALF_LIFE_S)

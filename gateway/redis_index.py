@@ -8,15 +8,17 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from gateway.breaker import Breaker
+from gateway.matches import NOWHERE, Matches, Places
 from gateway.prefix_index import Feed
 from gateway.redis_client import FAILURES, cancelled, make_client, words_of
-from gateway.slots import NUM_SLOTS, longest_runs
+from gateway.slots import NUM_SLOTS, bit_sets, last_held, places_of, sampled_ends, spread
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -29,7 +31,7 @@ _HEARTBEAT_S = 1.0
 _FLUSH_S = 0.02
 _REFRESH_S = KV_TTL_S / 3
 _BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
-_MAX_NAMES = 4096  # 262,144 tokens
+_MAX_SPANS = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
 
 log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class RedisIndex:
         self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
-        self._slots: dict[int, bytes] = {}
+        self._places: Places = NOWHERE  # of the slots
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
@@ -74,23 +76,21 @@ class RedisIndex:
 
     # ---- PrefixIndex ----
 
-    async def lookup(self, hashes: Sequence[bytes]) -> dict[bytes, int]:
-        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots:
-            return {}
-        names = [b"kv:" + value[:NAME_BYTES] for value in hashes[:_MAX_NAMES]]
+    async def lookup(self, hashes: Sequence[bytes]) -> Matches:
+        if not hashes or not self._breaker.closed or self.is_disabled or not self._places.mask:
+            return Matches()
         # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
-        asking = asyncio.create_task(self._ask(names))
+        asking = asyncio.create_task(self._ask(hashes[:_MAX_SPANS]))
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
         await asyncio.wait((asking,), timeout=BUDGET_S)
-        values = asking.result() if asking.done() else None
-        if values is None:
+        found = asking.result() if asking.done() else None
+        if found is None:
             self._breaker.failed()
-            return {}
+            return Matches()
         self._breaker.succeeded()
-        runs = longest_runs(values)
-        return {self._slots[slot]: run for slot, run in runs.items() if slot in self._slots}
+        return found
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         self._workers[worker] = _Worker(worker, subscribe)
@@ -108,14 +108,26 @@ class RedisIndex:
     def drop(self, worker: bytes) -> None:
         self._workers.pop(worker, None)  # its bits expire; nobody is routed to a worker that does not serve
 
-    async def _ask(self, names: Sequence[bytes]) -> Sequence[object] | None:
-        """One MGET; None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
+    async def _ask(self, hashes: Sequence[bytes]) -> Matches | None:
+        """None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
+        places, ends = self._places, sampled_ends(len(hashes))
         try:
-            values = await self._hot.mget(names)
+            sampled = list(bit_sets(await self._get([hashes[end - 1] for end in ends])))
+            longest = last_held(sampled, places.mask)
+            begin = ends[longest - 1] if longest else 0
+            end = ends[longest] - 1 if longest < len(ends) else begin
+            rest = bit_sets(await self._get(hashes[begin:end])) if begin < end else ()
         except FAILURES as error:
             log.debug("redis: lookup failed %s", fields(error=words_of(error)))
             return None
-        return values if isinstance(values, list) and len(values) == len(names) else None
+        return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
+
+    async def _get(self, hashes: Sequence[bytes]) -> Sequence[object]:
+        """One MGET. Raises one of FAILURES."""
+        values = await self._hot.mget([b"kv:" + value[:NAME_BYTES] for value in hashes])
+        if not isinstance(values, list) or len(values) != len(hashes):
+            raise ValueError("an MGET was answered by something else")
+        return values
 
     @property
     def down(self) -> str:
@@ -226,8 +238,7 @@ class RedisIndex:
         return None
 
     async def _read_slots(self) -> None:
-        holders = await self._control.mget([_slot_name(slot) for slot in range(NUM_SLOTS)])
-        self._slots = {slot: holder for slot, holder in enumerate(holders) if isinstance(holder, bytes)}
+        self._places = places_of(await self._control.mget([_slot_name(slot) for slot in range(NUM_SLOTS)]))
 
     async def _write(self) -> None:
         while not cancelled():

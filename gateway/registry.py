@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from baton.service.access import Access
 from baton.service.errors import Unavailable
@@ -11,9 +11,11 @@ from baton.v1 import worker_pb2 as pb
 from gateway.candidates import ROLES, Candidates
 from gateway.limits import PRESETS, ServedModel
 from gateway.lived import follow_lived
+from gateway.matches import Matches
 from gateway.members import Members
 from gateway.model_folder import ModelFolder
 from gateway.names import WorkerName, is_name
+from gateway.pace import Pace
 from gateway.prefix_index import PrefixIndex
 from gateway.rates import Rates
 from gateway.registered import Registered
@@ -41,11 +43,12 @@ class Registry:
         self._secret = secret
         self._slo_classes = frozenset(read_classes(settings.slo_classes))
         self._joined: dict[WorkerLink, bytes] = {}
-        self._placed: dict[WorkerLink, str] = {}  # in which role it stands
         self._names: list[WorkerName] = []
         self._placed: dict[WorkerLink, str] = {}  # the role that it stands in
         self._pairs = 0, False  # (changes of who serves, whether any two fit)
+        self._model: tuple[int, ServedModel] | None = None  # (these changes, what is served)
         self._fleet = Rates()  # what workers are like
+        self._pace = Pace()
         self.candidates = Candidates(lambda role: self.prefill if role == "prefill" else self.decode)
         self.prefill = self._links("prefill", settings.prefill_workers)
         self.decode = self._links("decode", settings.decode_workers)
@@ -77,9 +80,15 @@ class Registry:
 
     @property
     def model(self) -> ServedModel:
-        """What requests are checked against: the folder, within what workers can hold."""
+        """What requests are checked against: the folder, within what workers can hold. Asked by every request: looked
+        for again only when others serve."""
+        if self._model is None or self._model[0] != self.candidates.num_changes:
+            self._model = self.candidates.num_changes, self._served_model()
+        return self._model[1]
+
+    def _served_model(self) -> ServedModel:
         folder = self._folder
-        said = [link.hello for link in self.decode if link.serving and link.hello]
+        said = [link.hello for link in self.candidates.serving("decode")]
         lengths = [hello.limits.max_model_len for hello in said]
         return ServedModel(
             name=folder.name,
@@ -116,10 +125,9 @@ class Registry:
         return "no prefill worker serves that a decode worker can take KV from: " + self._excuses(self.prefill)
 
     def route(
-        self, ask: Ask, matches: Mapping[bytes, int], avoid: Collection[bytes]
+        self, ask: Ask, matches: Matches, avoid: Collection[bytes]
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else. `matches`: worker ->
-        spans it holds, the most last. Raises Unavailable."""
+        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else. Raises Unavailable."""
         for avoided in (avoid, ()) if avoid else ((),):
             try:
                 return self._route(ask, matches, avoided)
@@ -136,7 +144,7 @@ class Registry:
         return any(link.serving and link.worker_id not in avoid for link in links)
 
     def source_for(
-        self, taker: WorkerLink, ask: Ask, matches: Mapping[bytes, int], avoid: Collection[bytes]
+        self, taker: WorkerLink, ask: Ask, matches: Matches, avoid: Collection[bytes]
     ) -> WorkerLink | None:
         """A prefill worker that `taker` can take KV from; None: it reads the prompt itself. Raises Unavailable."""
         (here,) = self.candidates.seen([taker], matches)
@@ -149,7 +157,7 @@ class Registry:
         return None
 
     def holder_for(
-        self, reader: WorkerLink, matches: Mapping[bytes, int], avoid: Collection[bytes]
+        self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]
     ) -> WorkerLink | None:
         """Whom `reader` should pull a prefix from before it prefills the rest; None: nobody, or it is not worth it."""
         holders = self.candidates.holders(matches, avoid)
@@ -180,7 +188,7 @@ class Registry:
         """Asked after every report of every worker: looked for again only when others serve."""
         if self._pairs[0] != self.candidates.num_changes:
             sources, taking = (
-                self.candidates.seen(links, {}) for links in (self.candidates.serving("prefill"), takers)
+                self.candidates.seen(links, Matches()) for links in (self.candidates.serving("prefill"), takers)
             )
             found = any(compatible(source, taker) for source in sources for taker in taking)
             self._pairs = self.candidates.num_changes, found
@@ -198,7 +206,6 @@ class Registry:
 
     def _remove(self, link: WorkerLink) -> None:
         self._placed.pop(link, None)
-        self._placed.pop(link, None)
         for links in (self.prefill, self.decode):
             if link in links:
                 links.remove(link)
@@ -215,6 +222,7 @@ class Registry:
             max_unread_tokens=self._settings.max_unread_tokens,
             access=Access(self._settings.tls_ca, self._settings.tls_cert, self._settings.tls_key),
             fleet=self._fleet,
+            pace=self._pace,
         )
 
     def _why_not(self, hello: pb.Hello) -> str | None:

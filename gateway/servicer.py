@@ -24,6 +24,11 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 log = logging.getLogger(__name__)
 
 
+def _boxed(raw: bytes) -> list[pb.GenerateRequest]:
+    """gRPC holds what a method is called with until its stream has ended; whoever takes this out has it alone."""
+    return [pb.GenerateRequest.FromString(raw)]
+
+
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(
         self,
@@ -38,17 +43,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._pipeline, self._settings = pipeline, settings
         self._on_begin, self._on_end = on_begin, on_end
 
-    async def Generate(self, request: pb.GenerateRequest, context) -> None:  # noqa: N802
-        # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
-        await self._answer(request, context, context.write)
+    def add_to(self, server: grpc.aio.Server) -> None:
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, _boxed, pb.GenerateResponse.SerializeToString
+            ),
+            "Complete": grpc.unary_unary_rpc_method_handler(
+                self.Complete, _boxed, pb.CompleteResponse.SerializeToString
+            ),
+        }
+        inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
+        server.add_registered_method_handlers(SERVICE_NAME, handlers)  # in place of those
 
-    async def Complete(self, request: pb.GenerateRequest, context) -> pb.CompleteResponse:  # noqa: N802
+    async def Generate(self, box: list[pb.GenerateRequest], context) -> None:  # noqa: N802
+        # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
+        await self._answer(box, context, context.write)
+
+    async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:  # noqa: N802
         response = pb.CompleteResponse()
 
         async def gather(message: pb.GenerateResponse) -> None:
             _add(response, message)
 
-        await self._answer(request, context, gather)
+        await self._answer(box, context, gather)
         return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:  # noqa: N802
@@ -94,13 +111,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         return await _answered(info, context)
 
-    async def _answer(self, request: pb.GenerateRequest, context, emit: Emit) -> None:
-        record = self._record(request, context)
+    async def _answer(self, box: list[pb.GenerateRequest], context, emit: Emit) -> None:
+        record = self._record(box[0], context)
         error: BaseException | None = None
         self.num_running += 1
         self._on_begin(record)
         try:
-            await _answered(lambda: self._serve(request, context, record, emit), context, record)
+            await _answered(lambda: self._serve(box, context, record, emit), context, record)
         except BaseException as raised:
             error = raised.__context__ if isinstance(raised, grpc.aio.AbortError) and raised.__context__ else raised
             raise
@@ -110,13 +127,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             spans.draw(record, error)
             self._on_end(record, error)
 
-    async def _serve(self, request: pb.GenerateRequest, context, record: Record, emit: Emit) -> None:
+    async def _serve(self, box: list[pb.GenerateRequest], context, record: Record, emit: Emit) -> None:
         check_metadata(context.invocation_metadata())
         deadline = self._deadline(context, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
         model = self._pipeline.registry.model
-        record.checked = checked = check(request, model, record.tenant)
+        record.checked = checked = check(box.pop(), model, record.tenant)
         await self._pipeline.serve(checked, model, deadline, record, emit)
 
     def _record(self, request: pb.GenerateRequest, context) -> Record:

@@ -45,6 +45,11 @@ class Standing:
             self._place = self._since = None
             line.leave(place, served=served)
 
+    def close(self) -> None:
+        """It will never join again."""
+        self.leave(served=False)
+        self._on_room = lambda: None
+
     @property
     def _until(self) -> float:
         return (self._since or now()) + self._max_wait_s

@@ -18,6 +18,8 @@ from gateway.mailbox import Lost, Overflow, Rejoined, Stalled, Tokens
 
 
 class Phase(Enum):
+    __hash__ = object.__hash__  # Enum's own is Python, and every event looks into the table
+
     AWAITING_CREDIT = "awaiting credit"  # every decode worker is full
     ADMITTING = "admitting"  # Admit is sent
     AWAITING_PREFILL = "awaiting prefill"  # credit is held, every prefill worker is full
@@ -30,6 +32,8 @@ class Phase(Enum):
 
 
 class Event(Enum):
+    __hash__ = object.__hash__
+
     ROOM = "room"  # first in line, and something has changed
     GRANTED = "granted"
     REFUSED = "refused"
@@ -138,6 +142,8 @@ _EVENTS = {
 
 def event_of(message, is_prefill: bool) -> Event:
     """What a message of the prefill or the decode leg is to the request."""
+    if (event := _EVENTS.get(type(message))) is not None:
+        return event
     if isinstance(message, Lost):
         return Event.PREFILL_LOST if is_prefill else Event.DECODE_LOST
     if isinstance(message, Stalled):
@@ -146,7 +152,7 @@ def event_of(message, is_prefill: bool) -> Event:
         if message.code:
             return Event.PREFILL_FAILED if is_prefill else Event.DECODE_FAILED
         return Event.PREFILL_ENDED if is_prefill else Event.DECODE_ENDED
-    return _EVENTS.get(type(message), Event.OTHER)
+    return Event.OTHER
 
 
 def state_table_markdown() -> str:

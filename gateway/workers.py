@@ -5,6 +5,7 @@ in one place. Losing the stream posts `Lost` to every leg; events of keys that n
 """
 
 import asyncio
+import itertools
 import logging
 import random
 from collections import Counter
@@ -22,7 +23,8 @@ from baton.service.tls import WORKER_NAME
 from baton.service.telemetry import CLOCK
 from baton.v1 import worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled, Tokens
+from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled
+from gateway.pace import Pace, Turns
 from gateway.rates import Rates, Recent
 from gateway.timing import now
 
@@ -32,6 +34,7 @@ SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead s
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 log = logging.getLogger(__name__)
+_places = itertools.count()
 Key = tuple[str, int]
 
 
@@ -46,14 +49,19 @@ class LinkState(Enum):
 class Leg:
     """One key on one worker. `close()` whenever done with it: what is still alive there is cancelled."""
 
+    __slots__ = (
+        "link", "key", "worker_id", "mailbox", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
+        "_written_from", "_written_upto", "_open",
+    )  # fmt: skip
+
     def __init__(self, link: "WorkerLink", key: Key, mailbox: Mailbox):
-        self.link, self.key = link, key
+        self.link, self.key, self.mailbox = link, key, mailbox
         self.worker_id = link.worker_id
+        self.place = next(_places)
         self.num_unread = 0
         self._num_prefill_tokens = 0
         self._promised_s: float | None = None
-        self._written = 0, 0  # output indices that came: from, up to
-        self._mailbox = mailbox
+        self._written_from = self._written_upto = 0  # output indices that came
         self._open = True
 
     @property
@@ -85,17 +93,20 @@ class Leg:
         if isinstance(event, (Lost, pb.Ended, pb.Refused)):
             self._open = False  # nothing is left there to cancel
             self._release()
-        self._mailbox.post(self, event)
+        self.mailbox.post(self, event)
 
-    def post_tokens(self, tokens: Tokens) -> None:
-        self.num_unread += len(tokens.token_ids)
-        begin, end = self._written
-        last = tokens.first_index + len(tokens.token_ids)
-        self._written = (begin if end else tokens.first_index), max(end, last)
-        self.post(tokens)
+    def post_tokens(self, choice: int, first_index: int, token_ids: list[int], logprobs: list, reason: int) -> bool:
+        """A row of a step; the reader is called later. Whether they are not to wait: the first, and the last."""
+        is_first, upto = self._written_upto == 0, first_index + len(token_ids)
+        self.num_unread += len(token_ids)
+        if is_first:
+            self._written_from = first_index
+        self._written_upto = max(self._written_upto, upto)
+        self.mailbox.add(self, choice, first_index, token_ids, logprobs, reason)
         if self.num_unread > self.link.max_unread_tokens and self._open:
             self.close()
-            self._mailbox.post(self, Overflow())
+            self.mailbox.post(self, Overflow())
+        return is_first or reason != 0
 
     def cancel(self) -> None:
         """Ended is still to come."""
@@ -113,7 +124,7 @@ class Leg:
     @property
     def num_written(self) -> int:
         """Tokens of its longest choice."""
-        return self._written[1] - self._written[0]
+        return self._written_upto - self._written_from
 
     def _release(self) -> None:
         self.num_prefill_tokens = 0
@@ -134,8 +145,10 @@ class WorkerLink:
         max_unread_tokens: int,
         access: Access = Access(),
         fleet: Rates | None = None,
+        pace: Pace | None = None,
     ):
-        """`check_hello` says why this worker cannot be used, or None. `fleet`: what all workers are like."""
+        """`check_hello` says why this worker cannot be used, or None. `fleet`: what all workers are like; `pace`: of
+        all tokens that come to this gateway."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.load = pb.Load()
@@ -146,6 +159,7 @@ class WorkerLink:
         self.rates, self.recent = Rates(fleet), Recent()
         self.num_prefill_tokens = 0  # of all legs
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
+        self._turns = Turns(pace or Pace())
         self._clocks = ClockComparison()
         self._instance = instance
         self._access = access
@@ -345,18 +359,22 @@ class WorkerLink:
         self.send(pb.Command(beat=beat))
 
     def _dispatch_tokens(self, output: pb.StepOutput) -> None:
-        legs = [self.legs.get(key_from_proto(key)) for key in output.keys]
-        token_ids, logprobs = tuple(output.token_ids), output.logprobs
+        legs = [self.legs.get((key.request_id, key.attempt)) for key in output.keys]
+        token_ids, logprobs = list(output.token_ids), output.logprobs
         columns = (output.key_index, output.choice, output.first_index, output.num_ids, output.has_logprobs)
         token_at = logprob_at = 0
+        due, held, turns = [], [], self._turns
+        turns.begin(len(token_ids))
         for index, choice, first, num_ids, has_logprobs, reason in zip(*columns, output.finish_reason, strict=True):
             num_logprobs = num_ids if has_logprobs else 0
             if leg := legs[index]:
                 ids = token_ids[token_at : token_at + num_ids]
-                told = tuple(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else ()
-                leg.post_tokens(Tokens(choice, first, ids, told, reason))
+                told = list(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else []
+                is_due = leg.post_tokens(choice, first, ids, told, reason) or turns.is_of(leg.place)
+                (due if is_due else held).append(leg.mailbox)
             token_at += num_ids
             logprob_at += num_logprobs
+        turns.end(due, held)
 
 
 async def _write(call, outbox: asyncio.Queue) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 METERS = ("gateway/meters.py", "baton/worker/meters.py")
 SPANS = ("gateway/spans.py", "baton/worker/spans.py", "baton/service/telemetry.py")
-_KINDS = {"histogram": 3, "counter": 2, "Gauge": 3}  # call -> where its labels begin
+_KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Gauge": 3}  # call -> where its labels begin
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
 
 
@@ -37,7 +37,8 @@ def _metrics_of(path: str) -> Iterator[Metric]:
             name, text = (ast.literal_eval(argument) for argument in node.args[:2])
             labels = tuple(ast.literal_eval(argument) for argument in node.args[_KINDS[call] :])
             full = f"{name}_total" if call == "counter" else name
-            yield Metric(full, call.lower(), text, labels, "gateway" if path.startswith("gateway") else "worker")
+            kind = "histogram" if call == "tally" else call.lower()
+            yield Metric(full, kind, text, labels, "gateway" if path.startswith("gateway") else "worker")
 
 
 def _called(node: ast.Call) -> str:

@@ -9,6 +9,7 @@ import contextvars
 import inspect
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import NoReturn
 
 import grpc
@@ -56,10 +57,11 @@ def tenant() -> str:
 
 class Guard(grpc.aio.ServerInterceptor):
     """`credentials` None: there are certificates alone. `num_denied` counts by (method, reason); a method that is not
-    in the table counts as "other"."""
+    in the table counts as "other". `on_denied(method, reason)` is called for each."""
 
     def __init__(self, credentials: Credentials | None):
         self.num_denied: Counter[tuple[str, str]] = Counter()
+        self.on_denied: Callable[[str, str], None] = lambda method, reason: None
         self._credentials = credentials
 
     async def intercept_service(self, continuation, details):
@@ -126,6 +128,7 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _deny(self, context, method: str, error: BatonError) -> NoReturn:
         known = method if method in METHODS else "other"
         self.num_denied[known, error.reason] += 1
+        self.on_denied(known, error.reason)
         num = self.num_denied[known, error.reason]
         if num & (num - 1) == 0:  # 1, 2, 4, 8, ...: strangers do not fill the log
             log.warning("denied %s", fields(method=known, reason=error.reason, peer=context.peer(), num=num))

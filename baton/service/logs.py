@@ -10,16 +10,32 @@ def setup(role: str, level: str = "info") -> None:
     """Send the logs of this process to stderr. Raises ValueError for an unknown level."""
     if level not in _LEVELS:
         raise ValueError(f"unknown log level {level!r}; one of {', '.join(_LEVELS)}")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(_OneLine(role))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
+def num_lost() -> int:
+    """Lines that could not be written: the disk is full, or whoever read them is gone."""
+    return _Handler.num_lost
+
+
 def fields(**values: object) -> str:
     """`key=value key=value`, values with spaces in quotes."""
     return " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
+
+
+class _Handler(logging.StreamHandler):
+    num_lost = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """The standard one would write a traceback to the same full disk."""
+        if isinstance(sys.exc_info()[1], OSError):
+            _Handler.num_lost += 1
+        else:
+            super().handleError(record)
 
 
 class _OneLine(logging.Formatter):

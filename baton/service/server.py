@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
 MAX_METADATA_BYTES = 8192
+MAX_PENDING_CALLS = 16_384
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -48,6 +49,9 @@ def make_server(
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        # Of more than 1,000 calls that are not taken yet gRPC cancels some, without a word: they are for us to refuse.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
     )
     return grpc.aio.server(

@@ -267,6 +267,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return
         lease_id = next(_lease_ids).to_bytes(8, "little")
         lease = _leases[lease_id] = _Lease(self)
+        lease.done.set()
         ticket = (64 * len(hashes)).to_bytes(4, "little")
         session.send(offered=pb.Offered(key=message.key, lease_id=lease_id, handle=lease_id, ticket=ticket))
         await lease.taken.wait()

@@ -1,11 +1,15 @@
 """A request through the gateway between FakeWorkers: orders, tokens, text, endings."""
 
 import asyncio
+import gc
+import weakref
 
 import grpc
 import pytest
 
+import gateway.pipeline
 from baton.v1 import inference_pb2 as pb
+from gateway.attempts import Attempts
 from tests.client import make_request, read_error
 from tests.gateway.fake_worker import tokens_of
 
@@ -37,6 +41,26 @@ async def test_split(cluster):
         assert c.decode[0].kinds()[:3] == ["admit", "fetch", "start"]
         assert c.prefill[0].kinds()[0] == "prefill"
         await c.idle()
+
+
+async def test_what_has_ended_waits_for_no_collector(cluster, monkeypatch):
+    """A call in gRPC takes 15 KiB or more, and is not given back before the request that writes to it."""
+    made = []
+
+    def remembered(*args) -> Attempts:
+        attempts = Attempts(*args)
+        made.append(weakref.ref(attempts))
+        return attempts
+
+    monkeypatch.setattr(gateway.pipeline, "Attempts", remembered)
+    gc.disable()
+    try:
+        async with cluster(num_prefill=2, num_decode=2) as c:
+            for split in (True, False):
+                await generate(c, prompt=PROMPT if split else PROMPT[:10], max_tokens=4)
+            await c.until(lambda: len(made) == 2 and not any(ref() for ref in made))
+    finally:
+        gc.enable()
 
 
 async def test_timing_adds_up(cluster):

@@ -8,6 +8,7 @@ import pytest
 from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.embedded_index import EmbeddedIndex
+from gateway.matches import Matches, Places
 from gateway.model_folder import Defaults, ModelFolder
 from gateway.registry import Registry
 from gateway.routing import NUM_DRAWN, NUM_HOLDERS, Ask
@@ -30,6 +31,14 @@ def fleet(num: int, split: str = "always", transports=("tcp",)) -> Registry:
     return registry
 
 
+def held(num_spans: dict[bytes, int]) -> Matches:
+    """What an index would say."""
+    workers = dict(enumerate(num_spans))
+    longest = max(num_spans.values(), default=0)
+    bits = (sum(1 << i for i, id in workers.items() if num_spans[id] > at) for at in range(longest))
+    return Matches(bits, Places.of(workers))
+
+
 def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill") -> None:
     link.hello = pb.Hello(
         instance=hashlib.sha256(link.address.encode()).digest()[:16],
@@ -47,9 +56,8 @@ def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill
 
 def test_the_holder_is_found_among_many():
     registry = fleet(300)
-    matches = {link.worker_id: 1 for link in registry.links}  # all have the first span
     holder = registry.prefill[217]
-    matches[holder.worker_id] = matches.pop(holder.worker_id) + 20
+    matches = held({link.worker_id: 1 for link in registry.links} | {holder.worker_id: 21})
     for _ in range(3):
         assert registry.route(ASK, matches, ())[1] is holder
         assert registry.route(ASK, matches, {holder.worker_id})[1] is not holder
@@ -64,7 +72,7 @@ def test_a_request_looks_at_few(monkeypatch):
     monkeypatch.setattr(
         registry.candidates, "seen", lambda links, matches: looked.append(len(links)) or seen(links, matches)
     )
-    registry.route(ASK, {link.worker_id: 1 for link in registry.links}, ())
+    registry.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
     assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
 
 
@@ -72,7 +80,7 @@ def test_the_only_partner_is_found_among_many():
     """KV goes through shared memory alone, so that each decode worker has one prefill worker."""
     registry = fleet(200, transports=("shm",))
     for _ in range(10):
-        _, source, taker = registry.route(ASK, {}, ())
+        _, source, taker = registry.route(ASK, Matches(), ())
         assert source.hello.host_id == taker.hello.host_id
 
 
@@ -82,18 +90,18 @@ def test_who_serves_no_longer_is_not_chosen():
     registry.decode[0]._become(LinkState.DRAINING, "draining")
     first._become(LinkState.CONNECTING, "gone")
     assert registry.not_ready() is None
-    _, source, taker = registry.route(ASK, {}, ())
+    _, source, taker = registry.route(ASK, Matches(), ())
     assert source is second and taker is registry.decode[1]
     second._become(LinkState.STALLED, "stalled")
     assert "no prefill worker" in registry.not_ready()
     with pytest.raises(Unavailable):
-        registry.route(ASK, {}, ())
+        registry.route(ASK, Matches(), ())
     serve(first, "host0")
-    assert registry.not_ready() is None and registry.route(ASK, {}, ())[1] is first
+    assert registry.not_ready() is None and registry.route(ASK, Matches(), ())[1] is first
 
 
 def test_work_that_was_given_is_spread():
     """A worker that nobody has heard of yet is not given all that comes at once."""
     registry = fleet(4)
-    chosen = [registry.route(ASK, {}, ())[1].address for _ in range(40)]
+    chosen = [registry.route(ASK, Matches(), ())[1].address for _ in range(40)]
     assert {chosen.count(link.address) for link in registry.prefill} == {10}

@@ -5,6 +5,7 @@ import asyncio
 import grpc
 import pytest
 
+from gateway.mailbox import Mailbox
 from tests.client import make_request, read_error
 from tests.gateway.fake_worker import tokens_of
 from tests.gateway.test_answers import PROMPT, generate, ids_of, read
@@ -283,16 +284,15 @@ async def test_a_prefill_worker_that_is_gone_leaves_the_decode_worker(cluster):
         assert c.decode[0].kinds() == ["admit", "prefill"]
 
 
-async def test_a_client_that_does_not_read(cluster):
+async def test_a_client_that_does_not_read(cluster, monkeypatch):
     """Its sequence ends as soon as the bound is passed; the worker is told at once, whatever the client does."""
     async with cluster(max_unread_tokens=50) as c:
         c.decode[0].hold("decode")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=700, n=4, logprobs=0), timeout=20)
         await reached(c, "decode")
         leg = next(iter(c.gateway.registry.decode[0].legs.values()))
-        leg._mailbox.next = lambda timeout_s: (
-            asyncio.Event().wait()
-        )  # the request's reader stands still, as it would in a write
+        # The request's reader stands still, as it would in a write.
+        monkeypatch.setattr(Mailbox, "next", lambda mailbox, until: asyncio.Event().wait())
         c.decode[0].release("decode")
         await c.until(lambda: "cancel" in c.decode[0].kinds())
         assert 50 < leg.num_unread <= 54

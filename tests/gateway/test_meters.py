@@ -89,6 +89,15 @@ def test_every_ending_has_an_outcome(meters, error, expected):
     assert samples(meters)["baton_requests_total", *expected] == 1
 
 
+def test_calls_that_the_guard_turned_away(meters):
+    meters.denied("/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED")
+    meters.denied("other", "PERMISSION_DENIED")
+    meters.denied("other", "PERMISSION_DENIED")
+    seen = samples(meters)
+    assert seen["baton_denied_total", "/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED"] == 1
+    assert seen["baton_denied_total", "other", "PERMISSION_DENIED"] == 2
+
+
 def test_a_refused_request_leaves_the_latencies_alone(meters):
     meters.ended(record(), Overloaded("full", 1.0))
     seen = samples(meters)

@@ -1,16 +1,15 @@
-"""Tokens wait for each other only when there are more than a gateway can write one by one."""
+"""Tokens wait for each other only when there are more than a gateway can write one by one, and never for long."""
+
+import asyncio
 
 import pytest
 
-from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2
 from gateway import pace
-from gateway.answer import Answer
-from gateway.choice import LENGTH
-from gateway.detokenizer import Detokenizer
-from gateway.limits import check
-from gateway.pace import FREE_TOKENS_PER_S, LONGEST_S, Pace
-from gateway.timing import Stamps
-from tests.client import make_request
+from gateway.mailbox import Mailbox, Tokens
+from gateway.pace import FREE_TOKENS_PER_S, LONGEST_S, Pace, Turns
+
+LENGTH = inference_pb2.FINISH_REASON_LENGTH
 
 
 class Clock:
@@ -24,43 +23,97 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def flow(it: Pace, clock: Clock, tokens_per_s: float, seconds: float) -> None:
-    for _ in range(round(100 * seconds)):
-        clock.at += 0.01
-        it.count(round(tokens_per_s / 100))
+def flow(turns: Turns, clock: Clock, tokens_per_s: float, seconds: float = 1.0, step_s: float = 0.01) -> None:
+    for _ in range(round(seconds / step_s)):
+        clock.at += step_s
+        turns.begin(round(tokens_per_s * step_s))
 
 
-def test_the_gap_follows_the_rate(clock):
+def due(turns: Turns, num: int = 12) -> list[int]:
+    return [place for place in range(num) if turns.is_of(place)]
+
+
+def test_below_the_rate_nothing_waits(clock):
+    turns = Turns(Pace())
+    flow(turns, clock, 0.95 * FREE_TOKENS_PER_S)
+    assert due(turns) == list(range(12))
+
+
+@pytest.mark.parametrize("step_s, every", [(0.004, 4), (0.006, 3), (0.01, 2), (0.02, 1)])
+def test_beyond_it_each_has_its_turn_as_often_as_the_bound_allows(clock, step_s, every):
     it = Pace()
-    assert it.gap_s == 0
-    flow(it, clock, 0.9 * FREE_TOKENS_PER_S, 1)
-    assert it.gap_s == 0
-    flow(it, clock, 1.5 * FREE_TOKENS_PER_S, 1)
-    assert it.gap_s == LONGEST_S
+    turns = Turns(it)
+    flow(turns, clock, 2 * FREE_TOKENS_PER_S, 2.0, step_s)
+    assert it.is_busy
+    seen: list[int] = []
+    for _ in range(every):
+        flow(turns, clock, 2 * FREE_TOKENS_PER_S, step_s, step_s)
+        assert len(due(turns)) == 12 // every, "no step has more messages than another"
+        seen += due(turns)
+    assert sorted(seen) == list(range(12))
+    assert (every - 1) * step_s <= LONGEST_S
+
+
+def test_all_workers_count_together(clock):
+    it = Pace()
+    one, other = Turns(it), Turns(it)
+    for _ in range(100):
+        clock.at += 0.01
+        one.begin(round(0.006 * FREE_TOKENS_PER_S))
+        other.begin(round(0.006 * FREE_TOKENS_PER_S))
+    assert it.is_busy and len(due(one)) == len(due(other)) == 6
+
+
+def test_after_a_rest_nothing_waits(clock):
+    turns = Turns(Pace())
+    flow(turns, clock, 2 * FREE_TOKENS_PER_S)
+    assert len(due(turns)) == 6
     clock.at += 60
-    it.count(1)
-    assert it.gap_s == 0, "after a rest nothing is held"
+    turns.begin(1)
+    assert len(due(turns)) == 12
 
 
-async def test_first_messages_and_endings_are_not_held(cluster):
-    sent = []
+async def test_what_waits_goes_on_without_another_step():
+    it, mailbox, leg = Pace(), Mailbox(), object()
+    reading = asyncio.create_task(mailbox.next(pace.now() + 60))
+    await asyncio.sleep(0)
+    mailbox.add(leg, 0, 5, [7], [], 0)
+    it.hold([mailbox])
+    await asyncio.sleep(0)
+    assert not reading.done()
+    assert await reading == (leg, Tokens(0, 5, [7], [], 0))
+    assert mailbox.take() is None
+    mailbox.close()
 
-    async def emit(message: pb.GenerateResponse) -> None:
-        sent.append(message)
 
-    async with cluster() as c:
-        checked = check(make_request([5, 6], max_tokens=9), c.gateway.registry.model)
-        detokenizer = Detokenizer(c.gateway._pipeline.tokenizer)
-    busy = Pace()
-    busy.gap_s = LONGEST_S
-    answer = Answer(checked, detokenizer, Stamps(0.0), emit, lambda gap_s: None, busy)
-    answer.push(0, 0, [20], [], 0)
-    assert answer.hold_s == 0
-    await answer.flush()
-    answer.push(0, 1, [21], [], 0)
-    assert answer.hold_s == LONGEST_S
-    answer.push(0, 2, [22], [], 0)
-    await answer.flush()
-    assert [list(message.token_ids) for message in sent] == [[20], [21, 22]]
-    answer.push(0, 3, [23], [], LENGTH)
-    assert answer.hold_s == 0
+def test_rows_that_go_on_are_read_as_one():
+    mailbox, leg, other = Mailbox(), object(), object()
+    mailbox.add(leg, 0, 5, [7], ["a"], 0)
+    mailbox.add(leg, 0, 6, [8, 9], ["b", "c"], 0)
+    mailbox.add(leg, 1, 6, [1], [], 0)  # another choice
+    mailbox.add(leg, 1, 8, [2], [], 0)  # one is missing: its reader is to see that
+    mailbox.add(other, 1, 9, [3], [], LENGTH)
+    mailbox.add(other, 1, 10, [4], [], 0)  # behind an end
+    read = []
+    while (entry := mailbox.take()) is not None:
+        read.append(entry)
+    assert read == [
+        (leg, Tokens(0, 5, [7, 8, 9], ["a", "b", "c"], 0)),
+        (leg, Tokens(1, 6, [1], [], 0)),
+        (leg, Tokens(1, 8, [2], [], 0)),
+        (other, Tokens(1, 9, [3], [], LENGTH)),
+        (other, Tokens(1, 10, [4], [], 0)),
+    ]
+
+
+async def test_a_wait_ends_when_it_should_whatever_the_one_before():
+    """The timer of a wait stays for the next one; one that ends sooner, or later, is not cut short or drawn out."""
+    mailbox = Mailbox()
+    for first_s, second_s in ((60.0, 0.02), (0.01, 0.05)):
+        waiting = asyncio.create_task(mailbox.next(pace.now() + first_s))
+        await asyncio.sleep(0)
+        mailbox.post(None, "read")
+        assert await waiting == (None, "read") and mailbox.take() is None
+        until = pace.now() + second_s
+        assert await mailbox.next(until) is None and pace.now() >= until
+    mailbox.close()

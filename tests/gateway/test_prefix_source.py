@@ -6,10 +6,20 @@ import pytest
 
 from gateway import prefix_source
 from gateway.rates import Rates
+from gateway.workers import LinkState
+from tests.gateway.fake_worker import tokens_of
 from tests.gateway.test_answers import PROMPT, generate, ids_of
 
 MAX_TOKENS = 4
 NUM_PREFIX = 256  # whole spans of the prompt with something left to compute
+
+
+def test_tokens_in_place_of_an_offer():
+    """What nobody has asked for is a no."""
+    said = []
+    source = prefix_source.PrefixSource(lambda sources, holder: said.append((sources, holder)))
+    source.add(None, 0, 0, [1], [], 0)
+    assert said == [([], None)] and not source.hurry()
 
 
 async def known(c, holder) -> None:
@@ -85,4 +95,35 @@ async def test_what_is_cheap_is_computed(cluster):
             c, lambda *_: [link.note_prefill(128, 1e-4) for link in c.gateway.registry.links]
         )
         assert not offers and not prefill.sources
+        await c.idle()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatch, is_there):
+    """All full spans of prompt and answer are asked for; no prefill worker reads the prompt again for the rest."""
+    monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)
+    async with cluster(num_decode=2) as c:
+        for link in c.gateway.registry.links:
+            link.hello.kv_token_bytes, link.rates = 1, Rates()
+        c.gateway.registry.candidates._said.clear()
+        asking = asyncio.create_task(generate(c, max_tokens=300))
+        running = c.gateway._pipeline.running
+        await c.until(lambda: any(each._answer.num_output_tokens >= 40 for each in running.values()))
+        (left,) = (worker for worker in c.decode if worker.held)
+        (taker,) = (worker for worker in c.decode if worker is not left)
+        left.hold("decode")
+        left.state = "draining"
+        if is_there:
+            left.seal(c.gateway.names.spans("default", PROMPT, tokens_of(PROMPT, 300, 400)).hashes)
+        else:
+            left.spans.clear()
+        await c.until(lambda: any(link.state is LinkState.DRAINING for link in c.gateway.registry.decode))
+        left.failures["decode"] = [(14, "DRAINING")]
+        left.release("decode")
+        assert ids_of(await asking) == tokens_of(PROMPT, 300, 400)
+        (offer,) = (message for kind, message in left.commands if kind == "offer")
+        spec = next(message.spec for kind, message in taker.commands if kind == "admit")
+        assert len(offer.spans.hashes) == (len(spec.token_ids) - 1) // 64 > (len(PROMPT) - 1) // 64
+        assert taker.kinds()[: 3 if is_there else 2] == ["admit", *["fetch"] * is_there, "prefill"]
+        assert c.prefill[0].kinds().count("prefill") == 1
         await c.idle()

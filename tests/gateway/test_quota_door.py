@@ -72,6 +72,19 @@ async def test_nobody_waits_for_what_would_take_longer_than_the_longest_wait(clu
         assert (await refused(generate(c))).reason == "TTFT_BUDGET"
 
 
+async def test_who_would_be_served_after_its_deadline_is_told_at_once(cluster):
+    async with cluster() as c:
+        line, place = line_up(c, 5.0)
+        request = make_request(PROMPT, max_tokens=6)
+        error = await refused(read(c.stub.Generate(request, timeout=3)))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "DEADLINE_BUDGET")
+        assert "deadline" in error.message and error.retry_after_s >= 1
+        waiting = asyncio.create_task(read(c.stub.Generate(request, timeout=20)))
+        await c.until(lambda: len(line) == 2)
+        line.leave(place)
+        assert await waiting
+
+
 async def test_a_promise_of_tokens_is_not_broken_by_one_more(cluster):
     async with cluster() as c:
         (link,) = c.gateway.registry.decode

@@ -87,6 +87,24 @@ def test_a_file_that_cannot_be_meant(tmp_path, text, said):
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 
+def test_the_file_is_read_again(tmp_path, caplog):
+    path = tmp_path / "quotas.toml"
+    path.write_text("[a]\nconcurrent_requests = 1\n")
+    quotas = Quotas(read_quotas(path), path)
+    quotas.enter("a", 10.0)
+    refused(quotas, "a", 12.0)
+    path.write_text("[a]\nconcurrent_requests = 2\ntokens_per_s = 10\n")
+    quotas.enter("a", 14.0)
+    refused(quotas, "a", 16.0)
+    quotas.pay("a", 120, 16.0)  # 100 was saved up
+    quotas.leave("a")
+    assert refused(quotas, "a", 16.1).reason == "TENANT_TOKENS"
+    path.write_text("[a]\nconcurrent_requests = no\n")  # half written
+    assert refused(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones go on" in caplog.text
+    path.write_text("[b]\nconcurrent_requests = 1\n")
+    quotas.enter("a", 18.4)  # nobody bounds it any more
+
+
 def test_no_file(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
         read_quotas(tmp_path / "nothing.toml")

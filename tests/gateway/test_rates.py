@@ -9,7 +9,7 @@ from gateway.rates import Fit, Pace, Rates, Recent
 
 
 def test_nothing_is_known_at_first():
-    assert Rates().pace(0.0) == Pace() and not Fit(1.0, 1.0).is_known(0.0)
+    assert Rates().pace(0.0) == Rates(Rates()).pace(0.0) == Pace()
 
 
 def test_a_line_is_found_through_noise():
@@ -56,9 +56,31 @@ def test_what_a_worker_has_not_shown_the_fleet_has():
     for i in range(20):
         old.note_prefill(1000, 0.8, i)
     assert new.pace(20.0) == fleet.pace(20.0) and new.pace(20.0).prefill_s(1000) == pytest.approx(0.8)
-    new.note_prefill(1000, 0.1, 21.0)
-    assert new.pace(21.0).prefill_s(1000) < 0.4 < old.pace(21.0).prefill_s(1000)
-    assert new.pace(10_000.0).prefill_s(1000) == fleet.pace(10_000.0).prefill_s(1000)
+    for i in range(20):
+        new.note_prefill(1000, 0.1, 21.0 + i)
+        old.note_prefill(1000, 0.8, 21.0 + i)
+    assert new.pace(41.0).prefill_s(1000) < 0.3 < 0.6 < old.pace(41.0).prefill_s(1000)
+    assert new.pace(10_000.0).prefill_s(1000) == pytest.approx(fleet.pace(10_000.0).prefill_s(1000))
+
+
+def test_chance_makes_no_worker_slow():
+    """Of two hundred alike, seen five times each, none looks as if it took half or twice as long."""
+    rng, fleet = random.Random(0), Rates()
+    workers = [Rates(fleet) for _ in range(200)]
+    for i in range(1000):
+        num_beside = rng.randrange(1, 9)
+        workers[i % 200].note_decode(num_beside, (0.01 + 0.001 * num_beside) * rng.uniform(0.7, 1.3), i / 50)
+    looks = [worker.pace(20.0).tpot_s(4) / fleet.pace(20.0).tpot_s(4) for worker in workers]
+    assert 0.9 < min(looks) and max(looks) < 1.1
+
+
+def test_a_slow_worker_is_told_from_the_others():
+    fleet = Rates()
+    workers = [Rates(fleet) for _ in range(10)]
+    for i in range(300):
+        workers[i % 10].note_decode(1 + i % 7, (0.1 if i % 10 == 0 else 0.01) * (1 + i % 7), i / 30)
+    slow, *others = (worker.pace(10.0).tpot_s(4) for worker in workers)
+    assert slow > 3 * max(others)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 1e9])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2 as pb
 from gateway.redis_index import KV_TTL_S, RedisIndex, SecretDiffers
-from gateway.slots import NUM_SLOTS, longest_runs
+from gateway.matches import Matches
+from gateway.slots import NUM_SLOTS, bit_sets, places_of
 from tests.gateway.test_answers import generate
 from tests.redis_server import RedisServer
 
@@ -71,6 +72,31 @@ async def test_what_one_writes_the_other_finds(server):
         names = server.client.keys("kv:*")
         assert len(names) == 8 and all(len(name) == 3 + 16 for name in names)
         assert all(0 < server.client.ttl(name) <= KV_TTL_S for name in names)
+
+
+async def test_long_prompts_are_looked_up_by_samples(server):
+    """The longest prefix is found exactly, others to within 16 spans."""
+    chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(300)]
+    async with index(server, b"one") as one:
+        one.join(OTHER, lambda: None)
+        await until(lambda: len(one._places.worker_at) == 2)
+        for lengths, expected in (
+            ((300, 40), (300, 32)), ((250, 250), (250, 250)), ((17, 3), (17, 2)), ((3, 0), (3, 0)), ((64, 63), (64, 48)),
+            ((100, 99), (100, 99)),
+        ):  # fmt: skip
+            server.client.delete("kv:", *server.client.keys("kv:*"))
+            for worker, length in zip((WORKER, OTHER), lengths, strict=True):
+                one._workers[worker].feed.subscribe()
+                one._workers[worker].feed.spans.clear()
+                one.apply(worker, snapshot(*chain[:length]))
+            await until(lambda: len(server.client.keys("kv:*")) == max(lengths))
+            await until(lambda: not any(entry.pending for entry in one._workers.values()))
+
+            async def found() -> bool:
+                matches = await one.lookup(chain)
+                return tuple(map(matches.get, (WORKER, OTHER))) == expected
+
+            await until(found)
 
 
 async def test_two_workers_have_two_slots(server):
@@ -147,6 +173,7 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
             assert await a.lookup(SPANS) == {}
             asked += 1
         assert asked == 3
+
         async def ask(names):
             raise AssertionError("an open breaker asks nobody")
 
@@ -223,7 +250,9 @@ async def test_two_gateways_share_what_they_served(cluster, server):
 
 
 @given(st.lists(st.one_of(st.none(), st.binary(max_size=40), st.integers(), st.text(max_size=3)), max_size=12))
-def test_longest_runs(values):
+def test_longest_runs_of_slots(values):
+    slots = [b"%d" % slot if slot % 3 else None for slot in range(NUM_SLOTS)]
+
     def bit(value, slot: int) -> bool:
         is_there = isinstance(value, bytes) and slot // 8 < len(value) <= NUM_SLOTS // 8
         return is_there and bool(value[slot // 8] & 128 >> slot % 8)
@@ -231,6 +260,6 @@ def test_longest_runs(values):
     expected = {}
     for slot in range(NUM_SLOTS):
         run = next((i for i, value in enumerate(values) if not bit(value, slot)), len(values))
-        if run:
-            expected[slot] = run
-    assert longest_runs(values) == expected
+        if run and slots[slot]:
+            expected[slots[slot]] = run
+    assert Matches(bit_sets(values), places_of(slots)) == expected

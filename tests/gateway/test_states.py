@@ -50,7 +50,7 @@ def subject(event: Event):
         Event.ACCEPTED: pb.Accepted(lease_id=b"?", handle=b"of nobody", ticket=b"?"),
         Event.DONE: pb.Done(first_tokens=[first]),
         Event.FETCHED: pb.Fetched(transfer_s=0.1),
-        Event.TOKENS: Tokens(0, 0, tuple(EXPECTED[:1]), (), 0),
+        Event.TOKENS: Tokens(0, 0, EXPECTED[:1], [], 0),
         Event.DECODE_ENDED: pb.Ended(),
         Event.PREFILL_ENDED: pb.Ended(),
         Event.DECODE_FAILED: pb.Ended(code=13, reason="WHY", message="why"),
@@ -132,7 +132,7 @@ async def test_the_last_tokens_and_the_report_come_at_once(cluster, monkeypatch)
         running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
         await c.until(lambda: made and made[0].phase is Phase.DECODING)
         attempts = made[0]
-        attempts._mailbox.post(attempts._decode, Tokens(0, 1, tuple(EXPECTED[1:]), (), pb2.FINISH_REASON_LENGTH))
+        attempts._mailbox.post(attempts._decode, Tokens(0, 1, EXPECTED[1:], [], pb2.FINISH_REASON_LENGTH))
         attempts._mailbox.post(attempts._decode, pb.Ended())
         assert ids_of(await running) == EXPECTED
         assert attempts._record.num_attempts == 1

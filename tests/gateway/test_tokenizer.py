@@ -62,7 +62,7 @@ DETOKENIZERS = {kind: Detokenizer(tokenizer) for kind, tokenizer in TOKENIZERS.i
 
 def pieces(detokenizer: Detokenizer, token_ids) -> list[str]:
     decoder = detokenizer.decoder()
-    return [*map(decoder.push, token_ids), decoder.finish()]
+    return [*(decoder.push([token_id]) for token_id in token_ids), decoder.finish()]
 
 
 @settings(max_examples=200, deadline=None)

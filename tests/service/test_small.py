@@ -1,6 +1,7 @@
 """Codec, logs and the health probe."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import subprocess
@@ -22,6 +23,22 @@ def test_budget_is_a_duration():
     assert 9_000 < codec.budget_ms(time.monotonic() + 10) <= 10_000
     assert codec.budget_ms(float("inf")) == (1 << 32) - 1
     assert codec.deadline_of(5000) == pytest.approx(time.monotonic() + 5, abs=2)
+
+
+def test_a_line_that_cannot_be_written_is_counted(monkeypatch):
+    kept, level, before = logging.getLogger().handlers[:], logging.getLogger().level, logs.num_lost()
+    with open("/dev/full", "w", buffering=1) as full:  # what a disk says that has no room left
+        monkeypatch.setattr(sys, "stderr", full)
+        try:
+            logs.setup("decode", "info")
+            logging.getLogger("x").info("nobody reads this")
+            assert logs.num_lost() == before + 1
+        finally:
+            logging.getLogger().handlers[:] = kept
+            logging.getLogger().setLevel(level)
+            monkeypatch.undo()
+        with contextlib.suppress(OSError):  # what it has kept
+            full.close()
 
 
 def test_one_line_a_record(capsys):
