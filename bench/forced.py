@@ -8,9 +8,7 @@ verifying step took no longer than a plain one.
 
 import itertools
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,9 +18,8 @@ import torch  # noqa: E402
 
 from baton.engine.config import EngineConfig  # noqa: E402
 from baton.engine.engine import Engine  # noqa: E402
-from baton.engine.request import PrefillDone, RequestEnded, Speculation, TokenRun  # noqa: E402
+from decoding import decode, greedy  # noqa: E402
 from report import Report, finish, start  # noqa: E402
-from tests import bare  # noqa: E402
 from tests.engine.speculation.forced import ForcedProposer  # noqa: E402
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.85, 1.0)
@@ -56,32 +53,12 @@ class Runs:
 
     def run(self, prompts: Sequence[Sequence[int]], width: int, answers: list[list[int]] | None = None):
         """(tokens/s once all prompts were read, answers)."""
-        requests = []
-        for prompt in prompts:
-            request = bare.make_request(str(next(self._names)), prompt, max_tokens=OUTPUT)
-            requests.append(replace(request, speculation=Speculation(num_tokens=width)))
-        found: dict[str, list[int]] = {request.key.request_id: [] for request in requests}
+        requests = greedy(self._names, prompts, OUTPUT, width)
         if answers is not None:
-            self.proposer.answers = {(name, 0): answer for name, answer in zip(found, answers, strict=True)}
-        num_reading = num_open = len(requests)
-        num_tokens, begun = 0, time.perf_counter()
-        for request in requests:
-            self.engine.submit(request)
-        while num_open:
-            for output in self.engine.step():
-                match output:
-                    case PrefillDone():
-                        found[output.key.request_id].append(output.first_tokens[0].token_id)
-                        num_reading -= 1
-                    case TokenRun():
-                        found[output.key.request_id] += output.token_ids
-                        num_tokens += len(output.token_ids)
-                    case RequestEnded():
-                        assert not output.error, output
-                        num_open -= 1
-            if num_reading == 0:
-                num_reading, num_tokens, begun = -1, 0, time.perf_counter()
-        return num_tokens / (time.perf_counter() - begun), list(found.values())
+            names = [(request.key.request_id, 0) for request in requests]
+            self.proposer.answers = dict(zip(names, answers, strict=True))
+        decoded = decode(self.engine, requests)
+        return decoded.tokens_per_s, decoded.answers
 
 
 def compare(report: Report, runs: Runs, batch_size: int, widths: Sequence[int]) -> None:

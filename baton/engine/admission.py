@@ -320,6 +320,10 @@ class Admission:
         """An output that ended by itself was this long: what growth is reserved from."""
         self._expected_output += AVERAGE_WEIGHT * (num_output - self._expected_output)
 
+    def expected_left(self, request: Request, num_output: int) -> int:
+        """Tokens that are still to come behind `num_output`, as outputs went lately; at least one."""
+        return max(1, min(request.max_tokens - num_output, round(self._expected_output)))
+
     # ---- private ----
 
     def _check(self, request: Request) -> None:
@@ -343,8 +347,8 @@ class Admission:
     def _growth(self, request: Request) -> int:
         """Blocks beyond the prompt's: all choices as long as outputs were lately, and a tail for each but the first."""
         num_tokens, n = len(request.token_ids), request.sampling.n
-        left = request.max_tokens - (num_tokens - request.num_prompt_tokens)
-        end = min(num_tokens + max(1, min(left, round(self._expected_output))), self.config.max_model_len)
+        left = self.expected_left(request, num_tokens - request.num_prompt_tokens)
+        end = min(num_tokens + left, self.config.max_model_len)
         growth = self.layout.num_blocks(end) - self.layout.num_blocks(num_tokens)
         return n * growth + (n - 1) * bool(num_tokens % self.layout.block_size)
 

@@ -29,7 +29,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import Scheduler, Slice
 from baton.engine.sequence import Group
 from baton.engine.speculation.proposer import Proposer
-from baton.engine.speculation.speculator import Speculator
+from baton.engine.speculation.speculator import Speculator, clock_for
 from baton.engine.watermark import layer_watermark
 from baton.engine.work import Work
 from kvtransfer.layout import BlockRef, KVLayout, NumericsClass
@@ -62,7 +62,7 @@ class Engine:
         self.scheduler = Scheduler(config, pool.layout, self.ledger, self.admission)
         self.runner = Runner(model, pool, sampler, launcher)
         self.results = Results(config, self.scheduler, self.admission, self.runner)
-        self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens)
+        self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
         self.launched = False  # the last step computed something

@@ -58,6 +58,30 @@ FAMILIES = {
 }
 
 
+def tiny(vocab_size: int) -> transformers.PreTrainedModel:
+    """Two layers of 64, random, whose likeliest tokens stand out."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def save_tiny(path: Path, vocab_size: int) -> Path:
+    tiny(vocab_size).save_pretrained(path)
+    return path
+
+
 def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
     """Save a random model of a family; returns it as transformers has it, for comparison."""
     prefix, differences = FAMILIES[name]

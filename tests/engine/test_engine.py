@@ -7,37 +7,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.models.spec import ModelError
 from baton.engine.request import Refusal
 from kvtransfer.layout import NumericsClass
-from tests.engine.toys import Collector, copy_kv, going_on, make_request, run
+from tests.engine.folders import save_tiny
+from tests.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
 VOCAB = 256
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    path = tmp_path_factory.mktemp("tiny")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_tiny(tmp_path_factory.mktemp("tiny"), VOCAB)
 
 
 def load(folder, **options) -> Engine:
@@ -146,34 +131,9 @@ def test_the_next_turn_from_decoded_kv_as_from_scratch(folder):
 
 def test_handed_over_as_alone(folder, alone):
     requests = mix()
-    prefill, decode = load(folder, max_num_batched_tokens=100), load(folder, num_blocks=80)
-    firsts, rest = Collector(), Collector(first_index=1)
+    firsts, rest = hand_over(load(folder, max_num_batched_tokens=100), load(folder, num_blocks=80), requests)
     for request in requests:
-        while True:
-            try:
-                num_cached = decode.admit(request)
-                break
-            except Refusal:
-                rest.take(decode.step())
-        acceptance = prefill.accept(request)
-        while firsts[request.key].first is None:
-            firsts.take(prefill.step())
-        num_tokens, skip = len(request.token_ids), num_cached // 16
-        refs = decode.set_aside(request.key, num_tokens)
-        copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
-        decode.verified(request.key, num_tokens)
-        decode.fetch_settled(request.key)
-        decode.start(request.key, going_on(firsts[request.key].first))
-        prefill.release_lease(request.key)
-        rest.take(decode.step())
-    run(decode, collector=rest)
-    run(prefill, collector=firsts)
-    for request in requests:
-        whole = alone(request)
-        for first in firsts[request.key].first.first_tokens:
-            assert [first.token_id, *rest[request.key].tokens[first.choice]] == whole.tokens[first.choice]
-            if request.sampling.logprobs is not None:
-                assert [first.logprobs, *rest[request.key].logprobs[first.choice]] == whole.logprobs[first.choice]
+        check_handed_over(firsts, rest, request, alone(request))
 
 
 def test_greedy_as_transformers(folder, alone):

@@ -22,6 +22,7 @@ from baton.engine.request import (
     Output,
     PrefillDone,
     Progress,
+    Refusal,
     Request,
     RequestEnded,
     SamplingParams,
@@ -185,6 +186,41 @@ def copy_kv(source: Engine, source_refs: Sequence[BlockRef], target: Engine, tar
     """What a transport does: whole blocks from pool to pool."""
     for ours, theirs in zip(source_refs, target_refs, strict=True):
         target.pool.bytes[theirs.block_id] = source.pool.bytes[ours.block_id]
+
+
+def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> tuple["Collector", "Collector"]:
+    """Every prompt is read by one engine and answered by the other: (what the one gave out, what the other did)."""
+    firsts, rest = Collector(), Collector(first_index=1)
+    for request in requests:
+        while True:
+            try:
+                num_cached = decode.admit(request)
+                break
+            except Refusal:
+                rest.take(decode.step())
+        acceptance = prefill.accept(request)
+        while firsts[request.key].first is None:
+            firsts.take(prefill.step())
+        num_tokens, skip = len(request.token_ids), num_cached // decode.layout.block_size
+        refs = decode.set_aside(request.key, num_tokens)
+        copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
+        decode.verified(request.key, num_tokens)
+        decode.fetch_settled(request.key)
+        decode.start(request.key, going_on(firsts[request.key].first))
+        prefill.release_lease(request.key)
+        rest.take(decode.step())
+    run(decode, collector=rest)
+    run(prefill, collector=firsts)
+    return firsts, rest
+
+
+def check_handed_over(firsts: "Collector", rest: "Collector", request: Request, whole: Record) -> None:
+    """The two halves of an answer are that of one engine alone, logprobs bit for bit."""
+    for first in firsts[request.key].first.first_tokens:
+        made = rest[request.key].tokens.get(first.choice, [])
+        assert [first.token_id, *made] == whole.tokens[first.choice]
+        if request.sampling.logprobs is not None and made:
+            assert [first.logprobs, *rest[request.key].logprobs[first.choice]] == whole.logprobs[first.choice]
 
 
 def going_on(done: PrefillDone) -> tuple[FirstToken, ...]:

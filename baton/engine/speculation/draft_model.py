@@ -91,6 +91,13 @@ class DraftModel(Proposer):
         self._give_back(draftee.state)
         draftee.state = None
 
+    def num_unread(self, token_ids: Sequence[int], draftee: Draftee | None) -> int:
+        if draftee is None:
+            num_tokens = min(len(token_ids), WINDOW_TOKENS, self.context // 2)
+        else:
+            num_tokens = len(token_ids) - draftee.state.begin - draftee.state.num_computed
+        return num_tokens if num_tokens > LAG_TOKENS + MAX_DRAFT_TOKENS else 0  # its own guesses may have been wrong
+
     @torch.inference_mode()
     def prepare(self, draftees: Sequence[Draftee], num_tokens: int) -> int:
         """Reads on, first where least is lacking: one sequence served is better than two half read."""

@@ -90,9 +90,10 @@ class NgramProposer(Proposer):
         if begin < 0:
             return []
         # A long match is likely to go on for long. What repeats itself within the proposal is unrolled.
-        draft, period = [], len(token_ids) - begin
-        for offset in range(min(num_tokens, 2 * length)):
-            draft.append(token_ids[begin + offset % period])
+        num_tokens = min(num_tokens, 2 * length)
+        draft = token_ids[begin : begin + num_tokens]
+        while len(draft) < num_tokens:
+            draft += draft[: num_tokens - len(draft)]
         return draft
 
     def close(self, draftee: Draftee) -> None:

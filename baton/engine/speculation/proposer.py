@@ -79,6 +79,10 @@ class Proposer(ABC):
         """Work ahead on at most `num_tokens` tokens of open sequences that decode in this step; how many were used."""
         return 0
 
+    def num_unread(self, token_ids: Sequence[int], draftee: Draftee | None) -> int:
+        """Tokens that `prepare` has yet to work on before it can propose for a sequence; `draftee` where it is open."""
+        return 0
+
     @abstractmethod
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         """For each ask the next token ids, best guess, in order: from none to ask.num_tokens of them."""

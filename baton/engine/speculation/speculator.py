@@ -12,15 +12,17 @@ is decided how much of what it proposes is verified; of the others that is decid
 
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from baton.engine.config import MAX_DRAFT_TOKENS
 from baton.engine.runner import Drawn
 from baton.engine.scheduler import Scheduler, Slice
 from baton.engine.sequence import DraftCounts, Group, Sequence
-from baton.engine.speculation.controller import Acceptance, Controller, limit_of
+from baton.engine.speculation.acceptance import Acceptance
+from baton.engine.speculation.controller import Controller, limit_of
 from baton.engine.speculation.proposer import Advance, Ask, Draftee, Proposer
 from baton.engine.speculation.verify import num_right
 
@@ -33,6 +35,23 @@ class Track:
 
     acceptance: Acceptance
     draftee: Draftee | None = None  # once it is asked
+    unverified: Seq[int] = ()  # proposals that were not taken up: they are judged by what came
+    unverified_at: int = 0  # behind so many tokens
+
+    def judge(self) -> tuple[int, int]:
+        """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
+        came = self.draftee.token_ids[self.unverified_at : self.unverified_at + len(self.unverified)]
+        draft, self.unverified = self.unverified, ()
+        right = 0
+        while right < len(came) and came[right] == draft[right]:
+            right += 1
+        return len(came), right
+
+
+def clock_for(device: torch.device) -> Callable[[], float]:
+    """On a CPU the time of the loop's own thread: who else wants the core makes no step dearer than another. On a GPU
+    the loop waits, and that counts."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 class Speculator:
@@ -46,9 +65,11 @@ class Speculator:
         clock: Callable[[], float] = time.perf_counter,
     ):
         """`num_draft_tokens`: always so many, whether it pays or not; None: as many as pay."""
+        proposers = list(proposers)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self.controller = Controller()
         self.counts = {name: DraftCounts() for name in self.proposers}  # since the start
+        self._followers = [each.name for each in proposers if type(each).advance is not Proposer.advance]
         self._last = next(reversed(self.proposers), "")  # has no other behind it
         self._scheduler = scheduler
         self._num_draft_tokens = num_draft_tokens
@@ -61,7 +82,7 @@ class Speculator:
         self._proposers_of: dict[Sequence, str] = {}  # whose proposals a sequence has in this step
         self._asked: list[str] = []  # proposers, in this step, to decide as pays
         self._begun_at = self._draft_s = self._advance_s = 0.0
-        self._has_chunks = False
+        self._has_chunks = self._is_timed = False
         self._unpriced: list[tuple[Group, float, float]] = []  # until a plain step has been measured
 
     @property
@@ -88,19 +109,31 @@ class Speculator:
         """Proposals for the decoding sequences among `slices`, at most `num_free_tokens` (the step's budget) in all."""
         if not self.proposers:
             return
-        self._begun_at = begun_at = self._clock()
-        self._proposers_of, self._asked = {}, []
+        if self._proposers_of:
+            self._proposers_of = {}
+        if self._asked:
+            self._asked = []
+        self._is_timed = False
         decoding = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
         self._has_chunks = len(decoding) < len(slices)
         if decoding != self._decoding:
             self._change(decoding)
         controller, num_seqs = self.controller, len(decoding)
         controller.begin(num_seqs)
-        if decoding and (self._has_chunks or not controller.wants_plain(num_seqs, self._has_free)):
-            for proposer in self.proposers.values():
-                if num_free_tokens > 0:
-                    num_free_tokens -= self._ask(proposer, num_free_tokens)
-        self._draft_s = self._clock() - begun_at
+        for name, proposer in self.proposers.items():
+            if not self._has_fixed and (self._has_chunks or controller.is_resting(name, num_seqs)):
+                continue
+            if num_free_tokens <= 0 or not self._candidates[name]:
+                continue
+            if not self._has_chunks and controller.wants_plain(num_seqs, self._has_free):
+                break
+            if not self._is_timed:
+                self._begun_at, self._is_timed = self._clock(), True
+            num_free_tokens -= self._ask(proposer, num_free_tokens)
+        if self._is_timed:
+            self._draft_s = self._clock() - self._begun_at
+        elif decoding and not self._has_chunks and controller.wants_time(num_seqs):
+            self._begun_at, self._draft_s, self._is_timed = self._clock(), 0.0, True
 
     def _change(self, decoding: list[Sequence]) -> None:
         """Others decode than in the step before: whoever does not is closed."""
@@ -135,18 +168,17 @@ class Speculator:
 
     def _ask(self, proposer: Proposer, budget: int) -> int:
         """Asks one proposer for those of the sequences for which it pays; how many tokens it proposed."""
-        name, controller, num_seqs = proposer.name, self.controller, len(self._decoding)
-        if not self._has_fixed:
-            if self._has_chunks:
-                return 0
-            if not controller.may_look(name, num_seqs) if proposer.is_quick else controller.is_resting(name, num_seqs):
-                return 0
-        seqs = [seq for seq in self._candidates[name] if seq not in self._proposers_of and self._suits(seq, name)]
+        name, seqs = proposer.name, self._candidates[proposer.name]
+        if len(self.proposers) > 1:
+            seqs = [seq for seq in seqs if seq not in self._proposers_of and self._suits(seq, name)]
+        if not seqs:
+            return 0
         limits = [self._limit(seq, budget) for seq in seqs]
         if proposer.is_quick:
-            fixed = [self._fixed(seq) for seq in seqs]
-            wanted = [min(limit, MAX_DRAFT_TOKENS if width is None else width) for limit, width in zip(limits, fixed)]
-            drafts = self._drafts(proposer, seqs, wanted, budget)
+            drafts = self._looked_up(proposer, seqs, limits)
+            if not any(drafts):
+                self.controller.found_nothing(name)
+                return 0
             widths = self._widths(name, seqs, [len(draft) for draft in drafts], True)
         else:
             widths = self._widths(name, seqs, limits, False)
@@ -158,7 +190,26 @@ class Speculator:
                 seq.draft_ids = draft[:room]
                 self._proposers_of[seq] = name
                 num_proposed += room
+            elif draft:
+                track = self._track(name, seq)
+                track.unverified, track.unverified_at = draft, seq.num_tokens
         return num_proposed
+
+    def _looked_up(self, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """All that a quick proposer has; what it had at the last look and was not taken up is judged first."""
+        name, asks, wanted = proposer.name, [], []
+        drafts: list[list[int]] = [[] for _ in seqs]
+        for index, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
+            if limit > 0:
+                fixed = self._fixed(seq)
+                asks.append(Ask(self._open(proposer, seq), limit if fixed is None else min(limit, fixed)))
+                wanted.append(index)
+                track = self._tracks[name][seq]
+                if track.unverified:
+                    self.controller.judged(name, track.acceptance, *track.judge())
+        for index, draft in zip(wanted, proposer.propose(asks), strict=True):
+            drafts[index] = draft
+        return drafts
 
     def _drafts(
         self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int
@@ -169,8 +220,11 @@ class Speculator:
         if not wanted:
             return drafts
         asks = [Ask(self._open(proposer, seqs[index]), widths[index]) for index in wanted]
-        proposer.prepare([draftee for draftee, _ in asks], budget)
         begun_at = self._clock()
+        num_read = proposer.prepare([draftee for draftee, _ in asks], budget)
+        if num_read:
+            read_at, begun_at = begun_at, self._clock()
+            self.controller.costs.add_read(proposer.name, num_read, begun_at - read_at)
         for index, draft in zip(wanted, proposer.propose(asks), strict=True):
             drafts[index] = draft
         if width := max(len(draft) for draft in drafts):
@@ -213,12 +267,19 @@ class Speculator:
         free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
         own = [self._track(name, seqs[index]).acceptance for index in free]
         free_limits = [limits[index] for index in free]
-        chosen = self.controller.widths(name, len(self._decoding), own, free_limits, is_drafted)
+        num_reads = 0.0 if is_drafted else sum(self._reads(name, seqs[index]) for index in free)
+        chosen = self.controller.widths(name, len(self._decoding), own, free_limits, is_drafted, num_reads)
         for index, width in zip(free, chosen, strict=True):
             widths[index] = width
-        if not any(widths):
+        if not is_drafted and not any(widths):
             self._rest(self.proposers[name])
         return widths
+
+    def _reads(self, name: str, seq: Sequence) -> float:
+        """Tokens of the sequence that its proposer has to read first, by each that it is expected to make."""
+        track = self._tracks[name].get(seq)
+        num_tokens = self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
+        return num_tokens and num_tokens / self._scheduler.admission.expected_left(seq.group.request, seq.num_output)
 
     def _fixed(self, seq: Sequence) -> int | None:
         asked = seq.group.request.speculation.num_tokens
@@ -235,25 +296,32 @@ class Speculator:
         """The step has been computed; `drawn` is what came of it."""
         if not self._decoding or self._has_chunks:
             return
+        if not self._is_timed:
+            self.controller.passed_plainly()
+            return
         step_s, draft_s = self._clock() - self._begun_at - self._draft_s, self._draft_s + self._advance_s
-        num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
-        num_made = len(self._decoding) if not num_proposed else sum(len(samples) for _, samples in drawn)
-        plain_s = self.controller.costs.plain_s(len(self._decoding))
+        controller, num_seqs = self.controller, len(self._decoding)
         asked = () if self._has_fixed else self._asked  # what is asked for anyway is not foreseen
-        self.controller.passed(num_made, num_proposed, step_s, draft_s if self._asked else 0.0, asked)
-        if num_proposed:
+        if self._proposers_of:
+            num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
+            num_made = sum(len(samples) for _, samples in drawn)
+            controller.passed(num_made, num_proposed, step_s, draft_s, asked)
             self._unpriced += self._made(drawn, step_s + draft_s)
-        if plain_s is not None:
+        else:
+            controller.passed(num_seqs, 0, step_s, draft_s, asked)
+        if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
             for group, num_tokens, spent_s in self._unpriced:
                 group.saved_s += plain_s * num_tokens - spent_s
             self._unpriced = []
 
     def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[Group, float, float]]:
         """For each request its tokens, which plain steps would have made one by one, and what they took."""
-        decoding, made = set(self._decoding), {}
+        if len(drawn) == 1:
+            ((seq, samples),) = drawn
+            return [(seq.group, len(samples), spent_s)]
+        made: dict[Group, list[int]] = {}
         for seq, samples in drawn:
-            if seq in decoding:
-                made.setdefault(seq.group, []).append(len(samples))
+            made.setdefault(seq.group, []).append(len(samples))
         return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
 
     def advance(self, drawn: list[Drawn], hidden: Tensor | None) -> None:
@@ -262,8 +330,7 @@ class Speculator:
         self._advance_s = 0.0
         if not self._decoding or not (self._proposers_of or self.wants_hidden):
             return
-        begun_at = self._clock()
-        advances: dict[str, list[Advance]] = {name: [] for name in self.proposers}
+        advances: dict[str, list[Advance]] = {name: [] for name in self._followers}
         first_row = 0
         for seq, samples in drawn:
             draft_ids, name = seq.draft_ids, self._proposers_of.get(seq)
@@ -273,12 +340,13 @@ class Speculator:
                 self.controller.judged(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
                 seq.draft_ids = []
             if seq.block_ids:  # it goes on
-                for other, tracks in self._tracks.items():
-                    if (track := tracks.get(seq)) is not None and track.draftee is not None:
+                for other, steps in advances.items():
+                    if (track := self._tracks[other].get(seq)) is not None and track.draftee is not None:
                         num_proposed = len(draft_ids) if other == name else 0
-                        advances[other].append(Advance(track.draftee, num_proposed, num_accepted, first_row))
+                        steps.append(Advance(track.draftee, num_proposed, num_accepted, first_row))
             first_row += 1 + len(draft_ids)
         for name, steps in advances.items():
             if steps:
+                begun_at = self._clock()
                 self.proposers[name].advance(steps, hidden)
-        self._advance_s = self._clock() - begun_at
+                self._advance_s += self._clock() - begun_at

@@ -4,11 +4,11 @@ import random
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.request import Request
+from tests.engine.folders import tiny
 from tests.engine.toys import make_request
 
 VOCAB = 64
@@ -16,21 +16,7 @@ VOCAB = 64
 
 def make_folders(path: Path, noise: float = 0.02) -> tuple[Path, Path]:
     """(target, draft)."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    model = tiny(VOCAB)
     model.save_pretrained(path / "target")
     with torch.no_grad():
         for parameter in model.parameters():

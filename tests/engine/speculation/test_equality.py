@@ -7,7 +7,7 @@ import pytest
 
 from baton.engine.request import Refusal, Speculation
 from tests.engine.speculation.models import load, make_folders, mixed
-from tests.engine.toys import Collector, copy_kv, going_on, make_request, run
+from tests.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
 
 @pytest.fixture(scope="module")
@@ -142,37 +142,12 @@ def test_split_equals_whole(folders):
     target, draft = folders
     requests = mixed(40, seed=6)
     plain, _ = serve(load(target), requests)
-    prefill = load(target)
     decode = load(target, speculator="draft", draft_model=draft, num_draft_tokens=5)
-    firsts, rest = Collector(), Collector(first_index=1)
-    for request in requests:
-        while True:
-            try:
-                num_cached = decode.admit(request)
-                break
-            except Refusal:
-                rest.take(decode.step())
-        acceptance = prefill.accept(request)
-        while firsts[request.key].first is None:
-            firsts.take(prefill.step())
-        num_tokens, skip = len(request.token_ids), num_cached // 16
-        refs = decode.set_aside(request.key, num_tokens)
-        copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
-        decode.verified(request.key, num_tokens)
-        decode.fetch_settled(request.key)
-        decode.start(request.key, going_on(firsts[request.key].first))
-        prefill.release_lease(request.key)
-        rest.take(decode.step())
-    run(decode, collector=rest)
+    firsts, rest = hand_over(load(target), decode, requests)
     decode.step()
     check_empty(decode)
     for request in requests:
-        whole = plain[request.key]
-        for first in firsts[request.key].first.first_tokens:
-            made = rest[request.key].tokens.get(first.choice, [])
-            assert [first.token_id, *made] == whole.tokens[first.choice]
-            if request.sampling.logprobs is not None and made:
-                assert [first.logprobs, *rest[request.key].logprobs[first.choice]] == whole.logprobs[first.choice]
+        check_handed_over(firsts, rest, request, plain[request.key])
     assert num_accepted(decode) > 50
 
 
@@ -196,6 +171,33 @@ def test_a_migrated_request_goes_on_with_speculation(folders):
     assert moved
     for request in moved:
         assert records[request.key].tokens[0] == plain[request.key].tokens[0][8:]
+
+
+def test_parked_and_resumed(folders):
+    """In mid-answer, again and again: what a proposer kept goes, and comes back from the tokens."""
+    target, draft = folders
+    requests = [replace(r, max_tokens=60) for r in mixed(12, seed=9)]
+    plain, _ = serve(load(target), requests)
+    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
+    records, chance = Collector(), random.Random(0)
+    for request in requests:
+        engine.submit(request)
+    parked = set()
+    while engine.has_work() or parked:
+        records.take(engine.step())
+        engine.check_integrity()
+        for request in requests:
+            key = request.key
+            if key in parked:
+                engine.resume(key)
+                parked.remove(key)
+            elif records[key].first and not records[key].ended and chance.random() < 0.2:
+                engine.park(key)
+                parked.add(key)
+    engine.step()
+    check_empty(engine)
+    check_same(records, plain, plain)
+    assert num_accepted(engine) > 100
 
 
 @pytest.mark.long

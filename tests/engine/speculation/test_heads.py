@@ -64,6 +64,20 @@ def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, head
         assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
 
 
+def test_hidden_states_are_followed_while_another_proposes(model, heads, monkeypatch):
+    """Prompt lookup has its turns; what the layer has seen by then is not forgotten."""
+    engine = bare.load_engine(model, speculator="auto", draft_model=heads["eagle"], num_draft_tokens=2)
+    eagle, closed = engine.speculator.proposers["eagle"], []
+    close = eagle.close
+    monkeypatch.setattr(eagle, "close", lambda draftee: (closed.append(draftee), close(draftee)))
+    token_ids = load_tokenizer(model).encode(TEXT).ids
+    request = bare.make_request("a", token_ids[:40], max_tokens=150, temperature=1.0, seed=3)
+    bare.run(engine, [request])
+    engine.step()
+    assert len(closed) == 1
+    assert all(engine.speculator.counts[name].num_drafts > 0 for name in ("ngram", "eagle"))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_sequences_than_slots_never_wait_for_each_other(kind, model, heads):
     options = dict(speculator=kind, draft_model=heads[kind], num_draft_tokens=2, max_num_seqs=3)
