@@ -235,7 +235,7 @@ class SocketListener:
         while True:
             try:
                 sock, _ = await loop.sock_accept(self.sock)
-            except OSError:
-                await asyncio.sleep(0.1)  # out of descriptors, or a connection that was gone before it was accepted
-                continue
-            self._on_line(self._make_line(sock))
+                self._on_line(self._make_line(sock))
+            except (OSError, MemoryError):
+                # Out of descriptors or memory, or a connection that was gone before it was accepted: others come.
+                await asyncio.sleep(0.1)

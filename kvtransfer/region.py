@@ -19,7 +19,7 @@ class Region:
 
     @classmethod
     def create(cls, num_bytes: int) -> "Region":
-        """Writable and zeroed. Raises ValueError for a size below 1, OSError when there is no memory."""
+        """Writable and zeroed. Raises ValueError for a size below 1, OSError, one line, when there is no memory."""
         if num_bytes < 1:
             raise ValueError(f"a region of {num_bytes} bytes: at least 1")
         fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -27,6 +27,9 @@ class Region:
             os.ftruncate(fd, num_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, mmap.mmap(fd, num_bytes))
+        except OSError as exc:
+            os.close(fd)
+            raise OSError(f"no room for KV of {num_bytes / 2**20:.1f} MiB in memory: {exc.strerror}") from exc
         except BaseException:
             os.close(fd)
             raise

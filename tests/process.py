@@ -32,14 +32,18 @@ class Process:
         self.started = time.monotonic()
         self.killed = False  # on purpose, by a test
         self._terminated = False
+        self.popen = self._start({"PYTHONUNBUFFERED": "1", **(env or {})})
+
+    def _start(self, env: dict[str, str]) -> subprocess.Popen:
+        """`env`: beside that of this process."""
         with self.out.open("wb") as out, self.log.open("wb") as log:
-            self.popen = subprocess.Popen(
-                [*_DIE_WITH_PARENT, *argv],
+            return subprocess.Popen(
+                [*_DIE_WITH_PARENT, *self.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                env={**os.environ, **env},
                 start_new_session=True,
             )
 

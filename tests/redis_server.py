@@ -42,9 +42,13 @@ class RedisServer:
         self.client.close()
         self.kill()
 
+    @property
+    def process(self) -> Process:
+        return self._process
+
     def start(self) -> None:
-        argv = [redis_path(), "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"]
-        self._process = Process("redis", argv, self._folder)
+        # Beyond a limit of its files a write fails, as on a full disk; the signal would end it at once.
+        self._process = Process("redis", ["env", "--ignore-signal=XFSZ", *self._argv()], self._folder)
         deadline = time.monotonic() + 10
         while True:
             try:
@@ -53,6 +57,10 @@ class RedisServer:
             except redis.ConnectionError:
                 assert self._process.alive and time.monotonic() < deadline, self._process.text()
                 time.sleep(0.01)
+
+    def _argv(self) -> list[str]:
+        files = ["--dir", str(self._folder), "--save", "", "--appendonly", "no"]
+        return [redis_path(), "--bind", "127.0.0.1", "--port", str(self.port), *files]
 
     def kill(self) -> None:
         self._process.kill()

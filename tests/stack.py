@@ -84,7 +84,7 @@ class Stack:
         folder.mkdir()
         argv = [*process.argv]
         argv[argv.index("--listen") + 1] = self.address[process.name]
-        reborn = Process(process.name, argv, folder, self.env, self.failpoints)
+        reborn = self._process(process.name, argv, folder)
         group = next(group for group in (self.gateways, self.prefill, self.decode) if process in group)
         group[group.index(process)] = reborn
         self._await([reborn])
@@ -132,7 +132,10 @@ class Stack:
 
     def _spawn(self, name: str, module: str, options: list[str]) -> Process:
         argv = [sys.executable, *self.launcher, module, "--model", str(self.model), "--listen", "127.0.0.1:0", *options]
-        return Process(name, argv, self.folder, self.env, self.failpoints)
+        return self._process(name, argv, self.folder)
+
+    def _process(self, name: str, argv: list[str], folder: Path) -> Process:
+        return Process(name, argv, folder, self.env, self.failpoints)
 
     def _await(self, processes: list[Process]) -> None:
         for process in processes:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
-import time
 import tomllib
 from pathlib import Path
 
@@ -12,10 +11,11 @@ import pytest
 import redis
 import yaml
 
+from gateway.quotas import Quota, Quotas
 from gateway.redis_index import RedisIndex
 from gateway.roster import RedisRoster
+from gateway.shared_usage import SharedUsage
 from tests.gateway.test_redis_index import SPANS, WORKER, finds, index, snapshot
-from tests.process import Process
 from tests.redis_server import RedisServer, redis_path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,19 +34,10 @@ class ComposeRedis(RedisServer):
         self.url = url.replace("redis:6379", f"localhost:{self.port}").replace("/run/secrets", str(secrets))
         self.client = redis.Redis.from_url(self.url, socket_timeout=5)
 
-    def start(self) -> None:
+    def _argv(self) -> list[str]:
         service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]
         words = {"redis-server": redis_path(), "6379": str(self.port)}
-        argv = [words.get(word, word.replace("/run/secrets", str(self._secrets))) for word in service["command"]]
-        self._process = Process("redis", argv, self._folder)
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                self.client.ping()
-                return
-            except redis.ConnectionError:
-                assert self._process.alive and time.monotonic() < deadline, self._process.text()
-                time.sleep(0.01)
+        return [words.get(word, word.replace("/run/secrets", str(self._secrets))) for word in service["command"]]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +55,16 @@ async def test_the_index_works(server):
         await finds(one, WORKER, 5)
         await finds(two, WORKER, 5)
         assert not one.down and not two.down
+
+
+async def test_quotas_are_shared(server):
+    quotas = Quotas({"a": Quota(concurrent_requests=2)})
+    quotas.enter("a", 0.0)
+    one, two = (SharedUsage(quotas, server.url, bytes([i]) * 16) for i in range(2))
+    assert await one.exchange() == {}
+    assert [told["a"].num_running for told in (await two.exchange()).values()] == [1]
+    for each in (one, two):
+        await each._client.aclose()
 
 
 async def test_the_roster_works(server):

@@ -167,7 +167,8 @@ class Commands(Parking):
         self._on_change()
 
     def _offer(self, leg: Leg, message: pb.Offer) -> None:
-        self._check_open(leg)
+        """Also of a worker that drains: who takes over asks for what is here."""
+        _check_key(leg)
         self._set_deadline(leg, deadline_of(message.budget_ms))
         taker = self._handoff.taker_of(message.taker)
         if message.WhichOneof("what") == "lease_id":
@@ -207,8 +208,7 @@ class Commands(Parking):
     def _check_open(self, leg: Leg) -> None:
         if self.is_draining:
             raise Refusal("draining", DRAINING_RETRY_S)
-        if not leg.key.request_id:
-            raise ValueError("key.request_id is empty")
+        _check_key(leg)
 
     # ---- actions: going on ----
 
@@ -292,3 +292,8 @@ class Commands(Parking):
         has_room = leg.outbox.add_run(run if run.key == leg.key else replace(run, key=leg.key))
         if not has_room and leg.state is State.RUNNING:
             self.happen(leg, Event.UNREAD, None)
+
+
+def _check_key(leg: Leg) -> None:
+    if not leg.key.request_id:
+        raise ValueError("key.request_id is empty")

@@ -1,7 +1,7 @@
 """How a worker goes: nothing new comes in, what runs ends or moves, leases are taken or expire, and everybody is told.
 
     asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
-                                                                                             anew in another role
+                                                                         with its KV                      anew in another role
 """
 
 import asyncio
@@ -12,7 +12,8 @@ from baton.service.logs import fields
 from baton.worker.commands import Commands
 from baton.worker.session import WorkerService
 
-SETTLE_S = 2.0  # for what was ended by force to give its blocks back
+ASK_S = 0.5  # for those who take over to find a worker and to ask for the KV of what they go on with
+SETTLE_S = 3.0  # for what was ended by force to give its blocks back, and for that KV to be pulled
 FLUSH_S = 1.0  # for the last words to be read
 _POLL_S = 0.01
 
@@ -46,6 +47,7 @@ class Drain:
         if not await _until(lambda: not legs.num_busy, self._grace_s):
             log.warning("the grace is over, what still runs moves to other workers %s", fields(keys=legs.num_busy))
             self._commands.on_grace_over()
+            await asyncio.sleep(ASK_S)
             if not await _until(lambda: not legs.num_busy, SETTLE_S):
                 log.error("some keys did not end %s", fields(keys=legs.num_busy))
         await _until(lambda: all(outbox.is_empty for outbox in self._service.outboxes), FLUSH_S)

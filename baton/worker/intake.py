@@ -13,6 +13,7 @@ from baton.engine.request import Key
 from baton.service.logs import fields
 from baton.worker import endings
 from baton.worker.endings import Status
+from baton.worker.exhaustion import leave_if_exhausted
 from baton.worker.leg import Leg
 from kvtransfer.compatible import MIXED
 from kvtransfer.errors import KVError, ProtocolError
@@ -145,4 +146,5 @@ class Intake:
             return None
         if not isinstance(error, (KVError, TimeoutError)):
             log.error("fetch failed %s", fields(key=leg.key), exc_info=error)
+            leave_if_exhausted(error)
         return endings.of_exception(error)

@@ -13,6 +13,7 @@ from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.worker import codec, endings
 from baton.worker.endings import Status
+from baton.worker.exhaustion import leave_if_exhausted
 from baton.worker.handoff import Handoff
 from baton.worker.intake import Intake
 from baton.worker.leg import Leg, Owed
@@ -74,6 +75,7 @@ class Keys:
         except Exception as error:  # a failing command ends its key, never the stream
             if not isinstance(error, (ValueError, KVError, TimeoutError)):
                 log.exception("key failed %s", fields(key=leg.key, event=event.value))
+                leave_if_exhausted(error)
             self._end(leg, endings.of_exception(error))
 
     # ---- shared by actions ----

@@ -3,7 +3,8 @@
 import resource
 
 from baton.engine.engine import Engine
-from baton.service.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics
+from baton.service import logs
+from baton.service.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics, num_tasks
 from baton.worker.leg import Leg
 from baton.worker.roofline import Cost, Roofline
 
@@ -32,6 +33,7 @@ class Meters:
         self._speedup = metrics.histogram(
             "baton_spec_speedup_ratio", "of a request against plain steps, as measured", SPEEDUP_BUCKETS
         )()
+        self._denied = metrics.counter("baton_denied", "calls that the guard turned away", "method", "reason")
         self._preemptions = metrics.counter("baton_preemptions", "sequences parked for want of blocks")()
         metrics.collect(
             Gauge("baton_running", "sequences in the batch", lambda: engine.load_report().num_running),
@@ -40,7 +42,12 @@ class Meters:
             Gauge("baton_kv_blocks", "blocks of the pool", lambda: engine.load_report().blocks_by_holder, "holder"),
             Gauge("baton_memory_bytes", "memory by what it is for", self._memory, "kind"),
             Gauge("baton_utilisation", "achieved over what the device can do", self._utilisation, "limit"),
+            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
+            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
         )
+
+    def denied(self, method: str, reason: str) -> None:
+        self._denied(method, reason).inc()
 
     def ended(self, leg: Leg) -> None:
         """Of a key that has just ended, however it did."""

@@ -132,10 +132,10 @@ class Worker:
 
     def __init__(
         self, settings: WorkerSettings, role: str, engine: Engine, pool: Pool, digest: bytes, server, port: int,
-        roofline: Roofline | None = None,
+        roofline: Roofline | None = None, guard: Guard | None = None,
     ):  # fmt: skip
-        """`digest`: of the tokenizer. `server` is bound to `port` and not started. Without a `roofline` there is no
-        baton_utilisation."""
+        """`digest`: of the tokenizer. `server` is bound to `port` and not started; `guard` stands before it. Without a
+        `roofline` there is no baton_utilisation."""
         self.engine = engine
         self.port = port
         self._settings = settings
@@ -144,6 +144,7 @@ class Worker:
         self._digest = digest
         self._server = server
         self._roofline = roofline
+        self._guard = guard
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> "Worker":
@@ -195,6 +196,8 @@ class Worker:
         exits.callback(fetcher.close)
         spans = Spans(engine.spec.name)
         meters = Meters(engine, self._pool.region.memory.nbytes, self._roofline)
+        if self._guard:
+            self._guard.on_denied = meters.denied
 
         def on_end(leg: Leg) -> None:
             spans.draw(leg)
@@ -259,7 +262,7 @@ class Worker:
     def _kv_security(self) -> Security:
         """Of KV over gRPC: both sides show certificates, and the source lets workers in alone."""
         tls = self._settings.tls
-        return Security(tls.server(True), (Guard(None),), tls.channel, WORKER_NAME) if tls else OPEN
+        return Security(tls.server(True), (self._guard,), tls.channel, WORKER_NAME) if tls else OPEN
 
     def _hello(self, instance: bytes, epoch: int, host_id: str, source: Source) -> pb.Hello:
         engine, config = self.engine, self.engine.config
@@ -332,7 +335,8 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     tls = settings.tls
     if tls:
         tls.check()
-    server = grpc_server.make_server(interceptors=[Guard(None)] if tls else [])
+    guard = Guard(None) if tls else None
+    server = grpc_server.make_server(interceptors=[guard] if guard else [])
     port = grpc_server.bind(
         server, settings.listen, tls and tls.server(require_certificate=True)
     )  # before the weights: a port that is taken shows at once
@@ -344,7 +348,7 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     log.info("%s", engine.start_line)
     roofline = await asyncio.to_thread(measure, engine.runner.model.device, engine.runner.model.dtype)
     telemetry.setup(f"baton-{role}")
-    async with Worker(settings, role, engine, pool, digest, server, port, roofline) as worker:
+    async with Worker(settings, role, engine, pool, digest, server, port, roofline, guard) as worker:
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
         print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role}", flush=True)

@@ -280,6 +280,35 @@ def test_workers_are_drained_under_load(stack, prompts, is_all):
     assert not load.wrong and load.num_answered
 
 
+def test_the_kv_of_an_answer_moves_with_it(stack, prompts):
+    """A drained decode worker gives it to the next one, which computes no more than what follows the last full span."""
+    prompt, fields = prompts(100), fields_of("seeded", max_tokens=400)
+    with client_of(stack) as client:
+        whole = add(Reply(), client.stream(prompt, **fields))
+        before = recovered(stack.gateways[0])
+        for process in stack.decode:
+            process.arm("engine.step=sleep:0.02")
+        call = client.stream(prompt, **fields)
+        reply = Reply()
+        while not reply.choices or len(reply.choices[0].token_ids) < 70:
+            add(reply, [next(call)])
+        busy, *_ = decoding_at(stack)
+        draining = threading.Thread(target=drain, args=(stack.address[busy.name],))
+        draining.start()
+        same(add(reply, call), whole)
+        draining.join()
+        assert busy.wait() == 0
+    reused, computed = (after - then for after, then in zip(recovered(stack.gateways[0]), before, strict=True))
+    assert reused >= 128 and 0 < computed <= 64, (reused, computed)
+
+
+def recovered(gateway) -> tuple[float, float]:
+    """Prompt tokens of later attempts: reused, computed."""
+    page = urlopen(f"http://{gateway.ready()['admin']}/metrics", timeout=10).read().decode()
+    found = dict(re.findall(r"^baton_recovery_tokens_total\{.*kv=\"(\w+)\".*\} (\S+)", page, re.MULTILINE))
+    return float(found.get("reused", 0)), float(found.get("computed", 0))
+
+
 @pytest.mark.long
 def test_a_hundred_kills(stack, prompts, capsys):
     """Any worker at any moment, never two of a role at once. The gaps are printed."""

@@ -1,82 +1,95 @@
-"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|fuzz COUNT [--seed N].
+"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz COUNT [--seed N] [--seconds S].
 
 Each run leaves a line in bench/results/; make fault-report adds them up."""
 
 import argparse
 import asyncio
 import random
+import shutil
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 
-from tests.faults import fuzz, record
-from tests.faults.history import percentile
+from tests.faults import fuzz, marathon, record
+from tests.faults.checker import check_history
+from tests.faults.history import Ask, percentile
 from tests.faults.load import Load
+from tests.faults.nursery import NurseryStack
 from tests.faults.reference import Reference
 from tests.faults.world import Case, World
 from tests.models import make_model
+from tests.process import Process
 from tests.stack import SLOW_STEPS
 
 NUM_STREAMS, MAX_TOKENS = 6, 60
+KILLS_A_CHECK = 5
+NEMESIS_S = 60.0
 STEP = "engine.step=sleep:0.005"
 SPAN_TOKENS, CELLS_PER_SPAN = 64, 8  # of the model that is used: 2 layers, k and v, 2 heads
-DIGEST_PROMPT = 900
+DIGEST_PROMPT, NUM_TRANSFERS = 900, 8
+DIGESTS_A_TRANSFER = -(-DIGEST_PROMPT // SPAN_TOKENS) * CELLS_PER_SPAN
 
 
-async def kills(world: World, count: int, seed: int) -> dict:
-    """One worker after the other, of either role, at a moment that is drawn."""
+async def kills(world: World, count: int, seed: int, ends_at: float) -> dict:
+    """One worker after the other, of either role, at a moment that is drawn; all invariants after every few."""
     draw, gaps, values = random.Random(seed), [], Counter()
-    for number in range(count):
-        async with world.case(f"kill {number}", "answered to the end, token for token") as c:
-            with c.slow(STEP):
-                asks = c.ask_many(NUM_STREAMS, draw.choice((60, 130, 300)), MAX_TOKENS)
-                await asks[0].got(draw.randrange(MAX_TOKENS - 10)) if draw.random() < 0.7 else await asyncio.sleep(
-                    draw.uniform(0, 0.2)
-                )
-                draw.choice(world.stack.workers).kill()
-                await _all(c)
-        values.update(_judged(asks, c.outcome))
-        values["kills"] += 1
+    for first in _turns(count, ends_at, KILLS_A_CHECK):
+        deaths = []
+        try:
+            async with world.case(f"kills from {first}", "answered to the end, token for token") as c:
+                for _ in range(min(KILLS_A_CHECK, count - first)):
+                    deaths += await _kill_one(c, draw)
+                    values["kills"] += 1
+        except AssertionError as error:  # counted, and the run goes on
+            print(f"kills from {first}: {error}", flush=True)
+        asks = [ask for ask in c.history.asks if not isinstance(ask.prompt, str)]  # canaries are texts
+        values.update(_judged(world, asks), violations=len(deaths) + (c.outcome != "kept"))
         gaps += [ask.gap_s for ask in asks]
-        if c.outcome != "kept":
-            print(f"kill {number}: {c.outcome}", flush=True)
-    return dict(values) | {"gap_p50_s": round(percentile(gaps, 50), 3), "gap_p99_s": round(percentile(gaps, 99), 3)}
+    gap_p50_s, gap_p99_s = (round(percentile(gaps, percent), 3) for percent in (50, 99))
+    return {**values, "gap_p50_s": gap_p50_s, "gap_p99_s": gap_p99_s}
 
 
-async def _all(c: Case) -> None:
-    """What is broken is counted here, and does not end the run."""
-    try:
-        await c.check()
-    except AssertionError as error:
-        c.outcome = c.outcome if c.outcome != "not finished" else str(error)
+async def _kill_one(c: Case, draw: random.Random) -> list[str]:
+    """Returns deaths that nobody had ordered."""
+    with c.slow(STEP):
+        asks = c.ask_many(NUM_STREAMS, draw.choice((60, 130, 300)), MAX_TOKENS)
+        if draw.random() < 0.7:
+            await asks[0].got(draw.randrange(MAX_TOKENS - 10))
+        else:
+            await asyncio.sleep(draw.uniform(0, 0.2))
+        draw.choice(c.stack.workers).kill()
+        await c.ended()
+    deaths = await c.world.aside(c.world.heal)
+    await c.world.aside(c.world.settled)
+    return deaths
 
 
-def _judged(asks, outcome: str) -> Counter:
-    num_ok = sum(ask.status == "OK" for ask in asks)
+def _judged(world: World, asks: list[Ask]) -> Counter:
+    faults = [check_history([ask], world.reference, ("OK",)) for ask in asks]
     return Counter(
-        requests=len(asks), streams_hit=len(asks), streams_exact=num_ok if "I-2" not in outcome else 0,
-        failed=len(asks) - num_ok, wrong="I-2" in outcome, violations=outcome != "kept",
+        requests=len(asks), streams_hit=len(asks), streams_exact=sum(not found for found in faults),
+        failed=sum(ask.status != "OK" for ask in asks),
+        wrong=sum(any("I-1" in fault or "I-2" in fault for fault in found) for found in faults),
     )  # fmt: skip
 
 
-async def rolls(world: World, count: int, seed: int) -> dict:
-    """Every worker in turn, under load: SIGTERM, gone by itself, started again."""
+async def rolls(world: World, count: int, seed: int, ends_at: float) -> dict:
+    """Under load the workers of each role in turn, both roles at once: SIGTERM, gone by itself, started again."""
     values = Counter()
     async with grpc.aio.insecure_channel(world.stack.proxy(world.gateway).address) as channel:
         load = Load(world, channel, seed, max_tokens=20)
         for process in world.stack.workers:
             process.arm(SLOW_STEPS)  # so that starting takes the processor, and not the load
         load.scale(8)
-        for _ in range(count):
-            for process in list(world.stack.workers):
-                process.terminate()
-                status = await world.aside(process.wait, 60)
-                values["violations"] += status != 0
-                process.killed = True
-                (await world.aside(world.restart, process)).arm(SLOW_STEPS)
+        for _ in _turns(count, ends_at):
+            for pair in list(zip(world.stack.prefill, world.stack.decode, strict=True)):
+                statuses = await asyncio.gather(*(world.aside(_roll, world, process) for process in pair))
+                values["violations"] += sum(status != 0 for status in statuses)
                 await world.aside(world.settled)
             values["rolls"] += 1
         await load.stop()
@@ -86,54 +99,95 @@ async def rolls(world: World, count: int, seed: int) -> dict:
     }  # fmt: skip
 
 
-async def digests(world: World, count: int, seed: int) -> dict:
+def _roll(world: World, process: Process) -> int:
+    """Its exit status."""
+    process.terminate()
+    status = process.wait(60)
+    process.killed = True
+    world.restart(process).arm(SLOW_STEPS)
+    return status
+
+
+async def digests(world: World, count: int, seed: int, ends_at: float) -> dict:
     """Healthy transfers until so many digests were compared."""
     before, num_digests, draw = world.counters(), 0, random.Random(seed)
     async with world.case("digests", "no false alarm") as c:
-        while num_digests < count:
-            asks = [c.ask([5 + draw.randrange(1000) for _ in range(DIGEST_PROMPT)], 1) for _ in range(8)]
+        for _ in _turns(-(-count // (NUM_TRANSFERS * DIGESTS_A_TRANSFER)), ends_at):
+            asks = [c.ask([5 + draw.randrange(1000) for _ in range(DIGEST_PROMPT)], 1)
+                    for _ in range(NUM_TRANSFERS)]  # fmt: skip
             await c.ended()
-            num_digests += len(asks) * -(-DIGEST_PROMPT // SPAN_TOKENS) * CELLS_PER_SPAN
+            num_digests += NUM_TRANSFERS * DIGESTS_A_TRANSFER
             assert all(ask.status == "OK" for ask in asks), asks[0].words()
             c.history.asks.clear()
         alarms = int(world.counters().num_migrations - before.num_migrations)
         c.gateway_is_lost = True  # the history is forgotten as it goes
-    return {
-        "digests": num_digests,
-        "false_alarms": alarms,
-        "requests": num_digests // (-(-DIGEST_PROMPT // SPAN_TOKENS) * CELLS_PER_SPAN),
-    }
+    return {"digests": num_digests, "false_alarms": alarms, "requests": num_digests // DIGESTS_A_TRANSFER}
 
 
-async def _in_world(work, count: int, seed: int) -> dict:
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        model = make_model(Path(folder) / "tiny")
-        with World(model, Path(folder) / "stack", Reference(model)) as world:
-            return await work(world, count, seed)
+async def nemesis(world: World, count: int, seed: int, ends_at: float) -> dict:
+    """Minutes of everything that marathon.py does, each from a seed of its own; the first that breaks something is the
+    last."""
+    values = Counter()
+    for turn in _turns(count, ends_at - NEMESIS_S):
+        number = seed + turn
+        load, struck, _, faults = await marathon.run(world, NEMESIS_S, number)
+        values.update(
+            minutes=1, requests=sum(load.statuses.values()), kills=struck.done["kill"], freezes=struck.done["freeze"],
+            streams_hit=load.num_hit, streams_exact=load.num_exact, failed=load.num_failed, wrong=load.num_wrong,
+            violations=len(faults),
+        )  # fmt: skip
+        if faults:
+            print(f"seed {number}:", *faults, sep="\n", flush=True)
+            break
+    return dict(values)
+
+
+_WORKS = {"kills": kills, "rolls": rolls, "digests": digests, "nemesis": nemesis}
+
+
+def _turns(count: int, ends_at: float, step: int = 1) -> Iterator[int]:
+    """As long as there is time."""
+    for number in range(0, count, step):
+        if time.monotonic() > ends_at:
+            return
+        yield number
+
+
+async def _in_world(work, count: int, seed: int, ends_at: float) -> dict:
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    model = make_model(folder / "tiny")
+    options = {"stack_class": NurseryStack, "seed": seed} | ({"redis": True} if work is nemesis else {})
+    with World(model, folder / "stack", Reference(model), **options) as world:
+        values = await work(world, count, seed, ends_at)
+    if _is_broken(values):
+        print("logs are kept in", folder)
+    else:
+        shutil.rmtree(folder)
+    return values
+
+
+def _is_broken(values: dict) -> bool:
+    return any(
+        values.get(name) for name in ("failed", "rolls_failed", "wrong", "violations", "false_alarms", "fuzz_crashes")
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.gather", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("kills", "rolls", "digests", "fuzz"))
+    parser.add_argument("what", choices=(*_WORKS, "fuzz"))
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing more is begun after these")
     arguments = parser.parse_args()
+    ends_at = time.monotonic() + arguments.seconds
     print(f"{arguments.what} {arguments.count}, seed {arguments.seed}", flush=True)
     if arguments.what == "fuzz":
         values = fuzz.run(arguments.count, arguments.seed)
     else:
-        work = {"kills": kills, "rolls": rolls, "digests": digests}[arguments.what]
-        values = asyncio.run(_in_world(work, arguments.count, arguments.seed))
+        values = asyncio.run(_in_world(_WORKS[arguments.what], arguments.count, arguments.seed, ends_at))
     print(values)
     print("appended to", record.append(arguments.what, arguments.seed, **values))
-    return (
-        1
-        if any(
-            values.get(name)
-            for name in ("failed", "rolls_failed", "wrong", "violations", "false_alarms", "fuzz_crashes")
-        )
-        else 0
-    )
+    return 1 if _is_broken(values) else 0
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ the first one lives through it all, so that what grows in it is seen. Gates: eve
 import argparse
 import asyncio
 import random
+import re
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 
@@ -149,9 +151,22 @@ async def _canaries(load: Load, ends_at: float) -> None:
 
 async def _sample(world: World, samples: Samples, ends_at: float) -> None:
     while time.monotonic() < ends_at:
-        keys = await world.aside(_num_keys, world)
-        samples.take(world.stack.processes, **({"redis keys": keys} if keys is not None else {}))
+        samples.take(world.stack.processes, **await world.aside(_others, world))
         await asyncio.sleep(SAMPLE_S)
+
+
+def _others(world: World) -> dict[str, float]:
+    """What processes say of themselves, as far as they can be asked just now."""
+    keys = _num_keys(world)
+    found = {} if keys is None else {"redis keys": keys}
+    for process in world.stack.processes:
+        try:
+            page = urlopen(f"http://{process.ready()['admin']}/metrics", timeout=1).read().decode()
+        except (OSError, RuntimeError):  # dead, frozen, or about to begin
+            continue
+        num_tasks = re.search(r"^baton_tasks{.*} (\S+)$", page, re.MULTILINE)[1]
+        found[f"{process.name} {process.pid} tasks"] = float(num_tasks)
+    return found
 
 
 def _num_keys(world: World) -> int | None:
@@ -175,7 +190,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="marathon-"))
     model = make_model(folder / "tiny")
     options = ("--num-blocks", "160", "--threads", "1", "--lease-ttl-s", "2")
-    with World(model, folder / "stack", Reference(model), redis=True, options=options) as world:
+    with World(model, folder / "stack", Reference(model), redis=True, seed=arguments.seed, options=options) as world:
         load, nemesis, samples, faults = asyncio.run(run(world, seconds, arguments.seed))
     values = {
         "seconds": round(seconds), "requests": sum(load.statuses.values()), "statuses": dict(load.statuses),

@@ -18,6 +18,7 @@ COUNTS = {
     "failed": "failed with two workers of each role",
     "wrong": "answers with a wrong token",
     "freezes": "workers frozen",
+    "minutes": "minutes of random faults, each from its own seed",
     "rolls": "rolling restarts of all workers",
     "rolls_failed": "requests failed in them",
     "fuzz_inputs": "fuzz inputs",
@@ -26,6 +27,9 @@ COUNTS = {
     "false_alarms": "of these, taken for wrong",
     "violations": "invariants broken",
 }
+
+# As many as all runs together are to have.
+WANTED = {"kills": 1000, "rolls": 100, "fuzz_inputs": 1_000_000, "digests": 1_000_000}
 
 
 def append(kind: str, seed: int, **values) -> Path:
@@ -54,7 +58,8 @@ def main() -> int:
         return 1
     print(f"{found['runs']} runs")
     for name, words in COUNTS.items():
-        print(f"{found[name]:>12,}  {words}")
+        wanted = f" ({WANTED[name]:,} wanted)" if name in WANTED else ""
+        print(f"{found[name]:>12,}  {words}{wanted}")
     if found["streams_hit"]:
         print(
             f"{100 * found['streams_exact'] / found['streams_hit']:>11.2f}%  exact match of the streams that were hit"

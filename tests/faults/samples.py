@@ -36,6 +36,10 @@ class Samples:
         for name, value in others.items():
             self._values[name].append((at, value))
 
+    def add_all(self, name: str, points: Iterable[tuple[float, float]]) -> None:
+        """(seconds since the beginning, value)."""
+        self._values[name] += points
+
     def slopes(self, warm_s: float = WARM_S) -> dict[str, float]:
         """Growth an hour of what was seen for at least as long again after `warm_s` of its life."""
         return {

@@ -10,7 +10,9 @@ import pytest
 
 from baton.v1 import inference_pb2_grpc
 from tests.client import make_request
+from tests.faults.limits import limited
 from tests.faults.proxy import FaultProxy
+from tests.stack import SLOW_STEPS
 
 GIVES_BACK = "all blocks come back on both workers"
 POISON = 1021  # beyond the ids that prompts are drawn from
@@ -109,7 +111,7 @@ async def test_deadlines_in_every_phase(case):
     """F8 F9: none past its time, and nothing is left of them."""
     async with case("F8 F9", "DEADLINE_EXCEEDED, nothing is left", ("DEADLINE_EXCEEDED",)) as c:
         for text in PHASES.values():
-            with c.slow(text):
+            with c.slow(f"{SLOW_STEPS}, {text}"):  # 200 tokens take four seconds, whatever else is slow
                 asks = [c.ask(300, 200, timeout_s=timeout_s) for timeout_s in (0.0, 0.001, 0.05, 0.2, 0.5)]
                 await c.ended(*asks)
         overruns = [
@@ -198,15 +200,13 @@ async def test_no_descriptor_is_left(case):
     """G6: the gateway may open eight more; a hundred connections come."""
     async with case("G6", "who is there goes on, and it accepts again") as c:
         host, port = c.stack.address["gateway0"].split(":")
-        process = psutil.Process(c.world.gateway.pid)
-        limits = process.rlimit(psutil.RLIMIT_NOFILE)
+        num_open = psutil.Process(c.world.gateway.pid).num_fds()
         with c.slow():
             asks = c.ask_many(3, 100, max_tokens=40)
             await asyncio.gather(*(ask.got(3) for ask in asks))
-            process.rlimit(psutil.RLIMIT_NOFILE, (process.num_fds() + 8, limits[1]))
-            socks = [socket.create_connection((host, int(port)), 10) for _ in range(100)]
-            await c.ended()
-        process.rlimit(psutil.RLIMIT_NOFILE, limits)
+            with limited(c.world.gateway, psutil.RLIMIT_NOFILE, num_open + 8):
+                socks = [socket.create_connection((host, int(port)), 10) for _ in range(100)]
+                await c.ended()
         for sock in socks:
             sock.close()
 

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from tests.faults.history import percentile
-from tests.stack import SLOW_STEPS
 
 NOBODY_NOTICES = "answered to the end, token for token"
 
@@ -144,15 +143,18 @@ async def test_every_worker_is_restarted_under_load(case):
 async def test_decode_workers_die_one_after_another(case):
     """Each death of a worker that has completed steps of a request is one more migration, up to the limit."""
     async with case("A7", "migrated again and again, then UNAVAILABLE", ("OK", "UNAVAILABLE", "ABORTED")) as c:
-        with c.slow():
-            ask = c.ask(200, 400)  # so long that each of them has come back before it ends
+        slowly = "engine.step=sleep:0.1"
+        with c.slow(slowly):
+            ask = c.ask(200, 400)  # 40 s: each of them has come back long before it ends
             for count in (10, 20, 30):
                 await ask.got(count)
                 dead = await c.busy("decode")
                 dead.kill()
-                (await c.world.aside(c.world.restart, dead)).arm(SLOW_STEPS)
+                (await c.world.aside(c.world.restart, dead)).arm(slowly)
                 await c.world.aside(c.world.settled)
-            await c.ended()
+        for process in c.stack.workers:
+            process.arm("")
+        await c.ended()
         told(c, [ask])
 
 

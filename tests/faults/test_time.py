@@ -1,11 +1,15 @@
-"""J1: clocks that jump. Leases and deadlines count on monotonic time, each process on its own."""
+"""J1: clocks that jump. Leases and deadlines count on monotonic time, each process on its own. J5: a minute of random
+faults; many of them: python -m tests.faults.gather nemesis COUNT."""
 
 import asyncio
+import json
 import os
 import signal
 
 import pytest
 
+from tests.faults import marathon
+from tests.faults.nursery import NurseryStack
 from tests.faults.world import ProxiedStack
 
 
@@ -36,3 +40,15 @@ async def test_the_clock_of_leases_is_off(case):
     async with case("J1 lease clock", "answered through the other worker") as c:
         c.stack.prefill[0].arm("lease.clock=skew:3600@40")
         await c.ended(*c.ask_many(8, 200, max_tokens=10))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", [11, 12])
+async def test_a_minute_of_random_faults(make_world, seed, record_property):
+    """The same seed draws the same faults; every answer is judged as it ends."""
+    with make_world("nemesis", redis=True, stack_class=NurseryStack) as world:
+        load, nemesis, _, faults = await marathon.run(world, 60.0, seed)
+    row = {"case": f"J5 seed {seed}", "promise": "all invariants", "outcome": "kept" if not faults else faults[0]}
+    record_property("fault case", json.dumps(row | {"requests": load.statuses, **nemesis.done}))
+    assert not faults, "\n".join(faults)
+    assert nemesis.done and load.num_tokens

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import grpc
@@ -73,8 +74,9 @@ class World:
 
     def __init__(
         self, model: Path, folder: Path, reference: Reference, *, redis: bool = False,
-        stack_class: type[ProxiedStack] = ProxiedStack, **options,
+        stack_class: type[ProxiedStack] = ProxiedStack, seed: int = 0, **options,
     ):  # fmt: skip
+        """`seed`: of its prompts. `options`: of the stack."""
         options = {
             "options": OPTIONS,
             "gateway_options": ("--split", "always"),
@@ -89,6 +91,7 @@ class World:
         self.probes: dict[str, Probe] = {}
         self.edges: list[FaultProxy] = []  # that a case has put up beside those of the stack
         self.num_restarts = 0
+        self._seed = seed
         self._numbers = itertools.count(1)
         self._threads = ThreadPoolExecutor(8)
 
@@ -117,7 +120,7 @@ class World:
 
     def prompt(self, num_tokens: int) -> list[int]:
         """Token ids that no other prompt begins with."""
-        draw = random.Random(next(self._numbers))
+        draw = random.Random(self._seed << 32 | next(self._numbers))
         return [5 + draw.randrange(_VOCAB) for _ in range(num_tokens)]
 
     @property
@@ -182,17 +185,23 @@ class World:
 
     def settled(self, timeout_s: float = 30) -> None:
         """Until the gateway sees every worker serve: a worker that is ready has still to be found again."""
-        deadline, states = time.monotonic() + timeout_s, {}
+        deadline = time.monotonic() + timeout_s
         while True:
-            try:
-                body = urlopen(f"http://{self.gateway.ready()['admin']}/readyz", timeout=10).read()
-                states = {address: worker["state"] for address, worker in json.loads(body)["workers"].items()}
-                if len(states) == len(self.stack.workers) and set(states.values()) == {"serving"}:
-                    return
-            except OSError as error:  # 503 while it is not ready
-                states = {"gateway": str(error)}
+            states = self.states()
+            if len(states) == len(self.stack.workers) and set(states.values()) == {"serving"}:
+                return
             assert time.monotonic() < deadline, f"I-8 not all workers serve after {timeout_s:g} s: {states}"
             time.sleep(0.05)
+
+    def states(self) -> dict[str, str]:
+        """Of the workers by their addresses, as the gateway sees them; of itself where it cannot be asked."""
+        try:
+            body = urlopen(f"http://{self.gateway.ready()['admin']}/readyz", timeout=10).read()
+        except HTTPError as error:  # 503: it says that it is not ready, and why
+            body = error.read()
+        except OSError as error:
+            return {"gateway": str(error)}
+        return {address: worker["state"] for address, worker in json.loads(body)["workers"].items()}
 
     def ledgers(self) -> list[str]:
         """Waits until every worker has all its blocks back."""

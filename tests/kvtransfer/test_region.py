@@ -41,3 +41,9 @@ def test_stays_while_an_array_looks_into_it():
 def test_needs_a_size():
     with pytest.raises(ValueError):
         Region.create(0)
+
+
+def test_no_room():
+    """One line that says for what: a worker shows it and ends."""
+    with pytest.raises(OSError, match=r"^no room for KV of 1099511627776.0 MiB in memory: "):
+        Region.create(1 << 60)

@@ -1,0 +1,51 @@
+"""The gates of the marathon: what grows is found, what only moves is not, and nothing is judged before its time."""
+
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from tests.faults.samples import WARM_S, Samples
+
+HOUR_S = 3600.0
+
+
+def seen(name: str, value_at, hours: float = 2.0, every_s: float = 5.0) -> Samples:
+    """A number that was looked at for so long."""
+    samples, steps = Samples(), round(hours * HOUR_S / every_s)
+    samples.add_all(name, [(step * every_s, value_at(step * every_s)) for step in range(steps)])
+    return samples
+
+
+@pytest.mark.parametrize("name", ["gateway0 1 rss MiB", "gateway0 1 descriptors", "gateway0 1 tasks", "redis keys"])
+def test_a_leak_is_found(name):
+    """1.5 an hour of memory, 100 an hour of anything else, below noise of three times as much."""
+    rate = 1.5 if name.endswith("MiB") else 100.0
+    draw = random.Random(5)
+    samples = seen(name, lambda at: 200 + rate * at / HOUR_S + draw.uniform(-3, 3))
+    (fault,) = samples.growing()
+    assert fault.startswith(f"{name} grows by ")
+
+
+@pytest.mark.parametrize("name", ["gateway0 1 rss MiB", "gateway0 1 threads", "gateway0 1 tasks", "redis keys"])
+def test_what_moves_and_does_not_grow(name):
+    """It grows while it is warm-up, and comes and goes with bursts every eight minutes."""
+    draw = random.Random(6)
+    samples = seen(name, lambda at: 200 - 50 * max(0, 1 - at / WARM_S) + (20 if at % 480 > 420 else 0) + draw.random())
+    assert samples.growing() == []
+
+
+def test_a_short_life_is_not_judged():
+    samples = seen("decode1 7 rss MiB", lambda at: at, hours=0.6)
+    assert samples.slopes() == {} and samples.growing() == []
+
+
+def test_what_a_process_takes():
+    """Of this one; a process that is gone is left out."""
+    samples = Samples()
+    for _ in range(3):
+        samples.take([SimpleNamespace(name="here", pid=os.getpid()), SimpleNamespace(name="gone", pid=1 << 22)], keys=4)
+    slopes = samples.slopes(warm_s=0.0)
+    assert set(slopes) == {f"here {os.getpid()} {name}" for name in ("rss MiB", "threads", "descriptors")} | {"keys"}
+    assert slopes["keys"] == 0.0
