@@ -142,10 +142,16 @@ def ttft(report: Report, is_quick: bool) -> None:
         report.add(f"{RATE} requests/s: added to TTFT, p{percentile}", through - alone, "ms", goal=goal)
 
 
+def steady(found: dict) -> list[tuple[int, float]]:
+    """Tokens that came while all streams were open."""
+    begin, end = found["steady"]
+    return [(token_id, at) for token_id, at in found["arrivals"] if begin <= at < end]
+
+
 def delays(found: dict, step_times: Sequence[float]) -> list[float]:
     """Seconds from a token's step to its client."""
     late = []
-    for token_id, at in found["arrivals"]:
+    for token_id, at in steady(found):
         newest = bisect.bisect_right(step_times, at) - 1
         number = newest - (newest - (token_id - FIRST_ID)) % NUM_IDS
         if token_id != FIRST_ID and number >= 0:  # which is also the id of first tokens
@@ -163,8 +169,8 @@ def tokens(report: Report, is_quick: bool) -> None:
             cpu_s = made.cpu_s - before
         merged = found["num_tokens"] / found["num_messages"]
         bare_us = bare_message_us(num_streams, max(1, round(merged)), seconds, output)
-        times, offered = [at for _, at in found["arrivals"]], num_streams * 100
-        rate = len(times) / (max(times) - min(times))
+        begin, end = found["steady"]
+        rate, offered = len(steady(found)) / (end - begin), num_streams * 100
         name = f"{num_streams} clients, {offered:,} tokens/s made"
         goal = "value >= 20000" if offered > 20_000 else ""
         most = 1e6 * merged / bare_us

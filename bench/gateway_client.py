@@ -34,6 +34,7 @@ class Seen:
     num_messages: int = 0
     num_tokens: int = 0
     failed: list[str] = field(default_factory=list)
+    steady: tuple[float, float] = (0.0, 0.0)  # when as many streams were open as there may be (closed)
 
 
 class Clients:
@@ -48,13 +49,13 @@ class Clients:
         self._num_sent = 0
         self.seen = Seen()
 
-    async def one(self) -> None:
+    async def one(self, output: int) -> None:
         seen, stub = self.seen, self._stubs[self._num_sent % len(self._stubs)]
         self._num_sent += 1
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=[self._rng.randrange(5, 4096) for _ in range(PROMPT)]),
             sampling=pb.Sampling(temperature=0.0),
-            stopping=pb.Stopping(max_tokens=self._output, ignore_eos=True),
+            stopping=pb.Stopping(max_tokens=output, ignore_eos=True),
         )
         begun, is_first = time.monotonic(), True
         try:
@@ -77,24 +78,28 @@ class Clients:
         until, at, tasks = time.monotonic() + seconds, time.monotonic(), []
         while (at := at + self._rng.expovariate(per_s)) < until:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
-            tasks.append(asyncio.create_task(self.one()))
+            tasks.append(asyncio.create_task(self.one(self._output)))
         await asyncio.gather(*tasks)
 
     async def closed(self, num_streams: int, seconds: float) -> None:
-        until = time.monotonic() + seconds
+        """They begin one after the other and have different lengths, OUTPUT in the mean: no two rounds meet."""
+        begun = time.monotonic()
+        until, ramp_s = begun + seconds, seconds / 4
+        self.seen.steady = begun + ramp_s, until
 
-        async def work() -> None:
+        async def work(place: int) -> None:
+            await asyncio.sleep(ramp_s * place / num_streams)
             while time.monotonic() < until:
-                await self.one()
+                await self.one(self._rng.randint(self._output // 2, self._output * 3 // 2))
 
-        await asyncio.gather(*(work() for _ in range(num_streams)))
+        await asyncio.gather(*map(work, range(num_streams)))
 
     async def held(self, num_streams: int, seconds: float) -> None:
         """All are open once the first message of each has come; then they are left open."""
         tasks = []
         while len(self.seen.ttft_s) < num_streams and not self.seen.failed:
             num_more = min(num_streams, len(self.seen.ttft_s) + AT_ONCE) - len(tasks)
-            tasks += [asyncio.create_task(self.one()) for _ in range(num_more)]
+            tasks += [asyncio.create_task(self.one(self._output)) for _ in range(num_more)]
             await asyncio.sleep(0.05)
         print("open", flush=True)
         await asyncio.sleep(seconds)

@@ -3,12 +3,12 @@
 import sys
 from contextlib import contextmanager
 
-from baton.failpoints import VARIABLE
 from tests.client import Client
 from tests.e2e.conftest import GATEWAY_OPTIONS
 from tests.process import Process
-from tests.stack import SLOW_STEPS
 
+# Reading a prompt takes far longer than any delay of a busy machine could make pulling it look.
+SLOW_READING = "engine.step=sleep:0.1"
 NUM_TOKENS, NUM_PROMPTS = 640, 6  # all of them fit into a pool
 
 
@@ -28,9 +28,9 @@ def test_a_prefill_worker_pulls_what_it_has_not_read(run_stack, model, prompts, 
             client.close()
             process.stop(30)
 
-    options = {"temperature": 0.8, "seed": 5, "max_tokens": 8}
+    options = {"temperature": 0.8, "seed": 5, "max_tokens": 3}
     asked = [prompts(NUM_TOKENS) for _ in range(NUM_PROMPTS)]
-    with run_stack("prefix", num_prefill=2, env={VARIABLE: SLOW_STEPS}) as stack:  # where reading is quick nobody pulls
+    with run_stack("prefix", num_prefill=2) as stack, stack.armed(SLOW_READING):
         with through(stack, "prefill0") as client:
             cold = [client.generate(prompt_ids, **options) for prompt_ids in asked]
         with through(stack, "prefill1") as client:
