@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
-from gateway.quotas import Quotas
+from gateway.quotas import Quotas, Reservation
 from gateway.routing import Decision
 from gateway.timing import now
 
@@ -72,18 +72,21 @@ class Admission:
         self.quotas = quotas or Quotas({})
         self.request_ids: set[str] = set()
 
-    def enter(self, request_id: str, tenant: str) -> None:
-        """Raises Overloaded. The caller has checked that the id is free, and calls `leave` in the end."""
+    def enter(self, request_id: str, tenant: str, num_choices: int = 1) -> Reservation:
+        """Returns what it has set aside of its tenant's quota. Raises Overloaded, InvalidRequest. The caller has checked
+        that the id is free, and calls `leave` in the end."""
         if len(self.request_ids) >= self._max:
             raise Overloaded(
                 f"{self._max} requests are in the gateway already", _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS"
             )
-        self.quotas.enter(tenant, now())
+        reservation = self.quotas.enter(tenant, now(), num_choices)
         self.request_ids.add(request_id)
+        return reservation
 
-    def leave(self, request_id: str, tenant: str) -> None:
+    def leave(self, request_id: str, reservation: Reservation, num_used: int) -> None:
+        """It has come to so many tokens."""
         self.request_ids.discard(request_id)
-        self.quotas.leave(tenant)
+        reservation.settle(num_used, now())
 
 
 class Place:

@@ -126,8 +126,11 @@ def check_metadata(metadata) -> None:
                          0.0, reason="METADATA_TOO_LARGE")
 
 
-def check(request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT) -> Checked:
-    """Everything that can be said before tokenizing. Raises InvalidRequest or NotFound."""
+def check(
+    request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
+) -> Checked:
+    """Everything that can be said before tokenizing; a priority above `max_priority` counts as that. Raises
+    InvalidRequest or NotFound."""
     check_size(request)
     check_model(request.model, served)
     text, token_ids, messages = check_input(request, served.vocab_size)
@@ -145,7 +148,7 @@ def check(request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAUL
         stops=_stops(stopping.stop, served.limits),
         stop_token_ids=_stop_token_ids(stopping, served),
         ignore_eos=stopping.ignore_eos,
-        priority=request.priority,
+        priority=min(request.priority, max_priority),
         speculation=_speculation(request.speculation, served),
         slo_class=_slo_class(request.slo_class, served),
         names_class=bool(request.slo_class),

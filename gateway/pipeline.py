@@ -58,11 +58,13 @@ class Pipeline:
             await self._supersede(checked.key_id)
         if checked.key_id in self.admission.request_ids:
             raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
-        self.admission.enter(checked.key_id, record.tenant)
+        reservation = self.admission.enter(checked.key_id, record.tenant, checked.sampling.n)
         try:
-            await self._serve(checked, model, deadline, record, emit)
+            await self._serve(checked, model, deadline, record, emit, reservation)
         finally:
-            self.admission.leave(checked.key_id, record.tenant)
+            # A prompt that brought nothing is paid back.
+            num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
+            self.admission.leave(checked.key_id, reservation, num_used)
 
     async def _supersede(self, key_id: str) -> None:
         """The stream that a client goes on with is dead for it, though not for us yet."""
@@ -72,13 +74,14 @@ class Pipeline:
             while key_id in self.admission.request_ids and now() < until:
                 await asyncio.sleep(_POLL_S)
 
-    async def _serve(self, checked, model, deadline, record, emit) -> None:
+    async def _serve(self, checked, model, deadline, record, emit, reservation) -> None:
         self._check_length(checked, model)
         prompt_ids = await self.encode(checked.text, checked.token_ids, checked.messages)
         record.num_prompt_tokens = len(prompt_ids)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
         self._bid(checked, record, max_tokens, deadline)
+        reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
         hashes, parent = self.names.spans(record.tenant, prompt_ids)
         # The last token is always read: its logits are wanted.
         matches = await self.index.lookup(hashes[: (len(prompt_ids) - 1) // SPAN_TOKENS])
@@ -109,8 +112,6 @@ class Pipeline:
             self.running.pop(checked.key_id, None)
             record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
             record.finish_reasons = answer.finish_reasons
-            unread = 0 if answer.begun else len(prompt_ids)  # is paid back
-            self.admission.quotas.pay(record.tenant, answer.num_output_tokens - unread, now())
             if answer.finished:
                 self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
@@ -123,7 +124,6 @@ class Pipeline:
         order = rank(record.stamps.received, promised, checked.priority)
         record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s, deadline)
         self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
-        self.admission.quotas.pay(record.tenant, num_tokens, now())
 
     def _check_length(self, checked: Checked, model: ServedModel) -> None:
         """A mebibyte of text costs seconds to tokenize. Raises InvalidRequest for one that could never fit."""

@@ -133,7 +133,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
         model = self._pipeline.registry.model
-        record.checked = checked = check(box.pop(), model, record.tenant)
+        max_priority = self._pipeline.admission.quotas.quota(record.tenant).max_priority
+        record.checked = checked = check(box.pop(), model, record.tenant, max_priority)
         await self._pipeline.serve(checked, model, deadline, record, emit)
 
     def _record(self, request: pb.GenerateRequest, context) -> Record:

@@ -42,7 +42,8 @@ class GatewaySettings(Exposure):
         metavar="FILE",
     )
     quotas: Path | None = option(
-        "TOML file of what each tenant may use: tokens_per_s, burst_tokens, concurrent_requests (default: no bound)",
+        "TOML file of what each tenant may use: tokens_per_s, burst_tokens, concurrent_requests, max_priority "
+        "(default: no bound, no priority)",
         None,
         metavar="FILE",
     )

@@ -1,29 +1,33 @@
 """What tenants use through all gateways on one Redis: each tells what goes through it, and counts what the others tell.
 
     baton:gateways       sorted set of gateways; the score is when it is over, in seconds by the clock of Redis
-    baton:usage:<hex>    {tenant: [requests that run, tokens paid since its start, tokens left]}; expires
+    baton:usage:<hex>    {tenant: [choices that run, tokens reserved and returned since its start, tokens left]}; expires
 
-No request waits for it: a tenant may have more than its quota by what gateways let in between two tellings, each
-without knowing of the other. Gateways that do not see each other, since one of them is cut off from Redis or Redis is
-gone, forget each other after TTL_S and count alone: a tenant then has as many quotas as there are such parts.
+No request waits for it, so what one gateway lets in the other counts up to 2 x PERIOD_S later. Until then each lets in
+what the bounds allow: with G gateways a tenant may have G x its choices at once and G x what was left of its tokens, and
+one request's more from each. What was too much is missing from the balance afterwards, so its rate holds over time.
+Gateways that do not see each other, since one of them is cut off from Redis or Redis is gone, forget each other after
+TTL_S and count alone: a tenant then has as many quotas as there are such parts.
 """
 
 import asyncio
 import json
 import logging
-import math
 from collections.abc import Mapping
 
 from baton.service.credentials import TENANT
 from baton.service.logs import fields
 from gateway.quotas import Quotas, Told
-from gateway.redis_client import FAILURES, cancelled, make_client, words_of
+from gateway.redis_client import cancelled, make_client, words_of
 from gateway.timing import now
 
 NAME = "baton:gateways"
 TTL_S = 5
 PERIOD_S = 0.25
-_MAX_BYTES, _MAX_GATEWAYS = 1 << 20, 256
+_MAX_BYTES = 32 << 10  # of one value: MAX_TOLD tenants
+_MAX_GATEWAYS = 64
+_NAMES = "?" * 32  # other names do not even travel: Redis compares
+_MOST = 1 << 53
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class SharedUsage:
     async def _look(self) -> None:
         try:
             told = await self.exchange()
-        except FAILURES as error:
+        except Exception as error:  # whatever it was, requests go on and the next round comes
             if self._was_up:
                 log.warning("redis: quotas are counted without other gateways %s", fields(error=words_of(error)))
             self._was_up = False
@@ -67,39 +71,46 @@ class SharedUsage:
             batch.zremrangebyscore(NAME, "-inf", seconds)
             batch.zadd(NAME, {self._gateway: seconds + TTL_S})
             batch.set(_name(self._gateway), json.dumps(self._quotas.told(now())), ex=TTL_S)
-            batch.zrange(NAME, 0, _MAX_GATEWAYS)
-            *_, found = await batch.execute()
-        others = [name for member in found if (name := _hex(member)) and name != self._gateway]
-        values = await self._client.mget(list(map(_name, others))) if others else []
-        return {name: told for name, value in zip(others, values, strict=True) if (told := _read(value)) is not None}
+            batch.zscan(NAME, 0, match=_NAMES, count=4 * _MAX_GATEWAYS)
+            *_, (_, found) = await batch.execute()
+        names = [name for member, _ in found if (name := _hex(member)) and name != self._gateway][:_MAX_GATEWAYS]
+        async with self._client.pipeline(transaction=False) as batch:
+            for name in names:
+                batch.getrange(_name(name), 0, _MAX_BYTES)
+            values = await batch.execute(raise_on_error=False)
+        return {name: told for name, value in zip(names, values, strict=True) if (told := read_told(value))}
 
 
 def _name(gateway: str) -> str:
     return f"baton:usage:{gateway}"
 
 
-def _hex(member: object) -> str:
-    """What lies in Redis is not trusted."""
+def _hex(member: bytes) -> str:
+    """Empty: no gateway would call itself so."""
     try:
         return bytes.fromhex(member.decode()).hex()
-    except (AttributeError, ValueError):
+    except ValueError:
         return ""
 
 
-def _read(value: object) -> dict[str, Told] | None:
-    """None: nothing that a gateway would write."""
+def read_told(value: object) -> dict[str, Told]:
+    """What lies in Redis is not trusted: empty unless a gateway would write it."""
     if not isinstance(value, bytes) or len(value) > _MAX_BYTES:
-        return None
+        return {}
     try:
-        told = {name: Told(*numbers) for name, numbers in json.loads(value).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None
-    is_good = all(TENANT.fullmatch(name) and _is_good(each) for name, each in told.items())
-    return told if is_good else None
+        tenants = json.loads(value)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(tenants, dict) or not all(map(_is_good, tenants, tenants.values())):
+        return {}
+    return {tenant: Told(*numbers) for tenant, numbers in tenants.items()}
 
 
-def _is_good(told: Told) -> bool:
-    numbers = (told.num_running, told.num_paid, told.balance)
-    if not all(isinstance(number, (int, float)) and math.isfinite(number) for number in numbers):
+def _is_good(tenant: str, numbers: object) -> bool:
+    if not TENANT.fullmatch(tenant) or not isinstance(numbers, list) or len(numbers) != len(Told._fields):
         return False
-    return 0 <= told.num_running < 1e9 and abs(told.num_paid) < 1e18 and abs(told.balance) < 1e18
+    *counts, balance = numbers
+    if not all(type(count) is int and 0 <= count <= _MOST for count in counts):
+        return False
+    told = Told(*numbers)
+    return told.num_returned <= told.num_reserved and type(balance) in (int, float) and abs(balance) <= _MOST

@@ -15,6 +15,7 @@ from gateway.quotas import Quota, Quotas
 from gateway.redis_index import RedisIndex
 from gateway.roster import RedisRoster
 from gateway.shared_usage import SharedUsage
+from gateway.timing import now
 from tests.gateway.test_redis_index import SPANS, WORKER, finds, index, snapshot
 from tests.redis_server import RedisServer, redis_path
 
@@ -59,7 +60,7 @@ async def test_the_index_works(server):
 
 async def test_quotas_are_shared(server):
     quotas = Quotas({"a": Quota(concurrent_requests=2)})
-    quotas.enter("a", 0.0)
+    quotas.enter("a", now())
     one, two = (SharedUsage(quotas, server.url, bytes([i]) * 16) for i in range(2))
     assert await one.exchange() == {}
     assert [told["a"].num_running for told in (await two.exchange()).values()] == [1]

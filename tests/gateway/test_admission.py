@@ -128,7 +128,7 @@ def test_an_idle_system_refuses_nobody():
 
 def test_the_gateway_and_its_tenants():
     admission = Admission(3, Quotas({"a": Quota(concurrent_requests=1)}))
-    admission.enter("1", "a")
+    first = admission.enter("1", "a")
     with pytest.raises(Overloaded) as caught:
         admission.enter("2", "a")
     assert caught.value.reason == "TENANT_REQUESTS"
@@ -137,5 +137,5 @@ def test_the_gateway_and_its_tenants():
     with pytest.raises(Overloaded) as caught:
         admission.enter("5", "b")
     assert caught.value.reason == "TOO_MANY_REQUESTS"
-    admission.leave("1", "a")
+    admission.leave("1", first, 0)
     admission.enter("2", "a")

@@ -3,7 +3,11 @@
 import asyncio
 from pathlib import Path
 
+import grpc
+import pytest
+
 from gateway.admission import Bid
+from gateway.timing import now
 from tests.client import make_request
 from tests.gateway.test_answers import PROMPT, generate, read
 from tests.gateway.test_endings import hold, reached, refused, release, start
@@ -50,6 +54,106 @@ async def test_tokens_a_second(cluster, tmp_path):
         error = await refused(generate(c))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_TOKENS")
         assert "tokens_per_s" in error.message and error.retry_after_s > 0
+
+
+async def test_choices_at_once(cluster, tmp_path):
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 8\n")) as c:
+        hold(c, "decode")
+        running = [start(c, n=5), start(c, n=3)]
+        await c.until(lambda: c.gateway.service.num_running == 2)
+        assert (await refused(generate(c))).reason == "TENANT_REQUESTS"
+        release(c, "decode")
+        await asyncio.gather(*running)
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 3\n")) as c:
+        error = await refused(generate(c, n=4))
+        assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("sampling.n",))
+
+
+async def test_what_a_request_may_come_to_is_set_aside(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 2000\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        hold(c, "decode")
+        running = start(c, n=8, max_tokens=300)  # 300 + 8 x 300
+        await reached(c, "decode")
+        assert (await refused(generate(c))).reason == "TENANT_TOKENS"
+        running.cancel()
+        release(c, "decode")
+        await c.until(lambda: c.gateway.service.num_running == 0)
+        assert await generate(c, max_tokens=2)
+
+
+async def test_a_priority_needs_a_right(cluster, tmp_path):
+    async def sent(c, priority: int) -> int:
+        request = make_request(PROMPT, max_tokens=2)
+        request.priority = priority
+        await read(c.stub.Generate(request, timeout=20))
+        return [admit.spec.priority for kind, admit in c.decode[0].commands if kind == "admit"][-1]
+
+    async with cluster() as c:
+        assert [await sent(c, priority) for priority in (7, 0, -7)] == [0, 0, -7]
+    async with cluster(quotas=quotas(tmp_path, "[default]\nmax_priority = 5\n")) as c:
+        assert [await sent(c, priority) for priority in (7, 3, -7)] == [5, 3, -7]
+
+
+# How a request may end, and whether it has used anything by then.
+ENDINGS = ("answered", "cancelled", "cancelled in a fetch", "deadline", "too late", "too long", "failed", "superseded")
+
+
+async def end(c, how: str) -> None:
+    """One request that ends so."""
+    if how == "answered":
+        assert await generate(c, max_tokens=5, n=2)
+    elif how.startswith("cancelled"):
+        gate = "fetch" if how.endswith("fetch") else "decode"
+        hold(c, gate)
+        running = start(c, n=2)
+        await reached(c, gate)
+        running.cancel()
+        release(c, gate)
+    elif how == "deadline":
+        hold(c, "prefill")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=0.3))
+        release(c, "prefill")
+    elif how == "too late":
+        line, place = line_up(c, 5.0)
+        assert (await refused(of_class(c, "standard"))).reason == "TTFT_BUDGET"
+        line.leave(place, served=False)
+        line._served_tokens = line._served_s = 0.0
+    elif how == "too long":
+        assert (await refused(generate(c, list(range(20, 320)) * 3, max_tokens=800))).code.name == "INVALID_ARGUMENT"
+    elif how == "failed":
+        c.decode[0].failures["decode"] = [(13, "ENGINE_FAILED")] * 10
+        await refused(generate(c))
+        c.decode[0].failures.clear()
+    elif how == "superseded":
+        hold(c, "decode")
+        fields = {"request_id": "again", "seed": 1, "max_tokens": 6}
+        first = asyncio.create_task(generate(c, **fields))
+        await reached(c, "decode")
+        second = asyncio.create_task(generate(c, resume_from=[0], **fields))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await first
+        release(c, "decode")
+        assert await second
+    await c.until(lambda: c.gateway.service.num_running == 0)
+    await c.idle()
+    for worker in c.workers:
+        worker.commands.clear()
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+async def test_what_is_set_aside_is_settled_however_a_request_ends(cluster, tmp_path, how):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 100000\nconcurrent_requests = 8\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        held = c.gateway._quotas.enter("default", now())  # it stays while this one runs
+        await end(c, how)
+        usage = c.gateway._quotas._usage["default"]
+        assert usage.num_running == 1
+        num_used = usage.num_reserved - usage.num_returned
+        most = 700 if how == "superseded" else 320
+        assert num_used == (310 if how == "answered" else num_used) and 0 <= num_used <= most
+        held.settle(0, now())
 
 
 async def test_a_request_that_names_its_class_is_refused_where_it_would_be_late(cluster):
