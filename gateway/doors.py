@@ -8,20 +8,21 @@ import grpc
 from baton.service import server as grpc_server
 from baton.service.credentials import Credentials
 from baton.service.guard import Guard
+from baton.service.places import Places
 from gateway.settings import GatewaySettings
 
 # Larger messages are gRPC's to refuse; up to here limits.py does it, with the field's name.
 MAX_MESSAGE_BYTES = 4 << 20
-_SPARE_RPCS = 64  # health, reflection, and refusals that name their reason
+_SPARE_CALLS = 64  # beyond the requests at once, for what is none and for refusals in admission's words
 
 
 class Doors(NamedTuple):
-    """`guard` None: whoever reaches a port may use it. `fleet_port` None: there is one port for all."""
+    """`fleet_port` None: there is one port for all."""
 
     server: grpc.aio.Server
     port: int
     fleet_port: int | None
-    guard: Guard | None
+    guard: Guard
 
 
 def open_doors(settings: GatewaySettings) -> Doors:
@@ -29,12 +30,11 @@ def open_doors(settings: GatewaySettings) -> Doors:
     tls = settings.tls
     if tls:
         tls.check()
-    guard = Guard(Credentials(settings.credentials)) if settings.credentials else None
-    server = grpc_server.make_server(
-        max_concurrent_rpcs=2 * settings.max_concurrent_requests + _SPARE_RPCS,
-        max_message_bytes=MAX_MESSAGE_BYTES,
-        interceptors=[guard] if guard else [],
-    )
+    if settings.credentials:
+        guard = Guard(Credentials(settings.credentials), Places(settings.max_concurrent_requests))
+    else:  # everybody is one tenant
+        guard = Guard(places=Places(settings.max_concurrent_requests + _SPARE_CALLS, is_shared=False), is_open=True)
+    server = grpc_server.make_server(max_message_bytes=MAX_MESSAGE_BYTES, interceptors=[guard])
     port = grpc_server.bind(server, settings.listen, tls and tls.server(require_certificate=False))
     fleet_port = None
     if settings.fleet_listen:

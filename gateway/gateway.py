@@ -54,8 +54,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     doors = open_doors(settings)
     folder = read_model(settings.model)
     gateway = Gateway(settings, folder, doors.server)
-    if doors.guard:
-        doors.guard.on_denied = gateway.meters.denied
+    doors.guard.on_denied = gateway.meters.denied
+    doors.guard.places.quota_of = gateway.concurrent_requests
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")
     gc.collect()
@@ -158,6 +158,10 @@ class Gateway:
             for link in self.registry.links
         }
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
+
+    def concurrent_requests(self, tenant: str) -> int | None:
+        """Its quota; None: it has none."""
+        return self._quotas.quota(tenant).concurrent_requests
 
     def _ended(self, record: Record, error: BaseException | None) -> None:
         self.meters.ended(record, error)

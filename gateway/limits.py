@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.service.errors import InvalidRequest, NotFound, Overloaded
+from baton.service.errors import InvalidRequest, NotFound
 from baton.service.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from gateway.model_folder import Defaults
@@ -18,7 +18,6 @@ from gateway.templates import ChatMessage
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DRAFT_TOKENS = 16
-MAX_METADATA_PAIRS = 64
 # Beyond these a logit in fp32 becomes infinite somewhere on its way, and what is drawn from it means nothing.
 _MIN_SCALE, _MAX_SCALE = 1e-3, 100.0  # temperature, repetition_penalty
 _MAX_SHIFT = 1000.0  # penalties and biases that are added to a logit
@@ -117,13 +116,6 @@ def check_size(request) -> None:
     if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
         where = request.WhichOneof("input") if "input" in request.DESCRIPTOR.oneofs_by_name else "token_ids"
         _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
-
-
-def check_metadata(metadata) -> None:
-    """Its bytes are gRPC's to bound. Raises Overloaded."""
-    if metadata and len(metadata) > MAX_METADATA_PAIRS:
-        raise Overloaded(f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed",
-                         0.0, reason="METADATA_TOO_LARGE")
 
 
 def check(

@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from gateway import spans
 from gateway.answer import Emit
-from gateway.limits import check, check_input, check_metadata, check_model, check_size, check_token_ids
+from gateway.limits import check, check_input, check_model, check_size, check_token_ids
 from gateway.pipeline import Pipeline
 from gateway.record import Record
 from gateway.settings import GatewaySettings
@@ -128,7 +128,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._on_end(record, error)
 
     async def _serve(self, box: list[pb.GenerateRequest], context, record: Record, emit: Emit) -> None:
-        check_metadata(context.invocation_metadata())
         deadline = self._deadline(context, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")

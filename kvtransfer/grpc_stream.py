@@ -5,7 +5,7 @@ byte is copied about six times on its way, so this is the last choice.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 import grpc
@@ -235,12 +235,11 @@ class _TakerCall:
 
 
 class _SourceCall:
-    def __init__(self, context: grpc.aio.ServicerContext):
-        self._context = context
+    def __init__(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext):
+        self._messages, self._context = messages, context
 
     async def read(self) -> bytes | None:
-        message = await self._context.read()
-        return None if message is grpc.aio.EOF else message
+        return await anext(self._messages, None)
 
     async def write(self, message: bytes) -> None:
         await self._context.write(message)
@@ -265,8 +264,8 @@ class GrpcListener:
         handler = grpc.stream_stream_rpc_method_handler(self._pull)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
-    async def _pull(self, requests, context: grpc.aio.ServicerContext) -> None:
-        line = GrpcLine(_SourceCall(context), MAX_TAKER_FRAME_BYTES)
+    async def _pull(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        line = GrpcLine(_SourceCall(messages, context), MAX_TAKER_FRAME_BYTES)
         self._on_line(line)
         try:
             await line.ended.wait()

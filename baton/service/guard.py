@@ -1,25 +1,28 @@
-"""Who may call what: one table for all servers, and the interceptor that holds calls to it.
+"""Who may call what: one table for all servers, and the interceptor that holds calls to it and to places.py's bounds.
 
 Nothing is allowed that does not stand in the table. A caller is a tenant by its credential, or has the roles of its
-certificate; a server with neither certificates nor credentials, which settings permit on loopback only, has no guard,
-and all its callers are the tenant `default`.
+certificate. A server with neither certificates nor credentials, which settings permit on loopback only, is open:
+everybody may call everything, and is the tenant `default`.
 """
 
+import contextlib
 import contextvars
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import NoReturn
 
 import grpc
 
 from baton.service.credentials import Credentials
-from baton.service.errors import BatonError, InvalidRequest, PermissionDenied, Unauthenticated, abort
+from baton.service.errors import BatonError, Overloaded, PermissionDenied, Unauthenticated, abort
 from baton.service.logs import fields
+from baton.service.places import Place, Places
 from baton.service.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
 
 DEFAULT_TENANT = "default"
+MAX_METADATA_PAIRS = 64
 TENANT = "tenant"  # whoever has a credential
 ANYONE = frozenset(("anyone",))
 _CLIENTS = frozenset((TENANT, OPERATOR))
@@ -56,66 +59,84 @@ def tenant() -> str:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """`credentials` None: there are certificates alone. `num_denied` counts by (method, reason); a method that is not
-    in the table counts as "other". `on_denied(method, reason)` is called for each."""
+    """`credentials` None: there are certificates alone. `places`: how many calls may be open. `is_open`: everybody may
+    call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other".
+    `on_denied(method, reason)` is called for each."""
 
-    def __init__(self, credentials: Credentials | None):
+    def __init__(self, credentials: Credentials | None = None, places: Places | None = None, is_open: bool = False):
         self.num_denied: Counter[tuple[str, str]] = Counter()
         self.on_denied: Callable[[str, str], None] = lambda method, reason: None
-        self._credentials = credentials
+        self.places = places or Places()
+        self._credentials, self._is_open = credentials, is_open
 
     async def intercept_service(self, continuation, details):
         allowed = METHODS.get(details.method)
-        if allowed == ANYONE:
-            return await continuation(details)
-        if allowed is None:
-            return self._refusal(details.method, PermissionDenied("this method is open to nobody"))
-        try:
-            tenant = self._tenant(details.invocation_metadata)
-        except Unauthenticated as error:  # said before the message is read
+        try:  # all of this before a message is read
+            _check_metadata(details.invocation_metadata)
+            if allowed is None and self._is_open:
+                return None  # UNIMPLEMENTED: tools look for the newest form of reflection first
+            if allowed is None:
+                raise PermissionDenied("this method is open to nobody")
+            tenant = self._tenant(details.invocation_metadata, allowed)
+        except BatonError as error:
             return self._refusal(details.method, error)
         handler = await continuation(details)
         return handler and self._guarded(handler, details.method, allowed, tenant)
 
-    def _tenant(self, metadata) -> str | None:
-        """Of the bearer's credential; None: it shows none. Raises Unauthenticated."""
+    def _tenant(self, metadata, allowed: frozenset[str]) -> str | None:
+        """Of the bearer's credential; None: it shows none. Raises Unauthenticated where one is asked for."""
         shown = [value for key, value in metadata or () if key == "authorization"]
         if not shown or self._credentials is None:
             return None
         scheme, _, bearer = str(shown[0]).partition(" ")
-        if len(shown) > 1 or scheme.lower() != "bearer":
-            raise Unauthenticated("authorization must be one `Bearer KEY`")
-        return self._credentials.tenant(bearer.strip())
+        try:
+            if len(shown) > 1 or scheme.lower() != "bearer":
+                raise Unauthenticated("authorization must be one `Bearer KEY`")
+            return self._credentials.tenant(bearer.strip())
+        except Unauthenticated:
+            if allowed == ANYONE:
+                return None
+            raise
 
     def _guarded(self, handler, method: str, allowed: frozenset[str], tenant: str | None):
         """The same handler, behind the table. It takes a stream whatever the method's kind: gRPC would read a single
-        message before it calls us, or wait for it in one of the places that there are for calls."""
+        message before it calls us. Never a generator: what a generator holds it gives back when it is collected."""
         stream = "stream" if handler.response_streaming else "unary"
         serve = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{stream}")
+        is_generator = inspect.isasyncgenfunction(serve)
 
-        async def admit(requests, context):
-            names = roles_of(context.auth_context()) | ({TENANT} if tenant else set())
-            if not allowed & names:
-                await self._deny(context, method, _why(names, allowed))
-            _tenant.set(tenant or DEFAULT_TENANT)
-            if handler.request_streaming:
-                return requests
-            async for request in requests:
-                return request
-            await abort(context, InvalidRequest("message", "there is none"))
-
-        if inspect.isasyncgenfunction(serve):
-
-            async def guarded(requests, context):
-                async for response in serve(await admit(requests, context), context):
-                    yield response
-        else:
-
-            async def guarded(requests, context):
-                return await serve(await admit(requests, context), context)
+        async def guarded(messages, context):
+            with await self._enter(context, method, allowed, tenant) as place:
+                message = await self._first(place, messages, context, method)
+                responses = serve(_from(message, messages) if handler.request_streaming else message, context)
+                if not is_generator:
+                    return await responses
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        await context.write(response)
 
         make = getattr(grpc, f"stream_{stream}_rpc_method_handler")
         return make(guarded, handler.request_deserializer, handler.response_serializer)
+
+    async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> Place:
+        """Aborts the call of who may not, and of who has too many open."""
+        roles = frozenset() if self._is_open else roles_of(context.auth_context())
+        names = roles | ({TENANT} if tenant else set())
+        try:
+            if not (self._is_open or allowed == ANYONE or allowed & names):
+                raise _why(names, allowed)
+            _tenant.set(tenant or DEFAULT_TENANT)
+            caller = tenant or (DEFAULT_TENANT if TENANT in allowed else roles or None)
+            return self.places.enter(method, caller, context.peer())
+        except BatonError as error:
+            await self._deny(context, method, error)
+
+    async def _first(self, place: Place, messages: AsyncIterator, context, method: str):
+        """Aborts the call where it does not come."""
+        try:
+            return await place.first(messages)
+        except BatonError as error:
+            await self._deny(context, method, error)
 
     def _refusal(self, method: str, error: BatonError):
         """Ends the call whatever its kind, and reads nothing of it."""
@@ -133,6 +154,19 @@ class Guard(grpc.aio.ServerInterceptor):
         if num & (num - 1) == 0:  # 1, 2, 4, 8, ...: strangers do not fill the log
             log.warning("denied %s", fields(method=known, reason=error.reason, peer=context.peer(), num=num))
         await abort(context, error)
+
+
+async def _from(first, rest: AsyncIterator) -> AsyncIterator:
+    yield first
+    async for message in rest:
+        yield message
+
+
+def _check_metadata(metadata) -> None:
+    """Its bytes are gRPC's to bound. Raises Overloaded."""
+    if metadata and len(metadata) > MAX_METADATA_PAIRS:
+        told = f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed"
+        raise Overloaded(told, 0.0, reason="METADATA_TOO_LARGE")
 
 
 def _why(names: frozenset[str], allowed: frozenset[str]) -> BatonError:

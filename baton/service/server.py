@@ -31,7 +31,6 @@ class AddressInUse(ListenError):
 
 def make_server(
     *,
-    max_concurrent_rpcs: int | None = None,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> grpc.aio.Server:
@@ -54,9 +53,7 @@ def make_server(
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
         ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
     )
-    return grpc.aio.server(
-        interceptors=tuple(interceptors), options=options, maximum_concurrent_rpcs=max_concurrent_rpcs
-    )
+    return grpc.aio.server(interceptors=tuple(interceptors), options=options)
 
 
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:

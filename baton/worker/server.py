@@ -48,7 +48,7 @@ from kvtransfer.endpoints import Address
 from kvtransfer.errors import TransferFailed
 from kvtransfer.fetcher import Fetcher
 from kvtransfer.folder import default_parent
-from kvtransfer.grpc_stream import OPEN, Security
+from kvtransfer.grpc_stream import Security
 from kvtransfer.pools import DevicePool
 from kvtransfer.region import Region
 from kvtransfer.source import Source, SourceIdentity
@@ -132,7 +132,7 @@ class Worker:
 
     def __init__(
         self, settings: WorkerSettings, role: str, engine: Engine, pool: Pool, digest: bytes, server, port: int,
-        roofline: Roofline | None = None, guard: Guard | None = None,
+        guard: Guard, roofline: Roofline | None = None,
     ):  # fmt: skip
         """`digest`: of the tokenizer. `server` is bound to `port` and not started; `guard` stands before it. Without a
         `roofline` there is no baton_utilisation."""
@@ -196,8 +196,7 @@ class Worker:
         exits.callback(fetcher.close)
         spans = Spans(engine.spec.name)
         meters = Meters(engine, self._pool.region.memory.nbytes, self._roofline)
-        if self._guard:
-            self._guard.on_denied = meters.denied
+        self._guard.on_denied = meters.denied
 
         def on_end(leg: Leg) -> None:
             spans.draw(leg)
@@ -262,7 +261,9 @@ class Worker:
     def _kv_security(self) -> Security:
         """Of KV over gRPC: both sides show certificates, and the source lets workers in alone."""
         tls = self._settings.tls
-        return Security(tls.server(True), (self._guard,), tls.channel, WORKER_NAME) if tls else OPEN
+        if tls is None:
+            return Security(interceptors=(self._guard,))
+        return Security(tls.server(True), (self._guard,), tls.channel, WORKER_NAME)
 
     def _hello(self, instance: bytes, epoch: int, host_id: str, source: Source) -> pb.Hello:
         engine, config = self.engine, self.engine.config
@@ -335,8 +336,8 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     tls = settings.tls
     if tls:
         tls.check()
-    guard = Guard(None) if tls else None
-    server = grpc_server.make_server(interceptors=[guard] if guard else [])
+    guard = Guard(is_open=tls is None)
+    server = grpc_server.make_server(interceptors=[guard])
     port = grpc_server.bind(
         server, settings.listen, tls and tls.server(require_certificate=True)
     )  # before the weights: a port that is taken shows at once
@@ -348,7 +349,7 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     log.info("%s", engine.start_line)
     roofline = await asyncio.to_thread(measure, engine.runner.model.device, engine.runner.model.dtype)
     telemetry.setup(f"baton-{role}")
-    async with Worker(settings, role, engine, pool, digest, server, port, roofline, guard) as worker:
+    async with Worker(settings, role, engine, pool, digest, server, port, guard, roofline) as worker:
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
         print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role}", flush=True)

@@ -17,6 +17,7 @@ from baton.service.access import Access
 from baton.service.server import Health
 from baton.service.settings import SettingsError
 from baton.service.tls import WORKER_NAME, Tls
+from baton.v1 import kv_pb2
 from kvtransfer import grpc_stream
 from tests.security.conftest import Installation, install
 
@@ -273,6 +274,7 @@ async def test_kv_streams_are_for_workers(installation, stranger):
         assert not lines
         channel = installation.tls("decode").channel
         line = await grpc_stream.connect(address, grpc_stream.Security(channel=channel, server_name=WORKER_NAME))
+        await line.send(kv_pb2.KVFrame(renew=kv_pb2.Renew()))  # until a first message has come nobody is served
         while not lines:
             await asyncio.sleep(0.01)
         line.close()

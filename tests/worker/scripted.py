@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from baton.service.guard import Guard
 from baton.service.server import bind, make_server
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
@@ -269,11 +270,12 @@ class Pair:
 async def run_worker(model: Path, role: str, **options):
     """A worker in this process: real engine, real server."""
     settings = WorkerSettings(model=model, **{"num_blocks": 160, "threads": 1, **options})
-    server = make_server()
+    guard = Guard(is_open=True)
+    server = make_server(interceptors=[guard])
     port = bind(server, settings.listen)
     pool = Pool()
     engine = load_engine(settings, pool)
-    async with Worker(settings, role, engine, pool, tokenizer_digest(model), server, port) as worker:
+    async with Worker(settings, role, engine, pool, tokenizer_digest(model), server, port, guard) as worker:
         yield worker
 
 

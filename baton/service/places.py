@@ -1,0 +1,159 @@
+"""Places for calls: how many may be open at once, by what is called and by whom, so that nobody fills those of others.
+
+A call holds its place from before its first message is read until it ends. Until that message has come it holds it
+weakly: where a caller's places are full, a new call takes the one of its oldest silent call. So calls that say nothing
+keep out nobody, not even others of the same caller.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from baton.service.errors import DeadlineExceeded, InvalidRequest, Overloaded
+
+MAX_CALLS = 256  # of tenants, where nothing else is said
+FIRST_MESSAGE_S, HEALTH_MESSAGE_S = 5.0, 2.0
+_INFERENCE = "/baton.v1.Inference/"
+_WATCH = "/grpc.health.v1.Health/Watch"
+_MAX_WATCHES_OF_HOST = 2  # by callers that show nothing of themselves
+_SPARE_CALLS = 8  # beyond a quota, which refuses in its own words
+_CALLS_A_FREE_PLACE = 3
+_RETRY_AFTER_S = 0.5
+
+Caller = str | frozenset[str] | None
+"""A tenant, the roles of a certificate, or None: it shows nothing of itself."""
+
+
+class _Kind(NamedTuple):
+    max_calls: int  # of one caller
+    first_message_s: float = FIRST_MESSAGE_S
+
+
+_KINDS = {
+    _WATCH: _Kind(16, HEALTH_MESSAGE_S),
+    "/grpc.health.v1.Health/Check": _Kind(256, HEALTH_MESSAGE_S),
+    "/grpc.health.v1.Health/List": _Kind(16, HEALTH_MESSAGE_S),
+    "/baton.v1.Registration/Register": _Kind(256),
+    "/baton.v1.Worker/Session": _Kind(256),  # a gateway has one
+    "/baton.kv.Raw/Pull": _Kind(1024),  # a request that moves has one
+}
+_OTHERS = _Kind(16)  # what operators ask, reflection
+
+
+class Places:
+    """Of one server. Belongs to its event loop.
+
+    `max_calls`: of all tenants together, to the methods of Inference. Where they are shared no tenant has more than
+    three times as many as are still free: one alone has three quarters of them, and whoever comes finds room."""
+
+    def __init__(self, max_calls: int = MAX_CALLS, is_shared: bool = True):
+        self.quota_of: Callable[[str], int | None] = lambda tenant: None  # requests at once; None: it has no quota
+        self._max_calls, self._is_shared = max_calls, is_shared
+        self._num_open: Counter[tuple[str, Caller]] = Counter()
+        self._num_tenants_open = 0
+        self._num_watches: Counter[str] = Counter()  # by host, of callers that show nothing
+        self._silent: dict[tuple[str, Caller], dict[Place, None]] = {}  # the oldest first
+
+    def enter(self, method: str, caller: Caller, peer: str) -> "Place":
+        """A place, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
+        kind = _KINDS.get(method, _OTHERS)
+        is_inference = method.startswith(_INFERENCE)
+        key = (_INFERENCE if is_inference else method, caller)
+        host = _host(peer) if method == _WATCH and caller is None else ""
+        if host and self._num_watches[host] >= _MAX_WATCHES_OF_HOST:
+            raise _full(f"{host} watches health {_MAX_WATCHES_OF_HOST} times already")
+        if self._num_open[key] >= (self._share(key) if is_inference else kind.max_calls):
+            if not self._silent.get(key):
+                raise _full(f"{self._num_open[key]} calls of this kind are open already, by this caller")
+            next(iter(self._silent[key])).give_way()
+        place = Place(self, key, kind.first_message_s, host)
+        self._num_open[key] += 1
+        self._num_tenants_open += is_inference
+        self._num_watches[host] += bool(host)
+        self._silent.setdefault(key, {})[place] = None
+        return place
+
+    def _share(self, key: tuple[str, Caller]) -> int:
+        tenant = key[1]
+        if (quota := self.quota_of(tenant)) is not None:
+            return quota + _SPARE_CALLS
+        if not self._is_shared:
+            return self._max_calls
+        return _CALLS_A_FREE_PLACE * max(0, self._max_calls - self._num_tenants_open)
+
+    def heard(self, place: "Place") -> None:
+        """It waits for no message any more."""
+        if (silent := self._silent.get(place.key)) is not None:
+            silent.pop(place, None)
+            if not silent:
+                del self._silent[place.key]
+
+    def left(self, place: "Place") -> None:
+        """It is free."""
+        self.heard(place)
+        self._num_tenants_open -= place.key[0] == _INFERENCE
+        for counter, name in ((self._num_open, place.key), (self._num_watches, place.host)):
+            counter[name] -= bool(name)
+            if not counter[name]:
+                del counter[name]
+
+
+class Place:
+    """Of one call, in `with`: left at the end."""
+
+    __slots__ = ("key", "host", "_places", "_first_message_s", "_waiting", "_has_given_way", "_is_left")
+
+    def __init__(self, places: Places, key: tuple[str, Caller], first_message_s: float, host: str):
+        self.key, self.host = key, host
+        self._places, self._first_message_s = places, first_message_s
+        self._waiting: asyncio.Timeout | None = None
+        self._has_given_way = self._is_left = False
+
+    async def first(self, messages: AsyncIterator):
+        """The first message. Raises DeadlineExceeded where it does not come in time, Overloaded where another call
+        has taken the place meanwhile, InvalidRequest where there is none."""
+        try:
+            async with asyncio.timeout(self._first_message_s) as self._waiting:
+                if self._has_given_way:
+                    self._waiting.reschedule(0)
+                return await anext(messages)
+        except StopAsyncIteration:
+            raise InvalidRequest("message", "there is none") from None
+        except TimeoutError:
+            if self._has_given_way:
+                raise _full("a newer call has taken the place of this one, whose message had not come") from None
+            late = f"the call's first message has not come within {self._first_message_s:g} s"
+            raise DeadlineExceeded(late, reason="MESSAGE_LATE") from None
+        finally:
+            self._waiting = None
+            self._places.heard(self)
+
+    def give_way(self) -> None:
+        """To a newer call: this one ends."""
+        self._has_given_way = True
+        self._leave()
+        if self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(0)
+
+    def __enter__(self) -> "Place":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._is_left:
+            self._is_left = True
+            self._places.left(self)
+
+
+def _full(message: str) -> Overloaded:
+    return Overloaded(message, _RETRY_AFTER_S, reason="TOO_MANY_CALLS")
+
+
+def _host(peer: str) -> str:
+    """198.51.100.7 of "ipv4:198.51.100.7:4711". On loopback, where all share an address, the whole: one connection."""
+    host = unquote(peer).partition(":")[2].rpartition(":")[0]
+    return peer if host in ("", "[::1]") or host.startswith("127.") else host

@@ -1,0 +1,162 @@
+"""Places for calls: whose are full, who gives way, and what is left when all have gone; with callers that never speak."""
+
+import asyncio
+import random
+
+import pytest
+
+from baton.service.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from baton.service.places import Places
+
+GENERATE, CHECK, WATCH = "/baton.v1.Inference/Generate", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+
+
+async def nothing():
+    await asyncio.get_running_loop().create_future()
+    yield
+
+
+async def said(*messages):
+    for message in messages:
+        yield message
+
+
+async def spoken(places: Places, method: str, caller, peer: str = "ipv4:198.51.100.7:1"):
+    """A place whose message has come."""
+    place = places.enter(method, caller, peer)
+    assert await place.first(said("m")) == "m"
+    return place
+
+
+def is_empty(places: Places) -> bool:
+    return not (places._num_open or places._num_watches or places._silent or places._num_tenants_open)
+
+
+async def fill(places: Places, method: str, caller, peer: str = "ipv4:198.51.100.7:1") -> list:
+    """As many as fit."""
+    held = []
+    with pytest.raises(Overloaded) as caught:
+        while len(held) < 10_000:
+            held.append(await spoken(places, method, caller, peer))
+    assert caught.value.reason == "TOO_MANY_CALLS" and caught.value.retry_after_s
+    return held
+
+
+async def test_one_tenant_leaves_room_for_others():
+    places = Places(256)
+    flood = await fill(places, GENERATE, "flood")
+    assert len(flood) == 192
+    others = [await fill(places, GENERATE, name) for name in ("second", "third")]
+    assert [len(each) for each in others] == [48, 12]
+    for place in (*flood, *others[0], *others[1]):
+        with place:
+            pass
+    assert is_empty(places)
+
+
+async def test_alone_by_construction_a_tenant_has_all():
+    assert len(await fill(Places(256, is_shared=False), GENERATE, "default")) == 256
+
+
+async def test_a_quota_bounds_what_is_open():
+    places = Places(256)
+    places.quota_of = {"acme": 2}.get
+    assert len(await fill(places, GENERATE, "acme")) == 10  # eight more, which the quota refuses in its own words
+    assert len(await fill(places, GENERATE, "globex")) > 100
+
+
+@pytest.mark.parametrize("method", [GENERATE, CHECK, "/baton.v1.Worker/Session", "/baton.kv.Raw/Pull"])
+async def test_who_says_nothing_gives_way_to_who_comes(method):
+    """However many there are; and the newest of them is heard."""
+    places, caller = Places(32), "acme" if method == GENERATE else None
+    silent = []
+    for _ in range(3000):
+        place = places.enter(method, caller, "ipv4:198.51.100.7:1")
+        silent.append((place, asyncio.create_task(place.first(nothing()))))
+        await asyncio.sleep(0)
+        with await spoken(places, method, caller):
+            pass
+    ended = [task for _, task in silent if task.done()]
+    assert len(ended) >= 1900 and all(task.exception().reason == "TOO_MANY_CALLS" for task in ended)
+    for place, task in silent:
+        task.cancel()
+        with place:
+            pass
+    await asyncio.gather(*(task for _, task in silent), return_exceptions=True)
+    assert is_empty(places)
+
+
+async def test_who_has_spoken_keeps_its_place():
+    places = Places(8, is_shared=False)
+    held = [await spoken(places, GENERATE, "default") for _ in range(7)]
+    silent = places.enter(GENERATE, "default", "ipv4:198.51.100.7:1")
+    waiting = asyncio.create_task(silent.first(nothing()))
+    await asyncio.sleep(0)
+    held.append(await spoken(places, GENERATE, "default"))
+    with pytest.raises(Overloaded, match="newer"):
+        await waiting
+    with pytest.raises(Overloaded, match="8 calls"):
+        places.enter(GENERATE, "default", "ipv4:198.51.100.7:1")
+    assert len(held) == 8
+
+
+async def test_kinds_and_callers_are_apart():
+    places = Places(16, is_shared=False)
+    await fill(places, GENERATE, "default")
+    for method in (CHECK, WATCH, "/baton.v1.Fleet/ListWorkers", "/baton.v1.Registration/Register"):
+        await fill(places, method, None)
+        await fill(places, method, frozenset(("operator",)))
+        await spoken(places, method, "acme")
+
+
+async def test_watches_of_strangers():
+    """Two a host, sixteen in all; on loopback, where all share an address, two a connection."""
+    places = Places()
+    assert len(await fill(places, WATCH, None, "ipv4:198.51.100.7:1")) == 2
+    with pytest.raises(Overloaded, match="198.51.100.7"):
+        places.enter(WATCH, None, "ipv4:198.51.100.7:2")
+    for peer in ("ipv6:%5B2001:db8::7%5D:1", "ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2", "ipv6:%5B::1%5D:1",
+                 "ipv6:%5B::1%5D:2", "unix:", "ipv4:198.51.100.8:1"):  # fmt: skip
+        assert len(await fill(places, WATCH, None, peer)) == 2
+    with pytest.raises(Overloaded, match="16 calls"):
+        places.enter(WATCH, None, "ipv4:198.51.100.9:1")
+    assert len(await fill(places, WATCH, "acme")) == 16  # who is known is bounded by himself
+
+
+async def test_a_message_that_is_late_and_one_that_never_comes(monkeypatch):
+    places = Places()
+    with places.enter(GENERATE, "acme", "") as place:
+        place._first_message_s = 0.01
+        with pytest.raises(DeadlineExceeded, match="first message") as caught:
+            await place.first(nothing())
+        assert caught.value.reason == "MESSAGE_LATE"
+    with places.enter(GENERATE, "acme", "") as place, pytest.raises(InvalidRequest):
+        await place.first(said())
+    assert is_empty(places)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_by_chance_nothing_is_left(seed):
+    """Calls that come, speak, stay silent, are cancelled and go, in any order: bounds hold, and all is given back."""
+    rng, places = random.Random(seed), Places(40)
+    methods, callers = (GENERATE, CHECK, WATCH), (None, "acme", "globex", frozenset(("operator",)))
+
+    async def call() -> None:
+        with places.enter(rng.choice(methods), rng.choice(callers), f"ipv4:10.0.0.{rng.randrange(9)}:1") as place:
+            await place.first(said("m") if rng.random() < 0.5 else nothing())
+            await asyncio.sleep(rng.random() / 100)
+
+    tasks = []
+    for _ in range(600):
+        tasks.append(asyncio.create_task(call()))
+        if rng.random() < 0.3:
+            await asyncio.sleep(0)
+        if rng.random() < 0.2:
+            rng.choice(tasks).cancel()
+        assert places._num_tenants_open <= 40
+        assert all(0 < num <= 256 for num in places._num_open.values())
+    await asyncio.sleep(0.02)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert is_empty(places)
