@@ -16,7 +16,7 @@ from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
 from gateway import access_log, dashboard
 from gateway.admission import Admission, Lines
 from gateway.detokenizer import Detokenizer
-from gateway.doors import open_doors
+from gateway.doors import Doors, open_doors
 from gateway.embedded_index import EmbeddedIndex
 from gateway.fleet import SERVICE_NAME as FLEET_NAME
 from gateway.fleet import FleetService
@@ -53,9 +53,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     """Serves until `stop`, then drains. Raises SettingsError, ListenError: one line each."""
     doors = open_doors(settings)
     folder = read_model(settings.model)
-    gateway = Gateway(settings, folder, doors.server)
-    doors.guard.on_denied = gateway.meters.denied
-    doors.guard.places.quota_of = gateway.concurrent_requests
+    gateway = Gateway(settings, folder, doors)
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")
     gc.collect()
@@ -69,9 +67,9 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
 
 
 class Gateway:
-    def __init__(self, settings: GatewaySettings, folder: ModelFolder, server):
+    def __init__(self, settings: GatewaySettings, folder: ModelFolder, doors: Doors):
         """Raises SettingsError."""
-        self._settings, self._server = settings, server
+        self._settings, self._server = settings, doors.server
         secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
         tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
         self.index = _make_index(settings)
@@ -89,6 +87,8 @@ class Gateway:
             self._workers_by_state,
             self._clocks,
         )
+        doors.guard.on_denied = self.meters.denied
+        doors.guard.places.quota_of = lambda tenant: self._quotas.quota(tenant).concurrent_requests
         self._pipeline = pipeline = Pipeline(
             registry=self.registry,
             index=self.index,
@@ -158,10 +158,6 @@ class Gateway:
             for link in self.registry.links
         }
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
-
-    def concurrent_requests(self, tenant: str) -> int | None:
-        """Its quota; None: it has none."""
-        return self._quotas.quota(tenant).concurrent_requests
 
     def _ended(self, record: Record, error: BaseException | None) -> None:
         self.meters.ended(record, error)

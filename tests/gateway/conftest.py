@@ -121,7 +121,7 @@ def cluster(folder, digest):
         settings = GatewaySettings(**values)
         doors = open_doors(settings)
         port = doors.port
-        gateway = Gateway(settings, read_folder(folder), doors.server)
+        gateway = Gateway(settings, read_folder(folder), doors)
         stop = asyncio.Event()
         running = asyncio.create_task(gateway.run(port, stop))
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
