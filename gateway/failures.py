@@ -20,7 +20,7 @@ _MAX_DEATHS = 2  # of workers that completed no step of this request
 _KV_REASONS = frozenset(
     ("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH")
 )
-_DEADLY = ("ENGINE_FAILED", "STALLED")
+_DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # in a step with others it may have been theirs
 _FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
 _FINAL_REASONS = ("ATTACHED",)  # the client has gone on elsewhere
 
@@ -45,7 +45,7 @@ class Failures:
         self._leaving: frozenset[bytes] = frozenset()  # of these, those that drain
         self._recovery, self._prompt_digest = recovery, prompt_digest
         self._answer, self._record = answer, record
-        self._num_deaths = self._num_barren = 0
+        self._num_deaths, self._num_barren = 0.0, 0
         self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
 
     @property
@@ -56,7 +56,7 @@ class Failures:
     def judge(self, event: Event, before: Phase, subject, trial: Trial) -> BatonError:
         """What to say if nobody can take over. Raises it where nobody should."""
         error, blamed, worker_id = self._failure(event, before, subject, trial)
-        self._num_deaths += _counts_as_death(event, before, subject, trial)
+        self._num_deaths += _share_of_death(event, before, subject, trial)
         self._num_barren = 1 if trial.has_stepped else self._num_barren + 1
         self._note(event, before, subject, trial, error, blamed)
         self.avoid.add(worker_id)
@@ -111,10 +111,13 @@ def _is_worker_gone(subject) -> bool:
     return isinstance(subject, Lost) or is_draining(subject) or is_stalled
 
 
-def _counts_as_death(event: Event, before: Phase, subject, trial: Trial) -> bool:
+def _share_of_death(event: Event, before: Phase, subject, trial: Trial) -> float:
     """Only if the request was being computed there, and no step of it came to an end."""
-    died = isinstance(subject, Lost) or (isinstance(subject, pb.Ended) and subject.reason in _DEADLY)
+    if isinstance(subject, Lost):
+        share = 1.0
+    else:
+        share = _DEADLY.get(subject.reason, 0.0) if isinstance(subject, pb.Ended) else 0.0
     if event in (Event.PREFILL_LOST, Event.PREFILL_FAILED):
-        return died and before in (Phase.PREFILLING, Phase.FETCHING)
+        return share * (before in (Phase.PREFILLING, Phase.FETCHING))
     is_local_prefill = before is Phase.PREFILLING and trial.source is None
-    return died and not trial.has_stepped and (trial.is_decoding or is_local_prefill)
+    return share * (not trial.has_stepped and (trial.is_decoding or is_local_prefill))

@@ -1,20 +1,21 @@
 """The door of the engine: who may come in, with which promise of blocks, and how a key ends.
 
     admit ─► FETCHING ─ set_aside, verified ─ start ─►┐
-               └───────────── submit ────────────────►├─ the loop's (WAITING, RUNNING) ─► end
-    accept ──────────────────────────────────────────►┘  ▲ │  └─ held prefill ─► HELD ─► end
+               └────────── compute_rest ─────────────►├─ the loop's (WAITING, RUNNING) ─► end
+    submit, accept ──────────────────────────────────►┘  ▲ │  └─ held prefill ─► HELD ─► end
                                                   resume └─┴ park ─► PARKED ─► end
       └─► FETCHING a prefix ─ verified ─ compute_rest ►┘
     offer ─► HELD ─► end
 
 Everything here is answered at once, on any thread, under the ledger's lock. A group in the loop is only marked or
-posted to; the loop gives its blocks back between steps.
+posted to; the loop gives its blocks back between steps. Any other may be ended by any thread at any time: who looks one
+up does what follows under the same lock.
 """
 
-import heapq
 import time
 
 from baton.engine.config import EngineConfig
+from baton.engine.groups import Groups
 from baton.engine.inbox import Enter, Inbox, Park, Resume, Start, Stop
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.request import Acceptance, FirstToken, Key, Refusal, Request, RequestEnded, SamplingParams, State
@@ -35,12 +36,11 @@ class Admission:
         self.layout = layout
         self.ledger = ledger
         self.inbox = inbox
-        self.groups: dict[Key, Group] = {}
+        self.groups = Groups()
         self.num_waiting_tokens = 0  # of prompts that wait for their first chunk
         self._num_choices = 0  # admitted and not ended
         self._expected_output = float(FIRST_GUESS_TOKENS)
         self._quarantined: dict[Key, list[int]] = {}
-        self._deadlines: list[tuple[float, int, Key]] = []  # with the arrival: a key may come again
 
     # ---- the decode side: credit first, blocks as they are announced ----
 
@@ -113,19 +113,13 @@ class Admission:
                 raise ValueError(f"{key}: start before the last block was verified")
             group.state = State.WAITING
             group.started()
-            self.inbox.post(Start(key, tuple(first_tokens)))
+            self.inbox.post(Start(key, group.arrival, tuple(first_tokens)))
 
     def submit(self, request: Request) -> None:
-        """Prefill and decode here; admits the request unless its key was. What a fetch has brought is kept."""
+        """Prefill and decode here. Refusal as of admit."""
         with self.ledger.lock:
-            group = self.groups.get(request.key)
-            if group is None or group.state is not State.FETCHING:
-                self.admit(request)
-                group = self.groups[request.key]
-            self._drop_unverified(group)
-            group.state = State.WAITING
-            group.accepted_at = time.monotonic()
-            self._wait(group)
+            self.admit(request)
+            self.compute_rest(request.key)
 
     # ---- the prefill side: the whole prompt at once, leased to a taker ----
 
@@ -159,13 +153,18 @@ class Admission:
             self._fetching(key).fetch_settled = False
 
     def compute_rest(self, key: Key) -> None:
-        """A held prefill has what others could give it: the rest is computed here. Its fetch has settled."""
+        """What no fetch has brought is computed here: of an admitted prompt, or of a held prefill, whose fetch has
+        settled. Refusal: kv_full. LookupError when the key has ended."""
         with self.ledger.lock:
             group = self._fetching(key)
-            block_ids = group.trunk.block_ids
-            self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
-            group.num_owned = len(block_ids)
-            group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
+            if group.is_held:
+                block_ids = group.trunk.block_ids
+                self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
+                group.num_owned = len(block_ids)
+                group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
+            else:
+                self._drop_unverified(group)
+                group.accepted_at = time.monotonic()
             group.state = State.WAITING
             self._wait(group)
 
@@ -192,13 +191,15 @@ class Admission:
             if group.state is State.HELD:
                 self.inbox.post(self.end(group))
             else:
-                self.inbox.post(Stop(key))
+                self.inbox.post(Stop(key, group.arrival))
 
     # ---- parking: without a reader nothing is computed ----
 
     def park(self, key: Key) -> None:
         """Stepping stops before the next step. Idempotent; nothing for a key that the loop does not have."""
-        self.inbox.post(Park(key))
+        with self.ledger.lock:
+            if (group := self.groups.get(key)) is not None:
+                self.inbox.post(Park(key, group.arrival))
 
     def resume(self, key: Key, deadline: float) -> None:
         """A key that was told to park goes on, until `deadline` now. Raises LookupError when it has ended."""
@@ -207,7 +208,7 @@ class Admission:
             if group is None:
                 raise LookupError(f"{key} has ended")
             group.deadline = deadline
-            self.inbox.post(Resume(key))
+            self.inbox.post(Resume(key, group.arrival))
 
     def parked(self, group: Group) -> None:
         """The loop has let go of a group: all its blocks go back, whole units of them stay in the cache."""
@@ -219,9 +220,9 @@ class Admission:
 
     def resumed(self, group: Group) -> bool:
         """The loop takes a parked group up again, whoever else is there: it waits for blocks like one that was
-        preempted. False: it had not parked."""
+        preempted. False: it had not parked, or it has ended."""
         with self.ledger.lock:
-            self._expect(group)
+            self.groups.expect(group)
             if group.state is not State.PARKED:
                 return False
             group.state = State.RUNNING
@@ -236,11 +237,14 @@ class Admission:
             group = self.groups.get(key)
             if group is None:
                 return
-            self.inbox.post(Stop(key) if group.in_loop else self.end(group, "cancelled"))
+            self.inbox.post(Stop(key, group.arrival) if group.in_loop else self.end(group, "cancelled"))
 
-    def end(self, group: Group, error: str = "", message: str = "") -> RequestEnded:
-        """The one place where a key ends: all it holds goes back. The caller gives the answer out."""
+    def end(self, group: Group, error: str = "", message: str = "") -> RequestEnded | None:
+        """The one place where a key ends: all it holds goes back. The caller gives the answer out; None: it has ended
+        already. Idempotent."""
         with self.ledger.lock:
+            if self.groups.get(group.key) is not group:
+                return None
             del self.groups[group.key]
             self.num_waiting_tokens -= group.num_waiting_tokens
             if group.state is State.FETCHING:
@@ -252,20 +256,6 @@ class Admission:
                 self._num_choices -= group.request.sampling.n
             group.state = State.FINISHED
             return RequestEnded(group.key, error, message, group.report())
-
-    def expired(self, now: float) -> list[Group]:
-        """Live groups whose deadline has passed. A lease has its own clock: what is held ends with it. What is parked
-        waits for a reader, however long its owner lets it."""
-        with self.ledger.lock:
-            groups = []
-            while self._deadlines and self._deadlines[0][0] <= now:
-                _, arrival, key = heapq.heappop(self._deadlines)
-                group = self.groups.get(key)
-                if group is None or group.arrival != arrival or group.deadline > now:
-                    continue
-                if group.state not in (State.HELD, State.PARKED):
-                    groups.append(group)
-            return groups
 
     # ---- shared with the loop ----
 
@@ -354,17 +344,13 @@ class Admission:
 
     def _register(self, group: Group) -> None:
         self.groups[group.key] = group
-        self._expect(group)
-
-    def _expect(self, group: Group) -> None:
-        if group.deadline != float("inf"):
-            heapq.heappush(self._deadlines, (group.deadline, group.arrival, group.key))
+        self.groups.expect(group)
 
     def _wait(self, group: Group) -> None:
         """Into the loop's queue."""
         group.num_waiting_tokens = group.trunk.remaining
         self.num_waiting_tokens += group.num_waiting_tokens
-        self.inbox.post(Enter(group.key))
+        self.inbox.post(Enter(group.key, group.arrival))
 
     def _fetching(self, key: Key) -> Group:
         group = self.groups.get(key)

@@ -5,6 +5,7 @@ any thread   submit start park resume                                           
 the loop     step: commands, schedule (scheduler.py), run (runner.py), results (results.py)           (loop.py)
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,6 +34,8 @@ from baton.engine.speculation.speculator import Speculator, clock_for
 from baton.engine.watermark import layer_watermark
 from baton.engine.work import Work
 from kvtransfer.layout import BlockRef, KVLayout, NumericsClass
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -68,6 +71,7 @@ class Engine:
         self.launched = False  # the last step computed something
         self.last_batch_size = 0  # sequences of the last step
         self._outputs: list[Output] = []  # of the call of `step` that runs
+        self._computing: list[Slice] = []  # by it, and not collected yet
         self._flight: Flight | None = None  # a step that was launched and not read
         self.work = Work()
         self._rate = Rate()
@@ -140,7 +144,7 @@ class Engine:
         self.admission.fetching(key)
 
     def compute_rest(self, key: Key) -> None:
-        """What of a held prefill was not fetched is computed here. LookupError when the key has ended."""
+        """What of a prompt was not fetched is computed here. LookupError when the key has ended; raises Refusal."""
         self.admission.compute_rest(key)
 
     def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
@@ -202,7 +206,7 @@ class Engine:
     # ---- posted to the loop ----
 
     def submit(self, request: Request) -> None:
-        """Prefill and decode here. Admits the request unless its key was; raises Refusal."""
+        """Prefill and decode here, from the first token; raises Refusal."""
         self.admission.submit(request)
 
     def start(self, key: Key, first_tokens: tuple[FirstToken, ...]) -> None:
@@ -227,41 +231,44 @@ class Engine:
         next call, behind the launch of its successor if nothing else is to be done; else nothing is in flight when
         commands are obeyed and the next step is chosen, so all that gives blocks back comes after what touches them."""
         with self._stepping, self.runner.launcher.place():
-            self._outputs = []
-            expired = self.admission.expired(time.monotonic())
+            self._outputs, self._computing = [], []
+            now = time.monotonic()
             if self._flight is not None:
-                self._land(self._flight, goes_on=not (self.inbox or expired))
+                with self.ledger.lock:
+                    is_due = self.admission.groups.is_due(now)
+                self._land(self._flight, goes_on=not (self.inbox or is_due))
                 if self._flight is not None:
                     return self._outputs
             for command in self.inbox.drain():
                 self._obey(command)
-            for group in expired:
-                if self.admission.groups.get(group.key) is group:
-                    self._outputs.append(self._end(group, "deadline", "the deadline has passed"))
+            self._end_expired(now)
             slices = self.scheduler.schedule()
             self.launched, self.last_batch_size = bool(slices), len(slices)
             if not slices:
                 self.speculator.close_all()
-            elif self._overlaps and can_launch(slices):
+                return self._outputs
+            self._computing = slices
+            if self._overlaps and can_launch(slices):
                 self._flight = self.runner.launch(slices)
             else:
                 self._launch(slices)
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
-        """After a step that raised: what it gave out before it did, and every key ends as failed. All blocks come back,
-        the engine goes on."""
+        """After a step that raised: what it gave out before it did, and the keys that it computed end, `failed` where
+        there was one, `failed_together` where there were several. Where it raised over none of them every key ends.
+        Their blocks come back, the engine goes on."""
         with self._stepping:
             with suppress(Exception):  # the device is lost: then nothing computes there either
                 self.runner.launcher.wait()
+            computing = self._computing + (self._flight.slices if self._flight is not None else [])
             self._flight = None
             self.results.forget()
-        with self._stepping, self.ledger.lock:
-            self._outputs += [command for command in self.inbox.drain() if isinstance(command, RequestEnded)]
-            self.scheduler.running.clear()
-            self.scheduler.waiting.clear()
-            for group in list(self.admission.groups.values()):
-                self._outputs.append(self.admission.end(group, "failed", message))
+            groups = list(dict.fromkeys(piece.seq.group for piece in computing))
+            with self.ledger.lock:
+                groups = groups or list(self.admission.groups.values())
+            for group in groups:
+                self._end(group, "failed" if len(groups) == 1 else "failed_together", message)
             return self._outputs
 
     @property
@@ -271,7 +278,7 @@ class Engine:
 
     def _land(self, flight: Flight, goes_on: bool) -> None:
         """Reads a flight, behind the launch of the next one where it `goes_on` and there is one."""
-        self._flight, aloft = None, frozenset()
+        self._flight, aloft, self._computing = None, frozenset(), flight.slices
         if goes_on and (following := self.scheduler.follow(flight.slices)):
             self._flight = self.runner.launch(following, flight)
             aloft = frozenset(piece.seq for piece in following)
@@ -281,6 +288,7 @@ class Engine:
         self.work.add(flight.slices)
         self.results.collect(flight.slices, drawn, flight.launched_at, self._outputs, aloft)
         self._rate.add(len(drawn))
+        self._computing = []
 
     def _launch(self, slices: list[Slice]) -> None:
         launched_at = time.monotonic()
@@ -301,19 +309,28 @@ class Engine:
         self._rate.add(sum(len(samples) for _, samples in drawn))
 
     def _obey(self, command: Command) -> None:
+        """What fails here is the fault of one key, and ends that."""
         if isinstance(command, RequestEnded):
             self._outputs.append(command)
             return
-        group = self.admission.groups.get(command.key)
+        group = self.admission.groups.find(command.key, command.arrival)
         if group is None or not (group.in_loop or isinstance(command, (Stop, Resume))):
             return
+        try:
+            self._obey_for(group, command)
+        except Exception as error:
+            logger.exception("%s failed for %s", type(command).__name__, command.key)
+            self._end(group, "failed", f"{type(command).__name__} failed: {type(error).__name__}: {error}")
+
+    def _obey_for(self, group: Group, command: Command) -> None:
+        """`group` is the loop's, except for Stop and Resume: then another thread may end it at any time."""
         match command:
             case Enter():
                 self.scheduler.add(group.trunk)
-            case Start(_, first_tokens):
-                self._start(group, first_tokens)
+            case Start():
+                self._start(group, command.first_tokens)
             case Stop():
-                self._outputs.append(self._end(group, "cancelled"))
+                self._end(group, "cancelled")
             case Park():
                 self._park(group)
             case Resume():
@@ -321,7 +338,7 @@ class Engine:
 
     def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
         if not first_tokens:
-            self._outputs.append(self.admission.end(group))
+            self._end(group)
             return
         group.state = State.RUNNING
         self.scheduler.fork(group.trunk, list(first_tokens), self.runner.copy_block)
@@ -339,8 +356,20 @@ class Engine:
             for seq in group.live:
                 self.scheduler.add(seq)
 
-    def _end(self, group: Group, error: str, message: str = "") -> RequestEnded:
-        if group.in_loop:
-            for seq in group.live:
-                self.scheduler.remove(seq)
-        return self.admission.end(group, error, message)
+    def _end_expired(self, now: float) -> None:
+        while True:
+            with self.ledger.lock:
+                group = self.admission.groups.pop_expired(now)
+                if group is None:
+                    return
+                self._end(group, "deadline", "the deadline has passed")
+
+    def _end(self, group: Group, error: str = "", message: str = "") -> None:
+        """Nothing where it has ended already."""
+        with self.ledger.lock:
+            if group.in_loop:
+                for seq in group.live:
+                    self.scheduler.remove(seq)
+            ended = self.admission.end(group, error, message)
+        if ended is not None:
+            self._outputs.append(ended)

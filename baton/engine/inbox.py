@@ -1,4 +1,7 @@
-"""What crosses into the loop: plain commands, in order, and the bell that wakes it."""
+"""What crosses into the loop: plain commands, in order, and the bell that wakes it.
+
+A command names its group by key and arrival: when it is obeyed, the key may have ended and come again.
+"""
 
 import threading
 from collections import deque
@@ -12,31 +15,36 @@ class Enter(NamedTuple):
     """A group that was admitted or accepted is to be prefilled here."""
 
     key: Key
+    arrival: int
 
 
 class Start(NamedTuple):
     """A fetched prompt goes on with these first tokens."""
 
     key: Key
+    arrival: int
     first_tokens: tuple[FirstToken, ...]
 
 
 class Stop(NamedTuple):
-    """A group of the loop ends: cancelled."""
+    """A group ends: cancelled."""
 
     key: Key
+    arrival: int
 
 
 class Park(NamedTuple):
     """A group of the loop stops: blocks back, token record kept."""
 
     key: Key
+    arrival: int
 
 
 class Resume(NamedTuple):
     """A parked group goes on, by a prefix hit."""
 
     key: Key
+    arrival: int
 
 
 Command = (

@@ -162,7 +162,7 @@ class RequestEnded:
     """Exactly one per key. `error` is empty when the request finished by itself."""
 
     key: Key
-    error: str = ""  # cancelled | deadline | failed
+    error: str = ""  # cancelled | deadline | failed, alone in its step | failed_together, it or another of its step
     message: str = ""
     report: DecodeReport = field(default_factory=DecodeReport)
 

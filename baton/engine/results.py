@@ -58,7 +58,7 @@ class Results:
             outputs.append(self._next_tokens(seq, samples))
         for group in stepped:
             group.stepped(launched_at)
-        outputs += [self.admission.end(group) for group in landed if not group.live]
+        outputs += filter(None, [self.admission.end(group) for group in landed if not group.live])
 
     def forget(self) -> None:
         """After a step that failed: nothing is aloft."""
@@ -111,7 +111,7 @@ class Results:
             self.scheduler.fork(trunk, going_on, self.runner.copy_block)
         else:
             self.scheduler.remove(trunk)
-            outputs.append(self.admission.end(group))
+            outputs += filter(None, [self.admission.end(group)])
 
     def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:
         finish_reason = trunk.finish_reason(sample.token_id, self.config.max_model_len)

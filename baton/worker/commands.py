@@ -160,10 +160,12 @@ class Commands(Parking):
         self._on_change()
 
     def _prefill_here(self, leg: Leg, message: pb.Prefill) -> None:
-        request = leg.request or self._open(leg, message.spec)
-        self._engine.submit(request)
-        leg.owed.add(Owed.ENGINE)
         leg.is_prefill = True
+        if leg.request is not None:  # admitted, perhaps with what a chain of spans has brought
+            self._compute_rest(leg, None)
+        else:
+            self._engine.submit(self._open(leg, message.spec))
+            leg.owed.add(Owed.ENGINE)
         self._on_change()
 
     def _offer(self, leg: Leg, message: pb.Offer) -> None:

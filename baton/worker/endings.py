@@ -69,4 +69,5 @@ def of_engine(ended: RequestEnded) -> Status:
         return CANCELLED
     if ended.error == "deadline":
         return DEADLINE
-    return Status(code_pb2.INTERNAL, "ENGINE_FAILED", ended.message or ended.error)
+    reason = "STEP_FAILED" if ended.error == "failed_together" else "ENGINE_FAILED"
+    return Status(code_pb2.INTERNAL, reason, ended.message or ended.error)

@@ -241,7 +241,7 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
         pair.decode.set_aside(request.key, 150)
     if settled:
         pair.decode.fetch_settled(request.key)
-    pair.decode.submit(request)
+    pair.decode.compute_rest(request.key)
     pair.decode.check_integrity()
     records = run(pair.decode)
     check(records, [request])

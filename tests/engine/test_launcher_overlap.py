@@ -199,7 +199,7 @@ def test_a_deadline_ends_what_is_in_flight():
         records.take(engine.step())
     group = engine.admission.groups[request.key]
     group.deadline = 0.0
-    engine.admission._deadlines[:] = [(0.0, group.arrival, request.key)]
+    engine.admission.groups.expect(group)
     run(engine, collector=records)
     assert records[request.key].ended.error == "deadline" and engine.ledger.num_available == engine.num_blocks
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from baton.engine.loop import EngineLoop
-from baton.engine.request import Refusal, RequestEnded
+from baton.engine.request import PrefillDone, Refusal, RequestEnded
 from tests.engine.test_scheduling import prompt
 from tests.engine.toys import Collector, copy_kv, going_on, make_request, toy_answer, toy_engine
 
@@ -108,7 +108,8 @@ def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
     wait_until(lambda: loop.last_beat > beat)
 
 
-def test_a_crash_ends_every_key_and_the_loop_goes_on(loop_of):
+def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
+    """What is held, and what waits for its KV, had no part in it."""
     engine, gathered = toy_engine(num_blocks=128), Gathered()
     loop_of(engine, gathered)
     held, running, admitted = (make_request(name, prompt(90, i), 300) for i, name in enumerate("hra"))
@@ -122,14 +123,18 @@ def test_a_crash_ends_every_key_and_the_loop_goes_on(loop_of):
 
     engine.runner.model.before_forward = crash
     engine.submit(running)
-    keys = {request.key for request in (held, running, admitted)}
-    gathered.wait(lambda records: all(records[key].ended is not None for key in keys))
-    for key in keys:
-        ended = gathered.records[key].ended
-        assert ended.error == "failed" and ended.message == "engine step failed: RuntimeError: poison in two lines"
+    gathered.wait(lambda records: records[running.key].ended is not None)
+    ended = gathered.records[running.key].ended
+    assert ended.error == "failed" and ended.message == "engine step failed: RuntimeError: poison in two lines"
     engine.check_integrity()
-    assert engine.load_report().blocks_by_holder["quarantined"] == 6
+    assert set(engine.admission.groups) == {held.key, admitted.key}
+    assert engine.load_report().blocks_by_holder["leased"] == 6
+    engine.release_lease(held.key)
+    engine.verified(admitted.key, 90)
     engine.fetch_settled(admitted.key)
+    engine.cancel(admitted.key)
+    gathered.wait(lambda records: records[held.key].ended and records[admitted.key].ended)
+    assert gathered.records[held.key].ended.error == "" and gathered.records[admitted.key].ended.error == "cancelled"
     assert engine.ledger.num_available == engine.num_blocks and engine.load_report().num_waiting_tokens == 0
 
     engine.runner.model.before_forward = lambda batch: None
@@ -155,9 +160,42 @@ def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
     engine.results._finish = take
     records.take(engine.fail("crashed"))
     errors = {key.request_id: record.ended.error for key, record in records.items()}
-    assert errors == {"g": "cancelled", "d": "failed", "r": "failed"}
+    assert errors == {"g": "cancelled", "d": "failed_together", "r": "failed_together"}
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks and not engine.has_work()
+
+
+def test_a_command_that_fails_ends_its_key_alone():
+    engine = toy_engine()
+    bad, good = make_request("bad", prompt(40)), make_request("good", prompt(40, 2))
+    source = toy_engine()
+    acceptance = source.accept(bad)
+    firsts = [output for output in source.step() if isinstance(output, PrefillDone)]
+    engine.admit(bad)
+    copy_kv(source, acceptance.blocks, engine, engine.set_aside(bad.key, 40))
+    engine.verified(bad.key, 40)
+    engine.fetch_settled(bad.key)
+    engine.start(bad.key, going_on(firsts[0]) * 3)
+    engine.runner.copy_block = None  # crashes where a second choice gets its tail
+    engine.submit(good)
+    for _ in range(3):
+        engine.step()
+        engine.check_integrity()
+    assert set(engine.admission.groups) == {good.key}
+    assert engine.load_report().num_running == 1
+
+
+def test_a_fault_of_nobodys_ends_every_key():
+    engine = toy_engine()
+    for name in "ab":
+        engine.admit(make_request(name, prompt(40)))
+    schedule, engine.scheduler.schedule = engine.scheduler.schedule, None
+    with pytest.raises(TypeError):
+        engine.step()
+    engine.scheduler.schedule = schedule
+    assert [output.error for output in engine.fail("crashed")] == ["failed_together"] * 2
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks and not engine.admission.groups
 
 
 def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):

@@ -156,6 +156,26 @@ async def test_poison(cluster):
         assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
 
 
+@pytest.mark.parametrize("reason, num_steps", [("ENGINE_FAILED", 2), ("STEP_FAILED", 4)])
+async def test_poison_that_fails_steps(cluster, reason, num_steps):
+    """Alone in a step a prompt is to blame for it; among others it may have been any of them."""
+    async with cluster(num_prefill=4) as c:
+        for worker in c.prefill:
+            worker.failures["prefill"] = [(13, reason)]
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
+        assert sum("prefill" in worker.kinds() for worker in c.prefill) == num_steps
+        await c.idle()
+
+
+async def test_who_was_beside_a_poison_twice_is_innocent(cluster):
+    async with cluster(num_prefill=3) as c:
+        for worker in c.prefill[:2]:
+            worker.failures["prefill"] = [(13, "STEP_FAILED")]
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
 async def test_a_failed_transfer_is_tried_with_another_source(cluster):
     async with cluster(num_prefill=2) as c:
         c.decode[0].failures["fetch"] = [(15, "DIGEST_MISMATCH")]
