@@ -7,6 +7,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.choice import Choice
 from gateway.detokenizer import Detokenizer
 from gateway.limits import Checked
+from gateway.stop_strings import StopStrings
 from gateway.timing import Measured, Stamps, now, timing
 
 Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
@@ -26,8 +27,9 @@ class Answer:
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
         self._num_flushes = 0
         self._num_sent = 0
+        stops = StopStrings(checked.stops) if checked.stops else None
         self.choices = [
-            Choice(index, detokenizer, checked.stops, checked.min_tokens, num_received)
+            Choice(index, detokenizer, stops, checked.min_tokens, num_received)
             for index, num_received in enumerate(checked.resume_from or [0] * checked.sampling.n)
         ]
 

@@ -4,7 +4,8 @@ from array import array
 from collections.abc import Sequence
 
 from baton.v1 import inference_pb2 as pb
-from gateway.detokenizer import Detokenizer, StopMatcher, TextDecoder
+from gateway.detokenizer import Detokenizer, TextDecoder
+from gateway.stop_strings import StopMatcher, StopStrings
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 
@@ -18,9 +19,9 @@ class Choice:
     )  # fmt: skip
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, num_received: int = 0
+        self, index: int, detokenizer: Detokenizer, stops: StopStrings | None, min_tokens: int, num_received: int = 0
     ):
-        """`num_received`: tokens that the client has from before, which are read and not sent again."""
+        """`stops` None: there are none; `num_received`: tokens that the client has from before, which are read and not sent again."""
         self.index = index
         self.num_received = num_received
         self.token_ids = array("I")

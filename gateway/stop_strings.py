@@ -1,0 +1,79 @@
+"""Stop strings in an answer, across its pieces: a step a character, however many and long they are (Aho-Corasick)."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class StopStrings:
+    """The automaton of one request, which all its choices share. A state is what the text ends with, as far as a stop
+    string begins so; 0 is nothing."""
+
+    def __init__(self, stops: Iterable[str]):
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]  # the next shorter state that the text is also in
+        self.depths = [0]  # characters
+        self.ends = [0]  # characters of the longest stop string that ends here; 0: none does
+        for stop in stops:
+            self._add(stop)
+        self._link()
+
+    def step(self, state: int, character: str) -> int:
+        while (found := self._next[state].get(character)) is None:
+            if not state:
+                return 0
+            state = self._fallback[state]
+        return found
+
+    def _add(self, stop: str) -> None:
+        state = 0
+        for depth, character in enumerate(stop, 1):
+            if (found := self._next[state].get(character)) is None:
+                found = self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.depths.append(depth)
+                self.ends.append(0)
+            state = found
+        self.ends[state] = len(stop)
+
+    def _link(self) -> None:
+        """Shorter states first."""
+        states = list(self._next[0].values())
+        for state in states:
+            for character, deeper in self._next[state].items():
+                fallback = self._fallback[deeper] = self.step(self._fallback[state], character)
+                self.ends[deeper] = self.ends[deeper] or self.ends[fallback]
+                states.append(deeper)
+
+
+class Stopped(NamedTuple):
+    text: str  # up to the match
+    matched: str | None
+
+
+class StopMatcher:
+    """Finds the stop string that is complete first (of those that are so at once, the longest), across pieces."""
+
+    __slots__ = ("_stops", "_state", "_held")
+
+    def __init__(self, stops: StopStrings):
+        self._stops, self._state, self._held = stops, 0, ""
+
+    def push(self, piece: str) -> Stopped:
+        """The text that may go out; with `matched` set nothing comes after it."""
+        text, num_held, stops = self._held + piece, len(self._held), self._stops
+        state, step, ends = self._state, stops.step, stops.ends
+        for position, character in enumerate(piece, num_held + 1):
+            state = step(state, character)
+            if ends[state]:
+                begin = position - ends[state]
+                self._state, self._held = 0, ""
+                return Stopped(text[:begin], text[begin:position])
+        self._state, num_sure = state, len(text) - stops.depths[state]
+        self._held = text[num_sure:]
+        return Stopped(text[:num_sure], None)
+
+    def finish(self) -> str:
+        """What was held back in vain."""
+        held, self._held = self._held, ""
+        return held
