@@ -1,39 +1,33 @@
-"""Token ids to text as they come: half a character is held back, half a stop string too.
+"""Token ids to text as they come: half a character is held back.
 
-What a choice's pieces join to and what Detokenize says are the same code, so they are the same text.
+What a choice's pieces join to and what Detokenize says are the same code, so they are the same text. A token is looked at
+once, for the bytes that it stands for; from then on decoding is a table.
 """
 
 import codecs
+import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 from gateway.tokenizer import Tokenizer
 
-# Tokens that may stay undecided where a decoder shows bytes only together; a UTF-8 character has at most four.
-_MAX_HELD_TOKENS = 8
-
-
-class TextDecoder(Protocol):
-    """Text of one sequence of tokens."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
-
-    def finish(self) -> str:
-        """What is left: an unfinished character becomes U+FFFD."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_WORD = re.compile("[a-z]+")
 
 
 class Detokenizer:
     """Makes decoders for one tokenizer. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._special_ids = tokenizer.special_ids
-        self._is_byte_level = "ByteLevel" in str(type(tokenizer.decoder.decoder).__name__)
-        self._bytes = _Bytes(self.bytes_of)
+        self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
+        self._is_byte_level = tokenizer.decoder_steps == ["ByteLevel"]
+        self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_steps
+        self._bytes, self._first_bytes = _Bytes(self.bytes_of), _Bytes(self._first_bytes_of)
+        self._word = [] if self._is_byte_level else self._find_word()
+        self._len_before = len(self._decode(self._word))
+        self._len_behind = len(self._decode(self._word * 2)) - self._len_before
 
-    def decoder(self) -> TextDecoder:
-        return _ByteDecoder(self._bytes.__getitem__) if self._is_byte_level else _WindowDecoder(self._decode)
+    def decoder(self) -> "TextDecoder":
+        return TextDecoder(self._bytes, self._bytes if self._is_byte_level else self._first_bytes)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence."""
@@ -41,12 +35,36 @@ class Detokenizer:
         return decoder.push(list(token_ids)) + decoder.finish()
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a byte-level token stands for; any bytes, not always whole characters."""
-        token = None if token_id in self._special_ids else self._tokenizer.decoder.id_to_token(token_id)
-        return b"" if token is None else _token_bytes(token)
+        """The UTF-8 bytes that a token stands for among others, not always whole characters."""
+        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return _token_bytes(token)
+        if (value := self._byte_of(token)) is not None:
+            return value
+        text = self._decode([*self._word, token_id, *self._word])
+        return text[self._len_before : len(text) - self._len_behind].encode()
+
+    def _first_bytes_of(self, token_id: int) -> bytes:
+        """The same of a text's first token, where some vocabularies take a space away."""
+        text, value = self._decode([token_id]), self._byte_of(self._tokenizer.id_to_token(token_id) or "")
+        return text.encode() if value is None or not text else value
+
+    def _byte_of(self, token: str) -> bytes | None:
+        """The byte that a token of a vocabulary with byte fallback is written for."""
+        found = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
+        return found and bytes.fromhex(found[1])
+
+    def _find_word(self) -> list[int]:
+        """A token: what another one looks like between two of it is what it looks like within a text."""
+        for token_id in range(self._tokenizer.get_vocab_size()):
+            if _WORD.fullmatch(self._decode([token_id])):
+                return [token_id]
+        return []
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decoder.decode(list(token_ids), skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class _Bytes(dict[int, bytes]):
@@ -60,99 +78,33 @@ class _Bytes(dict[int, bytes]):
         return value
 
 
-class _ByteDecoder:
-    """Byte-level vocabularies: exact, whatever the tokens come with."""
+class TextDecoder:
+    """Text of one sequence of tokens: exact, whatever they come with."""
 
-    __slots__ = ("_bytes_of", "_held")
+    __slots__ = ("_bytes", "_first", "_held")
 
-    def __init__(self, bytes_of: Callable[[int], bytes]):
-        self._bytes_of = bytes_of
+    def __init__(self, bytes_of: _Bytes, first: _Bytes):
+        self._bytes, self._first = bytes_of, first  # `first`: until a token has had text
         self._held = b""  # of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        value = self._held + b"".join(map(self._bytes_of, token_ids))
+        """The text that is certain now and was not before."""
+        value = self._held
+        if self._first is not self._bytes:
+            begun = next((i for i, token_id in enumerate(token_ids) if self._bytes[token_id]), None)
+            if begun is None:
+                return ""
+            value, token_ids = self._first[token_ids[begun]], token_ids[begun + 1 :]
+            self._first = self._bytes
+        value += b"".join(map(self._bytes.__getitem__, token_ids))
         text, num_read = codecs.utf_8_decode(value, "replace", False)
         self._held = value[num_read:]
         return text
 
     def finish(self) -> str:
+        """What is left: an unfinished character becomes U+FFFD."""
         value, self._held = self._held, b""
         return value.decode(errors="replace")
-
-
-class _WindowDecoder:
-    """Any other vocabulary (sentencepiece): decodes a window that begins a piece earlier, and takes the difference."""
-
-    def __init__(self, decode):
-        self._decode = decode
-        self._token_ids: list[int] = []
-        self._read = 0  # tokens of the window whose text was given out
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(self._push, token_ids))
-
-    def _push(self, token_id: int) -> str:
-        self._token_ids.append(token_id)
-        text = self._new_text()
-        if text.endswith("\ufffd") and len(self._token_ids) - self._read < _MAX_HELD_TOKENS:
-            return ""
-        if text:
-            self._advance()
-        return text
-
-    def finish(self) -> str:
-        text = self._new_text()
-        self._advance()
-        return text
-
-    def _new_text(self) -> str:
-        before = self._decode(self._token_ids[: self._read]) if self._read else ""
-        return self._decode(self._token_ids)[len(before) :]
-
-    def _advance(self) -> None:
-        """The last piece stays as context: what a token looks like may depend on the one before."""
-        self._token_ids = self._token_ids[self._read :]
-        self._read = len(self._token_ids)
-
-
-class Stopped(NamedTuple):
-    text: str  # up to the match
-    matched: str | None
-
-
-class StopMatcher:
-    """Finds the stop string that is complete first (of those that are so at once, the longest), across pieces."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops = tuple(stops)
-        self._held = ""
-
-    def push(self, piece: str) -> Stopped:
-        """The text that may go out; with `matched` set nothing comes after it."""
-        if not self._stops or not piece:
-            return Stopped(piece, None)
-        text = self._held + piece
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            end, _, stop = min(found)
-            self._held = ""
-            return Stopped(text[: end - len(stop)], stop)
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return Stopped(text[: len(text) - keep], None)
-
-    def finish(self) -> str:
-        """What was held back in vain."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+from functools import partial
 
 from baton.service import server as grpc_server
 from baton.service import genai_metrics, telemetry
@@ -15,7 +16,6 @@ from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
 from gateway import access_log, dashboard
 from gateway.admission import Admission, Lines
-from gateway.detokenizer import Detokenizer
 from gateway.doors import Doors, open_doors
 from gateway.embedded_index import EmbeddedIndex
 from gateway.fleet import SERVICE_NAME as FLEET_NAME
@@ -38,6 +38,7 @@ from gateway.slo_classes import read_classes
 from gateway.span_names import SpanNames
 from gateway.states import Event
 from gateway.templates import ChatTemplate, TemplateFailed
+from gateway.text_work import TextWork
 from gateway.tokenizer import Tokenizer
 from gateway.workers import LinkState
 
@@ -71,7 +72,6 @@ class Gateway:
         """Raises SettingsError."""
         self._settings, self._server = settings, doors.server
         secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
-        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
         self.index = _make_index(settings)
         self.registry = Registry(settings, folder, self.index, secret)
         self.names = SpanNames(self.registry)
@@ -93,9 +93,7 @@ class Gateway:
             registry=self.registry,
             index=self.index,
             names=self.names,
-            tokenizer=tokenizer,
-            detokenizer=Detokenizer(tokenizer),
-            template=_make_template(folder),
+            text=TextWork(Tokenizer(folder.tokenizer_json, str(folder.path)), _make_template(folder)),
             admission=Admission(settings.max_concurrent_requests, self._quotas),
             lines=self.lines,
             max_queue_wait_s=settings.max_queue_wait_s,
@@ -111,7 +109,8 @@ class Gateway:
         """`port` is what the server is bound to, `fleet_port` the one for callers with certificates."""
         settings, server = self._settings, self._server
         if settings.public_prefixes:
-            self.names.make_public(await read_public_prefixes(settings.public_prefixes, self._pipeline.encode))
+            encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)
+            self.names.make_public(await read_public_prefixes(settings.public_prefixes, encode))
         self.service.add_to(server)
         fleet = FleetService(self.registry, self.journal, self.lines, settings.redis, self._redis_down)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
@@ -146,6 +145,7 @@ class Gateway:
         finally:
             await server.stop(_STOP_GRACE_S)
             await admin.stop()
+            self._pipeline.text.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

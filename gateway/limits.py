@@ -37,13 +37,14 @@ class Limits:
     stops: int = 16
     stop_bytes: int = 256
     logit_bias: int = 1024
+    messages: int = 1024  # of a chat
 
 
 PRESETS = {
     "normal": Limits(),
     "strict": Limits(
         choices=4, output_tokens=4096, max_tokens=1024, default_max_tokens=128, logprobs=5, stops=4, stop_bytes=64,
-        logit_bias=300,
+        logit_bias=300, messages=128,
     ),
 }  # fmt: skip
 
@@ -125,7 +126,7 @@ def check(
     InvalidRequest or NotFound."""
     check_size(request)
     check_model(request.model, served)
-    text, token_ids, messages = check_input(request, served.vocab_size)
+    text, token_ids, messages = check_input(request, served)
     stopping = request.stopping
     request_id = _request_id(request.request_id)
     return Checked(
@@ -148,7 +149,7 @@ def check(
     )
 
 
-def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, vocab_size: int):
+def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel):
     """(text, token_ids, messages), one of which is not None."""
     kind = request.WhichOneof("input")
     if kind is None:
@@ -158,8 +159,15 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, vocab_size: in
             _refuse("text", "is empty")
         return request.text, None, None
     if kind == "token_ids":
-        return None, check_token_ids(request.token_ids.ids, vocab_size, "token_ids.ids"), None
-    return None, None, _messages(request.messages)
+        check_num_tokens(len(request.token_ids.ids), served, "token_ids.ids")
+        return None, check_token_ids(request.token_ids.ids, served.vocab_size, "token_ids.ids"), None
+    return None, None, _messages(request.messages.messages, served.limits)
+
+
+def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
+    """Before they are looked at one by one. Raises InvalidRequest for more than the context."""
+    if num_tokens > served.context:
+        _refuse(where, f"has {num_tokens} ids, the context {served.context}")
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
@@ -227,14 +235,16 @@ def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int,
     return tuple(request.resume_from)
 
 
-def _messages(messages: pb.Messages) -> tuple[ChatMessage, ...]:
-    if not messages.messages:
+def _messages(messages: Sequence[pb.Message], limits: Limits) -> tuple[ChatMessage, ...]:
+    if not messages:
         _refuse("messages.messages", "is empty")
-    for index, message in enumerate(messages.messages):
+    if len(messages) > limits.messages:
+        _refuse("messages.messages", f"has {len(messages)} messages, at most {limits.messages} are allowed")
+    for index, message in enumerate(messages):
         if message.role not in ROLES:
             what = "is unknown" if message.role else "is empty"
             _refuse(f"messages.messages[{index}].role", f"{what}: one of {', '.join(ROLES)}")
-    return tuple(ChatMessage(message.role, message.content) for message in messages.messages)
+    return tuple(ChatMessage(message.role, message.content) for message in messages)
 
 
 def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:

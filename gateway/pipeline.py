@@ -1,21 +1,23 @@
 """The path of one request: checked message -> tokens -> span hashes -> index -> workers -> answer."""
 
 import asyncio
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from baton.service.slo import Slo
 from baton.service.telemetry import format_traceparent
+from baton.v1 import inference_pb2 as pb
 from gateway.admission import Admission, Bid, Lines, rank
 from gateway.answer import Answer, Emit
 from gateway.attempts import Attempts
 from gateway.course import Question
-from gateway.detokenizer import Detokenizer
-from gateway.limits import Checked, ServedModel, resolve_max_tokens
+from gateway.limits import Checked, ServedModel, check_input, check_num_tokens, check_token_ids, resolve_max_tokens
 from gateway.prefix_index import PrefixIndex
+from gateway.quotas import Reservation
 from gateway.record import Record
 from gateway.recovery import Recovery, prompt_digest
 from gateway.registry import Registry
@@ -23,9 +25,8 @@ from gateway.routing import Ask
 from gateway.span_names import SpanNames
 from gateway.spec import make_spec
 from gateway.states import Event
-from gateway.templates import ChatMessage, ChatTemplate, Rendered, TemplateFailed
+from gateway.text_work import TextWork
 from gateway.timing import now
-from gateway.tokenizer import ControlTokenInContent, Tokenizer
 from kvtransfer.naming import SPAN_TOKENS
 
 _UNREAD_S = 0.1  # beyond a deadline, for those who notice it themselves
@@ -40,9 +41,7 @@ class Pipeline:
     registry: Registry
     index: PrefixIndex
     names: SpanNames
-    tokenizer: Tokenizer
-    detokenizer: Detokenizer
-    template: ChatTemplate | None
+    text: TextWork
     admission: Admission
     lines: Lines
     max_queue_wait_s: float
@@ -51,6 +50,7 @@ class Pipeline:
     recovery: Recovery = field(default_factory=Recovery)
     running: dict[str, Attempts] = field(default_factory=dict)  # by key_id
     mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
+    _num_texts: Iterator[int] = field(default_factory=itertools.count)
 
     async def serve(self, checked: Checked, model: ServedModel, deadline: float, record: Record, emit: Emit) -> None:
         """Answer one request, or raise BatonError. Whatever it held on workers is given back on every way out."""
@@ -75,8 +75,8 @@ class Pipeline:
                 await asyncio.sleep(_POLL_S)
 
     async def _serve(self, checked, model, deadline, record, emit, reservation) -> None:
-        self._check_length(checked, model)
-        prompt_ids = await self.encode(checked.text, checked.token_ids, checked.messages)
+        prompt = (checked.text, checked.token_ids, checked.messages)
+        prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
@@ -91,7 +91,7 @@ class Pipeline:
             traceparent = format_traceparent(record.context)
             return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline)
 
-        answer = Answer(checked, self.detokenizer, record.stamps, emit, partial(self.on_gap, record))
+        answer = Answer(checked, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record))
         digest = prompt_digest(record.tenant, prompt_ids)
         self.recovery.begin(digest)
         question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
@@ -125,34 +125,36 @@ class Pipeline:
         record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s, deadline)
         self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
 
-    def _check_length(self, checked: Checked, model: ServedModel) -> None:
-        """A mebibyte of text costs seconds to tokenize. Raises InvalidRequest for one that could never fit."""
-        texts = [checked.text or "", *(message.content for message in checked.messages or ())]
-        if not self.tokenizer.can_fit(sum(map(len, texts)), model.context):
-            raise InvalidRequest(checked.input_field, f"is longer than {model.context} tokens, the context, can be")
-
-    async def encode(
-        self, text: str | None, token_ids: Sequence[int] | None, messages: Sequence[ChatMessage] | None
+    async def tokenize(
+        self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float
     ) -> Sequence[int]:
-        """Token ids of a prompt, given in one of three ways, in little memory. Raises InvalidRequest."""
-        return token_ids if token_ids is not None else array("I", await self._encode(text, messages))
+        """Its token ids, bounded, counted and paid as a prompt's. Raises BatonError."""
+        text, _, messages = check_input(request, model)
+        with self._counted(tenant, request.ByteSize()) as reservation:
+            try:
+                token_ids = await self.text.encode(text, None, messages, model.context, tenant, deadline)
+            except InvalidRequest:
+                reservation.settle(0, now())
+                raise
+            reservation.settle(len(token_ids), now())
+            return token_ids
 
-    async def _encode(self, text: str | None, messages: Sequence[ChatMessage] | None) -> Sequence[int]:
-        if text is not None:
-            return await self.tokenizer.encode_text(text)
-        if self.template is None:
-            raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
+    async def detokenize(self, token_ids: Sequence[int], model: ServedModel, tenant: str, deadline: float) -> str:
+        """Their text, bounded, counted and paid as a prompt of so many tokens. Raises BatonError."""
+        check_num_tokens(len(token_ids), model, "token_ids")
+        if token_ids:
+            check_token_ids(token_ids, model.vocab_size, "token_ids")
+        with self._counted(tenant, len(token_ids)):
+            return await self.text.decode(token_ids, tenant, deadline)
+
+    @contextmanager
+    def _counted(self, tenant: str, num_tokens: int) -> Iterator[Reservation]:
+        """A call that no worker hears of is a request all the same. It pays for as many tokens, which are no fewer than
+        it has, unless it is settled before: who hangs up leaves work behind. Raises Overloaded."""
+        key_id = f"text.{next(self._num_texts)}"  # no request's
+        reservation = self.admission.enter(key_id, tenant)
         try:
-            return await self.tokenizer.encode_chat(self._render(messages))
-        except TemplateFailed as error:
-            raise InvalidRequest("messages", f"refused by the model's chat template: {error}") from None
-        except ControlTokenInContent:
-            raise InvalidRequest(
-                "messages", "a content spells a control token, and this model's chat template would make it one"
-            ) from None
-
-    def _render(self, messages: Sequence[ChatMessage]) -> Rendered:
-        """Where no content can spell a control token, where it stands does not matter."""
-        if any(self.tokenizer.has_control(message.content) for message in messages):
-            return self.template.render_spans(messages)
-        return Rendered(self.template.render(messages), ())
+            reservation.reserve(num_tokens, now())
+            yield reservation
+        finally:
+            self.admission.leave(key_id, reservation, num_tokens)

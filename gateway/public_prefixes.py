@@ -15,11 +15,11 @@ from baton.service.errors import InvalidRequest
 from baton.service.settings import SettingsError
 from gateway.templates import ChatMessage
 
-Encode = Callable[[str | None, None, Sequence[ChatMessage] | None], Awaitable[Sequence[int]]]
+Encode = Callable[..., Awaitable[Sequence[int]]]  # with `text` and `messages`, one of which is None
 
 
 async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]]:
-    """Token ids of each. `encode`: the pipeline's. Raises SettingsError: one line."""
+    """Token ids of each. Raises SettingsError: one line."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
@@ -30,7 +30,7 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
     if table or not all(isinstance(text, str) and text for text in (*texts, *systems)):
         raise SettingsError(f"--public-prefixes {path}: holds `texts` and `systems`, lists of texts, and nothing else")
     try:
-        return [await encode(text, None, None) for text in texts] + [await _head(text, encode) for text in systems]
+        return [await encode(text=text, messages=None) for text in texts] + [await _head(text, encode) for text in systems]
     except InvalidRequest as error:
         raise SettingsError(f"--public-prefixes {path}: {error.message}") from None
 
@@ -38,5 +38,5 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
 async def _head(system: str, encode: Encode) -> list[int]:
     """What conversations under this system message have in common, whatever the user writes."""
     asked = [(ChatMessage("system", system), ChatMessage("user", word)) for word in ("a", "Why")]
-    first, second = [await encode(None, None, messages) for messages in asked]
+    first, second = [await encode(text=None, messages=messages) for messages in asked]
     return [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]

@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from gateway import spans
 from gateway.answer import Emit
-from gateway.limits import check, check_input, check_model, check_size, check_token_ids
+from gateway.limits import check, check_model, check_size
 from gateway.pipeline import Pipeline
 from gateway.record import Record
 from gateway.settings import GatewaySettings
@@ -73,8 +73,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             check_size(request)
             model = self._pipeline.registry.model
             check_model(request.model, model)
-            text, _, messages = check_input(request, model.vocab_size)
-            return pb.TokenizeResponse(token_ids=await self._pipeline.encode(text, None, messages))
+            whose, until = guard.tenant(), self._deadline(context, now())
+            token_ids = await self._pipeline.tokenize(request, model, whose, until)
+            return pb.TokenizeResponse(token_ids=token_ids)
 
         return await _answered(tokenize, context)
 
@@ -83,9 +84,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             check_size(request)
             model = self._pipeline.registry.model
             check_model(request.model, model)
-            if request.token_ids:
-                check_token_ids(request.token_ids, model.vocab_size, "token_ids")
-            return pb.DetokenizeResponse(text=self._pipeline.detokenizer.decode(request.token_ids))
+            whose, until = guard.tenant(), self._deadline(context, now())
+            text = await self._pipeline.detokenize(request.token_ids, model, whose, until)
+            return pb.DetokenizeResponse(text=text)
 
         return await _answered(detokenize, context)
 

@@ -80,7 +80,7 @@ def test_llama3_begins_with_bos_where_the_file_is_silent(tmp_path):
     assert Reference.from_buffer(tokenizer_json(GGUFHeader(path))).encode("the").ids[0] == begin
 
 
-async def test_a_model_as_the_gateway_reads_it(tmp_path):
+def test_a_model_as_the_gateway_reads_it(tmp_path):
     reference = Reference.from_buffer(byte_level())
     model = read_model(write(tmp_path / "Small-Q8.gguf", byte_level(), "gpt2", "gpt-2"))
     assert (model.name, model.context, model.vocab_size) == ("Small-Q8", 777, reference.get_vocab_size())
@@ -89,7 +89,7 @@ async def test_a_model_as_the_gateway_reads_it(tmp_path):
     assert "messages" in model.chat_template and len(model.tokenizer_digest) == 32
     tokenizer = Tokenizer(model.tokenizer_json)
     assert tokenizer.special_ids == {reference.token_to_id(token) for token in CONTROLS}
-    plain = await tokenizer.encode_text("the <|im_end|> fox")
+    plain = tokenizer.encode_text("the <|im_end|> fox")
     assert not tokenizer.special_ids.intersection(plain)
     assert Detokenizer(tokenizer).decode(plain) == "the <|im_end|> fox"
 

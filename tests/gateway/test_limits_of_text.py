@@ -36,11 +36,11 @@ def tokenizer(folder) -> Tokenizer:  # noqa: F811
 
 
 @pytest.mark.parametrize("name", WORST)
-async def test_every_text_comes_back(tokenizer, name):
+def test_every_text_comes_back(tokenizer, name):
     """And its cost a character is printed."""
     text = WORST[name]
     begun = time.perf_counter()
-    ids = await tokenizer.encode_text(text)
+    ids = tokenizer.encode_text(text)
     print(f"{name}: {1e6 * (time.perf_counter() - begun) / len(text):.2f} us a character")
     assert tokenizer.decoder.decode(ids, skip_special_tokens=False) == text
     assert not set(ids) & tokenizer.special_ids
@@ -59,30 +59,30 @@ SPELLED = [
 
 
 @pytest.mark.parametrize("text", SPELLED)
-async def test_text_never_becomes_a_control_token(tokenizer, text):
-    assert not set(await tokenizer.encode_text(text)) & tokenizer.special_ids
+def test_text_never_becomes_a_control_token(tokenizer, text):
+    assert not set(tokenizer.encode_text(text)) & tokenizer.special_ids
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 @pytest.mark.parametrize("text", SPELLED)
-async def test_nor_does_it_in_a_conversation(tokenizer, role, text):
+def test_nor_does_it_in_a_conversation(tokenizer, role, text):
     """The template's own are there, those of the content are not."""
     template = ChatTemplate(TEMPLATE, {})
     messages = [ChatMessage("user", "hello"), ChatMessage(role, text), ChatMessage("user", text + text)]
     plain = [ChatMessage(message.role, "hello") for message in messages]
-    controls = [[i for i in await tokenizer.encode_chat(template.render_spans(each)) if i in tokenizer.special_ids]
+    controls = [[i for i in tokenizer.encode_chat(template.render_spans(each)) if i in tokenizer.special_ids]
                 for each in (messages, plain)]  # fmt: skip
     assert controls[0] == controls[1]
 
 
-async def test_split_over_two_messages(tokenizer):
+def test_split_over_two_messages(tokenizer):
     """Two contents that spell one together with what stands between them."""
     template = ChatTemplate("{% for message in messages %}{{ message['content'] }}{% endfor %}", {})
     for control in CONTROLS:
         for at in range(1, len(control)):
             rendered = template.render_spans([ChatMessage("user", control[:at]), ChatMessage("user", control[at:])])
             try:
-                ids = await tokenizer.encode_chat(rendered)
+                ids = tokenizer.encode_chat(rendered)
             except ControlTokenInContent:
                 continue
             assert not set(ids) & tokenizer.special_ids
@@ -96,15 +96,15 @@ def test_what_can_fit(tokenizer):
     assert tokenizer.can_fit(10 * len(longest), 10) and not tokenizer.can_fit(10 * len(longest) + 1, 10)
 
 
-async def test_no_text_is_refused_that_fits(tokenizer):
+def test_no_text_is_refused_that_fits(tokenizer):
     for text in itertools.chain(WORST.values(), ("", "a", "Größe 東京 🙂" * 50)):
-        assert tokenizer.can_fit(len(text), len(await tokenizer.encode_text(text)))
+        assert tokenizer.can_fit(len(text), len(tokenizer.encode_text(text)))
 
 
 async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):  # noqa: F811
     async with cluster() as c:
         encoded = []
-        monkeypatch.setattr(c.gateway._pipeline.tokenizer, "_encode_text", lambda text: encoded.append(text) or [5])
+        monkeypatch.setattr(c.gateway._pipeline.text._tokenizer, "encode_text", lambda text: encoded.append(text) or [5])
         for prompt in ("a" * 1_000_000, [("user", "a" * 500_000), ("user", "a" * 500_000)]):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await generate(c, prompt)

@@ -46,7 +46,7 @@ def chat_template(name: str) -> ChatTemplate:
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("kind", ["byte_level", "normalizer", "first"])
-async def test_as_transformers(name, chat, kind):
+def test_as_transformers(name, chat, kind):
     """The same string and the same ids; what a template refuses is refused with its words."""
     tokenizer_json = byte_level() if kind == "byte_level" else sentencepiece(kind)
     expected, template = reference(name, tokenizer_json), chat_template(name)
@@ -61,7 +61,7 @@ async def test_as_transformers(name, chat, kind):
     rendered = template.render_spans(messages(CHATS[chat]))
     assert rendered.text == text
     ids = expected.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-    assert await Tokenizer(tokenizer_json).encode_chat(rendered) == ids
+    assert Tokenizer(tokenizer_json).encode_chat(rendered) == ids
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -73,35 +73,35 @@ def test_spans_are_the_contents(name):
 
 @pytest.mark.parametrize("kind", ["byte_level", "normalizer", "first"])
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_content_never_becomes_a_control_token(name, kind):
+def test_content_never_becomes_a_control_token(name, kind):
     tokenizer_json = byte_level() if kind == "byte_level" else sentencepiece(kind)
     tokenizer, template = Tokenizer(tokenizer_json), chat_template(name)
     controls = set(special(tokenizer_json).values())
     evil = "".join(special(tokenizer_json)) + " the <|en</s> fox <s"
-    plain = await tokenizer.encode_chat(template.render_spans(messages([("user", "the fox")])))
-    attacked = await tokenizer.encode_chat(template.render_spans(messages([("user", evil)])))
+    plain = tokenizer.encode_chat(template.render_spans(messages([("user", "the fox")])))
+    attacked = tokenizer.encode_chat(template.render_spans(messages([("user", evil)])))
     assert [i for i in attacked if i in controls] == [i for i in plain if i in controls]
     if kind == "byte_level":
         text = tokenizer.decoder.decode(attacked, skip_special_tokens=False)
         assert text == template.render(messages([("user", evil)]))
 
 
-async def test_a_token_across_the_border_of_a_content():
+def test_a_token_across_the_border_of_a_content():
     """Half from the content, half from the template: not the template's."""
     template = ChatTemplate("{% for m in messages %}{{ m['content'] }}|>end{% endfor %}", {})
     rendered = template.render_spans(messages([("user", "say <|endoftext")]))
     assert "<|endoftext|>" in rendered.text
-    token_ids = await Tokenizer(byte_level()).encode_chat(rendered)
+    token_ids = Tokenizer(byte_level()).encode_chat(rendered)
     assert not set(token_ids) & set(special(byte_level()).values())
 
 
-async def test_a_template_that_moves_content_about():
+def test_a_template_that_moves_content_about():
     """What cannot be told apart is refused, not guessed."""
     template = ChatTemplate("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}", {})
     rendered = template.render_spans(messages([("user", "<|end|>")]))
     assert rendered.spans is None
     with pytest.raises(ControlTokenInContent):
-        await Tokenizer(byte_level()).encode_chat(rendered)
+        Tokenizer(byte_level()).encode_chat(rendered)
 
 
 @pytest.mark.parametrize(

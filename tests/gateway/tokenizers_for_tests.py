@@ -33,8 +33,9 @@ def byte_level(bos: str | None = None, unspecial: tuple[str, ...] = ()) -> bytes
 
 
 @functools.cache
-def sentencepiece(prepend: str = "always") -> bytes:
-    """As Llama 2 ("normalizer") and Mistral ("first") have it: spaces are ▁, unknown characters are bytes."""
+def sentencepiece(prepend: str = "always", strips_space: bool = True, added: tuple[str, ...] = ()) -> bytes:
+    """As Llama 2 ("normalizer") and Mistral ("first") have it: spaces are ▁, unknown characters are bytes. Gemma's keeps
+    the space in front; `added` are words of the vocabulary."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{value:02X}>": value + 3 for value in range(256)}
     letters = sorted(character for character in {*TEXTS[0], *"[]/<>|_\n"} if character.isascii() and character != " ")
     for character in ["▁", *letters]:
@@ -42,14 +43,15 @@ def sentencepiece(prepend: str = "always") -> bytes:
     merges = [("▁", "t"), ("▁", "T"), ("h", "e"), ("▁t", "he"), ("▁T", "he"), ("o", "x"), ("▁", "h")]
     for left, right in merges:
         vocab[left + right] = len(vocab)
+    for token in added:
+        vocab[token] = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     if prepend == "normalizer":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     else:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=prepend, split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips_space else steps)
     tokenizer.add_special_tokens(["<unk>", *CONTROLS])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer.to_str().encode()

@@ -2,6 +2,7 @@
 stand-ins that keep names of spans as real ones do; test_probe.py asks real ones."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -99,7 +100,8 @@ async def test_public_prefixes_are_shared_and_nothing_behind_them(tenants, ask, 
             other = (await ask(c, "globex", prompt))[-1].usage
             own = (await ask(c, "globex", prompt))[-1].usage
             assert 0 < other.cached_tokens <= own.cached_tokens < first.prompt_tokens
-            public = await read_public_prefixes(tmp_path / "public.toml", c.gateway._pipeline.encode)
+            encode = partial(c.gateway._pipeline.text.encode, token_ids=None, context=1024)
+            public = await read_public_prefixes(tmp_path / "public.toml", encode)
             longest = max(len(ids) // 64 * 64 for ids in public)
             assert other.cached_tokens <= longest
         private = [("system", PUBLIC[:-200] + "private. " * 20), ("user", "x")]
