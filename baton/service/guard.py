@@ -10,13 +10,14 @@ import contextvars
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from baton.service.credentials import Credentials
-from baton.service.errors import BatonError, Overloaded, PermissionDenied, Unauthenticated, abort
+from baton.service.errors import BatonError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated, abort
 from baton.service.logs import fields
 from baton.service.places import Place, Places
 from baton.service.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
@@ -107,8 +108,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(messages, context):
             with await self._enter(context, method, allowed, tenant) as place:
-                message = await self._first(place, messages, context, method)
-                responses = serve(_from(message, messages) if handler.request_streaming else message, context)
+                message = await self._read(place.first(messages), context, method)
+                rest = self._from(message, messages, context, method)
+                responses = serve(rest if handler.request_streaming else message, context)
                 if not is_generator:
                     return await responses
                 async with contextlib.aclosing(responses):
@@ -116,7 +118,7 @@ class Guard(grpc.aio.ServerInterceptor):
                         await context.write(response)
 
         make = getattr(grpc, f"stream_{stream}_rpc_method_handler")
-        return make(guarded, handler.request_deserializer, handler.response_serializer)
+        return make(guarded, _readable(handler.request_deserializer), handler.response_serializer)
 
     async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> Place:
         """Aborts the call of who may not, and of who has too many open."""
@@ -131,12 +133,20 @@ class Guard(grpc.aio.ServerInterceptor):
         except BatonError as error:
             await self._deny(context, method, error)
 
-    async def _first(self, place: Place, messages: AsyncIterator, context, method: str):
-        """Aborts the call where it does not come."""
+    async def _read(self, message: Awaitable, context, method: str):
+        """Aborts the call where it does not come, or is none."""
         try:
-            return await place.first(messages)
+            return await message
         except BatonError as error:
             await self._deny(context, method, error)
+
+    async def _from(self, first, rest: AsyncIterator, context, method: str) -> AsyncIterator:
+        yield first
+        while True:
+            try:
+                yield await self._read(anext(rest), context, method)
+            except StopAsyncIteration:
+                return
 
     def _refusal(self, method: str, error: BatonError):
         """Ends the call whatever its kind, and reads nothing of it."""
@@ -156,10 +166,18 @@ class Guard(grpc.aio.ServerInterceptor):
         await abort(context, error)
 
 
-async def _from(first, rest: AsyncIterator) -> AsyncIterator:
-    yield first
-    async for message in rest:
-        yield message
+def _readable(deserialize: Callable | None) -> Callable | None:
+    """The same, but bytes that are no message are their sender's fault: gRPC would log a traceback for each."""
+    if deserialize is None:
+        return None
+
+    def read(data: bytes):
+        try:
+            return deserialize(data)
+        except DecodeError:
+            raise InvalidRequest("message", "these bytes are not what this method takes") from None
+
+    return read
 
 
 def _check_metadata(metadata) -> None:

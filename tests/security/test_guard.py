@@ -158,3 +158,26 @@ async def test_a_call_without_its_message_is_an_error(guarded, installation):
             while await call.read() is not grpc.aio.EOF:
                 pass
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("path", [path for path in METHODS if "Pull" not in path])  # that one takes any bytes
+async def test_bytes_that_are_no_message_are_their_senders_fault(guarded, installation, caplog, path):
+    """Nobody fills the log with tracebacks, with the first message or with a later one."""
+    role = next((role for role in ROLES if METHODS[path] & {role}), None)
+    access = installation.access(role)
+    async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
+        for num_well in (0, 1):
+            call = channel.stream_stream(path)(timeout=10)
+            for _ in range(num_well):
+                await call.write(b"")
+            await call.write(b"\xff" * 20)
+            await call.done_writing()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            if not num_well:
+                assert (caught.value.code(), caught.value.details()) == (
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    "message: these bytes are not what this method takes",
+                )
+    assert "DecodeError" not in caplog.text
