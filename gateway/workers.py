@@ -18,7 +18,7 @@ from baton.service.access import Access
 from baton.service.client import open_channel
 from baton.service.clock import ClockComparison, Offset
 from baton.service.codec import key_from_proto, key_to_proto
-from baton.service.logs import fields
+from baton.service.logs import fields, printable
 from baton.service.tls import WORKER_NAME
 from baton.service.telemetry import CLOCK
 from baton.v1 import worker_pb2_grpc
@@ -30,6 +30,7 @@ from gateway.timing import now
 
 PROTOCOL = 1
 _HELLO_TIMEOUT_S = 5.0
+_MAX_REASON_CHARS = 500
 SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -304,7 +305,7 @@ class WorkerLink:
         self.hello = None
 
     def _become(self, state: LinkState, reason: str) -> None:
-        self.state, self.reason = state, reason
+        self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may be a worker's words
         self._on_change(self)
 
     # ---- events ----

@@ -14,6 +14,7 @@ import grpc
 from baton.cli.handover import Handover, HandoverFailed, Session, hand_over
 from baton.service.access import Access, add_access_flags, read_access
 from baton.service.client import open_channel
+from baton.service.logs import printable
 from baton.service.server import ListenError, split_address
 from baton.service.settings import SettingsError
 from baton.service.tls import WORKER_NAME
@@ -35,14 +36,18 @@ class Report:
     num_failures: int = 0
 
     def say(self, what: str, where: str, text: str) -> None:
-        print(f"  ok    {what:<9} {where:<33} {text}", flush=True)
+        self._line("  ok  ", what, where, text)
 
     def note(self, what: str, where: str, text: str) -> None:
-        print(f"   -    {what:<9} {where:<33} {text}", flush=True)
+        self._line("   -  ", what, where, text)
 
     def fail(self, what: str, where: str, text: str, advice: str) -> None:
         self.num_failures += 1
-        print(f"  FAIL  {what:<9} {where:<33} {text}: {advice}", flush=True)
+        self._line("  FAIL", what, where, f"{text}: {advice}")
+
+    @staticmethod
+    def _line(mark: str, what: str, where: str, text: str) -> None:
+        print(printable(f"{mark}  {what:<9} {where:<33} {text}"), flush=True)
 
 
 @dataclass

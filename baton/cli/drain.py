@@ -11,6 +11,7 @@ import grpc
 
 from baton.service.access import add_access_flags, read_access
 from baton.service.client import open_channel
+from baton.service.logs import printable
 from baton.service.settings import SettingsError
 from baton.service.tls import WORKER_NAME
 from baton.v1 import worker_pb2 as pb
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"baton drain: {args.target}: {error}", file=sys.stderr)
         return 1
     except grpc.aio.AioRpcError as error:
-        print(f"baton drain: {args.target}: {error.code().name}: {error.details()}", file=sys.stderr)
+        print(f"baton drain: {args.target}: {error.code().name}: {printable(str(error.details()))}", file=sys.stderr)
         return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
     return 0
 

@@ -14,6 +14,7 @@ import grpc
 from baton.loadgen.summary import percentile
 from baton.service.access import add_access_flags, read_access
 from baton.service.client import open_channel
+from baton.service.logs import printable
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2 as pb
 from baton.v1 import fleet_pb2_grpc
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print()
     except grpc.aio.AioRpcError as error:
-        print(f"baton top: {args.target}: {error.code().name}: {error.details()}", file=sys.stderr)
+        print(f"baton top: {args.target}: {error.code().name}: {printable(str(error.details()))}", file=sys.stderr)
         return 1
     return 0
 
@@ -80,7 +81,7 @@ def frame(target: str, workers: pb.ListWorkersResponse, requests: pb.ListRequest
     ]
     width = shutil.get_terminal_size((120, 40)).columns
     lines += ["", *textwrap.wrap(requests.bound, width)]
-    return "\n".join(line[:width].rstrip() for line in lines)
+    return "\n".join(printable(line)[:width].rstrip() for line in lines)
 
 
 def _latencies(requests: pb.ListRequestsResponse) -> list[str]:

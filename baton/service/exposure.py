@@ -16,6 +16,9 @@ class Exposure:
     tls_ca: Path | None = option("PEM file of the authority that signs our certificates", None, metavar="FILE")
     insecure: bool = option("beyond loopback without TLS or credentials: whoever reaches a port may use it", False)
     open_admin: bool = option("--admin beyond loopback: plain HTTP, read by whoever reaches it", False)
+    admin_hosts: tuple[str, ...] = option(
+        "names, beyond addresses and localhost, that --admin is asked by", (), metavar="NAME,..."
+    )
     reflection: bool = option("list methods to callers that may call some (always on where there is no TLS)", False)
 
     @property

@@ -3,6 +3,8 @@
 import logging
 import sys
 
+_MAX_VALUE_CHARS = 1000
+_NEEDS_QUOTES = {" ", '"'}
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -23,7 +25,8 @@ def num_lost() -> int:
 
 
 def fields(**values: object) -> str:
-    """`key=value key=value`, values with spaces in quotes."""
+    """`key=value key=value`. Values come from anywhere: with spaces or quotes they stand in quotes, what does not print
+    is escaped, and beyond 1,000 characters they are cut."""
     return " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
 
 
@@ -43,9 +46,21 @@ class _OneLine(logging.Formatter):
         super().__init__(f"%(asctime)s.%(msecs)03d {role} %(levelname)s %(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        return super().format(record).replace("\r", "").replace("\n", " | ")
+        return " | ".join(map(printable, super().format(record).splitlines()))
 
 
 def _quoted(value: object) -> str:
     text = str(value)
-    return f'"{text}"' if " " in text or not text else text
+    if len(text) > _MAX_VALUE_CHARS:
+        text = f"{text[:_MAX_VALUE_CHARS]}..."
+    if text.isprintable() and text and not _NEEDS_QUOTES & set(text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{printable(escaped)}"'
+
+
+def printable(text: str) -> str:
+    """The same on one line, what does not print escaped: nothing in it ends a line, colours a terminal or turns the direction of what follows."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import logging
 import resource
 import signal
 import socket
@@ -13,12 +15,20 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from baton.service.logs import fields
+
 MAX_MESSAGE_BYTES = 16 << 20  # between our own processes: the ids of the longest prompt fit
 MAX_METADATA_BYTES = 8192
 MAX_PENDING_CALLS = 16_384
+HANDSHAKE_S = 5.0  # for TLS, and for the first words of HTTP/2; gRPC's own is 120 s
+IDLE_S = 300.0  # of a connection without calls
+_FEW_DESCRIPTORS = 8192
+_PORT_SHARE = 3  # of the descriptors a port takes one in three: workers, Redis and files have the rest
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+log = logging.getLogger(__name__)
 
 
 class ListenError(Exception):
@@ -51,6 +61,10 @@ def make_server(
         # Of more than 1,000 calls that are not taken yet gRPC cancels some, without a word: they are for us to refuse.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
+        # Of each port. More are closed at once; without a bound they take the descriptors of all else.
+        ("grpc.max_allowed_incoming_connections", _num_descriptors() // _PORT_SHARE),
         ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
     )
     return grpc.aio.server(interceptors=tuple(interceptors), options=options)
@@ -138,11 +152,27 @@ def enable_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
     reflection.enable_server_reflection(names, server)
 
 
+def _num_descriptors() -> int:
+    """That this process may have open. Unlimited: more than a million."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft if 0 <= soft < 1 << 20 else 1 << 20
+
+
+def _raise_descriptors() -> None:
+    """A connection takes one: as many as the system allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel would set now
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if _num_descriptors() < _FEW_DESCRIPTORS:
+        log.warning("few descriptors: raise the hard limit, ulimit -Hn %s", fields(limit=_num_descriptors(), wanted=_FEW_DESCRIPTORS))
+
+
 def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: bool = False) -> int:
     """Run `main(stop)` to its end and return its exit status (None is 0).
 
     The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts lie in memory
+    _raise_descriptors()
     loop_factory = None
     if use_uvloop:
         import uvloop

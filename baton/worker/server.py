@@ -231,7 +231,7 @@ class Worker:
         exits.push_async_callback(_cancel, reporting)
         exits.push_async_callback(self._server.stop, STOP_GRACE_S)
         exits.callback(health.shut_down)
-        admin = Admin(self._readiness, {"/metrics": meters.page})
+        admin = Admin(self._readiness, {"/metrics": meters.page}, settings.admin_hosts)
         self.admin_port = await admin.start(settings.admin)
         exits.push_async_callback(admin.stop)
         await self._server.start()

@@ -116,7 +116,7 @@ async def test_without_credentials_there_is_one_tenant_and_kinds_are_apart(clust
     async with cluster() as c:
         for method in (WATCH, CHECK, "/baton.v1.Fleet/ListWorkers", "/baton.v1.Registration/Register",
                        "/baton.v1.Inference/Generate"):  # fmt: skip
-            async with opened(c, method, num_calls=400):
+            async with opened(c, method):
                 await answers(c)
 
 

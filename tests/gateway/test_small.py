@@ -1,6 +1,5 @@
 """The small parts: timing, lines, index feeds, folders, admin, import."""
 
-import asyncio
 import hashlib
 import json
 import subprocess
@@ -10,7 +9,6 @@ import pytest
 
 from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
-from baton.service.admin import Admin
 from gateway.embedded_index import EmbeddedIndex
 from gateway.model_folder import Defaults, read_folder
 from gateway.secret import derived_secret, fingerprint, read_secret
@@ -165,26 +163,3 @@ def test_secrets(tmp_path):
 def test_settings_that_cannot_work(tmp_path, fields, named):
     with pytest.raises(ValueError, match=named):
         GatewaySettings(**{"model": tmp_path, "decode_workers": ("d:1",), **fields})
-
-
-# ---- admin ----
-
-
-async def test_admin():
-    admin = Admin(lambda: (False, {"ready": False}), {})
-    port = await admin.start("127.0.0.1:0")
-
-    async def ask(head: bytes) -> tuple[bytes, dict]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head)
-        answer = await reader.read()
-        writer.close()
-        head, _, body = answer.partition(b"\r\n\r\n")
-        return head.split(b" ")[1], json.loads(body)
-
-    assert await ask(b"GET /healthz HTTP/1.1\r\n\r\n") == (b"200", {"status": "ok"})
-    assert await ask(b"GET /readyz HTTP/1.0\r\nx: y\r\n\r\n") == (b"503", {"ready": False})
-    assert (await ask(b"GET /other HTTP/1.1\r\n\r\n"))[0] == b"404"
-    assert (await ask(b"POST /healthz HTTP/1.1\r\n\r\n"))[0] == b"405"
-    assert (await ask(b"nonsense\r\n\r\n"))[0] == b"400"
-    await admin.stop()

@@ -59,6 +59,40 @@ def test_one_line_a_record(capsys):
     assert "failed | Traceback" in second and "of | two lines" in second
 
 
+FORGED = [
+    'x" level=admin "',
+    "x tenant=root",
+    "x\nHH:MM:SS gateway INFO forged",
+    "x\r\nforged",
+    "\x1b[31mred\x1b[0m",
+    "\x9b31mred",
+    "\u202eback to front",
+    "a\u2028b",
+    "\x00\x07\x7f",
+    "\udc80",
+    'x\\" y="z',
+]
+
+
+@pytest.mark.parametrize("value", FORGED, ids=range(len(FORGED)))
+def test_no_value_forges_a_field_or_a_line(value, capsys):
+    kept = logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        logs.setup("gateway", "info")
+        logging.getLogger("x").warning("lost %s", logs.fields(reason=value, num=1))
+        logging.getLogger("x").warning(f"lost {value}")
+    finally:
+        logging.getLogger().handlers[:], level = kept
+        logging.getLogger().setLevel(level)
+    lines = capsys.readouterr().err.split("\n")[:-1]
+    assert len(lines) == 2 and all(line.isprintable() for line in lines)
+    assert re.fullmatch(r'.* WARNING lost reason=("([^"\\]|\\.)*"|[^ "]+) num=1', lines[0])
+
+
+def test_a_long_value_is_cut():
+    assert len(logs.fields(state="x" * 1_000_000)) < 1100
+
+
 def test_unknown_level():
     with pytest.raises(ValueError, match="loud"):
         logs.setup("decode", "loud")
