@@ -6,6 +6,7 @@ import logging
 import os
 from functools import partial
 
+from baton import tasks
 from baton.service import server as grpc_server
 from baton.service import genai_metrics, telemetry
 from baton.service.admin import Admin
@@ -103,7 +104,8 @@ class Gateway:
         self.journal = Journal()
         self.service = InferenceService(pipeline, settings, self.journal.began, self._ended)
         self._changed = asyncio.Event()
-        self._secret_checked = False
+        self._secret_checked = asyncio.Event()
+        self._ready_line = ""  # still to be printed
 
     async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
         """`port` is what the server is bound to, `fleet_port` the one for callers with certificates."""
@@ -127,28 +129,28 @@ class Gateway:
             log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
         grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
         fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
-        ready_line = f"ready grpc={grpc_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
-        tasks = [
-            asyncio.create_task(self.registry.run(), name="registry"),
-            asyncio.create_task(self._watch(health, ready_line), name="readiness"),
-        ]
+        self._ready_line = f"ready grpc={grpc_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
+        watching = tasks.start("readiness", partial(self._watch, health), fatal=(SettingsError,))
+        running = [watching, tasks.start("registry", self.registry.run)]
+        if settings.redis:
+            running.append(tasks.start("redis", self._keep_index))
         if settings.redis and settings.quotas:
-            tasks.append(asyncio.create_task(self._share_usage(), name="usage"))
+            running.append(tasks.start("usage", self._share_usage))
         try:
             stopping = asyncio.create_task(stop.wait(), name="stop")
-            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not stop.is_set():
                 stopping.cancel()
-                return await _result(tasks)
+                await watching  # which raises why
             await self._drain(health)
             return 0
         finally:
             await server.stop(_STOP_GRACE_S)
             await admin.stop()
             self._pipeline.text.close()
-            for task in tasks:
+            for task in running:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*running, return_exceptions=True)
 
     def readiness(self) -> tuple[bool, dict]:
         """Whether requests can be served, and the workers as they are seen from here."""
@@ -178,38 +180,39 @@ class Gateway:
         self.lines.call_first()
         self._changed.set()
 
-    async def _watch(self, health: Health, ready_line: str) -> None:
+    async def _watch(self, health: Health) -> None:
         """Health follows readiness; the ready line is printed once."""
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await self._changed.wait()
-                self._changed.clear()
-                reason = self.registry.not_ready()
-                if reason is None and not self._secret_checked:
-                    await self._check_secret(group)
-                serving = reason is None and not self.service.is_draining
-                for name in ("", SERVICE_NAME):
-                    health.set(name, serving)
-                if serving and ready_line:
-                    log.info("serving %s", fields(model=self.registry.model.name, split=self._settings.split))
-                    print(ready_line, flush=True)
-                    ready_line = ""
+        while True:
+            reason = self.registry.not_ready()
+            if reason is None and not self._secret_checked.is_set():
+                await self._check_secret()
+            serving = reason is None and not self.service.is_draining
+            for name in ("", SERVICE_NAME):
+                health.set(name, serving)
+            if serving and self._ready_line:
+                log.info("serving %s", fields(model=self.registry.model.name, split=self._settings.split))
+                print(self._ready_line, flush=True)
+                self._ready_line = ""
+            await self._changed.wait()
+            self._changed.clear()
 
-    async def _check_secret(self, group: asyncio.TaskGroup) -> None:
+    async def _check_secret(self) -> None:
         """Once the model is known, and with it the secret. Raises SettingsError."""
-        self._secret_checked = True
-        if isinstance(self.index, EmbeddedIndex):
-            return
-        from gateway.redis_client import cancelled
-        from gateway.redis_index import SecretDiffers
+        if not isinstance(self.index, EmbeddedIndex):
+            from gateway.redis_client import cancelled
+            from gateway.redis_index import SecretDiffers
 
-        try:
-            await self.index.check_secret(fingerprint(self.registry.secret))
-        except SecretDiffers as error:
-            raise SettingsError(f"--cluster-secret: {error}") from None
-        if cancelled():
-            raise asyncio.CancelledError
-        group.create_task(self.index.run(), name="redis")
+            try:
+                await self.index.check_secret(fingerprint(self.registry.secret))
+            except SecretDiffers as error:
+                raise SettingsError(f"--cluster-secret: {error}") from None
+            if cancelled():
+                raise asyncio.CancelledError
+        self._secret_checked.set()
+
+    async def _keep_index(self) -> None:
+        await self._secret_checked.wait()
+        await self.index.run()
 
     async def _share_usage(self) -> None:
         from gateway.shared_usage import SharedUsage
@@ -256,20 +259,3 @@ def _make_template(folder: ModelFolder) -> ChatTemplate | None:
 
 def _host(address: str) -> str:
     return address.rpartition(":")[0]
-
-
-async def _result(tasks: list[asyncio.Task]) -> int:
-    """A task that must not end has ended: say why."""
-    for task in tasks:
-        if task.done():
-            try:
-                await task
-            except BaseExceptionGroup as group:
-                raise _first(group) from None
-    return 1
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -12,13 +12,14 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 
+from baton import tasks
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from gateway.breaker import Breaker
 from gateway.matches import NOWHERE, Matches, Places
 from gateway.prefix_index import Feed
-from gateway.redis_client import FAILURES, cancelled, make_client, words_of
-from gateway.slots import NUM_SLOTS, bit_sets, last_held, places_of, sampled_ends, spread
+from gateway.redis_client import FAILURES, cancelled, make_client, values_of, words_of
+from gateway.slots import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, places_of, sampled_ends, spread
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -33,6 +34,8 @@ _REFRESH_S = KV_TTL_S / 3
 _BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
 _MAX_SPANS = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
+_MAX_LOOKUP_BYTES = 1 << 17  # 276 values of 1,024 slots are 38 KB, and there are 32 connections
+_MAX_NAME_BYTES = 64  # of a worker, a gateway, a fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ class RedisIndex:
     def __init__(self, url: str, gateway: bytes):
         """Raises ValueError for a URL that is none."""
         self._gateway = gateway
-        self._hot = make_client(url, BUDGET_S, 32)
+        self._hot = make_client(url, BUDGET_S, 32, _MAX_LOOKUP_BYTES)
         self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
@@ -122,12 +125,9 @@ class RedisIndex:
             return None
         return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
 
-    async def _get(self, hashes: Sequence[bytes]) -> Sequence[object]:
-        """One MGET. Raises one of FAILURES."""
-        values = await self._hot.mget([b"kv:" + value[:NAME_BYTES] for value in hashes])
-        if not isinstance(values, list) or len(values) != len(hashes):
-            raise ValueError("an MGET was answered by something else")
-        return values
+    async def _get(self, hashes: Sequence[bytes]) -> Sequence[bytes | None]:
+        """Raises one of FAILURES."""
+        return await values_of(self._hot, [b"kv:" + value[:NAME_BYTES] for value in hashes], NUM_BYTES)
 
     @property
     def down(self) -> str:
@@ -144,6 +144,8 @@ class RedisIndex:
         try:
             await self._hold_secret()
             await self._read_slots()
+        except SecretDiffers:
+            raise
         except FAILURES as error:
             log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
 
@@ -151,17 +153,18 @@ class RedisIndex:
         """Until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._beat(), name="redis heartbeat")
-                group.create_task(self._write(), name="redis writer")
+                tasks.start("redis heartbeat", self._beat, group=group)
+                tasks.start("redis writer", self._write, group=group)
         finally:
             await self._hot.aclose()
             await self._control.aclose()
 
     async def _beat(self) -> None:
         was_up = True
-        while not (self.is_disabled or cancelled()):
+        while not cancelled():
             try:
-                await self._heartbeat()
+                if not self.is_disabled:
+                    await self._heartbeat()
                 if not was_up:
                     log.info("redis: back")
                 was_up = True
@@ -204,7 +207,7 @@ class RedisIndex:
         if self._fingerprint is None:
             return
         await self._control.set("baton:secret", self._fingerprint, nx=True, ex=SECRET_TTL_S)
-        if await self._control.get("baton:secret") not in (self._fingerprint, None):
+        if await self._value(b"baton:secret") not in (self._fingerprint, None):
             raise SecretDiffers("the gateways on this Redis have another cluster secret: give this one the same file")
         await self._control.expire("baton:secret", SECRET_TTL_S)
 
@@ -212,7 +215,7 @@ class RedisIndex:
         """One gateway writes. Two that do for a moment write the same, so no more care is taken."""
         name = b"baton:writer:" + entry.worker
         is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
-        if not is_ours and await self._control.get(name) == self._gateway:
+        if not is_ours and await self._value(name) == self._gateway:
             await self._control.expire(name, WRITER_TTL_S)
             is_ours = True
         was_ours, entry.is_ours = entry.is_ours, is_ours
@@ -220,7 +223,7 @@ class RedisIndex:
             entry.feed.subscribe()
 
     async def _hold_slot(self, entry: _Worker) -> None:
-        if entry.slot is not None and await self._control.get(_slot_name(entry.slot)) == entry.worker:
+        if entry.slot is not None and await self._value(_slot_name(entry.slot)) == entry.worker:
             await self._control.expire(_slot_name(entry.slot), SLOT_TTL_S)
             return
         entry.slot = await self._lease_slot(entry.worker)
@@ -229,7 +232,7 @@ class RedisIndex:
             log.warning("redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS))
 
     async def _lease_slot(self, worker: bytes) -> int | None:
-        holders = await self._control.mget([_slot_name(slot) for slot in range(NUM_SLOTS)])
+        holders = await self._holders()
         if worker in holders:
             return holders.index(worker)
         for slot, holder in enumerate(holders):
@@ -238,7 +241,14 @@ class RedisIndex:
         return None
 
     async def _read_slots(self) -> None:
-        self._places = places_of(await self._control.mget([_slot_name(slot) for slot in range(NUM_SLOTS)]))
+        self._places = places_of(await self._holders())
+
+    async def _holders(self) -> list[bytes | None]:
+        """Of each slot who has it."""
+        return await values_of(self._control, [_slot_name(slot) for slot in range(NUM_SLOTS)], _MAX_NAME_BYTES)
+
+    async def _value(self, name: bytes) -> bytes | None:
+        return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]
 
     async def _write(self) -> None:
         while not cancelled():

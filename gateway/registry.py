@@ -1,10 +1,11 @@
 """The workers of this gateway: who serves, what model they serve, and who is told when that changes."""
 
 import asyncio
-import functools
 import secrets
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
+from baton import tasks
 from baton.service.access import Access
 from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
@@ -15,6 +16,7 @@ from gateway.matches import Matches
 from gateway.members import Members
 from gateway.model_folder import ModelFolder
 from gateway.names import WorkerName, is_name
+from gateway.networks import Networks
 from gateway.pace import Pace
 from gateway.prefix_index import PrefixIndex
 from gateway.rates import Rates
@@ -55,6 +57,7 @@ class Registry:
         self.registered = Registered(
             {"prefill": self._members("prefill", self.prefill), "decode": self._members("decode", self.decode)},
             make_roster(settings.redis),
+            Networks(settings.worker_networks),
         )
 
     @property
@@ -103,13 +106,20 @@ class Registry:
 
     async def run(self) -> None:
         """Keeps all sessions, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for link in self.links:
-                group.create_task(link.run(), name=f"link {link.address}")
-            for name in self._names:
-                group.create_task(name.follow(group, lambda: self.on_change()), name=f"name {name.address}")
-            group.create_task(self.registered.follow(group, lambda: self.on_change()), name="registered workers")
-            group.create_task(follow_lived(self._listen), name="silence")
+        try:
+            async with asyncio.TaskGroup() as group:
+                for link in self.links:
+                    tasks.start(f"link {link.address}", link.run, group=group)
+                for name in self._names:
+                    tasks.start(f"name {name.address}", partial(name.follow, group, self._changed), group=group)
+                following = partial(self.registered.follow, group, self._changed)
+                tasks.start("registered workers", following, group=group)
+                tasks.start("silence", partial(follow_lived, self._listen), group=group)
+        finally:
+            await self.registered.close()
+
+    def _changed(self) -> None:
+        self.on_change()
 
     def _listen(self, lived_s: float) -> None:
         for link in self.links:
@@ -202,7 +212,7 @@ class Registry:
         return links
 
     def _members(self, role: str, links: list[WorkerLink]) -> Members:
-        return Members(links, functools.partial(self._link, role), self._remove)
+        return Members(links, partial(self._link, role), self._remove)
 
     def _remove(self, link: WorkerLink) -> None:
         self._placed.pop(link, None)
@@ -271,4 +281,5 @@ class Registry:
         found += [
             f"{name.address}: {name.reason}" for name in self._names if name.reason and name.members.are_of(links)
         ]
+        found += self.registered.excuses("prefill" if links is self.prefill else "decode")
         return "; ".join(found) or "none is configured, and none has registered"

@@ -7,22 +7,24 @@ Without Redis, or with one that does not answer, a gateway knows the workers tha
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from baton.service.logs import fields
 
 NAME = "baton:workers"
-_ROLES = ("prefill", "decode")
+MAX_NAMES = 4096  # that are read at once
+MAX_LEFT_S = 60  # what is there for longer no gateway has told
 
 log = logging.getLogger(__name__)
 
+Worker = tuple[str, str]  # (role, address)
+
 
 class Roster(Protocol):
-    """A worker is (role, address)."""
-
-    async def exchange(self, here: Mapping[tuple[str, str], float]) -> set[tuple[str, str]]:
-        """Tells for how many seconds each of `here` is there; returns all that any gateway has told of."""
+    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
+        """Tells for how many seconds each of `here` is there; returns whom gateways have told of: of those that are
+        `known` all, of others a bounded number. What is returned is not to be trusted."""
 
     async def close(self) -> None: ...
 
@@ -30,7 +32,7 @@ class Roster(Protocol):
 class OwnRoster:
     """Of a gateway that is alone."""
 
-    async def exchange(self, here: Mapping[tuple[str, str], float]) -> set[tuple[str, str]]:
+    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
         return set()
 
     async def close(self) -> None:
@@ -46,21 +48,37 @@ class RedisRoster:
         self._client, self._failures = make_client(url, 1.0, 1), FAILURES
         self._was_up = True
 
-    async def exchange(self, here: Mapping[tuple[str, str], float]) -> set[tuple[str, str]]:
+    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
         try:
-            seconds, _ = await self._client.time()
-            await self._client.zremrangebyscore(NAME, "-inf", seconds)
-            if here:
-                members = {" ".join(worker): seconds + math.ceil(left_s) for worker, left_s in here.items()}
-                await self._client.zadd(NAME, members)
-            found = await self._client.zrange(NAME, 0, -1)
+            found = await self._exchange(here, sorted(known))
         except self._failures as error:
             if self._was_up:
                 log.warning("redis: workers of other gateways are not known %s", fields(error=type(error).__name__))
             self._was_up = False
             return set()
         self._was_up = True
-        return {worker for member in found if (worker := _read(member))}
+        return found
+
+    async def _exchange(self, here: Mapping[Worker, float], known: list[Worker]) -> set[Worker]:
+        """Those that were told last are read first. Raises one of FAILURES."""
+        seconds, _ = await self._client.time()
+        await self._client.zremrangebyscore(NAME, "-inf", seconds)
+        await self._client.zremrangebyscore(NAME, f"({seconds + MAX_LEFT_S}", "+inf")
+        if here:
+            members = {" ".join(worker): seconds + math.ceil(left_s) for worker, left_s in here.items()}
+            await self._client.zadd(NAME, members)
+        asked = known[:MAX_NAMES]
+        scores = await self._client.zmscore(NAME, [" ".join(worker) for worker in asked]) if asked else []
+        told = {worker for worker, score in zip(asked, scores, strict=True) if score is not None}
+        return told.union(worker for member in await self._names() if (worker := _read(member)))
+
+    async def _names(self) -> list[object]:
+        from gateway.redis_client import TooMuch
+
+        try:
+            return (await self._client.execute_command("ZRANGE", NAME, 0, MAX_NAMES - 1, "REV"))[:MAX_NAMES]
+        except TooMuch:  # names that are longer than any address hide the others, but not those that are known
+            return []
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -70,10 +88,10 @@ def make_roster(redis_url: str | None) -> Roster:
     return RedisRoster(redis_url) if redis_url else OwnRoster()
 
 
-def _read(member: object) -> tuple[str, str] | None:
-    """What lies in Redis is not trusted."""
+def _read(member: object) -> Worker | None:
+    """None for what no gateway would write."""
     try:
-        role, address = member.decode().split(" ")
+        role, address = member.decode("ascii").split(" ")
     except (AttributeError, UnicodeDecodeError, ValueError):
         return None
-    return (role, address) if role in _ROLES else None
+    return role, address

@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.service.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.limits import PRESETS
+from gateway.networks import Networks
 from gateway.routing import SPLITS
 
 
@@ -17,6 +18,9 @@ class GatewaySettings(Exposure):
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     prefill_workers: tuple[str, ...] = option("prefill workers; others may register", (), metavar="HOST:PORT,...")
     decode_workers: tuple[str, ...] = option("decode workers; others may register", (), metavar="HOST:PORT,...")
+    worker_networks: tuple[str, ...] = option(
+        "networks within which workers may register (default: this host alone)", (), metavar="CIDR,..."
+    )
     redis: str | None = option("prefix index shared with other gateways (default: in memory)", None, metavar="URL")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     cluster_secret: Path | None = option(
@@ -62,6 +66,10 @@ class GatewaySettings(Exposure):
     def __post_init__(self) -> None:
         if both := set(self.prefill_workers) & set(self.decode_workers):
             raise ValueError(f"{both.pop()}: stands in --prefill-workers and in --decode-workers")
+        try:
+            Networks(self.worker_networks)
+        except ValueError as error:
+            raise ValueError(f"--worker-networks: {error}") from None
         for name in (
             "max_concurrent_requests",
             "max_queued_tokens",

@@ -12,7 +12,7 @@ from gateway.matches import Places
 NUM_SLOTS = 1024
 _STEP = 16  # spans between two samples
 _ALL = 32  # spans that are not sampled
-_NUM_BYTES = NUM_SLOTS // 8
+NUM_BYTES = NUM_SLOTS // 8
 
 
 def places_of(holders: Sequence[object]) -> Places:
@@ -35,9 +35,9 @@ def bit_sets(values: Sequence[object]) -> Iterator[int]:
 
 
 def _bits(value: object) -> int:
-    if not isinstance(value, bytes) or len(value) > _NUM_BYTES:
+    if not isinstance(value, bytes) or len(value) > NUM_BYTES:
         return 0
-    return int.from_bytes(value.ljust(_NUM_BYTES, b"\0"), "big")
+    return int.from_bytes(value.ljust(NUM_BYTES, b"\0"), "big")
 
 
 def sampled_ends(num_spans: int) -> Sequence[int]:

@@ -155,6 +155,7 @@ class WorkerLink:
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
+        self.num_vain = 0  # sessions in a row that did not come to a Hello
         self.legs: dict[Key, Leg] = {}
         self.max_unread_tokens = max_unread_tokens
         self.rates, self.recent = Rates(fleet), Recent()
@@ -217,6 +218,7 @@ class WorkerLink:
             except OSError as error:  # a certificate that is not there for a moment
                 reason = f"{error.filename}: {error.strerror}"
             was_up = self.hello is not None
+            self.num_vain = 0 if was_up else self.num_vain + 1
             self._lose(reason)
             if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
                 pause_s = _FIRST_PAUSE_S

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 
+from baton import tasks
 from baton.v1 import kv_pb2
 from kvtransfer.blocks import BlockMemory
 from kvtransfer.errors import PeerLost, ProtocolError
@@ -223,7 +224,7 @@ class SocketListener:
         self.sock = sock
         self._make_line = make_line
         self._on_line = on_line
-        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+        self._accepting = tasks.start("KV accepting", self._accept)
 
     async def close(self) -> None:
         self._accepting.cancel()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton import failpoints
+from baton import failpoints, tasks
 from kvtransfer.blocks import check_movable
 from kvtransfer.compatible import relation
 from kvtransfer.convert import Codec
@@ -83,7 +83,7 @@ class Source:
         """Raises OSError naming what cannot be listened on."""
         pool = Memories(self._pools.host, self._region, self._device and self._device.region)
         await self._listeners.open(self._transports, pool, address or Address(), self._host_id, self._accept)
-        self._reaper = asyncio.create_task(self._reap())
+        self._reaper = tasks.start("lease reaper", self._reap)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         return self._listeners.endpoints

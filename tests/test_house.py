@@ -13,14 +13,17 @@ ROOMS = {
     "baton.v1": (),
     "baton.gguf": (),
     "baton.failpoints": (),
-    "kvtransfer": ("baton.v1", "baton.failpoints"),
+    "baton.tasks": (),
+    "kvtransfer": ("baton.v1", "baton.failpoints", "baton.tasks"),
     "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints"),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1",),
     "baton.loadgen": ("baton.service", "baton.v1"),
-    "gateway": ("baton.service", "baton.v1", "baton.gguf", "baton.failpoints", "kvtransfer.naming"),
-    "baton.worker": ("baton.engine", "baton.gguf", "baton.failpoints", "kvtransfer", "baton.service", "baton.v1"),
+    "gateway": ("baton.service", "baton.v1", "baton.gguf", "baton.failpoints", "baton.tasks", "kvtransfer.naming"),
+    "baton.worker": (
+        "baton.engine", "baton.gguf", "baton.failpoints", "baton.tasks", "kvtransfer", "baton.service", "baton.v1",
+    ),
     "prefill_worker": ("baton.worker", "baton.service"),
     "decode_worker": ("baton.worker", "baton.service"),
     "baton.cli": ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"),
@@ -36,7 +39,7 @@ WITHOUT = {
     "baton.loadgen": ("torch", "transformers", "redis", "opentelemetry"),
     "baton.worker": ("redis",),
 }
-PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints")  # standard library only
+PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.tasks")  # standard library only
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from functools import partial
 
 import grpc
 
+from baton import tasks
 from baton.service.access import Access
 from baton.service.client import open_channel
 from baton.service.logs import fields
@@ -21,7 +23,7 @@ async def register(gateways: tuple[str, ...], request: pb.RegisterRequest, acces
     """With all of `gateways`, until cancelled. One that does not answer is asked again, and said once."""
     async with asyncio.TaskGroup() as group:
         for address in gateways:
-            group.create_task(_with(address, request, access), name=f"registration {address}")
+            tasks.start(f"registration {address}", partial(_with, address, request, access), group=group)
 
 
 async def _with(address: str, request: pb.RegisterRequest, access: Access) -> None:

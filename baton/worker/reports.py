@@ -4,12 +4,14 @@ import asyncio
 import logging
 import time
 
+from baton import tasks
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.service.logs import fields
 from baton.service.server import Health
 from baton.worker import codec
 from baton.worker.commands import Commands
+from baton.worker.exhaustion import leave_if_exhausted
 from baton.worker.session import WorkerService
 
 LOAD_INTERVAL_S = 0.25
@@ -56,9 +58,10 @@ class Reports:
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._send_loads())
-            group.create_task(self._send_index())
-            group.create_task(self._watch_ledger())
+            for name, work in (
+                ("loads", self._send_loads), ("index events", self._send_index), ("ledger watch", self._watch_ledger)
+            ):  # fmt: skip
+                tasks.start(name, work, group=group, on_failure=leave_if_exhausted)
 
     async def _send_loads(self) -> None:
         while True:

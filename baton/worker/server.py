@@ -6,9 +6,11 @@ import logging
 import os
 import secrets
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from baton import tasks
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
@@ -28,6 +30,7 @@ from baton.v1 import worker_pb2_grpc
 from baton.worker.commands import Commands
 from baton.worker.device_pool import device_pool
 from baton.worker.drain import Drain
+from baton.worker.exhaustion import leave_if_exhausted
 from baton.worker.handoff import Handoff
 from baton.worker.intake import Intake
 from baton.worker.leg import Leg
@@ -226,8 +229,7 @@ class Worker:
 
         exits.callback(self.loop.stop)
         self.loop.start()
-        reporting = asyncio.create_task(self.reports.run(), name="reports")
-        reporting.add_done_callback(_crashed)
+        reporting = tasks.start("reports", self.reports.run, on_failure=leave_if_exhausted)
         exits.push_async_callback(_cancel, reporting)
         exits.push_async_callback(self._server.stop, STOP_GRACE_S)
         exits.callback(health.shut_down)
@@ -238,8 +240,7 @@ class Worker:
         if settings.gateways:
             where = pb.RegisterRequest(address=self._address, role=self._role)
             access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)
-            registering = asyncio.create_task(register(settings.gateways, where, access), name="registration")
-            registering.add_done_callback(_crashed)
+            registering = tasks.start("registration", partial(register, settings.gateways, where, access))
             exits.push_async_callback(_cancel, registering)
 
     @property
@@ -356,12 +357,6 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
         next_role = await worker.drain_when(stop)
     telemetry.shut_down()
     return NextRole(next_role, f"{host}:{port}") if next_role else None
-
-
-def _crashed(task: asyncio.Task) -> None:
-    """Without reports gateways would take this worker for stalled, without its registration for gone: better to say why."""
-    if not task.cancelled() and task.exception():
-        log.critical("%s have stopped", task.get_name(), exc_info=task.exception())
 
 
 async def _cancel(task: asyncio.Task) -> None:

@@ -1,0 +1,53 @@
+"""Tasks that go on for as long as their process does: one that fails says so and begins again."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
+SETTLED_S = 60.0  # work that has gone on for so long begins again after the first pause
+
+log = logging.getLogger(__name__)
+
+
+async def supervise(
+    name: str,
+    work: Callable[[], Awaitable[object]],
+    *,
+    fatal: tuple[type[Exception], ...] = (),
+    on_failure: Callable[[Exception], None] = lambda error: None,
+) -> NoReturn:
+    """Runs `work()` until cancelled. When it fails, or returns, `on_failure(error)` is called and it begins again after a
+    pause that doubles. Raises what is one of `fatal`."""
+    loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+    while True:
+        began = loop.time()
+        try:
+            await work()
+            _leave_if_cancelled()
+            raise RuntimeError("it came to an end")
+        except fatal:
+            raise
+        except asyncio.CancelledError as error:  # perhaps of something that it waited for
+            _leave_if_cancelled()
+            failure: Exception = RuntimeError(f"what it waited for was cancelled: {error!r}")
+        except Exception as error:
+            failure = error
+        on_failure(failure)
+        pause_s = FIRST_PAUSE_S if loop.time() - began >= SETTLED_S else pause_s
+        log.error("%s failed and begins again in %g s: %r", name, pause_s, failure, exc_info=failure)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def start(
+    name: str, work: Callable[[], Awaitable[object]], *, group: asyncio.TaskGroup | None = None, **options
+) -> asyncio.Task:
+    """A supervised task of that name, in `group` if there is one; to be cancelled. `options` as of `supervise`."""
+    return (group or asyncio).create_task(supervise(name, work, **options), name=name)
+
+
+def _leave_if_cancelled() -> None:
+    if asyncio.current_task().cancelling():
+        raise asyncio.CancelledError

@@ -1,0 +1,41 @@
+"""Where workers may be that say themselves where they are: a gateway dials no other address for them."""
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Networks:
+    """`in` tells whether an IP address, as text, is one of them."""
+
+    def __init__(self, cidrs: Sequence[str] = ()):
+        """None: this host alone, on whichever of its addresses. Raises ValueError, one line."""
+        self._networks = [ipaddress.ip_network(cidr, strict=False) for cidr in cidrs]
+
+    def __contains__(self, host: str) -> bool:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        address = getattr(address, "ipv4_mapped", None) or address
+        if self._networks:
+            return any(address in network for network in self._networks)
+        return address.is_loopback or _is_own(address)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self._networks)) or "this host alone"
+
+
+def _is_own(address: _Address) -> bool:
+    """A socket can be bound to the addresses of this host alone."""
+    if address.is_unspecified or address.is_multicast:
+        return False
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
