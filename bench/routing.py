@@ -192,7 +192,7 @@ def _registry(num_workers: int) -> Registry:
     registry = Registry(settings, folder, EmbeddedIndex(), b"secret")
     for link in registry.links:
         role = "prefill" if link in registry.prefill else "decode"
-        link.hello = pb.Hello(
+        hello = pb.Hello(
             roles=[role],
             instance=hashlib.sha256(link.address.encode()).digest()[:16],
             epoch=1,
@@ -203,6 +203,7 @@ def _registry(num_workers: int) -> Registry:
             model=pb.ModelCard(transports=["tcp", "shm"]),
             kv_token_bytes=65_536,
         )
+        link.note_hello(hello)
         link._become(LinkState.SERVING, "")
     return registry
 

@@ -20,7 +20,7 @@ from baton.service.slo import Slo
 from gateway.candidates import NUM_SEEN
 from gateway.matches import NOWHERE, Matches, Places
 from gateway.rates import Rates, Recent
-from gateway.routing import NUM_HOLDERS, Ask, Candidate, choose, choose_holder, shortlist
+from gateway.routing import NUM_HOLDERS, Ask, Candidate, Limits, choose, choose_holder, shortlist
 
 _WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp"])
 
@@ -115,7 +115,7 @@ class Worker:
     def candidate(self, num_matched: int, now: float) -> Candidate:
         machine = self.machine
         return Candidate(
-            self.name, num_matched, self.num_sequences, self.num_waiting_tokens, 1 << 20, _WORDS, _WORDS, _TRANSPORTS,
+            self.name, num_matched, self.num_sequences, self.num_waiting_tokens, Limits(1 << 20), _WORDS, _WORDS, _TRANSPORTS,
             self.name, machine.token_bytes, None, machine.max_sequences, None, self.recent.share(now),
             self.rates.pace(now),
         )  # fmt: skip

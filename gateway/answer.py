@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.choice import Choice
+from gateway.choice import LENGTH, Choice
 from gateway.detokenizer import Detokenizer
 from gateway.limits import Checked
 from gateway.stop_strings import StopStrings
@@ -21,10 +21,12 @@ class Answer:
     """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
 
     def __init__(
-        self, checked: Checked, detokenizer: Detokenizer, stamps: Stamps, emit: Emit, on_gap: Callable[[float], None]
-    ):
-        """`on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
+        self, checked: Checked, max_tokens: int, detokenizer: Detokenizer, stamps: Stamps, emit: Emit,
+        on_gap: Callable[[float], None],
+    ):  # fmt: skip
+        """`max_tokens`: where a choice ends at the latest. `on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
+        self._max_tokens = max_tokens
         self._num_flushes = 0
         self._num_sent = 0
         stops = StopStrings(checked.stops) if checked.stops else None
@@ -84,6 +86,8 @@ class Answer:
         choice = self.choices[index]
         if choice.finished:
             return
+        if finish_reason == LENGTH and first_index + len(token_ids) < self._max_tokens:
+            finish_reason = 0  # it was too long for that worker, which is no end: another goes on
         num_known = len(choice.token_ids) - first_index
         if num_known < 0:
             raise Diverged(f"choice {index}: token {len(choice.token_ids)} is missing")

@@ -1,14 +1,14 @@
 """One request on the workers: what it asks of them, attempt after attempt. The events come through course.py."""
 
 from baton.service.codec import budget_ms
-from baton.service.errors import InvalidRequest, Unavailable
+from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
 from gateway.attaching import MAX_ASKED, Attaching
 from gateway.course import NOBODY, Course
 from gateway.failures import Trial, is_draining
 from gateway.mailbox import Lost, Tokens
 from gateway.prefix_source import PrefixSource
-from gateway.routing import SHORT_TOKENS
+from gateway.routing import SHORT_TOKENS, Ask, needs
 from gateway.spec import make_taker
 from gateway.states import Event, Phase
 from gateway.timing import now
@@ -30,7 +30,7 @@ class Attempts(Course):
         record = self._record
         avoid = self._failures.avoid | self._refused
         try:
-            decision, self._source, taker = self._registry.route(record.ask, self._matches, avoid)
+            decision, self._source, taker = self._registry.route(self._ask, self._matches, avoid, self._too_short)
         except Unavailable as error:
             self._await_worker(error)
             return
@@ -61,13 +61,15 @@ class Attempts(Course):
         self._note_refusal(self._decode.link, refused)
         self._decode.close()
         self._decode = None
-        if self._registry.others(self._registry.decode, self._failures.avoid | self._refused):
+        if self._registry.others("decode", self._ask, self._failures.avoid | self._refused | self._too_short):
             self._call_room()
             return
-        if self._refusals == {"too_long"}:
-            raise InvalidRequest("stopping.max_tokens", "prompt and answer need more KV blocks than any worker has")
-        self._refused, self._refusals = NOBODY, NOBODY
-        self._standing.join(self._lines.credit)
+        self._refused = NOBODY
+        if self._registry.others("decode", self._ask, self._too_short):
+            self._standing.join(self._lines.credit)
+        else:
+            told = f"no decode worker that serves can hold {needs(self._ask)}"
+            self._await_worker(Unavailable(told, 1.0, reason="NO_WORKER"))
 
     def _ask_for_prefill(self, event, before, granted: pb.Granted | None) -> None:
         if event is Event.GRANTED:
@@ -84,7 +86,7 @@ class Attempts(Course):
         num_tokens = self._record.num_prompt_tokens
         if self._source and not (self._source.serving and self._source.worker_id not in self._refused):
             self._source = self._registry.source_for(
-                self._decode.link, self._record.ask, self._matches, self._failures.avoid | self._refused
+                self._decode.link, self._ask, self._matches, self._failures.avoid | self._refused, self._too_short
             )
         faulty = self._failures.faulty
         if self._source is None:
@@ -130,8 +132,9 @@ class Attempts(Course):
             self._prefill.close()
             self._prefix.close()
             self._prefill = self._prefix = None
-            if self._registry.others(self._registry.prefill, self._failures.avoid | self._refused):
-                self._call_room()
+            unwilling = self._failures.avoid | self._refused | self._too_short
+            if refused.reason == "too_long" or self._registry.others("prefill", self._ask, unwilling):
+                self._call_room()  # where nobody can read it, the decode worker can
                 return
             self._refused = NOBODY
         self._standing.join(self._lines.prefill)
@@ -168,6 +171,8 @@ class Attempts(Course):
             logprobs = [first.logprobs] if first.HasField("logprobs") else []
             self._answer.push(first.choice, len(self._output_ids), [first.token_id], logprobs, first.finish_reason)
         going_on = [first for first in done.first_tokens if not self._answer.choices[first.choice].finished]
+        for first in going_on:
+            first.finished, first.finish_reason = False, 0  # whatever that worker thought
         if going_on and self._source:
             self._decode.send(start=pb.Start(first_tokens=going_on))
         # The prompt, in every stream that is open, is what their memory would go to.
@@ -208,8 +213,7 @@ class Attempts(Course):
     def _leave_stalled(self, event, before, subject) -> None:
         """Where nobody else serves, the stalled worker may still come back."""
         of_prefill = event is Event.PREFILL_STALLED
-        links = self._registry.prefill if of_prefill else self._registry.decode
-        if self._registry.others(links, ()):
+        if self._registry.others("prefill" if of_prefill else "decode", self._ask, ()):
             ended = pb.Ended(code=14, reason="STALLED", message="its engine stands still")
             self.happen(Event.PREFILL_FAILED if of_prefill else Event.DECODE_FAILED, ended)
 

@@ -6,12 +6,13 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from gateway.matches import Matches
-from gateway.routing import NUM_HOLDERS, Candidate, shortlist
+from gateway.routing import NUM_HOLDERS, Ask, Candidate, Limits, can_decode, can_prefill, shortlist
 from gateway.timing import now
 from gateway.workers import LinkState, WorkerLink
 from kvtransfer.naming import SPAN_TOKENS
 
 ROLES = ("prefill", "decode")
+CAN_HOLD = {"prefill": can_prefill, "decode": can_decode}
 # Of the holders of a prefix, those that are looked at for ones of a role.
 NUM_SEEN = 8 * NUM_HOLDERS
 
@@ -29,6 +30,7 @@ class Candidates:
         self._by_id: dict[bytes, WorkerLink] = {}
         self._leaving: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
         self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello settles
+        self._limits: dict[str, set[Limits]] = {role: set() for role in ROLES}  # of those that serve
 
     def update(self, link: WorkerLink) -> None:
         """`link` may serve now, or no longer."""
@@ -43,23 +45,26 @@ class Candidates:
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
         self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # of those that were gone anew
+        self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
         self.num_changes += 1
 
     def serving(self, role: str) -> Sequence[WorkerLink]:
         return self._serving[role]
 
     def near(
-        self, role: str, matches: Matches, avoid: Collection[bytes], everybody: bool = False
+        self, role: str, ask: Ask, matches: Matches, avoid: Collection[bytes], everybody: bool = False
     ) -> dict[str, WorkerLink]:
-        """Name -> link, of those that a request looks at."""
+        """Name -> link, of those that a request looks at: such as can hold it, where there are any."""
+        can_hold, large = CAN_HOLD[role], self._large(role, ask)
 
         def is_usable(link: WorkerLink) -> bool:
             return self._ids[link] not in avoid
 
         if everybody:
             return {link.address: link for link in self._serving[role] if is_usable(link)}
-        holders = (link for link in self._holders(matches) if self._roles[link] == role)
-        return {link.address: link for link in shortlist(holders, self._serving[role], is_usable, self._rng)}
+        of_role = (link for link in self._holders(matches) if self._roles[link] == role)
+        holders = (link for link in of_role if can_hold(ask, link.limits))
+        return {link.address: link for link in shortlist(holders, large, is_usable, self._rng)}
 
     def holders(self, matches: Matches, avoid: Collection[bytes]) -> dict[str, WorkerLink]:
         """Name -> link, of the longest prefixes in either role, of workers that serve or drain."""
@@ -73,6 +78,13 @@ class Candidates:
         at = now()
         return [self._candidate(link, matches, at) for link in links]
 
+    def _large(self, role: str, ask: Ask) -> Sequence[WorkerLink]:
+        """Who of a role can hold a request; everybody where nobody can. Where all are alike nobody is looked at."""
+        can_hold, serving = CAN_HOLD[role], self._serving[role]
+        if all(can_hold(ask, limits) for limits in self._limits[role]):
+            return serving
+        return [link for link in serving if can_hold(ask, link.limits)] or serving
+
     def _holders(self, matches: Matches) -> Iterable[WorkerLink]:
         for worker_id in itertools.islice(matches, NUM_SEEN):
             if link := self._by_id.get(worker_id):
@@ -81,14 +93,14 @@ class Candidates:
     def _candidate(self, link: WorkerLink, matches: Matches, at: float) -> Candidate:
         """Loads are reports from a moment ago; what this gateway has sent since is known exactly."""
         load = link.load
-        block_size, max_sequences, *said = self._said.get(link) or _said(link)
+        max_sequences, *said = self._said.get(link) or _said(link)
         return Candidate(
             link.address,
             matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
             max(load.num_running + load.num_waiting, len(link.legs)),
             max(load.num_waiting_tokens, link.num_prefill_tokens),
             *said,
-            load.num_blocks_free * block_size if load.num_blocks_total else None,
+            load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
             max_sequences,
             min(link.promised, default=None),
             link.recent.share(at),
@@ -99,7 +111,6 @@ class Candidates:
 def _said(link: WorkerLink) -> tuple:
     hello = link.hello
     return (
-        hello.limits.block_size, hello.limits.max_num_seqs or None,
-        hello.limits.max_model_len, frozenset(hello.kv_gives), frozenset(hello.kv_takes),
+        hello.limits.max_num_seqs or None, link.limits, frozenset(hello.kv_gives), frozenset(hello.kv_takes),
         frozenset(hello.model.transports), hello.host_id, hello.kv_token_bytes,
     )  # fmt: skip

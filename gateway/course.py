@@ -22,6 +22,7 @@ from gateway.prefix_source import PrefixSource
 from gateway.record import Record
 from gateway.recovery import Recovery
 from gateway.registry import Registry
+from gateway.routing import Ask
 from gateway.standing import Standing
 from gateway.states import TABLE, Event, Phase, event_of
 from gateway.timing import now
@@ -70,6 +71,7 @@ class Course:
         self._failed: tuple[BatonError, float] | None = None  # what to say if no worker serves until then
         self._attaching: Attaching | None = None
         self._lost: tuple | None = None  # the event that attaching is the answer to
+        self._too_short: frozenset[bytes] = NOBODY  # workers that said it is too long for them, whatever their Hello
         self._begin_attempt()
 
     def _begin_attempt(self) -> None:
@@ -78,7 +80,6 @@ class Course:
         self._prefix: PrefixSource | None = None  # another worker is asked for it before the prefill worker is
         self._source: WorkerLink | None = None  # chosen to prefill; None: the decode worker does
         self._refused: frozenset[bytes] = NOBODY
-        self._refusals: frozenset[str] = NOBODY
         self._spec: pb.RequestSpec | None = None
         self._output_ids: list[int] = []  # that the spec carries
         self._num_granted_tokens = 0
@@ -218,6 +219,14 @@ class Course:
 
     # ---- what actions share ----
 
+    @property
+    def _ask(self) -> Ask:
+        """What routing is told: who goes on with an answer has what there is of it read with the prompt."""
+        ask = self._record.ask
+        if len(self._answer.choices) > 1:
+            return ask
+        return ask._replace(num_tokens=ask.num_tokens + len(self._answer.choices[0].token_ids))
+
     def _make_spec(self) -> None:
         """One choice goes on from what it has; several begin anew, and repeat what the client has."""
         if self._spec is None:
@@ -227,7 +236,8 @@ class Course:
 
     def _note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
         self._refused |= {link.worker_id}
-        self._refusals |= {refused.reason}
+        if refused.reason == "too_long":
+            self._too_short |= {link.worker_id}
         self._record.note_retry(link.name, refused.reason)
         self._standing.note_refusal(refused)
 

@@ -97,13 +97,18 @@ class ServedModel:
     """What a request is checked against."""
 
     name: str
-    context: int
+    context: int  # the model's, or less: what the longest decode worker holds
     vocab_size: int
     eos_ids: frozenset[int]
     defaults: Defaults
     slo_classes: frozenset[str] = frozenset(BUILT_IN)
     proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
     limits: Limits = PRESETS["normal"]
+    is_bound_by_workers: bool = False
+
+    @property
+    def context_words(self) -> str:
+        return "what the longest decode worker holds" if self.is_bound_by_workers else "the context"
 
 
 def check_model(asked: str, served: ServedModel) -> None:
@@ -167,7 +172,7 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: Served
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
     """Before they are looked at one by one. Raises InvalidRequest for more than the context."""
     if num_tokens > served.context:
-        _refuse(where, f"has {num_tokens} ids, the context {served.context}")
+        _refuse(where, f"has {num_tokens} ids, {served.context_words} {served.context}")
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
@@ -185,7 +190,8 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
     if num_prompt_tokens == 0:
         _refuse(checked.input_field, "is an empty prompt")
     if room < 1:
-        _refuse(checked.input_field, f"the prompt has {num_prompt_tokens} tokens, the context {served.context}")
+        told = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
+        _refuse(checked.input_field, told)
     max_tokens = checked.max_tokens
     if max_tokens is None:
         limits = served.limits
@@ -193,7 +199,8 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
             served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.sampling.n
         )
     elif max_tokens > room:
-        _refuse("stopping.max_tokens", f"{max_tokens} is beyond the context: {room} tokens are left after the prompt")
+        told = f"{max_tokens} is beyond {served.context_words}, {served.context}: {room} are left after the prompt"
+        _refuse("stopping.max_tokens", told)
     elif checked.sampling.n * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
     for index, num_received in enumerate(checked.resume_from):
@@ -326,7 +333,7 @@ def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
         return None
     longest = min(served.context - 1, served.limits.max_tokens)
     if not 1 <= stopping.max_tokens <= longest:
-        why = "the context, less a prompt" if longest == served.context - 1 else "the limit of one request"
+        why = f"{served.context_words}, less a prompt" if longest == served.context - 1 else "the limit of one request"
         _refuse("stopping.max_tokens", f"must be 1 to {longest}: {why}")
     return stopping.max_tokens
 

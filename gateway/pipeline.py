@@ -91,7 +91,9 @@ class Pipeline:
             traceparent = format_traceparent(record.context)
             return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline)
 
-        answer = Answer(checked, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record))
+        answer = Answer(
+            checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record)
+        )
         digest = prompt_digest(record.tenant, prompt_ids)
         self.recovery.begin(digest)
         question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
@@ -120,7 +122,9 @@ class Pipeline:
         num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
         if not checked.names_class:
             promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
-        record.ask = Ask(num_tokens, num_tokens + 1, min(self.mean_output, max_tokens), promised)
+        num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
+        record.ask = Ask(num_tokens, num_tokens + max_tokens, num_output, promised, num_choices)
+        self.registry.check_fits(record.ask)
         order = rank(record.stamps.received, promised, checked.priority)
         record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s, deadline)
         self.lines.check(record.bid, self.registry.prefill_s(num_tokens))

@@ -7,9 +7,9 @@ from functools import partial
 
 from baton import tasks
 from baton.service.access import Access
-from baton.service.errors import Unavailable
+from baton.service.errors import InvalidRequest, Unavailable
 from baton.v1 import worker_pb2 as pb
-from gateway.candidates import ROLES, Candidates
+from gateway.candidates import CAN_HOLD, ROLES, Candidates
 from gateway.limits import PRESETS, ServedModel
 from gateway.lived import follow_lived
 from gateway.matches import Matches
@@ -22,7 +22,17 @@ from gateway.prefix_index import PrefixIndex
 from gateway.rates import Rates
 from gateway.registered import Registered
 from gateway.roster import make_roster
-from gateway.routing import Ask, Decision, NoRoute, choose, choose_holder, choose_source, compatible
+from gateway.routing import (
+    Ask,
+    Decision,
+    NoRoute,
+    can_decode,
+    can_prefill,
+    choose,
+    choose_holder,
+    choose_source,
+    compatible,
+)
 from gateway.secret import derived_secret
 from gateway.settings import GatewaySettings
 from gateway.slo_classes import read_classes
@@ -92,10 +102,12 @@ class Registry:
     def _served_model(self) -> ServedModel:
         folder = self._folder
         said = [link.hello for link in self.candidates.serving("decode")]
-        lengths = [hello.limits.max_model_len for hello in said]
+        # Of all that have been here: a request is not wrong because the one that could hold it starts again.
+        lengths = [link.limits.max_model_len for link in self.decode if link.limits]
         return ServedModel(
             name=folder.name,
             context=min(folder.context, max(lengths, default=folder.context)),
+            is_bound_by_workers=max(lengths, default=folder.context) < folder.context,
             vocab_size=folder.vocab_size,
             eos_ids=folder.eos_ids,
             defaults=folder.defaults,
@@ -134,13 +146,24 @@ class Registry:
             return None
         return "no prefill worker serves that a decode worker can take KV from: " + self._excuses(self.prefill)
 
+    def check_fits(self, ask: Ask) -> None:
+        """Raises InvalidRequest for what no decode worker that has been here could hold. Its tokens are checked against
+        the context; here it is the blocks of its choices."""
+        known = {link.limits for link in self.decode if link.limits}
+        if known and not any(can_decode(ask, limits) for limits in known):
+            most = max(limits.num_blocks for limits in known)
+            told = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
+            raise InvalidRequest("sampling.n", f"{ask.num_choices}: {told}")
+
     def route(
-        self, ask: Ask, matches: Matches, avoid: Collection[bytes]
+        self, ask: Ask, matches: Matches, avoid: Collection[bytes], too_short: Collection[bytes] = frozenset()
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else. Raises Unavailable."""
+        """(decision, prefill link, decode link); those in `avoid` only if there is nobody else, those in `too_short`,
+        who have said so, never. Raises Unavailable."""
+        split = "auto" if too_short else self._settings.split  # the prompt may be too long for every prefill worker
         for avoided in (avoid, ()) if avoid else ((),):
             try:
-                return self._route(ask, matches, avoided)
+                return self._route(ask, matches, {*avoided, *too_short} if too_short else avoided, split)
             except NoRoute as error:
                 reason = str(error)
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
@@ -149,20 +172,27 @@ class Registry:
         """To read such a prompt on a worker that does nothing else, as workers have been."""
         return self._fleet.pace(now()).prefill_s(num_tokens)
 
-    def others(self, links: list[WorkerLink], avoid: Collection[bytes]) -> bool:
-        """Whether any of `links` serves that is not in `avoid`."""
-        return any(link.serving and link.worker_id not in avoid for link in links)
+    def others(self, role: str, ask: Ask, avoid: Collection[bytes]) -> bool:
+        """Whether anybody of a role serves who can hold the request and is not in `avoid`."""
+        can_hold = CAN_HOLD[role]
+        return any(
+            can_hold(ask, link.limits) and link.worker_id not in avoid for link in self.candidates.serving(role)
+        )
 
     def source_for(
-        self, taker: WorkerLink, ask: Ask, matches: Matches, avoid: Collection[bytes]
-    ) -> WorkerLink | None:
-        """A prefill worker that `taker` can take KV from; None: it reads the prompt itself. Raises Unavailable."""
-        (here,) = self.candidates.seen([taker], matches)
+        self, taker: WorkerLink, ask: Ask, matches: Matches, avoid: Collection[bytes],
+        too_short: Collection[bytes] = frozenset(),
+    ) -> WorkerLink | None:  # fmt: skip
+        """A prefill worker that `taker` can take KV from, and that can read the prompt; None: `taker` reads it itself.
+        Raises Unavailable."""
+        (candidate,) = self.candidates.seen([taker], matches)
         for avoided in (avoid, ()):
-            near = self.candidates.near("prefill", matches, avoided)
-            if best := choose_source(ask, self.candidates.seen(near.values(), matches), here):
+            near = self.candidates.near("prefill", ask, matches, {*avoided, *too_short})
+            if best := choose_source(ask, self.candidates.seen(near.values(), matches), candidate):
                 return near[best.name]
-        if self._settings.split == "always":
+        here = self.candidates.serving("prefill")
+        is_too_long = any(link.worker_id in too_short or not can_prefill(ask, link.limits) for link in here)
+        if self._settings.split == "always" and not is_too_long:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 
@@ -175,24 +205,24 @@ class Registry:
         best = choose_holder(here, self.candidates.seen(holders.values(), matches))
         return best and holders[best.name]
 
-    def _route(self, ask, matches, avoid):
-        prefill, decode = (self.candidates.near(role, matches, avoid) for role in ROLES)
+    def _route(self, ask, matches, avoid, split):
+        prefill, decode = (self.candidates.near(role, ask, matches, avoid) for role in ROLES)
         try:
-            decision = self._choose(ask, prefill, decode, matches)
+            decision = self._choose(ask, prefill, decode, matches, split)
             fits = decision.reason != "no_prefill_worker"
         except NoRoute:
             fits = False
         if not fits:  # perhaps nobody was drawn who has KV for these, or a way to them
-            prefill = self.candidates.near("prefill", matches, avoid, everybody=True)
-            decision = self._choose(ask, prefill, decode, matches)
+            prefill = self.candidates.near("prefill", ask, matches, avoid, everybody=True)
+            decision = self._choose(ask, prefill, decode, matches, split)
         source, taker = prefill.get(decision.prefill), decode[decision.decode]
         (source or taker).recent.add(decision.read_s, now())
         taker.recent.add(decision.write_s, now())
         return decision, source, taker
 
-    def _choose(self, ask, prefill, decode, matches) -> Decision:
+    def _choose(self, ask, prefill, decode, matches, split) -> Decision:
         seen = (self.candidates.seen(links.values(), matches) for links in (prefill, decode))
-        return choose(ask, *seen, self._settings.split)
+        return choose(ask, *seen, split)
 
     def _any_pair(self, takers: Sequence[WorkerLink]) -> bool:
         """Asked after every report of every worker: looked for again only when others serve."""
@@ -215,6 +245,7 @@ class Registry:
         return Members(links, partial(self._link, role), self._remove)
 
     def _remove(self, link: WorkerLink) -> None:
+        self._model = None  # its length counts no more
         self._placed.pop(link, None)
         for links in (self.prefill, self.decode):
             if link in links:

@@ -32,6 +32,14 @@ _FULL_S = 10.0  # a worker that has no room would refuse: anybody else first
 Item = TypeVar("Item")
 
 
+class Limits(NamedTuple):
+    """What a worker can hold, as it says in Hello."""
+
+    max_model_len: int
+    num_blocks: int = 0  # of KV; 0: it does not say
+    block_size: int = 0
+
+
 class Candidate(NamedTuple):
     """A worker that serves. Numbers of tokens and sequences; `kv_gives` and `kv_takes` are opaque words of workers: KV
     of one may feed another where they have one in common."""
@@ -40,7 +48,7 @@ class Candidate(NamedTuple):
     num_matched_tokens: int
     num_sequences: int
     num_waiting_tokens: int  # of prompts, to be read there before another's
-    max_model_len: int
+    limits: Limits
     kv_gives: frozenset[str]
     kv_takes: frozenset[str]
     transports: frozenset[str]
@@ -54,12 +62,14 @@ class Candidate(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request as routing sees it: a prompt of `num_tokens` that may grow to `max_len`, and likely by `num_output`."""
+    """A request as routing sees it: `num_tokens` to read now, which may grow to `max_len` and likely do by
+    `num_output`, in each of `num_choices`."""
 
     num_tokens: int
     max_len: int
     num_output: float = 64.0
     slo: Slo = Slo()
+    num_choices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +127,7 @@ class _Reading(NamedTuple):
 def shortlist(
     holders: Iterable[Item], everybody: Sequence[Item], is_usable: Callable[[Item], bool], rng: random.Random
 ) -> list[Item]:
-    """Of `everybody`, all of whom serve, those that a request looks at: the first of `holders` (the longest prefix
+    """Of `everybody`, all of whom serve and can hold it, those that a request looks at: the first of `holders` (the longest prefix
     first), and some drawn by chance; all where they are few."""
     if len(everybody) <= _ALL:
         return [item for item in everybody if is_usable(item)]
@@ -133,22 +143,44 @@ def shortlist(
     return list(chosen)
 
 
+def can_prefill(ask: Ask, limits: Limits) -> bool:
+    """Whoever reads a prompt draws one token behind it. How long the answer becomes is its taker's matter."""
+    return ask.num_tokens < limits.max_model_len
+
+
+def can_decode(ask: Ask, limits: Limits) -> bool:
+    """Whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and behind
+    the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
+    if ask.max_len > limits.max_model_len:
+        return False
+    if not limits.num_blocks or not limits.block_size:
+        return True
+    num_whole, rest = divmod(ask.num_tokens, limits.block_size)
+    return num_whole + ask.num_choices * bool(rest) <= limits.num_blocks
+
+
 def choose(ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate], split: str = "auto") -> Decision:
-    """Workers for a request. Prefixes that a prefill worker could pull from any of them are priced in. Raises
-    NoRoute."""
-    decode = [worker for worker in decode if worker.max_model_len >= ask.max_len]
+    """Workers for a request, who can hold it. Prefixes that a prefill worker could pull from any of them are priced in.
+    A prompt that is too long for every prefill worker that fits is read where it decodes, whatever `split` says.
+    Raises NoRoute."""
     if not decode:
         raise NoRoute("no decode worker serves")
-    prefill = [] if split == "never" else [worker for worker in prefill if worker.max_model_len >= ask.num_tokens]
+    decode = [worker for worker in decode if can_decode(ask, worker.limits)]
+    if not decode:
+        raise NoRoute(f"no decode worker that serves can hold {needs(ask)}")
+    prefill = [] if split == "never" else prefill
+    readers = [worker for worker in prefill if can_prefill(ask, worker.limits)]
     writing = {worker.name: _writing_s(ask, worker) for worker in decode}
-    apart = _best_pair(ask, prefill, decode, writing)
-    if apart is None and split == "always":
+    apart = _best_pair(ask, readers, decode, writing)
+    is_too_long = apart is None and any(compatible(worker, taker) for worker in prefill for taker in decode)
+    if apart is None and split == "always" and not is_too_long:
         raise NoRoute("no prefill worker serves that a decode worker can take KV from")
     here = min(
         (_alone(ask, worker, writing[worker.name]) for worker in decode), key=lambda way: (way.cost_s, way.decode.name)
     )
     if apart is None:
-        return _decision(ask, here, None, "forced" if split == "never" else "no_prefill_worker")
+        reason = "forced" if split == "never" else "too_long_to_split" if is_too_long else "no_prefill_worker"
+        return _decision(ask, here, None, reason)
     if split == "always":
         return _decision(ask, apart, here, "forced")
     if ask.num_tokens <= SHORT_TOKENS:
@@ -159,8 +191,8 @@ def choose(ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate], 
 
 
 def choose_source(ask: Ask, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
-    """The best prefill worker for a decode worker that is chosen already."""
-    way = _best_pair(ask, prefill, [taker], {taker.name: 0.0})
+    """The best prefill worker that can read the prompt, for a decode worker that is chosen already."""
+    way = _best_pair(ask, [worker for worker in prefill if can_prefill(ask, worker.limits)], [taker], {taker.name: 0.0})
     return way and way.prefill
 
 
@@ -270,6 +302,12 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
 
 
 # ---- what is said of it ----
+
+
+def needs(ask: Ask) -> str:
+    """What can_decode asks for, in words."""
+    choices = f" in {ask.num_choices} choices" if ask.num_choices > 1 else ""
+    return f"{ask.max_len} tokens{choices}"
 
 
 def _why_here(ask: Ask, here: _Way) -> str:

@@ -26,6 +26,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled
 from gateway.pace import Pace, Turns
 from gateway.rates import Rates, Recent
+from gateway.routing import Limits
 from gateway.timing import now
 
 PROTOCOL = 1
@@ -152,6 +153,7 @@ class WorkerLink:
         all tokens that come to this gateway."""
         self.address = address
         self.hello: pb.Hello | None = None
+        self.limits: Limits | None = None  # what it has said that it can hold; stays while it is gone
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
@@ -198,6 +200,11 @@ class WorkerLink:
         """Queued for the session; dropped without one, since its keys have heard Lost."""
         if self._outbox is not None:
             self._outbox.put_nowait(command)
+
+    def note_hello(self, hello: pb.Hello) -> None:
+        """What it is, for as long as its session lasts; what it can hold is remembered longer."""
+        limits = hello.limits
+        self.hello, self.limits = hello, Limits(limits.max_model_len, limits.num_blocks, limits.block_size)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """So long it took to compute so many tokens of a prompt."""
@@ -254,7 +261,8 @@ class WorkerLink:
             return "it did not say Hello"
         if reason := self._refusal(first.hello):
             return reason
-        self.hello, self._outbox = first.hello, outbox
+        self._outbox = outbox
+        self.note_hello(first.hello)
         self._clocks = ClockComparison()
         self.load = pb.Load(state="")
         self._become(LinkState.SERVING, "")
@@ -293,6 +301,7 @@ class WorkerLink:
         if reason and self.state is not LinkState.REFUSED:
             log.warning("worker refused %s", fields(address=self.address, reason=reason))
         if reason:
+            self.limits = None
             self._become(LinkState.REFUSED, reason)
         return reason
 

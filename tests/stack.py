@@ -32,11 +32,12 @@ class Stack:
         options: Sequence[str] = (),
         prefill_options: Sequence[str] = (),
         decode_options: Sequence[str] = (),
+        unlike_decode: Sequence[Sequence[str]] = (),
         gateway_options: Sequence[str] = (),
         env: dict[str, str] | None = None,
         failpoints: bool = False,
     ):
-        """`options` go to both roles of workers. `folder` receives the logs. `failpoints`: processes can be armed."""
+        """`options` go to both roles of workers, `unlike_decode` to further decode workers, each its own. `folder` receives the logs. `failpoints`: processes can be armed."""
         self.model, self.folder = model, folder
         self.num_gateways = num_gateways
         self.gateway_options = list(gateway_options)
@@ -44,6 +45,9 @@ class Stack:
         self.failpoints = failpoints
         self._plans = [(f"prefill{i}", "prefill_worker", [*options, *prefill_options]) for i in range(num_prefill)]
         self._plans += [(f"decode{i}", "decode_worker", [*options, *decode_options]) for i in range(num_decode)]
+        self._plans += [
+            (f"decode{num_decode + i}", "decode_worker", [*options, *own]) for i, own in enumerate(unlike_decode)
+        ]
         self.prefill: list[Process] = []
         self.decode: list[Process] = []
         self.gateways: list[Process] = []

@@ -298,8 +298,17 @@ def _described(hello: pb.Hello) -> str:
     cache = "on" if card.prefix_cache else "off"
     return (
         f"{card.name} {card.family} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
-        f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}"
+        f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}, context {_context(hello.limits)}"
     )
+
+
+def _context(limits: pb.Limits) -> str:
+    """How long a sequence may become there, and why no longer."""
+    if limits.max_model_len >= limits.model_context:
+        return str(limits.max_model_len)
+    is_pool = limits.max_model_len == limits.num_blocks * limits.block_size
+    why = ": its KV pool holds no more, give it more --num-blocks" if is_pool else ""
+    return f"{limits.max_model_len} of the model's {limits.model_context}{why}"
 
 
 def _layout(hello: pb.Hello) -> str:

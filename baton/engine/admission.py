@@ -48,7 +48,7 @@ class Admission:
         """Credit for the blocks that are missing here and for growth; the cached prefix is pinned. Returns the number
         of cached tokens. Refusal: too_long, queue_full, kv_full."""
         with self.ledger.lock:
-            self._check(request)
+            self._check(request, request.num_prompt_tokens + request.max_tokens, request.sampling.n)
             # A few more than can run: their KV arrives while others still decode.
             room = self.config.max_num_seqs + max(2, self.config.max_num_seqs // 4)
             if self._num_choices and self._num_choices + request.sampling.n > room:
@@ -127,7 +127,7 @@ class Admission:
         """Blocks for the whole prompt of a held prefill, in its queue; one that `fetches` a prefix from elsewhere
         waits for `compute_rest`, and what is missing is held `fetching`. Refusal: too_long, queue_full, kv_full."""
         with self.ledger.lock:
-            self._check(request)
+            self._check(request, len(request.token_ids) + 1, 1)
             group = Group(request, Holder.LEASED, State.FETCHING if fetches else State.WAITING)
             trunk = group.trunk
             cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
@@ -316,13 +316,15 @@ class Admission:
 
     # ---- private ----
 
-    def _check(self, request: Request) -> None:
-        """Refuses what could never run here."""
-        num_tokens, num_blocks = len(request.token_ids), self.layout.num_blocks(len(request.token_ids))
+    def _check(self, request: Request, longest: int, num_choices: int) -> None:
+        """Refuses what could never run here to its end: `longest` tokens of a sequence, and behind the prompt a block
+        of its own for each choice. So no choice is ever ended by this engine's length; gateways ask by the same rule
+        (gateway/routing.py, `can_decode` and `can_prefill`)."""
+        num_tokens = len(request.token_ids)
         if request.key in self.groups:
             raise ValueError(f"{request.key} is in use")
-        num_tails = (request.sampling.n - 1) * bool(num_tokens % self.layout.block_size)
-        if num_tokens >= self.config.max_model_len or num_blocks + num_tails > self.ledger.num_blocks:
+        num_blocks = self.layout.num_blocks(num_tokens) + (num_choices - 1) * bool(num_tokens % self.layout.block_size)
+        if longest > self.config.max_model_len or num_blocks > self.ledger.num_blocks:
             raise Refusal("too_long", retry_after_s=0.0)
 
     def _pin(self, trunk: Sequence) -> None:
@@ -338,8 +340,7 @@ class Admission:
         """Blocks beyond the prompt's: all choices as long as outputs were lately, and a tail for each but the first."""
         num_tokens, n = len(request.token_ids), request.sampling.n
         left = self.expected_left(request, num_tokens - request.num_prompt_tokens)
-        end = min(num_tokens + left, self.config.max_model_len)
-        growth = self.layout.num_blocks(end) - self.layout.num_blocks(num_tokens)
+        growth = self.layout.num_blocks(num_tokens + left) - self.layout.num_blocks(num_tokens)
         return n * growth + (n - 1) * bool(num_tokens % self.layout.block_size)
 
     def _register(self, group: Group) -> None:

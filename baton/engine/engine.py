@@ -64,7 +64,7 @@ class Engine:
         self.admission = Admission(config, pool.layout, self.ledger, self.inbox)
         self.scheduler = Scheduler(config, pool.layout, self.ledger, self.admission)
         self.runner = Runner(model, pool, sampler, launcher)
-        self.results = Results(config, self.scheduler, self.admission, self.runner)
+        self.results = Results(self.scheduler, self.admission, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0

@@ -4,7 +4,6 @@ import time
 from collections.abc import Set
 
 from baton.engine.admission import Admission
-from baton.engine.config import EngineConfig
 from baton.engine.request import FirstToken, Output, PrefillDone, Progress, TokenRun
 from baton.engine.runner import Drawn, Runner
 from baton.engine.sampling.sampler import Sampled
@@ -16,8 +15,7 @@ from baton.engine.speculation.verify import num_right
 class Results:
     """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, admission: Admission, runner: Runner):
-        self.config = config
+    def __init__(self, scheduler: Scheduler, admission: Admission, runner: Runner):
         self.scheduler = scheduler
         self.admission = admission
         self.runner = runner
@@ -68,7 +66,7 @@ class Results:
         """Appends what a choice goes on by, up to the token that ends it: the samples behind that are taken out."""
         first_index, finish_reason = seq.num_output, None
         for index, sample in enumerate(samples):
-            finish_reason = seq.finish_reason(sample.token_id, self.config.max_model_len)
+            finish_reason = seq.finish_reason(sample.token_id)
             seq.token_ids.append(sample.token_id)
             if finish_reason is not None:
                 del samples[index + 1 :]
@@ -114,5 +112,5 @@ class Results:
             outputs += filter(None, [self.admission.end(group)])
 
     def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:
-        finish_reason = trunk.finish_reason(sample.token_id, self.config.max_model_len)
+        finish_reason = trunk.finish_reason(sample.token_id)
         return FirstToken(choice, sample.token_id, sample.logprobs, finish_reason)

@@ -76,7 +76,7 @@ class Scheduler:
             return []
         following = []
         for seq, _, end in going_on:
-            if not seq.is_full(self.config.max_model_len):
+            if not seq.is_full:
                 if end >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
                     return []
                 following.append(Slice(seq, end, end + 1))

@@ -60,16 +60,17 @@ class Sequence:
             parent = self.group.request.chain_parent if first else self.hashes[-1]
             self.hashes.append(span_hash(SpanHash(parent), self.token_ids[begin : begin + SPAN_TOKENS]))
 
-    def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
+    def finish_reason(self, token_id: int) -> FinishReason | None:
         """Why the choice ends if `token_id` comes next, or None."""
         request = self.group.request
         if token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.is_full(max_model_len) else None
+        return FinishReason.LENGTH if self.is_full else None
 
-    def is_full(self, max_model_len: int) -> bool:
+    @property
+    def is_full(self) -> bool:
         """Whether its next token is its last whichever it is."""
-        return self.num_output + 1 >= self.group.request.max_tokens or self.num_tokens + 1 >= max_model_len
+        return self.num_output + 1 >= self.group.request.max_tokens
 
 
 class DraftCounts:

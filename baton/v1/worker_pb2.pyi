@@ -90,18 +90,20 @@ class Hello(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size")
+    __slots__ = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "model_context")
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     num_blocks: int
     block_size: int
-    def __init__(self, max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    model_context: int
+    def __init__(self, max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., model_context: _Optional[int] = ...) -> None: ...
 
 class ModelCard(_message.Message):
     __slots__ = ("name", "family", "context", "vocab_size", "dtype", "quantization", "kv_dtype", "attention", "transports", "linear", "speculator", "prefix_cache", "proposers")

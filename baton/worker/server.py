@@ -290,6 +290,7 @@ class Worker:
         hello.limits.max_num_batched_tokens = config.max_num_batched_tokens
         hello.limits.num_blocks = engine.num_blocks
         hello.limits.block_size = config.block_size
+        hello.limits.model_context = engine.spec.context
         hello.model.name = engine.spec.name
         hello.model.family = engine.spec.family
         hello.model.context = config.max_model_len
@@ -348,12 +349,16 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     if not accelerate():
         log.info("KV digests are summed by numpy: no native kernels here")
     log.info("%s", engine.start_line)
+    held, context = engine.config.max_model_len, engine.spec.context
+    if settings.max_model_len is None and held < context:
+        why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"
+        log.warning("holds %d of the model's %d tokens: %s", held, context, why)
     roofline = await asyncio.to_thread(measure, engine.runner.model.device, engine.runner.model.dtype)
     telemetry.setup(f"baton-{role}")
     async with Worker(settings, role, engine, pool, digest, server, port, guard, roofline) as worker:
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
-        print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role}", flush=True)
+        print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role} context={held}", flush=True)
         next_role = await worker.drain_when(stop)
     telemetry.shut_down()
     return NextRole(next_role, f"{host}:{port}") if next_role else None

@@ -203,7 +203,7 @@ def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
 
 def test_generations_tell_a_block_that_was_given_out_again():
     engine = toy_engine(num_blocks=4, max_model_len=64)
-    first, second = make_request("a", prompt(60)), make_request("b", prompt(60, 2))
+    first, second = (make_request(name, prompt(60, seed), max_tokens=4) for seed, name in enumerate("ab"))
     engine.admit(first)
     before = engine.set_aside(first.key, 60)
     assert all(engine.generation(ref.block_id) == ref.generation for ref in before)

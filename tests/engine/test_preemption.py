@@ -53,7 +53,7 @@ def test_choices_park_one_by_one():
 
 def test_one_sequence_may_have_the_whole_pool():
     engine = toy_engine(num_blocks=8, max_model_len=128)
-    request = make_request("a", prompt(60), max_tokens=400)
+    request = make_request("a", prompt(60), max_tokens=128 - 60)
     records = run(engine, [request])
     assert len(records[request.key].tokens[0]) == 128 - 60
     assert records[request.key].ended.report.num_preemptions == 0

@@ -141,14 +141,35 @@ def test_stop_tokens_and_min_tokens():
     assert records[one.key].first.first_tokens[0].finish_reason is FinishReason.LENGTH
 
 
-def test_the_context_ends_a_choice():
-    engine = toy_engine(max_model_len=80)
-    request = make_request("a", prompt(75), max_tokens=50)
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_an_engine_takes_what_it_can_end_and_nothing_longer(num_choices):
+    """Its own length ends no choice: five tokens fit behind these 75, and six are refused at the door."""
+    engine = toy_engine(max_model_len=80, num_blocks=5 + 2 * (num_choices > 1))
+    request = make_request("a", prompt(75), max_tokens=5, n=num_choices)
     records = run(engine, [request])
-    assert records[request.key].answer() == toy_answer(request, max_model_len=80)
-    assert len(records[request.key].tokens[0]) == 5
+    check(records, [request])
+    assert [len(tokens) for tokens in records[request.key].tokens.values()] == [5] * num_choices
+    for one_more in (make_request("b", prompt(75), max_tokens=6), make_request("b", prompt(80), max_tokens=1)):
+        for verb in (engine.admit, engine.submit):
+            with pytest.raises(Refusal, match="too_long"):
+                verb(one_more)
+    if num_choices == 1:  # each choice needs a block of its own behind the prompt's whole ones
+        with pytest.raises(Refusal, match="too_long"):
+            engine.admit(make_request("b", prompt(75), max_tokens=5, n=2))
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks
+
+
+def test_a_held_prefill_takes_any_prompt_that_it_can_read():
+    """What comes behind the first token is its taker's matter: how long, and how many choices."""
+    engine = toy_engine(max_model_len=80, num_blocks=5)
+    request = make_request("a", prompt(79), max_tokens=400, n=3)
+    engine.accept(request)
+    (done,) = [record.first for record in run(engine).values() if record.first]
+    assert [first.finish_reason for first in done.first_tokens] == [None] * 3
+    engine.release_lease(request.key)
     with pytest.raises(Refusal, match="too_long"):
-        engine.submit(make_request("b", prompt(80)))
+        engine.accept(make_request("b", prompt(80), max_tokens=1))
 
 
 def test_a_migrated_request_goes_on_from_its_next_index():

@@ -96,7 +96,7 @@ def make_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attem
     return Request(Key(name, attempt), tuple(token_ids), num_prompt, sampling, max_tokens, **names, **options)
 
 
-def toy_answer(request: Request, max_model_len: int = 512) -> dict[int, tuple[list[int], FinishReason]]:
+def toy_answer(request: Request) -> dict[int, tuple[list[int], FinishReason]]:
     """What every choice must come to: computed without engine, blocks or batches. No penalties."""
     sampler, answers = Sampler(), {}
     for choice in range(request.sampling.n):
@@ -109,7 +109,7 @@ def toy_answer(request: Request, max_model_len: int = 512) -> dict[int, tuple[li
             if tokens[-1] in request.stop_token_ids:
                 reason = FinishReason.STOP
                 break
-            if num_output + 1 >= request.max_tokens or len(tokens) >= max_model_len:
+            if num_output + 1 >= request.max_tokens:
                 reason = FinishReason.LENGTH
                 break
         answers[choice] = (tokens[len(request.token_ids) :], reason)

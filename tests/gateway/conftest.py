@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -103,13 +104,15 @@ class Cluster:
 
 @pytest.fixture
 def cluster(folder, digest):
-    """`async with cluster(num_prefill=1, num_decode=1, **settings) as c`."""
+    """`async with cluster(num_prefill=1, num_decode=1, **settings) as c`; in place of a number, the context of each."""
 
     @contextlib.asynccontextmanager
-    async def start(num_prefill: int = 1, num_decode: int = 1, **settings):
-        vocab_size = 400
-        prefill = [await FakeWorker("prefill", digest, vocab_size).start() for _ in range(num_prefill)]
-        decode = [await FakeWorker("decode", digest, vocab_size).start() for _ in range(num_decode)]
+    async def start(num_prefill: int | Sequence[int] = 1, num_decode: int | Sequence[int] = 1, **settings):
+        async def workers(role: str, num: int | Sequence[int]) -> list[FakeWorker]:
+            contexts = [1024] * num if isinstance(num, int) else num
+            return [await FakeWorker(role, digest, 400, context=context).start() for context in contexts]
+
+        prefill, decode = await workers("prefill", num_prefill), await workers("decode", num_decode)
         values = {
             "model": folder,
             "listen": "127.0.0.1:0",

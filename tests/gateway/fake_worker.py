@@ -87,6 +87,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.spans: dict[bytes, None] = {}
         self._specs: dict[tuple, pb.RequestSpec] = {}
         self.is_silent = False
+        self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
         self.state = "serving"  # as its loads say
         self.port = 0
         self._gates = {name: asyncio.Event() for name in GATES}
@@ -224,10 +225,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             raise _Failed(*self.failures[gate].pop(0))
         await self._gates[gate].wait()
 
+    def _refuses(self, session, message, num_tokens: int) -> bool:
+        """By its script, or because so many tokens are more than it holds."""
+        if self.refusals:
+            reason = self.refusals.pop(0)
+        elif num_tokens > self.hello.limits.max_model_len:
+            reason = "too_long"
+        else:
+            return False
+        session.send(refused=pb.Refused(key=message.key, reason=reason, retry_after_ms=20))
+        return True
+
     async def _grant(self, session, key, message) -> None:
         await self._pass("admit")
-        if self.refusals:
-            session.send(refused=pb.Refused(key=message.key, reason=self.refusals.pop(0), retry_after_ms=20))
+        spec = message.spec
+        if self._refuses(session, message, spec.num_prompt_tokens + spec.max_tokens):
             return
         self.held.add(key)
         self._specs[key] = message.spec
@@ -236,8 +248,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _prefill_for_taker(self, session, key, message) -> None:
         await self._pass("accept")
-        if self.refusals:
-            session.send(refused=pb.Refused(key=message.key, reason=self.refusals.pop(0), retry_after_ms=20))
+        if self._refuses(session, message, len(message.spec.token_ids) + 1):
             return
         self.held.add(key)
         lease_id = next(_lease_ids).to_bytes(8, "little")
@@ -298,7 +309,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         token_id = token_at(spec.token_ids[: spec.num_prompt_tokens], choice, index, self.vocab_size)
         if token_id in spec.stop_token_ids and index + 1 > spec.min_tokens:
             return token_id, inference_pb2.FINISH_REASON_STOP
-        return token_id, inference_pb2.FINISH_REASON_LENGTH if index + 1 >= spec.max_tokens else 0
+        is_full = index + 1 >= spec.max_tokens
+        if self.ends_at is not None:
+            is_full |= spec.num_prompt_tokens + index + 1 >= self.ends_at
+        return token_id, inference_pb2.FINISH_REASON_LENGTH if is_full else 0
 
     async def _take(self, session, key, message) -> None:
         await self._pass("fetch")

@@ -40,7 +40,7 @@ def held(num_spans: dict[bytes, int]) -> Matches:
 
 
 def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill") -> None:
-    link.hello = pb.Hello(
+    hello = pb.Hello(
         instance=hashlib.sha256(link.address.encode()).digest()[:16],
         epoch=1,
         roles=[role],
@@ -51,6 +51,7 @@ def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill
         model=pb.ModelCard(transports=transports),
         kv_token_bytes=1000,
     )
+    link.note_hello(hello)
     link._become(LinkState.SERVING, "")
 
 
@@ -105,3 +106,27 @@ def test_work_that_was_given_is_spread():
     registry = fleet(4)
     chosen = [registry.route(ASK, Matches(), ())[1].address for _ in range(40)]
     assert {chosen.count(link.address) for link in registry.prefill} == {10}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
+    """Three of 120, of which a request looks at sixteen; whatever is avoided, and whoever holds the prefix."""
+    registry, ask = fleet(120, split="auto"), Ask(8000, 8400)
+    links = getattr(registry, role)
+    long, other = links[7::40], registry.decode if role == "prefill" else registry.prefill
+    for link in (*long, *other):
+        hello = link.hello
+        hello.limits.max_model_len = 8500
+        link._become(LinkState.CONNECTING, "again")
+        link.note_hello(hello)
+        link._become(LinkState.SERVING, "")
+    matches = held({link.worker_id: 1 for link in links})
+    for avoid in ((), {long[0].worker_id}, {link.worker_id for link in links}):
+        for _ in range(20):
+            _, source, taker = registry.route(ask, matches, avoid)
+            assert taker.limits.max_model_len == 8500 and (source is None or source.limits.max_model_len == 8500)
+            assert role == "decode" or registry.source_for(taker, ask, matches, avoid) in long
+            if avoid == {long[0].worker_id}:
+                assert long[0] not in (source, taker)
+    assert registry.others(role, ask, {link.worker_id for link in long[1:]})
+    assert not registry.others(role, ask, {link.worker_id for link in long})

@@ -264,13 +264,6 @@ async def test_too_many_requests(cluster):
             assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
 
 
-async def test_a_request_that_fits_nowhere(cluster):
-    async with cluster() as c:
-        c.decode[0].refusals = ["too_long"]
-        said = await refused(start(c))
-        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("stopping.max_tokens",)
-
-
 async def test_no_worker(cluster):
     async with cluster() as c:
         await c.decode[0].stop()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.request import Refusal
 from baton.service.slo import Slo
 from gateway import routing
 from gateway.rates import Pace
@@ -13,16 +14,20 @@ from gateway.routing import (
     Ask,
     Candidate,
     Decision,
+    Limits,
     NoRoute,
+    can_decode,
+    can_prefill,
     choose,
     choose_holder,
     choose_source,
     compatible,
     shortlist,
 )
+from tests.engine.toys import make_request, toy_engine
 
 WORDS = frozenset(["class", "form bf16"])
-BASE = Candidate("", 0, 0, 0, 4096, WORDS, WORDS, frozenset(["tcp"]), "host")
+BASE = Candidate("", 0, 0, 0, Limits(4096), WORDS, WORDS, frozenset(["tcp"]), "host")
 
 
 def worker(name: str, matched: int = 0, sequences: int = 0, waiting: int = 0, **fields) -> Candidate:
@@ -152,9 +157,83 @@ def test_shared_memory_needs_one_host():
 
 
 def test_too_long_for_a_worker():
-    assert route(1000, [], [worker("small", max_model_len=512), worker("d", sequences=9)], max_len=1001).decode == "d"
+    assert route(1000, [], [worker("small", limits=Limits(512)), worker("d", sequences=9)], max_len=1001).decode == "d"
     with pytest.raises(NoRoute):
         route(5000, [], [worker("d")], max_len=5001)
+
+
+_LIMITS = st.builds(
+    Limits, st.integers(1, 200), st.sampled_from([0, 1, 3, 9, 20]), st.sampled_from([0, 8, 16])
+).map(lambda limits: limits if limits.num_blocks and limits.block_size else Limits(limits.max_model_len))
+_KV = st.sampled_from([frozenset("a"), frozenset("b"), frozenset("ab")])
+_LOAD = st.integers(0, 50)
+_WORKERS = st.lists(st.tuples(_LIMITS, _KV, _KV, _LOAD, _LOAD), max_size=6)
+
+
+def _workers(role: str, drawn) -> list[Candidate]:
+    return [
+        worker(f"{role}{i}", sequences=sequences, waiting=waiting, limits=limits, kv_gives=gives, kv_takes=takes)
+        for i, (limits, gives, takes, sequences, waiting) in enumerate(drawn)
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(_WORKERS, _WORKERS, st.integers(1, 200), st.integers(1, 60), st.integers(1, 4), st.sampled_from(routing.SPLITS))
+def test_whoever_is_chosen_can_hold_it_and_somebody_is_if_anybody_can(
+    prefill, decode, num_tokens, max_tokens, num_choices, split
+):
+    prefill, decode = _workers("p", prefill), _workers("d", decode)
+    ask = Ask(num_tokens, num_tokens + max_tokens, num_choices=num_choices)
+    able = {each.name: each for each in decode if can_decode(ask, each.limits)}
+    pairs = {
+        (source.name, taker) for source in prefill for taker in able
+        if source.limits.max_model_len > num_tokens and compatible(source, able[taker])
+    }  # fmt: skip
+    too_short = any(compatible(source, taker) for source in prefill for taker in able.values())
+    try:
+        decision = choose(ask, prefill, decode, split)
+    except NoRoute:
+        assert not able or split == "always" and not pairs and not too_short
+        return
+    assert decision.decode in able
+    assert decision.prefill is None or (decision.prefill, decision.decode) in pairs
+    assert (decision.prefill is not None) == bool(pairs) or split != "always"
+    for taker in able.values():
+        source = choose_source(ask, prefill, taker)
+        assert (source is not None) == any(name == taker.name for _, name in pairs)
+        assert source is None or (source.name, taker.name) in pairs
+
+
+@settings(max_examples=300, deadline=None)
+@given(_LIMITS, st.integers(1, 200), st.integers(1, 60), st.integers(1, 4))
+def test_what_is_held_is_what_an_engine_takes(limits, num_tokens, max_tokens, num_choices):
+    """The rules of gateway/routing.py and of engine/admission.py are one."""
+    if not limits.num_blocks:
+        return
+    block_size = limits.block_size
+    max_model_len = min(limits.max_model_len, limits.num_blocks * block_size)
+    engine = toy_engine(
+        block_size=block_size, num_blocks=limits.num_blocks, max_model_len=max_model_len, max_num_seqs=8
+    )
+    ask = Ask(num_tokens, num_tokens + max_tokens, num_choices=num_choices)
+    request = make_request("a", [1] * num_tokens, max_tokens, n=num_choices)
+    for verb, can_hold in ((engine.admit, can_decode), (engine.accept, can_prefill)):
+        try:
+            verb(request)
+            engine.cancel(request.key)
+            engine.step()
+            is_taken = True
+        except Refusal as refusal:
+            is_taken = refusal.reason != "too_long"
+        assert is_taken == can_hold(ask, limits._replace(max_model_len=max_model_len))
+
+
+def test_a_holder_gives_its_prefix_however_short_it_is():
+    """It has the spans, and is asked for nothing else."""
+    holder = worker("p", matched=448, kv_token_bytes=100, limits=Limits(450))
+    reader = worker("q", kv_token_bytes=100, pace=Pace(token_s=1e-3))
+    assert choose_holder(reader, [holder]) is holder
+    assert choose(Ask(900, 1000), [holder, reader], [worker("d", sequences=9)]).prefill == "q"
 
 
 def test_equal_workers_are_chosen_by_name_and_rested_ones_first():

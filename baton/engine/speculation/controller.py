@@ -311,6 +311,6 @@ def _deepest(rate: float, width: int, floor: float) -> int:
     return width
 
 
-def limit_of(num_left: int, num_free_positions: int, budget: int) -> int:
+def limit_of(num_left: int, budget: int) -> int:
     """Proposals that can be of use: the step gives one token more than it accepts."""
-    return max(0, min(MAX_DRAFT_TOKENS, num_left - 1, num_free_positions - 1, budget))
+    return max(0, min(MAX_DRAFT_TOKENS, num_left - 1, budget))

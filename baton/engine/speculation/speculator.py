@@ -287,8 +287,7 @@ class Speculator:
 
     def _limit(self, seq: Sequence, budget: int) -> int:
         request = seq.group.request
-        num_positions = self._scheduler.config.max_model_len - seq.num_tokens
-        return limit_of(request.max_tokens - seq.num_output, num_positions, budget)
+        return limit_of(request.max_tokens - seq.num_output, budget)
 
     # ---- after it ----
 

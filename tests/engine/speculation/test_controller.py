@@ -262,9 +262,8 @@ def test_behind_the_first_wrong_proposal_nothing_is_known():
 
 
 def test_limits():
-    assert limit_of(num_left=1, num_free_positions=100, budget=50) == 0
-    assert limit_of(num_left=5, num_free_positions=100, budget=50) == 4
-    assert limit_of(num_left=99, num_free_positions=3, budget=50) == 2
-    assert limit_of(num_left=99, num_free_positions=99, budget=7) == 7
-    assert limit_of(num_left=99, num_free_positions=99, budget=99) == 16
+    assert limit_of(num_left=1, budget=50) == 0
+    assert limit_of(num_left=5, budget=50) == 4
+    assert limit_of(num_left=99, budget=7) == 7
+    assert limit_of(num_left=99, budget=99) == 16
     assert GAIN > 1

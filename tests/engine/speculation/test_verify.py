@@ -87,11 +87,11 @@ def test_min_tokens_and_max_tokens_inside_a_run():
         assert len(records[request.key].tokens[0]) == max_tokens
 
 
-def test_the_context_ends_a_run():
-    request = make_request("a", prompt(75), max_tokens=50)
-    engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=16, max_model_len=80)
+def test_a_run_goes_to_the_last_position():
+    request = make_request("a", prompt(75), max_tokens=5)
+    engine = toy_engine(forced([request], 1.0), speculator="auto", num_draft_tokens=16, num_blocks=5, max_model_len=80)
     records = run(engine, [request])
-    assert records[request.key].answer() == toy_answer(request, max_model_len=80)
+    assert records[request.key].answer() == toy_answer(request)
 
 
 def test_what_was_accepted_is_sealed_and_what_was_not_is_not():
