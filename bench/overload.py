@@ -3,12 +3,14 @@
 An open loop (Poisson) against a real local stack, one prefill and one decode worker with the demo model. Requests name
 the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
 multiples of the rate at which it stood. Then two tenants, one of whom sends 50 times what the other does, each with the
-same quota.
+same quota. Then a quiet tenant beside one that floods, in each of the ways of flood.py, with quotas and without: its first
+tokens beside the flood over those alone, which are taken before and after.
 Overloaded workers leave one core to the gateway and the load generator: who is refused by a gateway that shares its cores with
 engines waits for their turn (p99 of 30 to 120 ms were seen on two cores). "limit" of a refusal is how late the load
 generator itself was when it sent: what this machine did to any process.
 """
 
+import itertools
 import multiprocessing
 import os
 import random
@@ -16,6 +18,7 @@ import re
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,10 +30,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from baton.loadgen.outcome import Outcome  # noqa: E402
 from baton.loadgen.run import Plan, run_jobs  # noqa: E402
-from baton.loadgen.workload import arrivals, drawn  # noqa: E402
+from baton.loadgen.workload import Job, arrivals, drawn  # noqa: E402
 from baton.service.access import Access  # noqa: E402
 from baton.service.credentials import new_key  # noqa: E402
 from gateway.slo_classes import BUILT_IN  # noqa: E402
+from flood import KINDS, flooding  # noqa: E402
 from report import Report, finish, start  # noqa: E402
 from tests.stack import Stack  # noqa: E402
 
@@ -42,7 +46,11 @@ SETTLING = 0.25  # of a run, at its begin: not counted, the rates are still bein
 QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
 REFUSED = re.compile(r"outcome=refused .* total_ms=([0-9.]+)")  # in the gateway's log
 CORES = sorted(os.sched_getaffinity(0))
-PARTS = ("overload", "tenants")
+PARTS = ("overload", "tenants", "fairness")
+FAIR_PER_S, FAIR_PROMPT, FAIR_OUTPUT = 3.0, 512, 8  # of the quiet tenant
+CONTEXT = 2048
+FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it stands, and until it is gone
+FAIR_QUOTA = "[default]\nconcurrent_requests = 16\ntokens_per_s = 20000\n"
 LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 
 
@@ -138,6 +146,43 @@ def tenants(report: Report, target: str, keys: dict[str, Path], seconds: float) 
     report.add("... of the other's, refused", 100 * sum(not each.ok for each in loud) / len(loud), "% of its")
 
 
+# ---- fairness ----
+
+
+def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, seconds: float) -> None:
+    """Alone, beside a flood, alone, ...: each flood between two times alone."""
+    seeds = itertools.count(1000)
+
+    def quiet() -> list[Outcome]:
+        """Prompts of one length, evenly spaced: no request of its own is in the way of another."""
+        seed = next(seeds)
+        jobs = [Job(i, i / FAIR_PER_S, FAIR_PROMPT, FAIR_OUTPUT) for i in range(max(4, round(seconds * FAIR_PER_S)))]
+        plan = Plan(target, VOCAB, seed=seed, timeout_s=30, access=Access(api_key_file=keys["quiet"]))
+        return run_jobs(plan, jobs).outcomes
+
+    def p99(*runs: list[Outcome]) -> float:
+        return 1e3 * percentile([each.ttft_s for outcomes in runs for each in outcomes if each.ok], 0.99)
+
+    for name, text in (("no quotas", ""), ("quotas", FAIR_QUOTA)):
+        quotas.write_text(text)
+        quiet()  # the gateway looks at the file, and rates are measured
+        before = quiet()
+        for kind in KINDS:
+            with flooding(kind, target, Access(api_key_file=keys["loud"]), VOCAB, CONTEXT):
+                time.sleep(FLOOD_BEGINS_S)
+                beside = quiet()
+            time.sleep(FLOOD_ENDS_S)
+            after = quiet()
+            where = f"{name}, {kind}"
+            report.add(f"{where}: TTFT p99 alone, after over before", p99(after), "ms", against=p99(before))
+            alone = p99(before, after)
+            num_refused = sum(not each.ok for each in beside)
+            if num_refused < len(beside):
+                report.add(f"{where}: TTFT p99 over alone", p99(beside), "ms", against=alone, goal="ratio <= 2")
+            report.add(f"{where}: not answered", num_refused, "requests", limit=len(beside), goal="value <= 0")
+            before = after
+
+
 @contextmanager
 def running(folder: Path, *gateway_options: str) -> Iterator[Stack]:
     with Stack(MODEL, folder, options=("--threads", "1"), gateway_options=gateway_options) as stack:
@@ -148,6 +193,16 @@ def pin(pid: int, cores: Sequence[int]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread), cores)
+
+
+def spread(stack: Stack) -> None:
+    """The prefill worker has a core to itself, the decode worker the next, everybody else the others; of two cores the
+    gateway, the decode worker and those who send share one."""
+    rest = CORES[:-2] or CORES[:1]
+    for processes, cores in ((stack.prefill, CORES[-1:]), (stack.decode, CORES[-2:-1] or CORES), (stack.gateways, rest)):
+        for process in processes:
+            pin(process.pid, cores)
+    os.sched_setaffinity(0, rest)
 
 
 def write_tenants(folder: Path) -> tuple[list[str], dict[str, Path]]:
@@ -180,6 +235,11 @@ def main() -> int:
             options, keys = write_tenants(folder)
             with running(folder / "tenants", *options) as stack:
                 tenants(report, stack.target, keys, 2 * seconds)
+        if "fairness" in arguments.only:
+            options, keys = write_tenants(folder)
+            with running(folder / "fairness", *options) as stack:
+                spread(stack)
+                fairness(report, stack.target, keys, folder / "quotas.toml", seconds / 2 if arguments.quick else seconds)
     return finish(arguments, report)
 
 

@@ -1,13 +1,16 @@
 """What bounds the gateway: requests at once, what each tenant may use, and the lines in which requests wait for workers
-that are full. Who could only be served too late is told at once."""
+that are full. Who could only be served too late is told at once. Whatever one tenant sends, the others find room."""
 
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from baton.fairness import RoundRobin, has_room
 from baton.service.errors import Overloaded
+from baton.service.guard import DEFAULT_TENANT
 from baton.service.slo import Slo
 from gateway.quotas import Quotas, Reservation
 from gateway.routing import Decision
@@ -20,16 +23,20 @@ _NO_HURRY_S = 10.0  # a class without a bound on the first token stands in line 
 _MARGIN = 0.7  # of the wait that would just do: predictions err, and who is let in should be served in time
 _LEAST_WAIT_S = 0.05  # a shorter wait is nobody's reason to refuse
 _KEPT = 0.9  # of what the line's speed was, with each that is served
+_TURN_TOKENS = 64  # of one tenant before another's turn comes: less than a request, so that each is a turn or more
 
 
 class Bid(NamedTuple):
-    """What a request brings to the lines. `slo`: of the class that it has named, else empty. Lower ranks go first."""
+    """What a request brings to the lines. `slo`: of the class that it has named, else empty. Of one tenant, lower ranks
+    go first. `num_expected`: output tokens of all choices, as answers went lately."""
 
     rank: float
     num_tokens: int = 0
     slo: Slo = Slo()
     max_wait_s: float = 10.0
     deadline: float = math.inf
+    tenant: str = DEFAULT_TENANT
+    num_expected: float = 0.0
 
     def check_wait(self, wait_s: float, alone_s: float) -> None:
         """`alone_s`: what the first token takes where nobody is ahead. A prompt that alone takes longer than its class
@@ -70,22 +77,27 @@ class Admission:
     def __init__(self, max_concurrent_requests: int, quotas: Quotas | None = None):
         self._max = max_concurrent_requests
         self.quotas = quotas or Quotas({})
-        self.request_ids: set[str] = set()
+        self.request_ids: dict[str, str] = {}  # and whose they are
+        self._num = Counter[str]()  # by tenant
 
     def enter(self, request_id: str, tenant: str, num_choices: int = 1) -> Reservation:
         """Returns what it has set aside of its tenant's quota. Raises Overloaded, InvalidRequest. The caller has checked
         that the id is free, and calls `leave` in the end."""
-        if len(self.request_ids) >= self._max:
-            raise Overloaded(
-                f"{self._max} requests are in the gateway already", _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS"
-            )
+        own = self._num[tenant]
+        if not has_room(self._max, len(self.request_ids), own, 1, len(self._num) + (not own)):
+            told = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
         reservation = self.quotas.enter(tenant, now(), num_choices)
-        self.request_ids.add(request_id)
+        self.request_ids[request_id] = tenant
+        self._num[tenant] += 1
         return reservation
 
     def leave(self, request_id: str, reservation: Reservation, num_used: int) -> None:
         """It has come to so many tokens."""
-        self.request_ids.discard(request_id)
+        tenant = self.request_ids.pop(request_id)
+        self._num[tenant] -= 1
+        if not self._num[tenant]:
+            del self._num[tenant]
         reservation.settle(num_used, now())
 
 
@@ -101,72 +113,117 @@ class Place:
         return self.order < other.order
 
 
+class _Queue:
+    """Of one tenant in a line."""
+
+    __slots__ = ("places", "num", "num_tokens")
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []  # a heap; those that left are dropped when they come first
+        self.num = self.num_tokens = 0
+
+    @property
+    def first(self) -> Place:
+        while not self.places[0].is_open:
+            heapq.heappop(self.places)
+        return self.places[0]
+
+
 class Line:
-    """Requests that every worker of a role has refused. Only the first is called when there may be room, so nobody
-    overtakes it. Bounded in requests and in tokens of their prompts."""
+    """Requests that every worker of a role has refused. Tenants take turns, and only the first of the one whose turn it
+    is is called when there may be room, so nobody of its tenant overtakes it; where it is refused again the next tenant
+    is called, of whom a worker may have less. Bounded in requests and in tokens of their prompts, in all and by tenant:
+    who has less than its part finds room in a line that is full."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
         self._max, self._max_tokens = max_waiting, max_tokens
-        self._heap: list[Place] = []  # those that left are dropped when they come first
+        self._queues: dict[str, _Queue] = {}  # none is empty
+        self._turns = RoundRobin[str](_TURN_TOKENS)
+        self._untried: set[str] = set()  # tenants that have not been refused since something has changed
         self._arrivals = itertools.count()
         self._num = self.num_tokens = 0
         self._served_tokens = self._served_s = 0.0
         self._served_at = 0.0  # the last time, or since when the line has stood
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._num
+    def is_open_to(self, tenant: str) -> bool:
+        """Nobody of this tenant waits here."""
+        return tenant not in self._queues
 
     def __len__(self) -> int:
         return self._num
 
     def join(self, bid: Bid, call: Callable[[], None]) -> Place:
         """`call` is called each time the place is first and there may be room. Raises Overloaded: the line is full."""
-        if self._num >= self._max:
-            raise Overloaded(
-                f"every worker is full and {self._max} requests wait already", _RETRY_AFTER_S, reason="QUEUE_FULL"
-            )
-        if self._num and self.num_tokens + bid.num_tokens > self._max_tokens:
+        queue = self._queues.get(bid.tenant) or _Queue()
+        num_sharing = len(self._queues) + (not queue.num)
+        if not has_room(self._max, self._num, queue.num, 1, num_sharing):
+            told = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="QUEUE_FULL")
+        has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, bid.num_tokens, num_sharing)
+        if queue.num and not has_tokens:
             told = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
             raise Overloaded(told, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
         if not self._num:
             self._served_at = now()
         place = Place((bid.rank, next(self._arrivals)), bid, call)
-        heapq.heappush(self._heap, place)
-        self._num, self.num_tokens = self._num + 1, self.num_tokens + bid.num_tokens
+        self._queues[bid.tenant] = queue
+        self._turns.wait(self._queues)
+        heapq.heappush(queue.places, place)
+        self._count(queue, 1, bid.num_tokens)
         return place
 
     def is_first(self, place: Place) -> bool:
         return self._first() is place
 
+    def refused(self, place: Place) -> None:
+        """It was called, or has asked once more, and there was no room for it."""
+        if self.is_first(place):
+            self._untried = set(self._queues)
+        self._untried.discard(place.bid.tenant)
+        if (tenant := self._turns.next(self._untried)) is not None:
+            self._queues[tenant].first.call()
+
     def leave(self, place: Place, served: bool = True) -> None:
         """`served`: a worker took it; else it gave up."""
-        place.is_open = False
-        self._num, self.num_tokens = self._num - 1, self.num_tokens - place.bid.num_tokens
+        bid = place.bid
+        place.is_open, queue = False, self._queues[bid.tenant]
+        self._count(queue, -1, -bid.num_tokens)
         if served:
             at = now()
-            self._served_tokens = _KEPT * self._served_tokens + place.bid.num_tokens
+            self._served_tokens = _KEPT * self._served_tokens + bid.num_tokens
             self._served_s, self._served_at = _KEPT * self._served_s + at - self._served_at, at
+            self._turns.charge(bid.tenant, bid.num_tokens + bid.num_expected)
+        if not queue.num:
+            del self._queues[bid.tenant]
+            self._turns.wait(self._queues)
         self.call_first()
 
     def call_first(self) -> None:
         """Something has changed: there may be room."""
+        self._untried = set(self._queues)
         if (place := self._first()) is not None:
             place.call()
 
-    def wait_s(self, rank: float) -> float:
-        """How long one of `rank` would stand here, as fast as the line has moved; 0 until it has."""
+    def wait_s(self, bid: Bid) -> float:
+        """How long such a one would stand here, as fast as the line has moved; 0 until it has."""
         if not self._num or not self._served_tokens:
             return 0.0
-        ahead = sum(place.bid.num_tokens for place in self._heap if place.is_open and place.order[0] <= rank)
+        queue = self._queues.get(bid.tenant) or _Queue()
+        ahead = sum(place.bid.num_tokens for place in queue.places if place.is_open and place.order[0] <= bid.rank)
+        # Until it is served each of the others has as much as its own tenant.
+        part = ahead + bid.num_tokens
+        ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
         # A line that stands still is slower than it was.
         standing_s = max(0.0, now() - self._served_at - self._served_s * (1 - _KEPT))
         return ahead * (self._served_s + standing_s) / self._served_tokens
 
     def _first(self) -> Place | None:
-        while self._heap and not self._heap[0].is_open:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
+        tenant = self._turns.next(self._queues)
+        return None if tenant is None else self._queues[tenant].first
+
+    def _count(self, queue: _Queue, num: int, num_tokens: int) -> None:
+        queue.num, queue.num_tokens = queue.num + num, queue.num_tokens + num_tokens
+        self._num, self.num_tokens = self._num + num, self.num_tokens + num_tokens
 
 
 class Lines:
@@ -180,7 +237,7 @@ class Lines:
 
     def check(self, bid: Bid, alone_s: float) -> None:
         """Raises Overloaded for whom the lines are too long."""
-        bid.check_wait(self.credit.wait_s(bid.rank) + self.prefill.wait_s(bid.rank), alone_s)
+        bid.check_wait(self.credit.wait_s(bid) + self.prefill.wait_s(bid), alone_s)
 
     def call_first(self) -> None:
         self.credit.call_first()

@@ -35,8 +35,8 @@ class Attempts(Course):
             self._await_worker(error)
             return
         self._failed = None
-        if record.decision is None and self._lines.credit.is_empty:  # who has stood in line is served, late or not
-            record.bid.check(decision, self._lines.prefill.wait_s(record.bid.rank))
+        if record.decision is None and self._lines.credit.is_open_to(record.tenant):  # who has stood in line is served, late or not
+            record.bid.check(decision, self._lines.prefill.wait_s(record.bid))
         record.decision = decision
         record.stamps.routed = record.stamps.routed or now()
         record.num_attempts += self._spec is None
@@ -78,7 +78,7 @@ class Attempts(Course):
             self._leave_line()
             if self._is_rest_short():
                 self._source = None
-            if self._source and not self._lines.prefill.is_empty:
+            if self._source and not self._lines.prefill.is_open_to(self._record.tenant):
                 self.happen(Event.REFUSED, None)
                 return
         if not self._answer.begun:
@@ -272,7 +272,7 @@ class Attempts(Course):
         self._attaching, lost, self._lost = None, self._lost, None
         if lost is not None:
             self._try_again(*lost)
-        elif self._lines.credit.is_empty:
+        elif self._lines.credit.is_open_to(self._record.tenant):
             self._spec = None
             self._ask_for_credit(event, before, None)
         else:

@@ -94,7 +94,7 @@ class Course:
         """To the end of the request. Raises BatonError; the answer's last message is left to the caller."""
         if self._is_resumed:
             self._seek()
-        elif self._lines.credit.is_empty:
+        elif self._lines.credit.is_open_to(self._record.tenant):
             self.happen(Event.ROOM, None)
         else:
             self._standing.join(self._lines.credit)

@@ -86,10 +86,12 @@ class Pipeline:
         # The last token is always read: its logits are wanted.
         matches = await self.index.lookup(hashes[: (len(prompt_ids) - 1) // SPAN_TOKENS])
 
+        mark = self.names.mark(record.tenant)
+
         def spec_of(output_ids: list[int]):
             named = self.names.spans(record.tenant, prompt_ids, output_ids) if output_ids else (hashes, parent)
             traceparent = format_traceparent(record.context)
-            return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline)
+            return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline, mark)
 
         answer = Answer(
             checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record)
@@ -126,7 +128,9 @@ class Pipeline:
         record.ask = Ask(num_tokens, num_tokens + max_tokens, num_output, promised, num_choices)
         self.registry.check_fits(record.ask)
         order = rank(record.stamps.received, promised, checked.priority)
-        record.bid = Bid(order, num_tokens, promised, self.max_queue_wait_s, deadline)
+        record.bid = Bid(
+            order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
+        )
         self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
 
     async def tokenize(

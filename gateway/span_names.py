@@ -1,9 +1,11 @@
 """Names of a prompt's spans. The tenant's salt enters at the first span that the operator has not made public, so that
 what one tenant has cached is never found by another."""
 
+import hmac
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from baton.service.guard import DEFAULT_TENANT
 from gateway.registry import Registry
 from kvtransfer.naming import (
     SPAN_TOKENS,
@@ -15,6 +17,8 @@ from kvtransfer.naming import (
     salted,
     tenant_salt,
 )
+
+_MARK_BYTES = 12
 
 
 class Named(NamedTuple):
@@ -48,6 +52,12 @@ class SpanNames:
         token_ids = [*prompt_ids, *output_ids] if output_ids else prompt_ids
         private = chain_hashes(first_private, token_ids[len(shared) * SPAN_TOKENS :])
         return Named([*shared, *private], private[-1] if private else first_private)
+
+    def mark(self, tenant: str) -> bytes:
+        """By which workers tell tenants apart, and learn no names; empty where there is one."""
+        if tenant == DEFAULT_TENANT:
+            return b""
+        return hmac.digest(self._registry.secret, b"baton-tenant-mark " + tenant.encode(), "sha256")[:_MARK_BYTES]
 
     def _public_of(self, identity: ModelIdentity) -> frozenset[SpanHash]:
         if self._public[0] != identity:

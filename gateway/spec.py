@@ -19,6 +19,7 @@ def make_spec(
     chain_parent: bytes,
     traceparent: str,
     deadline: float,
+    tenant_mark: bytes = b"",
 ) -> pb.RequestSpec:
     """`span_hashes` and `chain_parent` are of prompt and output together. `deadline` is time.monotonic()."""
     spec = pb.RequestSpec(
@@ -35,6 +36,7 @@ def make_spec(
     spec.span_hashes.extend(span_hashes)
     spec.chain_parent = chain_parent
     spec.priority = checked.priority
+    spec.tenant_mark = tenant_mark
     spec.traceparent = traceparent
     spec.budget_ms = budget_ms(deadline)
     spec.speculation.CopyFrom(checked.speculation)

@@ -33,11 +33,13 @@ class Standing:
         self._retry_at = now() + min(max(refused.retry_after_ms / 1000, _LEAST_HINT_S), _LONGEST_HINT_S)
 
     def join(self, line: Line) -> None:
-        """Raises Overloaded: the line is full."""
+        """Stands there, or goes on standing after another refusal. Raises Overloaded: the line is full."""
         self._since = self._since or now()
         if self._place is None:
             self._retry_at = max(self._retry_at, now() + _LEAST_HINT_S)
             self._place = line, line.join(self._bid, self._on_room)
+        else:
+            line.refused(self._place[1])
 
     def leave(self, served: bool) -> None:
         if self._place is not None:

@@ -14,13 +14,16 @@ ROOMS = {
     "baton.gguf": (),
     "baton.failpoints": (),
     "baton.tasks": (),
+    "baton.fairness": (),
     "kvtransfer": ("baton.v1", "baton.failpoints", "baton.tasks"),
-    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints"),
+    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.fairness"),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1",),
     "baton.loadgen": ("baton.service", "baton.v1"),
-    "gateway": ("baton.service", "baton.v1", "baton.gguf", "baton.failpoints", "baton.tasks", "kvtransfer.naming"),
+    "gateway": (
+        "baton.service", "baton.v1", "baton.gguf", "baton.failpoints", "baton.tasks", "baton.fairness", "kvtransfer.naming",
+    ),
     "baton.worker": (
         "baton.engine", "baton.gguf", "baton.failpoints", "baton.tasks", "kvtransfer", "baton.service", "baton.v1",
     ),
@@ -39,7 +42,8 @@ WITHOUT = {
     "baton.loadgen": ("torch", "transformers", "redis", "opentelemetry"),
     "baton.worker": ("redis",),
 }
-PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.tasks")  # standard library only
+# Standard library only.
+PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.tasks", "baton.fairness")
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 

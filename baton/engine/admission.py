@@ -20,6 +20,7 @@ from baton.engine.inbox import Enter, Inbox, Park, Resume, Start, Stop
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.request import Acceptance, FirstToken, Key, Refusal, Request, RequestEnded, SamplingParams, State
 from baton.engine.sequence import Group, Sequence
+from baton.engine.shares import Shares
 from kvtransfer.layout import BlockRef, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -37,6 +38,7 @@ class Admission:
         self.ledger = ledger
         self.inbox = inbox
         self.groups = Groups()
+        self.shares = Shares(config, layout, ledger, self.groups)
         self.num_waiting_tokens = 0  # of prompts that wait for their first chunk
         self._num_choices = 0  # admitted and not ended
         self._expected_output = float(FIRST_GUESS_TOKENS)
@@ -51,16 +53,17 @@ class Admission:
             self._check(request, request.num_prompt_tokens + request.max_tokens, request.sampling.n)
             # A few more than can run: their KV arrives while others still decode.
             room = self.config.max_num_seqs + max(2, self.config.max_num_seqs // 4)
-            if self._num_choices and self._num_choices + request.sampling.n > room:
+            if self._num_choices and not self.shares.has_choices(request, room, self._num_choices):
                 raise Refusal("queue_full")
             group = Group(request, Holder.RUNNING, State.FETCHING)
             trunk = group.trunk
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             credit = min(missing + self._growth(request), self.ledger.num_blocks - len(trunk.block_ids))
-            if not self.ledger.reserve(credit):
+            if not (self.shares.has_blocks(request, credit) and self.ledger.reserve(credit)):
                 self.ledger.release(trunk.block_ids, Holder.RUNNING)
-                raise Refusal("kv_full")
+                raise self._kv_full(request, credit)
+            self.shares.taken(request)
             trunk.reserve = credit
             group.num_owned = len(trunk.block_ids)
             self._num_choices += request.sampling.n
@@ -131,15 +134,17 @@ class Admission:
             group = Group(request, Holder.LEASED, State.FETCHING if fetches else State.WAITING)
             trunk = group.trunk
             cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
-            waiting = self.num_waiting_tokens + trunk.num_tokens - cached
-            if self.num_waiting_tokens and waiting > CHUNKS_WAITING * self.config.max_num_batched_tokens:
+            most, num_tokens = CHUNKS_WAITING * self.config.max_num_batched_tokens, trunk.num_tokens - cached
+            if self.num_waiting_tokens and not self.shares.has_waiting(request, most, self.num_waiting_tokens, num_tokens):
                 raise Refusal("queue_full")
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
-            block_ids = self.ledger.allocate(missing, Holder.FETCHING if fetches else Holder.LEASED)
+            holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, missing)
+            block_ids = self.ledger.allocate(missing, holder) if may_take else None
             if block_ids is None:
                 self.ledger.release(trunk.block_ids, Holder.LEASED)
-                raise Refusal("kv_full")
+                raise self._kv_full(request, missing)
+            self.shares.taken(request)
             group.num_owned = len(trunk.block_ids)
             trunk.block_ids += block_ids
             self._register(group)
@@ -327,11 +332,18 @@ class Admission:
         if longest > self.config.max_model_len or num_blocks > self.ledger.num_blocks:
             raise Refusal("too_long", retry_after_s=0.0)
 
+    def _kv_full(self, request: Request, num_blocks: int) -> Refusal:
+        """Who is owed them may ask again soon."""
+        if not self.shares.refused(request, num_blocks):
+            return Refusal("kv_full")
+        self.inbox.ring()
+        return Refusal("kv_full", retry_after_s=0.02)
+
     def _pin(self, trunk: Sequence) -> None:
         """Takes the cached prefix. Refusal where its blocks are promised to others."""
         block_ids = self.ledger.find(trunk.hashes, trunk.num_tokens)
         if not self.ledger.share(block_ids, trunk.group.holder):
-            raise Refusal("kv_full")
+            raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
         trunk.block_ids = block_ids
         trunk.num_computed = trunk.group.num_cached_tokens = len(block_ids) * self.layout.block_size
         trunk.num_sealed = trunk.num_computed // self.ledger.cache.unit_tokens

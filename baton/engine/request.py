@@ -62,6 +62,7 @@ class Request:
     deadline: float = float("inf")  # time.monotonic()
     traceparent: str = ""
     speculation: Speculation = Speculation()
+    tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
 
 
 class State(Enum):

@@ -6,10 +6,15 @@
 
 Rank is priority, then arrival, then choice. Parking gives a sequence's blocks back (whole units stay in the cache) and
 keeps its token record; it waits in its old rank and goes on by a prefix hit, recomputing what was evicted.
+
+Rank is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
+waits that has less than its part of the sequences or blocks, what others have beyond theirs parks. No tenant makes one
+park that holds less than itself.
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from baton.engine.admission import Admission
@@ -17,6 +22,8 @@ from baton.engine.config import EngineConfig
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.request import FirstToken
 from baton.engine.sequence import Sequence
+from baton.engine.shares import num_blocks
+from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -43,12 +50,16 @@ class Scheduler:
         self.admission = admission
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
+        self._tenants = Counter[bytes]()  # of both, by sequences
+        self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
+        self._turns = RoundRobin[bytes](SPAN_TOKENS)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
     def add(self, seq: Sequence) -> None:
         """A decoding sequence that has its blocks joins at once; any other waits its turn."""
+        self._tenants[seq.group.tenant] += 1
         ready = seq.remaining == 1 and seq.block_ids and len(self.running) < self.config.max_num_seqs
         insort(self.running if ready else self.waiting, seq, key=by_rank)
 
@@ -57,10 +68,13 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if seq in queue:
                 queue.remove(seq)
+                self._tenants -= Counter((seq.group.tenant,))
 
     def schedule(self) -> list[Slice]:
         """The next step's slices; none when nothing can go on."""
         batch: list[Slice] = []
+        self._held = self._blocks() if len(self._tenants) > 1 else {}
+        self._make_way()
         self._schedule_decode(batch)
         self._schedule_prefill(batch)
         return batch
@@ -68,7 +82,9 @@ class Scheduler:
     def follow(self, slices: list[Slice]) -> list[Slice]:
         """The decode step behind `slices`, a decode step whose tokens are not known yet; none where another would come
         next: something waits that could enter, a prompt is being read, or blocks are missing."""
-        if self.waiting and len(self.running) < self.config.max_num_seqs:
+        if self.waiting and (len(self.running) < self.config.max_num_seqs or len(self._tenants) > 1):
+            return []
+        if self.admission.shares.is_short:
             return []
         running = set(self.running)
         going_on = [piece for piece in slices if piece.seq in running]
@@ -83,36 +99,54 @@ class Scheduler:
         return following
 
     def _schedule_decode(self, batch: list[Slice]) -> None:
-        index, block_size = 0, self.layout.block_size
-        while index < len(self.running):
-            seq = self.running[index]
+        block_size = self.layout.block_size
+        for seq in self._in_place(self.running):
             num_computed = seq.num_computed
-            if len(seq.token_ids) - num_computed == 1:
-                if num_computed >= len(seq.block_ids) * block_size and not self._grow(seq):
-                    continue  # it parked, the next one stands here now
+            if len(seq.token_ids) - num_computed != 1 or not seq.block_ids:
+                continue  # its prompt is being read, or it has parked for one before it
+            if num_computed < len(seq.block_ids) * block_size or self._grow(seq):
                 batch.append(Slice(seq, num_computed, num_computed + 1))
-            index += 1
 
     def _schedule_prefill(self, batch: list[Slice]) -> None:
+        """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time."""
         budget = self.config.max_num_batched_tokens - len(batch)
+        lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in self.running:
-            if seq.remaining > 1 and (chunk := self._chunk(seq, budget)):
+            if seq.remaining > 1:
+                lines.setdefault(seq.group.tenant, []).append((seq, False))
+        for seq in self.waiting if len(self.running) < self.config.max_num_seqs else ():
+            lines.setdefault(seq.group.tenant, []).append((seq, True))
+        self._turns.wait(lines)
+        starving, blocked = self._starving(), set[bytes]()
+        while budget > 0 and (tenant := self._turns.next(lines)) is not None:
+            seq, is_new = lines[tenant].pop(0)
+            if not lines[tenant]:
+                del lines[tenant]
+            if is_new:
+                is_kept = tenant not in starving and len(self.running) + len(starving) >= self.config.max_num_seqs
+                if is_kept or not self._join(seq, blocked):
+                    continue
+                starving = self._starving()
+            if chunk := self._chunk(seq, budget):
                 batch.append(chunk)
                 budget -= chunk.end - chunk.begin
-        blocked = False
-        for seq in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.config.max_num_seqs:
+                self._turns.charge(tenant, chunk.end - chunk.begin)
+            elif is_new:
                 break
-            # Behind one that lacks blocks only those go on that take none from it: they will give theirs back.
-            if (blocked and self._missing(seq) > seq.reserve) or not self._enter(seq):
-                blocked = True
-                continue
-            self.waiting.remove(seq)
-            insort(self.running, seq, key=by_rank)
-            if not (chunk := self._chunk(seq, budget)):
-                break
-            batch.append(chunk)
-            budget -= chunk.end - chunk.begin
+
+    def _join(self, seq: Sequence, blocked: set[bytes]) -> bool:
+        """From those who wait to those who run, if there is a place and all its blocks. Behind one that lacks blocks only
+        those of its tenant go on that take none from it: they will give theirs back."""
+        tenant = seq.group.tenant
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        if (tenant in blocked and self._missing(seq) > seq.reserve) or not self._enter(seq):
+            blocked.add(tenant)
+            return False
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=by_rank)
+        self._turns.charge(tenant, self.admission.expected_left(seq.group.request, seq.num_output))
+        return True
 
     def _chunk(self, seq: Sequence, budget: int) -> Slice | None:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
@@ -138,7 +172,7 @@ class Scheduler:
         return True
 
     def _grow(self, seq: Sequence) -> bool:
-        """A block for the token to be computed; parks the last in rank until there is one. False: that was `seq`."""
+        """A block for the token to be computed; parks the last behind it until there is one. False: that was `seq`."""
         while (missing := self._missing(seq)) and not self._take(seq, missing):
             victim = self._last(self.waiting, seq) or self._last(self.running, seq) or seq
             self.park(victim)
@@ -161,7 +195,8 @@ class Scheduler:
         """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
         self._extend_prefix(seq)
         missing = self._missing(seq)
-        behind = sum(len(o.block_ids) + o.reserve for o in self.waiting if o.rank > seq.rank and not o.group.is_held)
+        place = self._place(seq)
+        behind = num_blocks(o for o in self.waiting if self._place(o) > place and not o.group.is_held)
         if not self._fits(seq, missing, behind):
             return False
         while not self._fits(seq, missing):
@@ -179,9 +214,10 @@ class Scheduler:
         return unpromised <= 0 or unpromised + margin <= self.ledger.num_available + more
 
     def _last(self, queue: list[Sequence], seq: Sequence) -> Sequence | None:
-        """The last in rank behind `seq` that holds anything; a held prefill is never parked."""
-        for other in reversed(queue):
-            if other.rank <= seq.rank:
+        """The last behind `seq` that holds anything; a held prefill is never parked."""
+        place = self._place(seq)
+        for other in reversed(self._in_place(queue)):
+            if self._place(other) <= place:
                 return None
             if (other.block_ids or other.reserve) and not other.group.is_held:
                 return other
@@ -214,6 +250,68 @@ class Scheduler:
             insort(self.waiting, seq, key=by_rank)
             seq.group.preempted()
         self.admission.give_back(seq)
+
+    # ---- tenants ----
+
+    def _place(self, seq: Sequence) -> tuple:
+        """Those of a tenant that holds less go first; of one tenant by rank."""
+        tenant = seq.group.tenant
+        return self._held.get(tenant, 0), tenant, seq.rank
+
+    def _in_place(self, queue: list[Sequence]) -> list[Sequence]:
+        return sorted(queue, key=self._place) if self._held else list(queue)
+
+    def _blocks(self) -> Counter[bytes]:
+        held = Counter[bytes]()
+        for seq in (*self.running, *self.waiting):
+            held[seq.group.tenant] += len(seq.block_ids) + seq.reserve
+        return held
+
+    def _part(self, num_tenants: int) -> int:
+        """Of the sequences that run."""
+        return max(1, self.config.max_num_seqs // num_tenants)
+
+    def _starving(self) -> dict[bytes, Sequence]:
+        """The first that waits of each tenant that runs less than its part; none of one that is alone."""
+        starving: dict[bytes, Sequence] = {}
+        if len(self._tenants) > 1:
+            part, running = self._part(len(self._tenants)), Counter(seq.group.tenant for seq in self.running)
+            for seq in self.waiting:
+                if running[seq.group.tenant] < part:
+                    starving.setdefault(seq.group.tenant, seq)
+        return starving
+
+    def _make_way(self) -> None:
+        """Where tenants wait, here or at the door, that have less than their part, others park what they have beyond
+        theirs: a place for each, and the blocks that it lacks. Before the step is chosen: what is in it stays."""
+        if not (self._held or self.admission.shares.is_short):
+            return
+        with self.ledger.lock:
+            owed = self.admission.shares.owed()
+        num_tenants, starving = len(self._tenants.keys() | owed), self._starving()
+        while len(self.running) + len(starving) > self.config.max_num_seqs:
+            running = Counter(seq.group.tenant for seq in self.running)
+            if not self._park_of(running, self._part(num_tenants), self.running):
+                break
+        part, held = self.ledger.num_blocks // num_tenants, self._blocks()
+        for tenant, seq in starving.items():
+            missing = self._missing(seq) - seq.reserve
+            if missing > 0 and held[tenant] + missing <= part:
+                owed[tenant] = owed.get(tenant, 0) + missing + self.ledger.cache.blocks_per_unit
+        while sum(owed.values()) > self.ledger.num_available:
+            if not self._park_of(self._blocks(), part, [*self.running, *self.waiting]):
+                break
+
+    def _park_of(self, amounts: Counter[bytes], part: int, seqs: Iterable[Sequence]) -> bool:
+        """Parks the last in rank of the tenant with most, if that is more than its part."""
+        tenant, amount = max(amounts.items(), key=lambda entry: entry[1], default=(b"", 0))
+        theirs = [
+            seq for seq in seqs if seq.group.tenant == tenant and num_blocks([seq]) and not seq.group.is_held
+        ]
+        if amount <= part or not theirs:
+            return False
+        self.park(max(theirs, key=by_rank))
+        return True
 
     # ---- choices ----
 

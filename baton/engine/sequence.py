@@ -104,6 +104,7 @@ class Group:
     def __init__(self, request: Request, holder: Holder, state: State):
         self.request = request
         self.key = request.key
+        self.tenant = request.tenant_mark
         self.holder = holder  # of its blocks: RUNNING, or LEASED for a held prefill
         self.state = state
         self.deadline = request.deadline  # whoever resumes a parked group brings another

@@ -52,6 +52,7 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         deadline=deadline_of(spec.budget_ms),
         traceparent=spec.traceparent,
         speculation=_speculation_of(spec.speculation),
+        tenant_mark=_mark_of(spec.tenant_mark),
     )
 
 
@@ -84,6 +85,12 @@ def _speculation_of(speculation: inference_pb2.Speculation) -> Speculation:
     if (num_tokens or 0) > MAX_DRAFT_TOKENS:
         raise ValueError(f"speculation.num_tokens is {num_tokens}, at most {MAX_DRAFT_TOKENS} are allowed")
     return Speculation(speculation.proposer, num_tokens)
+
+
+def _mark_of(mark: bytes) -> bytes:
+    if len(mark) > HASH_BYTES:
+        raise ValueError(f"tenant_mark: at most {HASH_BYTES} bytes, got {len(mark)}")
+    return mark
 
 
 def _span_hashes_of(hashes: Iterable[bytes], num_spans: int) -> tuple[bytes, ...]:

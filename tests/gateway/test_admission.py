@@ -40,7 +40,7 @@ def test_a_line_calls_its_first_only():
     assert called == ["high", "high", "low"]
     line.leave(low)
     line.call_first()
-    assert line.is_empty and len(called) == 3 and line.num_tokens == 0
+    assert not line and len(called) == 3 and line.num_tokens == 0
 
 
 def test_a_line_is_bounded_in_tokens():
@@ -53,6 +53,96 @@ def test_a_line_is_bounded_in_tokens():
     line.join(bid(num_tokens=600), lambda: None)
     line.join(bid(num_tokens=400), lambda: None)
     assert line.num_tokens == 1000
+
+
+# ---- tenants in a line ----
+
+
+def of(tenant: str, received: float = 0.0, num_tokens: int = 100, num_expected: float = 0.0, priority: int = 0) -> Bid:
+    return Bid(rank(received, BATCH, priority), num_tokens, tenant=tenant, num_expected=num_expected)
+
+
+def serve(line: Line, places: list) -> str:
+    """Serves whoever is first until nobody is: their tenants, in order."""
+    order = []
+    while line:
+        place = next(place for place in places if place.is_open and line.is_first(place))
+        order.append(place.bid.tenant[0])
+        line.leave(place)
+    return "".join(order)
+
+
+def test_tenants_take_turns():
+    """Whatever one has waiting, and however urgent it says that is."""
+    line = Line(1000)
+    places = [line.join(of("flood", num_tokens=600, priority=10), lambda: None) for _ in range(20)]
+    places += [line.join(of("quiet", received=5.0, num_tokens=600), lambda: None) for _ in range(3)]
+    assert serve(line, places)[:7].count("q") == 3
+    assert not line and line.num_tokens == 0 and not line._turns._left
+
+
+def test_turns_are_by_tokens_read_and_written():
+    line = Line(1000)
+    places = [line.join(of("flood", num_tokens=100, num_expected=1900), lambda: None) for _ in range(40)]
+    places += [line.join(of("quiet", num_tokens=400, num_expected=100), lambda: None) for _ in range(80)]
+    order = serve(line, places)
+    assert order[:50].count("f") in (9, 10, 11)
+
+
+def test_of_one_tenant_the_earliest_deadline_is_first():
+    line = Line(10)
+    places = [line.join(of("a", received, num_tokens=1), lambda: None) for received in (3.0, 1.0, 2.0)]
+    order = []
+    while line:
+        place = next(place for place in places if place.is_open and line.is_first(place))
+        order.append(places.index(place))
+        line.leave(place)
+    assert order == [1, 2, 0]
+
+
+def test_a_flood_fills_nobody_elses_line():
+    line = Line(8, max_tokens=1000)
+    for _ in range(8):
+        line.join(of("flood"), lambda: None)
+    with pytest.raises(Overloaded) as caught:
+        line.join(of("flood"), lambda: None)
+    assert caught.value.reason == "QUEUE_FULL"
+    for _ in range(4):
+        line.join(of("quiet"), lambda: None)
+    with pytest.raises(Overloaded):
+        line.join(of("quiet"), lambda: None)
+    line.join(of("third", num_tokens=5000), lambda: None)
+    with pytest.raises(Overloaded) as caught:
+        line.join(of("third", num_tokens=1), lambda: None)
+    assert caught.value.reason == "QUEUE_TOKENS"
+
+
+def test_who_is_refused_lets_the_next_tenant_try():
+    called, line = [], Line(10)
+    places = {
+        name: line.join(of(name), lambda name=name: called.append(name)) for name in ("flood", "quiet", "third")
+    }
+    line.join(of("flood", received=9.0), lambda: called.append("never: it is not the first of its tenant"))
+    line.call_first()
+    for _ in range(3):
+        line.refused(places[called[-1]])
+    assert sorted(called) == ["flood", "quiet", "third"], "each once: then all wait until something changes"
+    first = next(place for place in places.values() if line.is_first(place))
+    line.refused(first)  # it has asked once more by itself
+    assert len(called) == 4 and called[-1] != first.bid.tenant
+
+
+def test_the_wait_of_a_tenant_is_its_own(clock):
+    line = Line(100)
+    places = [line.join(of("flood", clock[0], num_tokens=500), lambda: None) for _ in range(20)]
+    for place in places[:4]:
+        clock[0] += 0.5
+        line.leave(place)
+    assert line.wait_s(of("flood", clock[0], 500)) == pytest.approx(16 * 0.5)
+    assert line.wait_s(of("quiet", clock[0], 500)) == pytest.approx(0.5)
+
+
+# ---- deadlines ----
 
 
 def test_earlier_deadlines_first():
@@ -79,16 +169,16 @@ def test_nobody_starves(later):
 def test_the_wait_is_as_long_as_the_line_has_been_slow(clock):
     line = Line(100)
     places = [line.join(bid(clock[0], num_tokens=500), lambda: None) for _ in range(10)]
-    assert line.wait_s(bid(clock[0]).rank) == 0.0  # nobody has been served yet
+    assert line.wait_s(bid(clock[0])) == 0.0  # nobody has been served yet
     for place in places[:4]:
         clock[0] += 0.5
         line.leave(place)
-    assert line.wait_s(bid(clock[0]).rank) == pytest.approx(6 * 0.5)
-    assert line.wait_s(bid(clock[0], INTERACTIVE).rank) == 0.0  # it would go first
+    assert line.wait_s(bid(clock[0])) == pytest.approx(6 * 0.5)
+    assert line.wait_s(bid(clock[0], INTERACTIVE)) == 0.0  # it would go first
     line.leave(places[4], served=False)
-    assert line.wait_s(bid(clock[0]).rank) == pytest.approx(5 * 0.5)
+    assert line.wait_s(bid(clock[0])) == pytest.approx(5 * 0.5)
     clock[0] += 10
-    assert line.wait_s(bid(clock[0]).rank) > 5  # it stands still
+    assert line.wait_s(bid(clock[0])) > 5  # it stands still
 
 
 def test_who_would_be_served_too_late_is_told_at_once(clock):
@@ -139,3 +229,18 @@ def test_the_gateway_and_its_tenants():
     assert caught.value.reason == "TOO_MANY_REQUESTS"
     admission.leave("1", first, 0)
     admission.enter("2", "a")
+
+
+def test_a_flood_leaves_the_others_their_places():
+    admission = Admission(8)
+    held = [admission.enter(f"f{i}", "flood") for i in range(8)]
+    with pytest.raises(Overloaded) as caught:
+        admission.enter("f8", "flood")
+    assert caught.value.reason == "TOO_MANY_REQUESTS"
+    for i in range(4):
+        admission.enter(f"q{i}", "quiet")
+    with pytest.raises(Overloaded):
+        admission.enter("q4", "quiet")
+    for i, reservation in enumerate(held):
+        admission.leave(f"f{i}", reservation, 0)
+    admission.enter("q4", "quiet")

@@ -230,3 +230,11 @@ async def test_how_requests_were_routed_is_counted(cluster):
         seen = samples(c.gateway.meters)
         assert seen["baton_routes_total", "forced", "split"] == 1
         assert seen["baton_route_cost_seconds_count", "taken"] == seen["baton_route_cost_seconds_count", "other"] == 1
+
+
+async def test_workers_tell_tenants_apart_and_learn_no_names(cluster):
+    async with cluster() as c:
+        names = c.gateway.names
+        marks = {names.mark(tenant) for tenant in ("acme", "bravo", "default")}
+        assert len(marks) == 3 and names.mark("acme") == names.mark("acme") and names.mark("default") == b""
+        assert not any(b"acme" in mark or len(mark) > 32 for mark in marks)

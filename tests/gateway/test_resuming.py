@@ -155,7 +155,7 @@ async def test_whoever_lost_the_only_worker_waits_for_it_a_moment(cluster):
         await c.decode[0].start(c.decode[0].port)
         for messages in await asyncio.gather(*running):
             assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
-        assert c.gateway.lines.credit.is_empty
+        assert not c.gateway.lines.credit
         await c.idle()
 
 

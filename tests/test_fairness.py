@@ -1,0 +1,78 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.fairness import RoundRobin, has_room
+
+
+def test_who_is_alone_has_everything():
+    assert has_room(8, 7, 7, 1, 1) and not has_room(8, 8, 8, 1, 1)
+
+
+def test_a_part_is_there_for_whoever_comes():
+    assert has_room(8, 8, 0, 4, 2) and has_room(8, 12, 3, 1, 2)
+    assert not has_room(8, 12, 4, 1, 2)
+    assert not has_room(8, 9, 8, 1, 2), "who has more than a part waits"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=200), st.integers(1, 40))
+def test_nobody_with_less_than_its_part_is_refused_and_all_together_have_little_more(moves, most):
+    held: dict[str, int] = {}
+    for who, leaves in moves:
+        own, num = held.get(who, 0), len(held) + (who not in held)
+        if leaves and own:
+            held[who] -= 1
+            if not held[who]:
+                del held[who]
+        elif has_room(most, sum(held.values()), own, 1, num):
+            held[who] = own + 1
+        else:
+            assert (own + 1) * num > most
+        assert sum(held.values()) <= most * (1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5)
+
+
+def served(turns: RoundRobin[str], costs: dict[str, float], num: int) -> str:
+    """Whose turns come, where all always have one more waiting."""
+    order = []
+    for _ in range(num):
+        who = turns.next(costs)
+        assert turns.next(costs) == who, "to look changes nothing"
+        turns.charge(who, costs[who])
+        order.append(who)
+    return "".join(order)
+
+
+def test_turns_by_what_they_cost():
+    turns = RoundRobin[str](100)
+    turns.wait("abc")
+    assert served(turns, {"a": 100, "b": 100, "c": 100}, 6) in ("abcabc", "bcabca", "cabcab")
+    order = served(turns, {"a": 100, "b": 500, "c": 50}, 170)
+    num = {who: order.count(who) for who in "abc"}
+    assert abs(num["a"] - 5 * num["b"]) <= 6 and abs(num["c"] - 2 * num["a"]) <= 6
+
+
+def test_who_comes_waits_for_no_more_than_one_turn_of_another():
+    turns = RoundRobin[str](100)
+    turns.wait(["flood"])
+    served(turns, {"flood": 100}, 1000)
+    turns.wait(["flood", "quiet"])
+    assert "quiet" in [turns.next({"flood", "quiet"}), served(turns, {"flood": 100, "quiet": 100}, 2)[1:]]
+    turns.wait(["flood"])
+    assert turns.next({"flood", "quiet"}) == "flood" and turns.next({"quiet"}) is None
+    turns.wait([])
+    assert turns.next({"flood"}) is None
+    turns.charge("flood", 5)
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1e6), min_size=2),
+    st.floats(1, 1e4),
+)
+def test_all_get_the_same_whatever_theirs_cost(costs, quantum):
+    """Within a quantum and one of the dearest each: what Shreedhar and Varghese prove."""
+    turns, got = RoundRobin[str](quantum), dict.fromkeys(costs, 0.0)
+    turns.wait(costs)
+    for _ in range(300):
+        who = turns.next(costs)
+        turns.charge(who, costs[who])
+        got[who] += costs[who]
+    assert max(got.values()) - min(got.values()) <= 2 * quantum + 2 * max(costs.values()) + 1e-6 * sum(got.values())
