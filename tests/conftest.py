@@ -2,7 +2,10 @@
 
 import json
 
+from baton.engine.reproducible import fix_order_of_sums
 from tests.faults.table import lines
+
+fix_order_of_sums()  # before any test multiplies
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

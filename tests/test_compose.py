@@ -2,6 +2,7 @@
 
 import dataclasses
 import ipaddress
+import os
 import re
 import subprocess
 import sys
@@ -276,5 +277,38 @@ def test_secrets_are_made_by_one_command(tmp_path):
         if "gateway.toml" in asked:
             asked |= set(re.findall(r"/run/secrets/([\w.-]+)", (made / "gateway.toml").read_text()))
         assert asked == set(service.get("secrets", []))
+        assert ("group_add" in service) == bool(service.get("secrets"))
     again = subprocess.run([ROOT / "deploy" / "make-secrets", made], capture_output=True, text=True)
     assert again.returncode == 1 and "exists" in again.stderr and not list(tmp_path.glob("secrets.*"))
+
+
+def test_what_is_secret_is_read_by_its_group_alone(tmp_path):
+    made, gid = tmp_path / "secrets", os.getgid() if os.getuid() else 10001
+    done = subprocess.run([ROOT / "deploy" / "make-secrets", made], check=True, capture_output=True, text=True)
+    for path in made.iterdir():
+        of_caller = path.name in ("api-key", "operator.key")
+        mode = 0o444 if path.suffix == ".crt" else 0o400 if of_caller else 0o440
+        assert (path.stat().st_mode & 0o777, path.stat().st_gid) == (mode, gid), path.name
+    assert (f"SECRETS_GID={gid}" in done.stderr) == (gid != 10001)
+    assert "SECRETS_GID=10001" in (ROOT / ".env").read_text()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes the users of containers, which only root can")
+def test_the_users_of_containers_read_what_they_are_shown(tmp_path):
+    """Each file on its own, as a container sees it: the folder above is not theirs to enter."""
+    made = tmp_path / "secrets"
+    subprocess.run([ROOT / "deploy" / "make-secrets", made], check=True, capture_output=True)
+
+    made.chmod(0o711)
+
+    def reads(name: str, uid: int, groups: list[int]) -> bool:
+        return not subprocess.run(
+            ["cat", name], cwd=made, user=uid, group=1, extra_groups=groups, capture_output=True
+        ).returncode
+
+    for service in SERVICES.values():
+        uid = int(service.get("user", "10001").partition(":")[0])
+        for name in service.get("secrets", []):
+            assert reads(name, uid, [10001]), (name, uid)
+            assert reads(name, uid, []) == name.endswith(".crt"), (name, uid)
+    assert not reads("api-key", 10001, [10001])

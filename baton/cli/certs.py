@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.cli.arguments import whole
-from baton.service.credentials import TENANT, new_key
+from baton.service.credentials import check_tenant, new_key
 from baton.service.tls import DECODE, DOMAIN, GATEWAY, OPERATOR, PREFILL, WORKER_NAME
 
 NAMES = {
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--host", action="append", default=[], metavar="NAME", help="further name or address by which clients reach "
         "the gateway (repeat; localhost and 127.0.0.1 are always in)",
     )  # fmt: skip
-    parser.add_argument("--tenant", default="default", metavar="NAME", help="of the key (default: %(default)s)")
+    parser.add_argument("--tenant", default="main", metavar="NAME", help="of the key (default: %(default)s)")
     parser.add_argument("--days", type=whole, default=365, metavar="N", help="of validity (default: %(default)s)")
     parser.add_argument("--renew", type=Path, metavar="DIR", help="only new certificates, signed by DIR's authority")
     parser.set_defaults(run=run)
@@ -46,8 +46,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 written, 1 the folder exists or cannot be written, 2 wrong use."""
-    if not TENANT.fullmatch(args.tenant):
-        return _fail(f"--tenant {args.tenant}: must match {TENANT.pattern}", 2)
+    try:
+        check_tenant(args.tenant)
+    except ValueError as error:
+        return _fail(f"--tenant {args.tenant}: {error}", 2)
     if args.out.exists():
         return _fail(f"--out {args.out} exists; choose another folder", 1)
     temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")

@@ -13,6 +13,7 @@ from baton.engine.launcher import GpuLauncher, Launcher, step_bytes
 from baton.engine.models.llama import Model
 from baton.engine.models.loader import load_model
 from baton.engine.models.spec import ModelSpec
+from baton.engine.reproducible import fix_order_of_sums
 from baton.engine.sampling.on_device import DeviceSampler
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.choice import make_proposers
@@ -50,6 +51,8 @@ def load_parts(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":
+        if config.batch_invariant:
+            fix_order_of_sums()
         config = resolve(config, spec)
         model = _load_model(config, device)
         pool = _pool(config, model, memory_for)

@@ -31,6 +31,7 @@ from baton.service.errors import Unauthenticated
 from baton.service.logs import fields
 from baton.service.settings import SettingsError
 
+DEFAULT_TENANT = "default"  # whoever shows no credential; so no credential may name it
 TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ALGORITHMS = ("EdDSA", "ES256", "RS256")  # none whose verifier could sign
 _KEY_ID = re.compile(r"[A-Za-z0-9]{1,32}")
@@ -40,6 +41,14 @@ _MAX_BEARER_CHARS = 4096
 _NOBODY = hashlib.sha256(secrets.token_bytes(32)).digest()
 
 log = logging.getLogger(__name__)
+
+
+def check_tenant(name: object) -> None:
+    """Raises ValueError, which does not say whose name it is."""
+    if not isinstance(name, str) or not TENANT.fullmatch(name):
+        raise ValueError(f"must be a string that matches {TENANT.pattern}")
+    if name == DEFAULT_TENANT:
+        raise ValueError(f"{name} is whoever shows no credential: choose another name")
 
 
 def new_key() -> tuple[str, str, str]:
@@ -83,8 +92,10 @@ class _Jwt:
         except (jwt.PyJWTError, ValueError):
             raise _unknown() from None
         tenant = claims.get(self.tenant_claim)
-        if not isinstance(tenant, str) or not TENANT.fullmatch(tenant):
-            raise _unknown()
+        try:
+            check_tenant(tenant)
+        except ValueError:
+            raise _unknown() from None
         return tenant
 
 
@@ -132,42 +143,55 @@ class Credentials:
         except ValueError:  # its words would show the line
             raise SettingsError(f"--credentials {self._path}: not TOML") from None
         try:
-            keys = {key_id: _key(key_id, entry) for key_id, entry in table.pop("keys", {}).items()}
-            jwt = _jwt(table.pop("jwt"), self._path.parent) if "jwt" in table else None
+            keys = {key_id: _key(key_id, entry) for key_id, entry in _table("keys", table.pop("keys", {})).items()}
+            jwt = _jwt(_table("jwt", table.pop("jwt")), self._path.parent) if "jwt" in table else None
             if table:
                 raise ValueError(f"unknown table {next(iter(table))}; there are keys and jwt")
             if not keys and jwt is None:
                 raise ValueError("holds neither keys nor jwt")
-        except (ValueError, AttributeError, TypeError) as error:
+        except ValueError as error:
             raise SettingsError(f"--credentials {self._path}: {error}") from None
         self._keys, self._jwt, self._stamp = keys, jwt, stamp
 
 
-def _key(key_id: str, entry: dict) -> _Key:
+def _table(where: str, value: object) -> dict:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: must be a table")
+    return value
+
+
+def _key(key_id: str, entry: object) -> _Key:
     where = f"keys.{key_id[:32]}"
+    entry = _table(where, entry)
     if not _KEY_ID.fullmatch(key_id):
         raise ValueError(f"{where}: an id is 1 to 32 letters and digits")
     if unknown := entry.keys() - {"tenant", "sha256", "expires"}:
         raise ValueError(f"{where}: unknown {unknown.pop()}; there are tenant, sha256 and expires")
-    if not TENANT.fullmatch(str(entry.get("tenant", ""))):
-        raise ValueError(f"{where}.tenant: must match {TENANT.pattern}")
-    if not re.fullmatch(r"[0-9a-f]{64}", str(entry.get("sha256", ""))):
+    try:
+        check_tenant(entry.get("tenant"))
+    except ValueError as error:
+        raise ValueError(f"{where}.tenant: {error}") from None
+    digest = entry.get("sha256")
+    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ValueError(f"{where}.sha256: must be 64 hexadecimal digits")
     expires = entry.get("expires")
     if expires is not None and not (isinstance(expires, datetime.datetime) and expires.tzinfo):
         raise ValueError(f"{where}.expires: must be a time with its zone, for instance 2027-01-01T00:00:00Z")
-    return _Key(entry["tenant"], bytes.fromhex(entry["sha256"]), expires.timestamp() if expires else float("inf"))
+    return _Key(entry["tenant"], bytes.fromhex(digest), expires.timestamp() if expires else float("inf"))
 
 
 def _jwt(entry: dict, folder: Path) -> _Jwt:
     if unknown := entry.keys() - {"algorithm", "public_key", "audience", "issuer", "tenant_claim"}:
         raise ValueError(f"jwt: unknown {unknown.pop()}")
+    for name, value in entry.items():
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"jwt.{name}: must be a string that is not empty")
     if entry.get("algorithm") not in ALGORITHMS:
         raise ValueError(f"jwt.algorithm: one of {', '.join(ALGORITHMS)}")
-    if not entry.get("audience"):
+    if "audience" not in entry:
         raise ValueError("jwt.audience is missing")
     try:
-        public_key = (folder / str(entry.get("public_key", ""))).read_bytes()
+        public_key = (folder / entry.get("public_key", "")).read_bytes()
     except OSError as error:
         raise ValueError(f"jwt.public_key: {error.strerror}") from None
     if b"BEGIN PUBLIC KEY" not in public_key:

@@ -16,13 +16,12 @@ from typing import NoReturn
 import grpc
 from google.protobuf.message import DecodeError
 
-from baton.service.credentials import Credentials
+from baton.service.credentials import DEFAULT_TENANT, Credentials
 from baton.service.errors import BatonError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated, abort
 from baton.service.logs import fields
 from baton.service.places import Place, Places
 from baton.service.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
 
-DEFAULT_TENANT = "default"
 MAX_METADATA_PAIRS = 64
 TENANT = "tenant"  # whoever has a credential
 ANYONE = frozenset(("anyone",))

@@ -54,10 +54,11 @@ def test_new_certificates_of_the_same_authority(installation, tmp_path):
 
 
 def test_wrong_use(tmp_path, capsys):
-    assert baton(["certs", "--out", str(tmp_path / "x"), "--tenant", "a b"]) == 2
+    for name in ("a b", "default"):
+        assert baton(["certs", "--out", str(tmp_path / "x"), "--tenant", name]) == 2
     assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(tmp_path / "none")]) == 1
     assert baton(["certs", "--out", str(tmp_path / "x"), "--host", "ü.example"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 3 and not list(tmp_path.iterdir())
+    assert len(capsys.readouterr().err.splitlines()) == 4 and not list(tmp_path.iterdir())
 
 
 def test_hosts_of_the_gateway(tmp_path):
