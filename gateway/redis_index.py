@@ -84,11 +84,11 @@ class RedisIndex:
             return Matches()
         # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
-        asking = asyncio.create_task(self._ask(hashes[:_MAX_SPANS]))
+        asking = asyncio.create_task(self._ask(hashes[:_MAX_SPANS]), name="redis lookup")
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
         await asyncio.wait((asking,), timeout=BUDGET_S)
-        found = asking.result() if asking.done() else None
+        found = asking.result() if asking.done() and not asking.cancelled() else None
         if found is None:
             self._breaker.failed()
             return Matches()
@@ -120,10 +120,10 @@ class RedisIndex:
             begin = ends[longest - 1] if longest else 0
             end = ends[longest] - 1 if longest < len(ends) else begin
             rest = bit_sets(await self._get(hashes[begin:end])) if begin < end else ()
+            return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
         except FAILURES as error:
             log.debug("redis: lookup failed %s", fields(error=words_of(error)))
             return None
-        return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
 
     async def _get(self, hashes: Sequence[bytes]) -> Sequence[bytes | None]:
         """Raises one of FAILURES."""

@@ -26,6 +26,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled
 from gateway.pace import Pace, Turns
 from gateway.rates import Rates, Recent
+from gateway.session_writer import start_writer
 from gateway.routing import Limits
 from gateway.timing import now
 
@@ -217,6 +218,8 @@ class WorkerLink:
     async def run(self) -> None:
         """Connect, serve the session, and again after a pause; until cancelled."""
         pause_s = _FIRST_PAUSE_S
+        if self.hello is not None:
+            self._lose("its session has failed")  # and this is begun anew
         while True:
             connected_at = now()
             try:
@@ -238,14 +241,18 @@ class WorkerLink:
         outbox = asyncio.Queue()
         hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
         outbox.put_nowait(pb.Command(hello=hello))
-        writer = asyncio.create_task(_write(call, outbox), name=f"session writer {self.address}")
+        writer = start_writer(call, outbox, self.address, self.hang_up)
         try:
             return await self._read(call, outbox)
         except TimeoutError:
             return "no word from it"
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
-        except (IndexError, ValueError) as error:
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            return "its stream was cancelled"
+        except Exception as error:  # whatever it sent, the next session may do better
             log.exception("malformed event %s", fields(address=self.address))
             return f"it sent what cannot be read: {error}"
         finally:
@@ -387,12 +394,3 @@ class WorkerLink:
             token_at += num_ids
             logprob_at += num_logprobs
         turns.end(due, held)
-
-
-async def _write(call, outbox: asyncio.Queue) -> None:
-    """The stream's only writer; a failed write shows in the reader."""
-    try:
-        while True:
-            await call.write(await outbox.get())
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        return

@@ -6,6 +6,7 @@ A child never outlives us: it leads a process group of its own, and the kernel k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import re
@@ -62,10 +63,12 @@ class Keeper:
         pause_s = self._pause_s
         while not self._stopping.is_set():
             begin = time.monotonic()
-            self._child = await _Child.spawn(self.argv)
-            if self._stopping.is_set():
-                self._signal(signal.SIGTERM)
-            ended = await self._live(self._child)
+            try:
+                ended = await self._run()
+            except OSError as error:  # no process or descriptor was left
+                ended = f"could not be started: {error.strerror}"
+                if not self.started.done():
+                    self.started.set_exception(StartError(f"{self.name} {ended}", 1))
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
                 break
             pause_s = self._pause_s if time.monotonic() - begin >= self._settled_s else pause_s
@@ -74,6 +77,13 @@ class Keeper:
             pause_s = min(2 * pause_s, self._max_pause_s)
         if not self.started.done():
             self.started.cancel()
+
+    async def _run(self) -> str:
+        """One life; returns how it ended, in words. Raises OSError when it does not come to one."""
+        self._child = await _Child.spawn(self.argv)
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)
+        return await self._live(self._child)
 
     async def _live(self, child: _Child) -> str:
         """From start to death; returns how it ended, in words."""
@@ -193,4 +203,6 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    """Or not, where nobody reads any more: a child must not stand still for that."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)

@@ -240,7 +240,7 @@ class Worker:
         if settings.gateways:
             where = pb.RegisterRequest(address=self._address, role=self._role)
             access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)
-            registering = tasks.start("registration", partial(register, settings.gateways, where, access))
+            registering = tasks.start("registrations", partial(register, settings.gateways, where, access))
             exits.push_async_callback(_cancel, registering)
 
     @property

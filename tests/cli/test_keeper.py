@@ -1,6 +1,7 @@
 """The keeper with small programs: ready lines, restarts with growing pauses, failed starts, drains, no orphans."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli import keeper as keeper_module
 from baton.cli.keeper import Keeper, StartError
 
 IMPORTS = "import os, signal, sys, time\n"
@@ -167,3 +169,42 @@ asyncio.run(main())
     while alive(pid):
         assert time.monotonic() < deadline, "it outlived its parent"
         time.sleep(0.01)
+
+
+async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch):
+    spawn, refused = keeper_module._Child.spawn, []
+
+    async def refuse(argv):
+        if len(refused) < 3 and keeper.started.done():
+            refused.append(argv)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await spawn(argv)
+
+    monkeypatch.setattr(keeper_module._Child, "spawn", refuse)
+    keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
+    first = await keeper.started
+    os.kill(int(first["pid"]), signal.SIGKILL)
+    await until(lambda: len(refused) == 3 and keeper._child.status is None, "it was not started again")
+    assert await keeper.stop(10)
+    assert "worker could not be started: Resource temporarily unavailable; it starts again" in capfd.readouterr().err
+
+
+async def test_a_first_start_that_the_system_refuses_is_one_line():
+    keeper = Keeper("worker", ["/nowhere/program"])
+    with pytest.raises(StartError, match="worker could not be started: No such file or directory"):
+        await keeper.started
+    assert await keeper.stop(10)
+
+
+async def test_a_child_goes_on_where_nobody_reads_what_it_says(monkeypatch):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(keeper_module.sys, "stderr", Gone())
+    keeper = Keeper("worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY))
+    await keeper.started
+    await until(lambda: keeper._child.status is not None, "the child stands still")
+    await keeper.stop(10)
