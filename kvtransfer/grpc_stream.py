@@ -41,7 +41,12 @@ _OPTIONS = (
     ("grpc.http2.lookahead_bytes", 4 << 20),
 )
 # A process that stands still is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
-_SERVER_OPTIONS = (*_OPTIONS, ("grpc.keepalive_time_ms", 2000), ("grpc.http2.ping_timeout_ms", 3000))
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),  # expanded before it is measured
+)
 
 
 

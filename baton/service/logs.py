@@ -17,6 +17,12 @@ def setup(role: str, level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """What gRPC logs, with a traceback, when it was about to answer somebody who had just gone is none."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def num_lost() -> int:

@@ -16,6 +16,7 @@ from baton.service.client import open_channel
 from baton.service.server import AddressInUse, Health, ListenError, bind, enable_reflection, make_server
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from tests.process import ROOT
 
 SERVICE = "baton.v1.Inference"
 
@@ -48,6 +49,16 @@ async def test_watch_streams_every_change():
     await next_status()
     assert seen == ["SERVICE_UNKNOWN", "NOT_SERVING", "SERVING", "NOT_SERVING"]
     watch.cancel()
+    await channel.close()
+    await server.stop(0)
+
+
+async def test_list():
+    server, health, channel = await serve(Health)
+    health.set(SERVICE, True)
+    answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    told = {service: each.status for service, each in answer.statuses.items()}
+    assert told == {"": health_pb2.HealthCheckResponse.NOT_SERVING, SERVICE: health_pb2.HealthCheckResponse.SERVING}
     await channel.close()
     await server.stop(0)
 
@@ -145,3 +156,29 @@ def test_first_signal_drains_second_kills(number, loop):
             os.kill(process.pid, number)
         assert process.wait(20) == (-number if hang else 3)
         process.stdout.close()
+
+
+def test_grpc_itself_writes_nothing_for_callers_that_it_refuses():
+    """Nothing for a connection or a call that is not well: who reaches a port does not fill the log."""
+    program = """
+import asyncio, sys
+from baton.service.server import Health, bind, make_server
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+async def main():
+    server = make_server()
+    Health(server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x" * 1000))
+        except grpc.aio.AioRpcError as error:
+            print(error.code().name)
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ran.stdout.strip(), ran.stderr) == ("UNIMPLEMENTED", "")

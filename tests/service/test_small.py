@@ -89,6 +89,21 @@ def test_no_value_forges_a_field_or_a_line(value, capsys):
     assert re.fullmatch(r'.* WARNING lost reason=("([^"\\]|\\.)*"|[^ "]+) num=1', lines[0])
 
 
+def test_callers_that_have_gone_leave_no_traceback(capsys):
+    """gRPC logs one for each that goes just before it is answered: whoever reaches a port could fill the log."""
+    kept = logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        logs.setup("gateway", "info")
+        grpcs = logging.getLogger("grpc._cython.cygrpc")
+        grpcs.error("ExecuteBatchError raised in core by servicer method [%s]", "/x/Y", exc_info=ValueError("gone"))
+        grpcs.error("Unexpected [%s] raised by servicer method [%s]", "KeyError", "/x/Y")
+    finally:
+        logging.getLogger().handlers[:], level = kept
+        logging.getLogger().setLevel(level)
+    said = capsys.readouterr().err
+    assert "ExecuteBatchError" not in said and "Unexpected [KeyError]" in said
+
+
 def test_a_long_value_is_cut():
     assert len(logs.fields(state="x" * 1_000_000)) < 1100
 
