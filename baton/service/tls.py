@@ -5,9 +5,10 @@ A certificate says what its holder is by DNS names below `baton.internal`: `gate
 callers hold a server to the name of what they meant to reach, not to its address, which containers change.
 """
 
+import functools
 import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -44,12 +45,22 @@ class Tls:
     def server(self, require_certificate: bool) -> grpc.ServerCredentials:
         """For a port. The files are looked at with every handshake: new connections see new certificates, those that
         stand go on. Files that do not fit together, as amid a rotation, change nothing."""
-        reader = _Reader(self)
-        return grpc.dynamic_ssl_server_credentials(reader.read(), reader.changed, require_certificate)
+        files = _files(self)
+        shown = files.read()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:  # called by gRPC's own threads
+            nonlocal shown
+            if (found := files.read()) is shown:
+                return None
+            shown = found
+            return found.configuration()
+
+        return grpc.dynamic_ssl_server_credentials(shown.configuration(), changed, require_certificate)
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For one channel, of the files as they are now."""
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), self.key.read_bytes(), self.cert.read_bytes())
+        """For one channel, of the files as they are now, or as they were when they last fitted together. Raises OSError."""
+        found = _files(self).read()
+        return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
 
     def _verify(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -57,30 +68,54 @@ class Tls:
         context.load_verify_locations(self.ca)
 
 
-@dataclass
-class _Reader:
-    """Called by gRPC's own threads, at each handshake."""
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    ca: bytes
+    key: bytes
+    cert: bytes
+    stamps: tuple
 
-    tls: Tls
-    stamps: tuple = field(default=())
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(((self.key, self.cert),), self.ca)
 
-    def read(self) -> grpc.ServerCertificateConfiguration:
-        self.stamps = self._stamps()
-        pair = (self.tls.key.read_bytes(), self.tls.cert.read_bytes())
-        return grpc.ssl_server_certificate_configuration((pair,), self.tls.ca.read_bytes())
 
-    def changed(self) -> grpc.ServerCertificateConfiguration | None:
+class _Files:
+    """What was in them when they last belonged together."""
+
+    def __init__(self, tls: Tls):
+        self._tls = tls
+        self._last: _Contents | None = None
+
+    def read(self) -> _Contents:
+        """The same object until they change. Raises OSError where they have never been read."""
         try:
-            if self._stamps() == self.stamps:
-                return None
-            self.tls._verify()
-            return self.read()
-        except (OSError, ssl.SSLError):
-            return None
+            stamps = self._stamps()
+            if self._last is not None and self._last.stamps == stamps:
+                return self._last
+            found = _Contents(self._tls.ca.read_bytes(), self._tls.key.read_bytes(), self._tls.cert.read_bytes(), stamps)
+            if self._fit() and self._stamps() == stamps:  # else they are being replaced: the next handshake looks again
+                self._last = found
+        except OSError:
+            if self._last is None:
+                raise
+        return self._last or found
+
+    def _fit(self) -> bool:
+        try:
+            self._tls._verify()
+        except ssl.SSLError:
+            return False
+        return True
 
     def _stamps(self) -> tuple:
-        found = (path.stat() for path in (self.tls.cert, self.tls.key, self.tls.ca))
+        found = (path.stat() for path in (self._tls.cert, self._tls.key, self._tls.ca))
         return tuple((each.st_mtime_ns, each.st_ino, each.st_size) for each in found)
+
+
+@functools.cache
+def _files(tls: Tls) -> _Files:
+    """One for all channels and ports, so that each knows what the others have seen fit together."""
+    return _Files(tls)
 
 
 def roles_of(auth_context: Mapping[str, list[bytes]]) -> frozenset[str]:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from pathlib import Path
 
 import grpc
 import pytest
@@ -200,6 +201,33 @@ def replace_server_files(folder, fresh) -> None:
         os.replace(folder / f".{name}", folder / name)
 
 
+async def test_both_sides_change_again_and_again_and_no_call_fails(tmp_path, installation):
+    """A new connection for each call, while the files of both ends are replaced one by one, forty times."""
+    folder = tmp_path / "certs"
+    shutil.copytree(installation.folder, folder)
+    authority, access = Authority.read(folder), Installation(folder).access("gateway")
+    pairs = [(role, authority.issue(role, NAMES[role], 1)) for _ in range(20) for role in ("decode", "gateway")]
+    num_calls, stop = 0, asyncio.Event()
+
+    async def ask(address: str) -> None:
+        nonlocal num_calls
+        while not stop.is_set():
+            async with access.channel(address, name=WORKER_NAME) as channel:
+                await check(channel)
+            num_calls += 1
+
+    async with Serving(Installation(folder).tls("decode")) as address, asyncio.TaskGroup() as group:
+        group.create_task(ask(address))
+        for role, contents in pairs:
+            for end, content in zip(("crt", "key"), contents, strict=True):
+                before = num_calls
+                (folder / ".new").write_bytes(content)
+                os.replace(folder / ".new", folder / f"{role}.{end}")
+                while num_calls < before + 2:  # amid it, with a pair that does not fit
+                    await asyncio.sleep(0.001)
+        stop.set()
+
+
 async def test_a_pair_that_does_not_fit_changes_nothing(tmp_path, installation, stranger):
     folder = tmp_path / "certs"
     shutil.copytree(installation.folder, folder)
@@ -228,6 +256,59 @@ async def test_two_authorities_overlap(tmp_path, installation, stranger):
         for access in (other, installation.access("gateway")):
             async with access.channel(address, name=WORKER_NAME) as channel:
                 assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
+
+
+# ---- expiry ----
+
+LIFE_S = 10
+
+
+def short_lived(installation: Installation, folder: Path, role: str) -> Tls:
+    """A certificate that is good for LIFE_S."""
+    folder.mkdir()
+    certificate, key = Authority.read(installation.folder).issue(role, NAMES[role], LIFE_S / 86_400)
+    (folder / f"{role}.crt").write_bytes(certificate)
+    (folder / f"{role}.key").write_bytes(key)
+    return Tls(folder / f"{role}.crt", folder / f"{role}.key", installation.folder / "ca.crt")
+
+
+async def refused(access: Access, address: str) -> bool:
+    async with access.channel(address, name=WORKER_NAME) as channel:
+        try:
+            await check(channel)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.UNAVAILABLE
+    return False
+
+
+async def test_a_caller_whose_certificate_expires(installation, tmp_path):
+    """Its connection goes on, with the stream that runs on it and with new calls; no new one is made."""
+    tls = short_lived(installation, tmp_path / "short", "gateway")
+    access = Access(tls.ca, tls.cert, tls.key)
+    async with Serving(installation.tls("decode")) as address, access.channel(address, name=WORKER_NAME) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        async with asyncio.timeout(60):
+            while not await refused(access, address):
+                await asyncio.sleep(0.2)
+        assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
+        assert not watch.done()
+        assert not await refused(installation.access("gateway"), address)
+
+
+async def test_a_server_whose_certificate_expires(installation, tmp_path):
+    """Connections go on, new ones fail; with new files new ones work again, and nothing was restarted."""
+    tls, access = short_lived(installation, tmp_path / "short", "decode"), installation.access("gateway")
+    async with Serving(tls) as address, access.channel(address, name=WORKER_NAME) as channel:
+        assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
+        async with asyncio.timeout(60):
+            while not await refused(access, address):
+                await asyncio.sleep(0.2)
+        assert await check(channel) == health_pb2.HealthCheckResponse.SERVING
+        certificate, key = Authority.read(installation.folder).issue("decode", NAMES["decode"], 1)
+        tls.cert.write_bytes(certificate)
+        tls.key.write_bytes(key)
+        assert not await refused(access, address)
 
 
 # ---- files that cannot be used ----
