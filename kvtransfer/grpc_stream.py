@@ -29,25 +29,32 @@ SERVICE, METHOD = "baton.kv.Raw", "Pull"
 # whatever it holds, and large ones are allocated afresh, page by page.
 CHUNK_BYTES = 512 << 10
 _PAYLOAD = b"\0"  # frames begin with their magic
-_MAX_WAITING = 4  # messages read ahead of the dialogue
+_MAX_WAITING = 4  # messages of a source read ahead of the dialogue; of a taker one, who may be anybody
 _DRAIN_S = 1.0
 _STOP_S = 0.5
 _OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES + HEADER_BYTES),
     ("grpc.max_send_message_length", MAX_FRAME_BYTES + HEADER_BYTES),
     ("grpc.optimization_target", "throughput"),
-    ("grpc.so_reuseport", 0),
+)
+_TAKER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES + HEADER_BYTES),
     ("grpc.use_local_subchannel_pool", 1),  # each dialogue has a connection of its own, so none waits for another
     ("grpc.http2.lookahead_bytes", 4 << 20),
 )
-# A process that stands still is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
 _SERVER_OPTIONS = (
     *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_TAKER_FRAME_BYTES + HEADER_BYTES),
+    ("grpc.max_concurrent_streams", 4),  # of one connection, and a taker has one for each dialogue
+    # What is read ahead of a stranger: small frames alone come this way.
+    ("grpc.http2.lookahead_bytes", 4 * MAX_TAKER_FRAME_BYTES),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.so_reuseport", 0),
+    # A process that stands still is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),  # expanded before it is measured
 )
-
 
 
 class Security(NamedTuple):
@@ -66,11 +73,15 @@ _BROKEN = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.I
 class GrpcLine:
     """Two tasks do the call's own reads and writes: cancelling one of those would end the call and its last words."""
 
-    def __init__(self, call: "_TakerCall | _SourceCall", max_frame_bytes: int = MAX_FRAME_BYTES):
+    def __init__(
+        self, call: "_TakerCall | _SourceCall", max_frame_bytes: int = MAX_FRAME_BYTES, max_waiting: int = _MAX_WAITING
+    ):
+        """`max_waiting`: messages that are read ahead."""
         self._call = call
         self._max_frame_bytes = max_frame_bytes
         self._silence_s = SILENCE_S
-        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_WAITING)
+        self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the other side says no more
+        self._room = asyncio.Semaphore(max_waiting)
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(1)
         self._sending = asyncio.Lock()
         self._lost = ""
@@ -164,9 +175,8 @@ class GrpcLine:
     def _lose(self, why: str) -> None:
         """Who waits for a message, or waits to send one, learns of it."""
         self._lost = self._lost or why
-        if self._incoming.full():
-            self._incoming.get_nowait()
         self._incoming.put_nowait(None)
+        self._room.release()
 
     async def _put(self, message: bytes) -> None:
         try:
@@ -187,18 +197,20 @@ class GrpcLine:
         if message is None or self._lost and self._finishing:
             self._incoming.put_nowait(None)
             raise PeerLost(self._lost or "the other side closed the line")
+        self._room.release()
         return message
 
     async def _read(self) -> None:
-        """Until the other side has ended the call."""
+        """Until the other side has ended the call. Nothing is kept of what comes behind the end of this one."""
         try:
+            await self._room.acquire()
             while (message := await self._call.read()) is not None:
                 if self._finishing is None:
-                    await self._incoming.put(message)
+                    self._incoming.put_nowait(message)
+                    await self._room.acquire()
         except _BROKEN as exc:
             self._lost = self._lost or f"the line broke: {_cause(exc)}"
-        if self._finishing is None:
-            await self._incoming.put(None)  # a taker that has closed its half may still be spoken to
+        self._incoming.put_nowait(None)  # a taker that has closed its half may still be spoken to
 
     async def _write(self) -> None:
         """Messages are taken from the queue even when the line is lost: nobody may wait for room for ever."""
@@ -253,7 +265,7 @@ class _SourceCall:
         """The handler's return ends the call."""
 
     def cancel(self) -> None:
-        """Not for servers: a taker that reads no more is dropped with its connection, see _OPTIONS."""
+        """Not for servers: a taker that reads no more is dropped with its connection, see _SERVER_OPTIONS."""
 
     async def end(self) -> None:
         """The handler's return ends the call."""
@@ -270,7 +282,7 @@ class GrpcListener:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
 
     async def _pull(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        line = GrpcLine(_SourceCall(messages, context), MAX_TAKER_FRAME_BYTES)
+        line = GrpcLine(_SourceCall(messages, context), MAX_TAKER_FRAME_BYTES, max_waiting=1)
         self._on_line(line)
         try:
             await line.ended.wait()
@@ -317,10 +329,10 @@ async def connect(address: str, security: Security = OPEN) -> GrpcLine:
 
 def _channel(address: str, security: Security) -> grpc.aio.Channel:
     if security.channel is None:
-        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=_TAKER_OPTIONS)
     try:
         credentials = security.channel()
     except OSError as exc:  # a certificate that is not there for a moment
         raise PeerLost(f"{exc.filename}: {exc.strerror}") from exc
     named = ("grpc.ssl_target_name_override", security.server_name)
-    return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, named))
+    return grpc.aio.secure_channel(address, credentials, options=(*_TAKER_OPTIONS, named))

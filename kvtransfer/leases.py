@@ -145,6 +145,10 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def num_fetches(self) -> int:
+        return sum(len(lease.fetches) for lease in self._by_id.values())
+
     def grant(
         self, key: Hashable, *, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
         span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, lease_id: bytes | None = None,

@@ -59,8 +59,12 @@ class SocketLine:
             await self._send_all([data[sent:]])
 
     async def receive(self) -> kv_pb2.KVFrame:
-        header = await self._take(HEADER_BYTES)
-        return decode_frame(await self._take(frame_length(header, self._max_frame_bytes)))
+        try:
+            async with asyncio.timeout(self._silence_s):  # in all: bytes that trickle are no frame
+                header = await self._take(HEADER_BYTES)
+                return decode_frame(await self._take(frame_length(header, self._max_frame_bytes)))
+        except TimeoutError as exc:
+            raise PeerLost(f"the other side was silent for {self._silence_s:g} s, or in the midst of a frame") from exc
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
         try:

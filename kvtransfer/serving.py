@@ -13,6 +13,7 @@ import numpy as np
 from baton import failpoints
 from baton.v1 import kv_pb2
 from kvtransfer.compatible import relation
+from kvtransfer.connections import WANT_S
 from kvtransfer.convert import Codec, encode, row_sizes
 from kvtransfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
 from kvtransfer.digest import make_digests, span_names
@@ -34,6 +35,7 @@ from kvtransfer.wire import (
 )
 
 MAX_UNACKED = 4  # ranges under way; the taker's room is what holds the source back
+TAKEOVER_S = 1.5  # a live taker is heard every second
 _MAX_REPLIES = 64
 _MAX_SHARES = 1024
 
@@ -53,7 +55,7 @@ class Shelf:
     mint: TicketMint
     generations: Callable[[int], int]
     counters: Counter
-    dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: the newest dialogue takes over
+    dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: one at a time
 
 
 class _Prepared(NamedTuple):
@@ -65,15 +67,18 @@ class _Prepared(NamedTuple):
 class Serving:
     """One line, one share of one fetch: from Want to End. A failure ends this dialogue only."""
 
-    def __init__(self, shelf: Shelf, line: Line, transport: str):
+    def __init__(self, shelf: Shelf, line: Line, transport: str, establish: Callable[[], None]):
+        """`establish()` is called when the ticket is checked; what it raises ends the dialogue."""
         self._shelf = shelf
         self._line = line
         self._transport = transport
+        self._establish = establish
         self._sends = CAPABILITIES[transport].source_sends
         self._replies: asyncio.Queue[kv_pb2.KVFrame] = asyncio.Queue(_MAX_REPLIES)
         self._prepared: asyncio.Queue[_Prepared] = asyncio.Queue(1)
         self._unacked: deque[Range] = deque()
         self._room = asyncio.Event()
+        self._heard, self._over = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
         """Never raises but for cancellation; the line is closed behind it."""
@@ -89,6 +94,7 @@ class Serving:
             self._shelf.counters["internal"] += 1
             await self._tell(KVError("the source failed, see its log"))
         finally:
+            self._over.set()
             self._line.close()
 
     async def _tell(self, exc: KVError) -> None:
@@ -99,18 +105,17 @@ class Serving:
             pass  # nobody listens any more
 
     async def _serve(self) -> None:
-        frame = await self._line.receive()
-        if frame.WhichOneof("kind") != "want":
-            raise ProtocolError("a dialogue begins with Want")
-        want = frame.want
+        want = await self._first()
         lease = self._authorise(want)
         self._prepare(lease, want)
-        self._fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
         name = (want.ticket.fetch_id, want.share)
-        earlier, self._shelf.dialogues[name] = self._shelf.dialogues.get(name), self
-        if earlier:
-            earlier._line.close()  # its taker has come back on a new line
+        while (earlier := self._shelf.dialogues.get(name)) is not None:
+            await self._take_over(earlier)
+        lease.check_alive()
+        self._fetch = lease.begin(want.ticket.fetch_id, want.share, want.num_shares)
+        self._shelf.dialogues[name] = self
         try:
+            self._establish()
             await self._line.share_memory()
             working = (self._prepare_all(lease), self._announce_all(lease), self._reply())
             await converse(self._listen(lease, want.share), *working)
@@ -118,6 +123,34 @@ class Serving:
             if self._shelf.dialogues.get(name) is self:
                 del self._shelf.dialogues[name]
             self._shelf.leases.leave(lease, self._fetch)
+
+    async def _first(self) -> kv_pb2.Want:
+        """Raises PeerLost where it is not there in time, ProtocolError for anything else."""
+        try:
+            async with asyncio.timeout(WANT_S):
+                frame = await self._line.receive()
+        except TimeoutError as exc:
+            raise PeerLost(f"no Want came within {WANT_S:g} s") from exc
+        if frame.WhichOneof("kind") != "want":
+            raise ProtocolError("a dialogue begins with Want")
+        return frame.want
+
+    async def _take_over(self, earlier: "Serving") -> None:
+        """From a dialogue of the same ticket and share, whose taker has come back before its line was seen to break.
+        Raises TicketRefused where that taker is still heard: then this is somebody who has overheard the ticket."""
+        earlier._heard.clear()
+        waits = [asyncio.ensure_future(event.wait()) for event in (earlier._heard, earlier._over)]
+        try:
+            await asyncio.wait(waits, timeout=TAKEOVER_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if earlier._heard.is_set() and not earlier._over.is_set():
+            log.warning("a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport)
+            raise TicketRefused("this ticket's taker is being served on another line")
+        earlier._line.close()
+        for name in [name for name, serving in self._shelf.dialogues.items() if serving is earlier]:
+            del self._shelf.dialogues[name]
 
     def _authorise(self, want: kv_pb2.Want) -> Lease:
         """Raises TicketRefused, LeaseExpired, before anything is allocated."""
@@ -149,6 +182,7 @@ class Serving:
     async def _listen(self, lease: Lease, share: int) -> None:
         while True:
             frame = await self._line.receive()
+            self._heard.set()
             self._check_alive(lease)
             self._shelf.leases.renew(lease.lease_id)
             match frame.WhichOneof("kind"):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from baton import failpoints, tasks
 from kvtransfer.blocks import check_movable
 from kvtransfer.compatible import relation
+from kvtransfer.connections import Connections
 from kvtransfer.convert import Codec
 from kvtransfer.endpoints import Address, Listeners, Memories
 from kvtransfer.layout import BlockRef, Endpoint, KVHandle, KVLayout, Part
@@ -21,10 +22,8 @@ from kvtransfer.region import Region
 from kvtransfer.reshard import Shard
 from kvtransfer.serving import Serving, Shelf
 from kvtransfer.ticket import TicketMint, parse_ticket
-from kvtransfer.transport import Line, allowed
+from kvtransfer.transport import CAPABILITIES, Line, allowed
 from kvtransfer.wire import ID_BYTES, MAX_TOKENS, Taker, encode_handle
-
-_MAX_DIALOGUES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Source:
     the same form are served. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
-    taker says has taker_ in front), leases_granted, leases_expired, dialogues_refused, bytes_confirmed."""
+    taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
 
     def __init__(
         self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
@@ -76,7 +75,7 @@ class Source:
             generations, self.counters, {},
         )  # fmt: skip
         self._listeners = Listeners()
-        self._tasks: set[asyncio.Task] = set()
+        self._connections = {name: Connections() for name in CAPABILITIES}
         self._reaper: asyncio.Task | None = None
 
     async def start(self, address: Address | None = None) -> None:
@@ -156,29 +155,31 @@ class Source:
     def num_leases(self) -> int:
         return len(self._leases)
 
+    @property
+    def num_tickets(self) -> int:
+        """That may still be used, or are in use."""
+        return self._leases.num_fetches
+
+    @property
+    def num_connections(self) -> int:
+        """Of all transports, strangers included."""
+        return sum(map(len, self._connections.values()))
+
     async def stop(self) -> None:
         """Ends every dialogue and every lease, and removes the sockets."""
         await self._listeners.close()
         if self._reaper:
             self._reaper.cancel()
         self._leases.close()
-        tasks = [*self._tasks, *([self._reaper] if self._reaper else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [task for each in self._connections.values() for task in each.cancel()]
+        await asyncio.gather(*tasks, *([self._reaper] if self._reaper else []), return_exceptions=True)
 
     async def serve(self, line: Line, transport: str) -> None:
         """One dialogue on a line that was accepted."""
-        await Serving(self._shelf, line, transport).run()
+        await Serving(self._shelf, line, transport, self._connections[transport].establish).run()
 
     def _accept(self, line: Line, transport: str) -> None:
-        if len(self._tasks) >= _MAX_DIALOGUES:
-            self.counters["dialogues_refused"] += 1
-            line.close()
-            return
-        task = asyncio.create_task(self.serve(line, transport))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._connections[transport].open(line, self.serve(line, transport))
 
     def _check_taker(self, taker: Taker) -> None:
         numerics = (self.identity.numerics_class, taker.numerics_class)
