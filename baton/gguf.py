@@ -18,6 +18,7 @@ ALIGNMENT = 32  # bytes, of every tensor, where general.alignment does not say
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 TOKENIZER = "tokenizer."
+_INTEGERS, _FLOATS, _BOOL = frozenset((0, 1, 2, 3, 4, 5, 10, 11)), frozenset((6, 12)), 7
 
 
 def is_gguf(path: Path) -> bool:
@@ -41,8 +42,24 @@ class _Value(NamedTuple):
     end: int
 
 
+class Kind(NamedTuple):
+    """What a value must be: one of `scalars`, or an array of `items`."""
+
+    name: str
+    scalars: frozenset[int] = frozenset()
+    items: frozenset[int] = frozenset()
+
+
+INTEGER, INTEGERS = Kind("an integer", _INTEGERS), Kind("a list of integers", items=_INTEGERS)
+INTEGER_OR_EACH = Kind("an integer, or a list of one a layer", _INTEGERS, _INTEGERS)
+NUMBER = Kind("a number", _INTEGERS | _FLOATS)
+NUMBERS = Kind("a list of numbers", items=NUMBER.scalars)
+FLAG = Kind("true or false", frozenset((_BOOL,)))
+TEXT, TEXTS = Kind("a string", frozenset((STRING,))), Kind("a list of strings", items=frozenset((STRING,)))
+
+
 class GGUFHeader:
-    """`tensors` by name; `get(key)` decodes a value of the metadata."""
+    """`tensors` by name; `get(key, kind)` decodes a value of the metadata."""
 
     def __init__(self, path: Path):
         """Raises GGUFError for what is not a whole header."""
@@ -59,11 +76,15 @@ class GGUFHeader:
         except (struct.error, ValueError, KeyError, OverflowError, IndexError) as error:
             raise GGUFError(f"{path}: truncated or not a GGUF file ({error})") from None
 
-    def get(self, key: str, default=None):
-        """A number, a bool, a string or a list of one of these; `default` where the file does not say."""
+    def get(self, key: str, kind: Kind, default=None):
+        """A value; `default` where the file does not say. Raises GGUFError for one of another kind."""
         value = self._values.get(key)
         if value is None:
             return default
+        self._position = value.begin
+        item_type = self._number("I") if value.type_id == ARRAY else None
+        if value.type_id not in kind.scalars and item_type not in kind.items:
+            raise GGUFError(f"{self.path}: {key} is not {kind.name}")
         self._position = value.begin
         try:
             return self._decode(value.type_id)
@@ -104,7 +125,7 @@ class GGUFHeader:
         return name, TensorInfo(shape[::-1], self._number("I"), self._number("Q"))
 
     def _lay_out(self, tensors: list[tuple[str, TensorInfo]], header_bytes: int) -> None:
-        alignment = self.get("general.alignment", ALIGNMENT)
+        alignment = self.get("general.alignment", INTEGER, ALIGNMENT)
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment {alignment} is no power of two")
         begin = -(-header_bytes // alignment) * alignment

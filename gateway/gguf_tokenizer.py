@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from baton.gguf import GGUFHeader
+from baton.gguf import FLAG, INTEGER, INTEGERS, NUMBERS, TEXT, TEXTS, GGUFError, GGUFHeader
 from baton.service.settings import SettingsError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types
+MAX_TOKEN_CHARS = 1024  # every cut of a word is looked up as a merge
 SPACE = "\u2581"  # SentencePiece's
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -49,34 +50,44 @@ RULES = {
 
 def tokenizer_json(header: GGUFHeader) -> bytes:
     """Raises SettingsError for a kind that is not known, or a file without a vocabulary."""
-    tokens, types = header.get("tokenizer.ggml.tokens"), header.get("tokenizer.ggml.token_type")
+    tokens, types = header.get("tokenizer.ggml.tokens", TEXTS), header.get("tokenizer.ggml.token_type", INTEGERS)
     if not tokens:
         raise SettingsError(f"{header.path}: tokenizer.ggml.tokens is missing: a model without its vocabulary")
+    if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
+        told = f"has a token of {longest} characters, at most {MAX_TOKEN_CHARS} are believed"
+        raise SettingsError(f"{header.path}: tokenizer.ggml.tokens {told}")
     types = types or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         counts = f"{len(types)} entries for {len(tokens)} tokens"
         raise SettingsError(f"{header.path}: tokenizer.ggml.token_type has {counts}")
-    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
-    kind = header.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer, add_bos = _byte_level(header, vocabulary)
-    elif kind == "llama":
-        tokenizer, add_bos = _sentencepiece(header, tokens, types), True
-    else:
+    kind = header.get("tokenizer.ggml.model", TEXT)
+    if kind not in ("gpt2", "llama"):
         raise SettingsError(f"{header.path}: tokenizer.ggml.model {kind!r} is not supported, one of gpt2, llama")
-    _add_tokens(tokenizer, tokens, types)
-    _add_ends(tokenizer, header, tokens, add_bos)
-    return tokenizer.to_str().encode()
+    make = _byte_level if kind == "gpt2" else _sentencepiece
+    try:
+        tokenizer, add_bos = make(header, tokens, types)
+        _add_tokens(tokenizer, tokens, types)
+        _add_ends(tokenizer, header, tokens, add_bos)
+        return tokenizer.to_str().encode()
+    except (SettingsError, GGUFError):
+        raise
+    except Exception as error:  # the bindings raise bare Exception
+        told = " ".join(str(error).split())[:200]
+        raise SettingsError(f"{header.path}: tokenizer.ggml makes no tokenizer: {told}") from None
 
 
-def _byte_level(header: GGUFHeader, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    name, merges = header.get("tokenizer.ggml.pre"), header.get("tokenizer.ggml.merges")
+def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
+    """And whether a text begins with BOS, where the file does not say."""
+    name, merges = header.get("tokenizer.ggml.pre", TEXT), header.get("tokenizer.ggml.merges", TEXTS)
     if name not in RULES:
         raise SettingsError(f"{header.path}: tokenizer.ggml.pre {name!r} is not supported, one of {', '.join(RULES)}")
     if merges is None:
         raise SettingsError(f"{header.path}: tokenizer.ggml.merges is missing")
     rule = RULES[name]
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    if broken := next((merge for merge, pair in zip(merges, pairs) if len(pair) != 2), None):
+        raise SettingsError(f"{header.path}: tokenizer.ggml.merges: {broken[:40]!r} is no pair of words")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     model = models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=rule.whole_words)
     tokenizer = Tokenizer(model)
     if rule.normalizer:
@@ -88,8 +99,8 @@ def _byte_level(header: GGUFHeader, vocabulary: dict[str, int]) -> tuple[Tokeniz
     return tokenizer, rule.add_bos
 
 
-def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> Tokenizer:
-    scores = header.get("tokenizer.ggml.scores")
+def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
+    scores = header.get("tokenizer.ggml.scores", NUMBERS)
     if scores is None or len(scores) != len(tokens):
         raise SettingsError(f"{header.path}: tokenizer.ggml.scores are missing, or not one a token")
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
@@ -99,14 +110,14 @@ def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> T
     tokenizer = Tokenizer(
         models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefix = header.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = header.get("tokenizer.ggml.add_space_prefix", FLAG, True)
     steps = [normalizers.Replace(" ", SPACE)]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if prefix else steps)
     ends = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ends]
     )
-    return tokenizer
+    return tokenizer, True
 
 
 def _merges(vocabulary: dict[str, int], scores: list[float], pieces: set[str]) -> list[tuple[str, str]]:
@@ -131,12 +142,12 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 
 def _add_ends(tokenizer: Tokenizer, header: GGUFHeader, tokens: list[str], add_bos: bool) -> None:
     """What the tokenizer puts around a text."""
-    wanted = {"bos": header.get("tokenizer.ggml.add_bos_token", add_bos)}
-    wanted["eos"] = header.get("tokenizer.ggml.add_eos_token", False)
+    wanted = {"bos": header.get("tokenizer.ggml.add_bos_token", FLAG, add_bos)}
+    wanted["eos"] = header.get("tokenizer.ggml.add_eos_token", FLAG, False)
     found = {}
     for name, is_wanted in wanted.items():
-        token_id = header.get(f"tokenizer.ggml.{name}_token_id")
-        if is_wanted and token_id is not None and token_id < len(tokens):
+        token_id = header.get(f"tokenizer.ggml.{name}_token_id", INTEGER, -1)
+        if is_wanted and 0 <= token_id < len(tokens):
             found[name] = (tokens[token_id], token_id)
     if found:
         order = [found[name][0] for name in ("bos",) if name in found] + ["$A"]

@@ -2,7 +2,6 @@
 before."""
 
 import hashlib
-import math
 import re
 import secrets
 from array import array
@@ -13,14 +12,12 @@ from baton.service.errors import InvalidRequest, NotFound
 from baton.service.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from gateway.model_folder import Defaults
+from gateway.sampling_ranges import RANGES, SHIFT
 from gateway.slo_classes import BUILT_IN, DEFAULT_CLASS
 from gateway.templates import ChatMessage
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DRAFT_TOKENS = 16
-# Beyond these a logit in fp32 becomes infinite somewhere on its way, and what is drawn from it means nothing.
-_MIN_SCALE, _MAX_SCALE = 1e-3, 100.0  # temperature, repetition_penalty
-_MAX_SHIFT = 1000.0  # penalties and biases that are added to a logit
 ROLES = ("system", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -257,20 +254,14 @@ def _messages(messages: Sequence[pb.Message], limits: Limits) -> tuple[ChatMessa
 def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
     defaults = served.defaults
     checked = Sampling(
-        temperature=_number(
-            sampling, "temperature", defaults.temperature, lambda v: v == 0 or _MIN_SCALE <= v <= _MAX_SCALE,
-            f"must be 0, or {_MIN_SCALE} to {_MAX_SCALE}",
-        ),
+        temperature=_number(sampling, "temperature", defaults.temperature),
         top_k=sampling.top_k if sampling.HasField("top_k") else defaults.top_k,
-        top_p=_number(sampling, "top_p", defaults.top_p, lambda v: 0 < v <= 1, "must be in (0, 1]"),
-        min_p=_number(sampling, "min_p", defaults.min_p, lambda v: 0 <= v <= 1, "must be in [0, 1]"),
+        top_p=_number(sampling, "top_p", defaults.top_p),
+        min_p=_number(sampling, "min_p", defaults.min_p),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(53),  # exact in every client's numbers
-        repetition_penalty=_number(
-            sampling, "repetition_penalty", defaults.repetition_penalty, lambda v: _MIN_SCALE <= v <= _MAX_SCALE,
-            f"must be {_MIN_SCALE} to {_MAX_SCALE}",
-        ),
-        presence_penalty=_shift(sampling, "presence_penalty"),
-        frequency_penalty=_shift(sampling, "frequency_penalty"),
+        repetition_penalty=_number(sampling, "repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=_number(sampling, "presence_penalty", 0.0),
+        frequency_penalty=_number(sampling, "frequency_penalty", 0.0),
         logit_bias=_logit_bias(sampling.logit_bias, served),
         n=sampling.n if sampling.HasField("n") else 1,
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
@@ -300,20 +291,13 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
     return copy
 
 
-def _number(sampling: pb.Sampling, name: str, default: float, is_good=None, rule: str = "") -> float:
+def _number(sampling: pb.Sampling, name: str, default: float) -> float:
     if not sampling.HasField(name):
         return default
     value = getattr(sampling, name)
-    if not math.isfinite(value):
-        _refuse(f"sampling.{name}", "must be a finite number")
-    if is_good and not is_good(value):
-        _refuse(f"sampling.{name}", rule)
+    if problem := RANGES[name].problem(value):
+        _refuse(f"sampling.{name}", problem)
     return value
-
-
-def _shift(sampling: pb.Sampling, name: str) -> float:
-    rule = f"must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}"
-    return _number(sampling, name, 0.0, lambda v: abs(v) <= _MAX_SHIFT, rule)
 
 
 def _logit_bias(logit_bias, served: ServedModel) -> dict[int, float]:
@@ -323,8 +307,8 @@ def _logit_bias(logit_bias, served: ServedModel) -> dict[int, float]:
     for token_id, bias in logit_bias.items():
         if token_id >= served.vocab_size:
             _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {served.vocab_size} ids")
-        if not abs(bias) <= _MAX_SHIFT:
-            _refuse("sampling.logit_bias", f"the bias of {token_id} must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}")
+        if SHIFT.problem(bias):
+            _refuse("sampling.logit_bias", f"the bias of {token_id} {SHIFT.rule}")
     return dict(logit_bias)
 
 

@@ -13,7 +13,7 @@ from gguf import GGML_QUANT_SIZES, dequantize
 from gguf import GGMLQuantizationType as GGMLType
 
 from baton.engine.models.errors import ModelError
-from baton.gguf import GGUFError, GGUFHeader, TensorInfo
+from baton.gguf import INTEGER, INTEGER_OR_EACH, NUMBER, TEXT, GGUFError, GGUFHeader, Kind, TensorInfo
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -31,7 +31,7 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """`tensors` by name; `metadata(key)` as Python values."""
+    """`tensors` by name; `metadata(key, kind)` as Python values."""
 
     def __init__(self, path: Path):
         """Raises ModelError for what is not a whole GGUF file."""
@@ -79,21 +79,24 @@ def _mapped(data: np.memmap, name: str, info: TensorInfo) -> GGUFTensor:
 
 
 def config_of(file: GGUFFile) -> dict:
-    """What config.json would say. Raises ValueError or KeyError, as reading a config.json does."""
-    arch = file.metadata("general.architecture")
+    """What config.json would say. Raises ValueError or KeyError, as reading a config.json does, and GGUFError for a
+    value of the wrong kind."""
+    arch = file.metadata("general.architecture", TEXT)
     if arch not in ARCHITECTURES:
         raise ValueError(f"architecture {arch} is not supported, one of {', '.join(ARCHITECTURES)}")
-    if (num_parts := file.metadata("split.count", 1)) > 1:
+    if (num_parts := file.metadata("split.count", INTEGER, 1)) > 1:
         raise ValueError(f"one of {num_parts} parts of a model; join them with llama-gguf-split --merge")
     for name in (EMBEDDING, "output_norm.weight"):
         if name not in file.tensors:
             raise ValueError(f"tensor {name} is missing")
 
-    def of(key: str, default=None):
-        return file.metadata(f"{arch}.{key}", default)
+    def of(key: str, kind: Kind = INTEGER, default=None):
+        return file.metadata(f"{arch}.{key}", kind, default)
 
     heads, length = _one(arch, "attention.head_count", of), of("attention.key_length")
     hidden_size = of("embedding_length")
+    if not heads or hidden_size is None:
+        raise ValueError(f"{arch}.attention.head_count or {arch}.embedding_length is missing or 0")
     config = {
         "architectures": [ARCHITECTURES[arch]],
         "vocab_size": file.tensors[EMBEDDING].shape[0],
@@ -103,25 +106,25 @@ def config_of(file: GGUFFile) -> dict:
         "num_attention_heads": heads,
         "num_key_value_heads": _one(arch, "attention.head_count_kv", of, heads),
         "head_dim": length or hidden_size // heads,
-        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", 1e-5),
+        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", NUMBER, 1e-5),
         "max_position_embeddings": of("context_length"),
         "tie_word_embeddings": OUTPUT not in file.tensors,
         "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in file.tensors,
         "dtype": DTYPES.get(file.tensors[EMBEDDING].tensor_type, "bfloat16"),
-        "eos_token_id": [file.metadata(f"tokenizer.ggml.{key}") for key in END_KEYS],
+        "eos_token_id": [file.metadata(f"tokenizer.ggml.{key}", INTEGER, -1) for key in END_KEYS],
         "rope_parameters": _rope(file, of),
     }
-    config["eos_token_id"] = sorted({token_id for token_id in config["eos_token_id"] if token_id is not None})
+    config["eos_token_id"] = sorted({*config["eos_token_id"]} - {-1})
     if window := of("attention.sliding_window"):
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window} if arch == "llama" else {}
-    if (rotary := of("rope.dimension_count", config["head_dim"])) != config["head_dim"]:
+    if (rotary := of("rope.dimension_count", default=config["head_dim"])) != config["head_dim"]:
         raise ValueError(f"rope.dimension_count {rotary} other than head_dim {config['head_dim']} is not supported")
     return config
 
 
 def _one(arch: str, key: str, of, default=None) -> int | None:
     """A count that may be given per layer, where all are the same."""
-    value = of(key, default)
+    value = of(key, INTEGER_OR_EACH, default)
     if isinstance(value, list):
         if len(set(value)) != 1:
             raise ValueError(f"{arch}.{key} differs between layers, which is not supported")
@@ -131,7 +134,7 @@ def _one(arch: str, key: str, of, default=None) -> int | None:
 
 def _rope(file: GGUFFile, of) -> dict:
     """Llama 3's scaling comes as a tensor of divisors of the frequencies: longrope with the same factors everywhere."""
-    parameters = {"rope_theta": of("rope.freq_base", 10_000.0), "rope_type": "default"}
+    parameters = {"rope_theta": of("rope.freq_base", NUMBER, 10_000.0), "rope_type": "default"}
     original = of("rope.scaling.original_context_length")
     if ROPE_FACTORS in file.tensors:
         factors = file.expanded(ROPE_FACTORS).tolist()
@@ -139,12 +142,12 @@ def _rope(file: GGUFFile, of) -> dict:
         return parameters | {"rope_type": "longrope", **same}
     if LONG_FACTORS in file.tensors:
         raise ValueError(f"{LONG_FACTORS}, frequencies by length, is not supported")
-    kind = of("rope.scaling.type", "none")
+    kind = of("rope.scaling.type", TEXT, "none")
     if kind == "none":
         return parameters
     if kind not in ("linear", "yarn"):
         raise ValueError(f"rope.scaling.type {kind!r} is not supported, one of none, linear, yarn")
-    parameters |= {"rope_type": kind, "factor": of("rope.scaling.factor", 1.0)}
+    parameters |= {"rope_type": kind, "factor": of("rope.scaling.factor", NUMBER, 1.0)}
     if kind == "yarn" and original:
         parameters["original_max_position_embeddings"] = original
     return parameters

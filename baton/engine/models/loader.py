@@ -15,7 +15,7 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.llama import Model
-from baton.engine.models.spec import ModelError, ModelSpec
+from baton.engine.models.spec import WRONG_VALUE, ModelError, ModelSpec
 from baton.engine.quant.formats.placed import PlacedSource
 from baton.engine.quant.formats.registry import open_source
 from baton.engine.quant.formats.tensors import Weights, weight_files
@@ -57,7 +57,7 @@ def load_model(
     backend, attention_reasons = choose_attention(attention, shape, batch_invariant)
     try:
         rope = Rope(spec.rope, spec.head_dim, max_model_len or spec.context)
-    except ValueError as error:
+    except WRONG_VALUE as error:
         named = spec.folder if is_gguf(spec.folder) else spec.folder / "config.json"
         raise ModelError(f"{named}: {error}") from None
     source = open_source(spec.folder, quantization, compute, spec.num_heads, spec.num_kv_heads)

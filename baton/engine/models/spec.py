@@ -1,10 +1,11 @@
 """What a model says of itself before any weight is read: config.json and generation_config.json, or GGUF metadata."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.engine.models.errors import ModelError, read_json
-from baton.gguf import is_gguf
+from baton.gguf import GGUFError, is_gguf
 from kvtransfer.layout import KVGroup
 
 ARCHITECTURES = {
@@ -19,6 +20,13 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 CONTEXT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 HEAD_DIM = {"qwen3": 128}
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_NUMBERS = (
+    "factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
+# What a value of the wrong type raises, somewhere.
+WRONG_VALUE = (TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class ModelSpec:
             return _spec(folder, config, generation)
         except KeyError as error:
             raise ModelError(f"{path}: {error.args[0]} is missing") from None
-        except (TypeError, ValueError) as error:
+        except WRONG_VALUE as error:
             raise ModelError(f"{path}: {error}") from None
 
 
@@ -116,9 +124,11 @@ def _from_gguf(path: Path) -> ModelSpec:
     file = GGUFFile(path)
     try:
         return _spec(path, config_of(file), {})
+    except GGUFError as error:
+        raise ModelError(str(error)) from None
     except KeyError as error:
         raise ModelError(f"{path}: metadata: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
+    except WRONG_VALUE as error:
         raise ModelError(f"{path}: metadata: {error}") from None
 
 
@@ -146,7 +156,7 @@ def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         rope=_rope(family, config),
         windows=_windows(family, config, num_layers),
         qkv_bias=bias or family == "qwen2",
@@ -155,7 +165,7 @@ def _spec(folder: Path, config: dict, generation: dict) -> ModelSpec:
         qk_norm=family == "qwen3",
         tied=bool(config.get("tie_word_embeddings", False)),
         dtype=_dtype(config),
-        eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id"))),
+        eos_token_ids=_ids(generation.get("eos_token_id", config.get("eos_token_id")), _count(config, "vocab_size")),
         generation_config=generation,
     )
 
@@ -180,11 +190,21 @@ def _count(config: dict, key: str, default: int | None = None) -> int:
         value = default
     if value is None:
         raise KeyError(key)
+    return _counted(key, value)
+
+
+def _counted(key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}, not a positive integer")
     if value > (most := _MAX_LAYERS if key == "num_hidden_layers" else _MAX_COUNT):
         raise ValueError(f"{key} is {value}, at most {most} is believed")
     return value
+
+
+def _positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r:.40}, not a number over 0")
+    return float(value)
 
 
 def _dtype(config: dict) -> str:
@@ -206,20 +226,27 @@ def _rope(family: str, config: dict) -> RopeSpec:
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
     longest = _count(config, "max_position_embeddings", CONTEXT[family])
     # Where both places give the original context, transformers lets the outer one win.
-    inner = parameters.pop("original_max_position_embeddings", None)
-    original = config.get("original_max_position_embeddings") or inner or longest
+    inner = parameters.pop(_ORIGINAL, None)
+    original = config.get(_ORIGINAL) or inner or longest
     needed = {"linear": ("factor",), "dynamic": ("factor",), "longrope": ("short_factor", "long_factor")}
     needed["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
     for key in needed.get(kind, ()):
         if key not in parameters:
             raise KeyError(f"{key} of rope type {kind}")
-    return RopeSpec(kind, float(theta), longest, original, parameters)
+    for name in _ROPE_NUMBERS:
+        if parameters.get(name) is not None:
+            _positive(name, parameters[name])
+    made = RopeSpec(kind, _positive("rope_theta", theta), longest, _counted(_ORIGINAL, original), parameters)
+    _counted("the context", made.context)
+    return made
 
 
 def _windows(family: str, config: dict, num_layers: int) -> tuple[int | None, ...]:
     if family == "llama":
         return (None,) * num_layers
     window = config.get("sliding_window", 4096)
+    if window is not None and (family == "mistral" or config.get("use_sliding_window")):
+        _counted("sliding_window", window)
     if family == "mistral":
         return (window,) * num_layers
     if not config.get("use_sliding_window", False) or window is None:
@@ -233,7 +260,9 @@ def _windows(family: str, config: dict, num_layers: int) -> tuple[int | None, ..
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _ids(value: object, vocab_size: int) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"eos_token_id {token_id!r:.40} is none of the vocabulary, which has {vocab_size} ids")
+    return ids

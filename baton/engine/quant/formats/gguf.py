@@ -14,6 +14,7 @@ from baton.engine.models.gguf_file import EMBEDDING, OUTPUT, GGUFFile
 from baton.engine.models.errors import ModelError
 from baton.engine.quant.formats.base import EMBED, HEAD, Source
 from baton.engine.quant.weights import DenseWeight, IntWeight, Weight, pack_int4
+from baton.gguf import TEXT
 
 LAYER = "model.layers."
 PLAIN = {GGMLType.F32, GGMLType.F16, GGMLType.BF16}
@@ -40,7 +41,7 @@ class GGUFFormat(Source):
         super().__init__()
         self._file, self._dtype = file, dtype
         # llama.cpp rotates neighbours: only its llama converter permutes the rows of q and k to suit.
-        permuted = file.metadata("general.architecture") == "llama"
+        permuted = file.metadata("general.architecture", TEXT) == "llama"
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if permuted else {}
 
     @property
