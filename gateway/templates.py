@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.template_sandbox import MAX_CHARS, TemplateSandbox
 
 
 class TemplateFailed(Exception):
@@ -37,18 +38,26 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
             raise TemplateFailed(_one_line(error)) from None
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, with the head of the answer added. Raises TemplateFailed."""
+        """The prompt, with the head of the answer added. Raises TemplateFailed, also for what would not end."""
         values = [{"role": message.role, "content": message.content} for message in messages]
+        variables = TemplateSandbox.variables(
+            messages=values, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+        )
+        pieces, num_chars = [], 0
         try:
-            return self._template.render(
-                messages=values, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, ArithmeticError) as error:
+            for piece in self._template.generate(variables):
+                pieces.append(piece)
+                if (num_chars := num_chars + len(piece)) > MAX_CHARS:
+                    raise TemplateFailed(f"it makes more than {MAX_CHARS} characters of this conversation")
+        except TemplateFailed:
+            raise
+        except Exception as error:  # a template is a program, and may raise anything
             raise TemplateFailed(_one_line(error)) from None
+        return "".join(pieces)
 
     def render_spans(self, messages: Sequence[ChatMessage]) -> Rendered:
         """Render, and say which characters came from contents.
@@ -88,9 +97,11 @@ def _mark(content: str, begin: str, end: str) -> str:
 
 
 def _unused_marks(messages: Sequence[ChatMessage], text: str) -> tuple[str, str]:
-    """Two private-use characters that occur nowhere."""
+    """Two characters that occur nowhere: of private use, or, where a content has them all, of planes that no alphabet has
+    come to. A mebibyte cannot hold those too."""
     used = set(text).union(*(message.content for message in messages))
-    first, second = itertools.islice((c for c in map(chr, range(0xE000, 0xF8FF)) if c not in used), 2)
+    unassigned = itertools.chain(range(0xE000, 0xF8FF), range(0x40000, 0xE0000))
+    first, second = itertools.islice((c for c in map(chr, unassigned) if c not in used), 2)
     return first, second
 
 
@@ -104,11 +115,9 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
+def _environment() -> TemplateSandbox:
+    environment = TemplateSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment
