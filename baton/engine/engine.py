@@ -346,7 +346,7 @@ class Engine:
 
     def _park(self, group: Group) -> None:
         """Only what decodes: a prompt that is being read has nothing yet that somebody could go on with."""
-        if group.prefilled:
+        if group.prefilled and group.state is State.RUNNING:  # not before its Start was obeyed
             for seq in group.live:
                 self.scheduler.remove(seq)
             self.admission.parked(group)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.engine.test_scheduling import check, prompt
-from tests.engine.toys import Collector, make_request, run, toy_engine
+from tests.engine.toys import Collector, make_request, run, toy_answer, toy_engine
 
 
 def begin(engine, request, num_steps: int) -> Collector:
@@ -110,6 +110,28 @@ def test_a_prompt_that_is_being_read_is_not_parked():
     engine.park(request.key)
     finish(engine, records, request)
     check(records, [request])
+
+
+def test_parked_before_it_starts():
+    """A Park that the loop finds in front of the Start: there is nothing yet to go back to."""
+    reader, engine = toy_engine(), toy_engine()
+    request = make_request("a", prompt(30), 20)
+    engine.admit(request)
+    reader.accept(request)
+    firsts, records = Collector(), Collector(first_index=1)
+    firsts.take(reader.step())
+    done = firsts[request.key].first
+    refs = engine.set_aside(request.key, 30)
+    for ours, theirs in zip(refs, reader.admission.groups[request.key].trunk.block_ids, strict=True):
+        engine.pool.bytes[ours.block_id] = reader.pool.bytes[theirs]
+    engine.verified(request.key, 30)
+    engine.fetch_settled(request.key)
+    engine.park(request.key)
+    engine.start(request.key, done.first_tokens)
+    engine.resume(request.key)
+    run(engine, collector=records)
+    assert [done.first_tokens[0].token_id, *records[request.key].tokens[0]] == toy_answer(request)[0][0]
+    assert engine.ledger.num_available == engine.num_blocks and not engine.admission.groups
 
 
 def test_its_deadline_is_that_of_who_reads_it():

@@ -100,3 +100,16 @@ def test_events_are_the_net_change():
     new = chain_hashes(ROOT, list(range(300, 428)))
     assert ledger.block_events() == (new[:1], two[:1])
     assert set(ledger.snapshot()) == {new[0], one[0]}
+
+
+def test_a_span_of_two_units_is_told_gone_with_the_last():
+    """Blocks of two spans: prompts alike in the first span only are two units, and both hold that span."""
+    ledger = Ledger(2, 128)
+    first, _ = sealed(ledger, list(range(128)))
+    second, _ = sealed(ledger, [*range(64), *range(200, 264)])
+    assert first[0] == second[0] and ledger.block_events() == ([*first, second[1]], [])
+    ledger.release(ledger.allocate(1, Holder.RUNNING), Holder.RUNNING)  # evicts the first
+    assert ledger.block_events() == ([], first[1:]) and sorted(ledger.snapshot()) == sorted(second)
+    ledger.release(ledger.allocate(2, Holder.RUNNING), Holder.RUNNING)
+    assert sorted(ledger.block_events()[1]) == sorted(second) and ledger.snapshot() == []
+    ledger.check_integrity()

@@ -7,6 +7,7 @@ raises.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,6 +43,11 @@ def toy_logits(token_ids: Sequence[int]) -> torch.Tensor:
     state = len(token_ids)
     for token_id in token_ids:
         state = (state * 31 + token_id + 7) % PRIME
+    return _logits_of(state)
+
+
+@lru_cache(1 << 14)
+def _logits_of(state: int) -> torch.Tensor:
     values = (torch.arange(VOCAB, dtype=torch.int64) * 7919 + 1) * (state + 3) % PRIME
     return values.float() / PRIME * 6
 

@@ -11,7 +11,7 @@ keeps the names, the order of eviction, and what changed since the index was las
                      evicted first: a chain goes from its end, so what remains can still be found
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from kvtransfer.naming import SPAN_TOKENS
@@ -38,6 +38,7 @@ class PrefixCache:
         self._units: dict[bytes, Unit] = {}
         self._unit_of: dict[int, Unit] = {}
         self._idle: OrderedDict[bytes, Unit] = OrderedDict()  # least recently used first
+        self._num_units: dict[bytes, int] = {}  # that hold a span: of two spans, the first may be that of several
         # Net changes since the last drain: never more than what was told plus what is here, so no bound is needed.
         self._sealed: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
@@ -67,7 +68,8 @@ class PrefixCache:
         for block_id in block_ids:
             self._unit_of[block_id] = unit
         for span in spans:
-            if self._evicted.pop(span, False) is False:
+            self._num_units[span] = self._num_units.get(span, 0) + 1
+            if self._num_units[span] == 1 and self._evicted.pop(span, False) is False:
                 self._sealed[span] = None
         return True
 
@@ -92,8 +94,11 @@ class PrefixCache:
         for block_id in unit.block_ids:
             del self._unit_of[block_id]
         for span in unit.spans:
-            if self._sealed.pop(span, False) is False:
-                self._evicted[span] = None
+            self._num_units[span] -= 1
+            if not self._num_units[span]:
+                del self._num_units[span]
+                if self._sealed.pop(span, False) is False:
+                    self._evicted[span] = None
         return unit.block_ids
 
     def drain_events(self) -> tuple[list[bytes], list[bytes]]:
@@ -104,7 +109,7 @@ class PrefixCache:
 
     def snapshot(self) -> list[bytes]:
         """Every cached span hash."""
-        return [span for unit in self._units.values() for span in unit.spans]
+        return list(self._num_units)
 
     def blocks(self) -> list[int]:
         """Every cached block id."""
@@ -120,3 +125,4 @@ class PrefixCache:
             assert (name in self._idle) == (unit.num_idle > 0)
         assert all(self._units.get(name) is unit for name, unit in self._idle.items())
         assert not self._sealed.keys() & self._evicted.keys()
+        assert self._num_units == Counter(span for unit in self._units.values() for span in unit.spans)

@@ -1,0 +1,61 @@
+"""Two engines by random plans; and that what the fuzzer is for is found, and made small. More: python -m tests.fuzz."""
+
+import pytest
+
+from baton.engine.admission import Admission
+from baton.engine.kv.ledger import Ledger
+from baton.engine.kv.pool import KVPool
+from tests.fuzz import fuzzers
+from tests.fuzz.fuzzer import run, words
+
+NUM_REQUESTS = 400
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_engines_answer_as_none_would(seed):
+    counts, found = run(fuzzers.ALL["toy"], NUM_REQUESTS, seed)
+    print(dict(counts))
+    assert not found, words(found)
+    assert counts["done"] > NUM_REQUESTS / 2 and counts["fetches"] > NUM_REQUESTS / 4
+
+
+def no_copy(self, src, dst):
+    """A tail that is the same block for two choices is at least not copied."""
+
+
+def sealed_too_early(self, seq, seal=Admission.seal):
+    """Names a unit of which the last token's KV is still to come."""
+    seq.num_computed += 1
+    seal(self, seq)
+    seq.num_computed -= 1
+
+
+def ends_twice(self, key):
+    """A key that is looked up outside of the lock, and by then may have ended."""
+    group = self.groups.get(key)
+    if group is not None:
+        with self.ledger.lock:
+            pass
+        del self.groups[key]
+        self.groups[key] = group
+        self.inbox.post(self.end(group, "cancelled"))
+
+
+def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):
+    unreserve(self, max(0, num - 1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (KVPool, "copy_block", no_copy),
+        (Admission, "cancel", ends_twice),
+        pytest.param(Admission, "seal", sealed_too_early, marks=pytest.mark.long),
+        pytest.param(Ledger, "unreserve", forgets_to_unreserve, marks=pytest.mark.long),
+    ],
+)
+def test_a_planted_fault_is_found_and_made_small(monkeypatch, owner, name, fault):
+    monkeypatch.setattr(owner, name, fault)
+    counts, found = run(fuzzers.ALL["toy"], 1000, 1)
+    assert found, dict(counts)
+    assert len(found.plan["ops"]) <= 3 and len(found.plan["requests"]) <= 3, words(found)
