@@ -30,10 +30,8 @@ def open_doors(settings: GatewaySettings) -> Doors:
     tls = settings.tls
     if tls:
         tls.check()
-    if settings.credentials:
-        guard = Guard(Credentials(settings.credentials), Places(settings.max_concurrent_requests))
-    else:  # everybody is one tenant
-        guard = Guard(places=Places(settings.max_concurrent_requests + _SPARE_CALLS, is_shared=False), is_open=True)
+    credentials = Credentials(settings.credentials) if settings.credentials else None
+    guard = Guard(credentials, Places(settings.max_concurrent_requests + _SPARE_CALLS), is_open=credentials is None)
     server = grpc_server.make_server(max_message_bytes=MAX_MESSAGE_BYTES, interceptors=[guard])
     port = grpc_server.bind(server, settings.listen, tls and tls.server(require_certificate=False))
     fleet_port = None

@@ -19,7 +19,7 @@ ROOMS = {
     "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.fairness"),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
-    "baton.service": ("baton.v1",),
+    "baton.service": ("baton.v1", "baton.fairness"),
     "baton.loadgen": ("baton.service", "baton.v1"),
     "gateway": (
         "baton.service", "baton.v1", "baton.gguf", "baton.failpoints", "baton.tasks", "baton.fairness", "kvtransfer.naming",

@@ -7,10 +7,11 @@ keep out nobody, not even others of the same caller.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from baton.fairness import has_room
 from baton.service.errors import DeadlineExceeded, InvalidRequest, Overloaded
 
 MAX_CALLS = 256  # of tenants, where nothing else is said
@@ -19,7 +20,6 @@ _INFERENCE = "/baton.v1.Inference/"
 _WATCH = "/grpc.health.v1.Health/Watch"
 _MAX_WATCHES_OF_HOST = 2  # by callers that show nothing of themselves
 _SPARE_CALLS = 8  # beyond a quota, which refuses in its own words
-_CALLS_A_FREE_PLACE = 3
 _RETRY_AFTER_S = 0.5
 
 Caller = str | frozenset[str] | None
@@ -45,43 +45,50 @@ _OTHERS = _Kind(16)  # what operators ask, reflection
 class Places:
     """Of one server. Belongs to its event loop.
 
-    `max_calls`: of all tenants together, to the methods of Inference. Where they are shared no tenant has more than
-    three times as many as are still free: one alone has three quarters of them, and whoever comes finds room."""
+    `max_calls`: of all tenants together, to the methods of Inference. One alone may have all of them, and whoever comes
+    his part even then."""
 
-    def __init__(self, max_calls: int = MAX_CALLS, is_shared: bool = True):
+    def __init__(self, max_calls: int = MAX_CALLS):
         self.quota_of: Callable[[str], int | None] = lambda tenant: None  # requests at once; None: it has no quota
-        self._max_calls, self._is_shared = max_calls, is_shared
+        self._max_calls = max_calls
         self._num_open: Counter[tuple[str, Caller]] = Counter()
-        self._num_tenants_open = 0
+        self._of_tenants: Counter[str] = Counter()  # to Inference
         self._num_watches: Counter[str] = Counter()  # by host, of callers that show nothing
         self._silent: dict[tuple[str, Caller], dict[Place, None]] = {}  # the oldest first
 
     def enter(self, method: str, caller: Caller, peer: str) -> "Place":
         """A place, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
         kind = _KINDS.get(method, _OTHERS)
-        is_inference = method.startswith(_INFERENCE)
-        key = (_INFERENCE if is_inference else method, caller)
+        key = (_INFERENCE if method.startswith(_INFERENCE) else method, caller)
         host = _host(peer) if method == _WATCH and caller is None else ""
         if host and self._num_watches[host] >= _MAX_WATCHES_OF_HOST:
             raise _full(f"{host} watches health {_MAX_WATCHES_OF_HOST} times already")
-        if self._num_open[key] >= (self._share(key) if is_inference else kind.max_calls):
+        if not self._has_room(key, kind):
             if not self._silent.get(key):
                 raise _full(f"{self._num_open[key]} calls of this kind are open already, by this caller")
             next(iter(self._silent[key])).give_way()
         place = Place(self, key, kind.first_message_s, host)
-        self._num_open[key] += 1
-        self._num_tenants_open += is_inference
-        self._num_watches[host] += bool(host)
+        for counter, name in self._counted(place):
+            counter[name] += 1
         self._silent.setdefault(key, {})[place] = None
         return place
 
-    def _share(self, key: tuple[str, Caller]) -> int:
-        tenant = key[1]
-        if (quota := self.quota_of(tenant)) is not None:
-            return quota + _SPARE_CALLS
-        if not self._is_shared:
-            return self._max_calls
-        return _CALLS_A_FREE_PLACE * max(0, self._max_calls - self._num_tenants_open)
+    def _has_room(self, key: tuple[str, Caller], kind: _Kind) -> bool:
+        num_open = self._num_open[key]
+        if key[0] != _INFERENCE:
+            return num_open < kind.max_calls
+        if (quota := self.quota_of(key[1])) is not None:
+            return num_open < quota + _SPARE_CALLS
+        num_tenants = len(self._of_tenants) + (key[1] not in self._of_tenants)
+        return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)
+
+    def _counted(self, place: "Place") -> Iterator[tuple[Counter, Hashable]]:
+        """Where, and by what."""
+        yield self._num_open, place.key
+        if place.key[0] == _INFERENCE:
+            yield self._of_tenants, place.key[1]
+        if place.host:
+            yield self._num_watches, place.host
 
     def heard(self, place: "Place") -> None:
         """It waits for no message any more."""
@@ -93,9 +100,8 @@ class Places:
     def left(self, place: "Place") -> None:
         """It is free."""
         self.heard(place)
-        self._num_tenants_open -= place.key[0] == _INFERENCE
-        for counter, name in ((self._num_open, place.key), (self._num_watches, place.host)):
-            counter[name] -= bool(name)
+        for counter, name in self._counted(place):
+            counter[name] -= 1
             if not counter[name]:
                 del counter[name]
 

@@ -29,7 +29,7 @@ async def spoken(places: Places, method: str, caller, peer: str = "ipv4:198.51.1
 
 
 def is_empty(places: Places) -> bool:
-    return not (places._num_open or places._num_watches or places._silent or places._num_tenants_open)
+    return not (places._num_open or places._num_watches or places._silent or places._of_tenants)
 
 
 async def fill(places: Places, method: str, caller, peer: str = "ipv4:198.51.100.7:1") -> list:
@@ -42,27 +42,25 @@ async def fill(places: Places, method: str, caller, peer: str = "ipv4:198.51.100
     return held
 
 
-async def test_one_tenant_leaves_room_for_others():
+async def test_a_tenant_alone_has_all_and_whoever_comes_his_part():
     places = Places(256)
-    flood = await fill(places, GENERATE, "flood")
-    assert len(flood) == 192
-    others = [await fill(places, GENERATE, name) for name in ("second", "third")]
-    assert [len(each) for each in others] == [48, 12]
-    for place in (*flood, *others[0], *others[1]):
+    held = await fill(places, GENERATE, "flood")
+    assert len(held) == 256
+    for num_sharing, name in enumerate(("second", "third", "fourth"), 2):
+        come = await fill(places, GENERATE, name)
+        assert len(come) == 256 // num_sharing
+        held += come
+    for place in held:
         with place:
             pass
     assert is_empty(places)
-
-
-async def test_alone_by_construction_a_tenant_has_all():
-    assert len(await fill(Places(256, is_shared=False), GENERATE, "default")) == 256
 
 
 async def test_a_quota_bounds_what_is_open():
     places = Places(256)
     places.quota_of = {"acme": 2}.get
     assert len(await fill(places, GENERATE, "acme")) == 10  # eight more, which the quota refuses in its own words
-    assert len(await fill(places, GENERATE, "globex")) > 100
+    assert len(await fill(places, GENERATE, "globex")) == 246
 
 
 @pytest.mark.parametrize("method", [GENERATE, CHECK, "/baton.v1.Worker/Session", "/baton.kv.Raw/Pull"])
@@ -87,7 +85,7 @@ async def test_who_says_nothing_gives_way_to_who_comes(method):
 
 
 async def test_who_has_spoken_keeps_its_place():
-    places = Places(8, is_shared=False)
+    places = Places(8)
     held = [await spoken(places, GENERATE, "default") for _ in range(7)]
     silent = places.enter(GENERATE, "default", "ipv4:198.51.100.7:1")
     waiting = asyncio.create_task(silent.first(nothing()))
@@ -101,7 +99,7 @@ async def test_who_has_spoken_keeps_its_place():
 
 
 async def test_kinds_and_callers_are_apart():
-    places = Places(16, is_shared=False)
+    places = Places(16)
     await fill(places, GENERATE, "default")
     for method in (CHECK, WATCH, "/baton.v1.Fleet/ListWorkers", "/baton.v1.Registration/Register"):
         await fill(places, method, None)
@@ -153,7 +151,7 @@ async def test_by_chance_nothing_is_left(seed):
             await asyncio.sleep(0)
         if rng.random() < 0.2:
             rng.choice(tasks).cancel()
-        assert places._num_tenants_open <= 40
+        assert places._of_tenants.total() <= 40 + 20 + 13
         assert all(0 < num <= 256 for num in places._num_open.values())
     await asyncio.sleep(0.02)
     for task in tasks:
