@@ -1,6 +1,7 @@
 """Every method of every service is in the guard's table, and each caller gets through to what the table says, and to
 nothing else (S1, S3)."""
 
+import asyncio
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from baton.service.guard import ANYONE, METHODS, TENANT
 from baton.service.tls import ROLES
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from kvtransfer import grpc_stream
+from tests.client import read_error
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 FILES = (inference_pb2, fleet_pb2, worker_pb2, kv_pb2, health_pb2, reflection_pb2)
@@ -178,3 +180,22 @@ async def test_bytes_that_are_no_message_are_their_senders_fault(guarded, instal
                     "message: these bytes are not what this method takes",
                 )
     assert "DecodeError" not in caplog.text
+
+
+async def test_every_method_waits_for_its_first_message_and_not_for_ever(guarded, installation):
+    """One message or a stream of them: whoever may call and says nothing is ended by the guard."""
+    async with guarded() as ports:
+
+        async def silent(path: str) -> tuple:
+            role = next((role for role in ROLES if METHODS[path] & {role}), None)
+            access = installation.access(role)
+            async with access.channel(ports.fleet if role else ports.client, name="localhost") as channel:
+                call = channel.stream_stream(path)(timeout=60)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    while await call.read() is not grpc.aio.EOF:
+                        pass
+            return caught.value.code(), read_error(caught.value).reason
+
+        ends = await asyncio.gather(*map(silent, METHODS))
+        assert set(ends) == {(grpc.StatusCode.DEADLINE_EXCEEDED, "MESSAGE_LATE")}
+        assert not ports.guard.places._num_open
