@@ -1,4 +1,4 @@
-"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz COUNT [--seed N] [--seconds S].
+"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world COUNT [--seed N] [--seconds S].
 
 Each run leaves a line in bench/results/; make fault-report adds them up."""
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import torch
 
 from tests.faults import fuzz, marathon, record
 from tests.faults.checker import check_history
@@ -22,6 +23,9 @@ from tests.faults.load import Load
 from tests.faults.nursery import NurseryStack
 from tests.faults.reference import Reference
 from tests.faults.world import Case, World
+from tests.fuzz import fuzzers
+from tests.fuzz.fuzzer import run as run_fuzzer
+from tests.fuzz.fuzzer import words
 from tests.models import make_model
 from tests.process import Process
 from tests.stack import SLOW_STEPS
@@ -142,6 +146,18 @@ async def nemesis(world: World, count: int, seed: int, ends_at: float) -> dict:
     return dict(values)
 
 
+def two_engines(count: int, seed: int, ends_at: float) -> dict:
+    """Requests between two engines, one in fifty of them over a real model; the first difference ends it."""
+    values: Counter[str] = Counter()
+    for name, share in (("toy", 0.98), ("real", 0.02)):
+        counts, found = run_fuzzer(fuzzers.ALL[name], round(share * count), seed, ends_at)
+        values.update(engine_requests=counts["requests"], worlds=counts["worlds"], differences=counts["differences"])
+        if found:
+            print(words(found), flush=True)
+            break
+    return dict(values)
+
+
 _WORKS = {"kills": kills, "rolls": rolls, "digests": digests, "nemesis": nemesis}
 
 
@@ -167,14 +183,13 @@ async def _in_world(work, count: int, seed: int, ends_at: float) -> dict:
 
 
 def _is_broken(values: dict) -> bool:
-    return any(
-        values.get(name) for name in ("failed", "rolls_failed", "wrong", "violations", "false_alarms", "fuzz_crashes")
-    )
+    broken = ("failed", "rolls_failed", "wrong", "violations", "false_alarms", "fuzz_crashes", "differences")
+    return any(values.get(name) for name in broken)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.gather", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=(*_WORKS, "fuzz"))
+    parser.add_argument("what", choices=(*_WORKS, "fuzz", "world"))
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing more is begun after these")
@@ -183,6 +198,9 @@ def main() -> int:
     print(f"{arguments.what} {arguments.count}, seed {arguments.seed}", flush=True)
     if arguments.what == "fuzz":
         values = fuzz.run(arguments.count, arguments.seed)
+    elif arguments.what == "world":
+        torch.set_num_threads(1)
+        values = two_engines(arguments.count, arguments.seed, ends_at)
     else:
         values = asyncio.run(_in_world(_WORKS[arguments.what], arguments.count, arguments.seed, ends_at))
     print(values)

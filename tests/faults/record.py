@@ -25,11 +25,16 @@ COUNTS = {
     "fuzz_crashes": "of these, that crashed something",
     "digests": "healthy digests compared",
     "false_alarms": "of these, taken for wrong",
+    "engine_requests": "requests between two engines, by random plans",
+    "stack_requests": "requests of stacks with random faults",
+    "stack_faults": "faults that these stacks had",
+    "differences": "plans of either that did not come to the undisturbed answer, or left something",
     "violations": "invariants broken",
 }
 
 # As many as all runs together are to have.
 WANTED = {"kills": 1000, "rolls": 100, "fuzz_inputs": 1_000_000, "digests": 1_000_000}
+WANTED |= {"engine_requests": 100_000, "stack_requests": 10_000, "stack_faults": 200}
 
 
 def append(kind: str, seed: int, **values) -> Path:
@@ -64,7 +69,7 @@ def main() -> int:
         print(
             f"{100 * found['streams_exact'] / found['streams_hit']:>11.2f}%  exact match of the streams that were hit"
         )
-    return 1 if found["wrong"] or found["violations"] else 0
+    return 1 if found["wrong"] or found["violations"] or found["differences"] else 0
 
 
 if __name__ == "__main__":

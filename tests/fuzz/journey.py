@@ -27,6 +27,7 @@ from baton.engine.request import (
 )
 from kvtransfer.naming import chain_hashes
 from tests.engine.toys import ROOT, going_on
+from tests.fuzz.carrier import Lease
 
 MAX_REFUSALS = 1000  # then it is refused, as a gateway would
 REFUSALS_HOLDING = 20  # then what it holds meanwhile is given back: two may wait for each other
@@ -220,7 +221,7 @@ class Attempt:
                 yield from self._pull_cached(self.there, self.here)
                 self.there.compute_rest(self.key)
                 yield
-            is_whole = yield from self._fetch(self.here, self.there, accepted.blocks, num_cached)
+            is_whole = yield from self._fetch(self.here, self.there, self.key, accepted.blocks, num_cached)
             while is_whole and self.first is None and self.reader_error is None and self.is_current:
                 yield
             if self.first is None:  # nobody has had a token: what did not come is read here
@@ -262,13 +263,16 @@ class Attempt:
         self._leases.append((source, key))
         try:
             yield
-            yield from self._fetch(taker, source, offered.blocks, 0, offered.num_cached_tokens)
+            yield from self._fetch(taker, source, key, offered.blocks, 0, offered.num_cached_tokens)
         finally:
             source.release_lease(key)
 
-    def _fetch(self, taker: Engine, source: Engine, blocks, fetched: int, only: int | None = None) -> Course:
-        """As the watermark moves, or `only` so many tokens. Returns whether all of it has come."""
-        lease, size = self.world.lease(source, taker, blocks), taker.layout.block_size
+    def _fetch(self, taker: Engine, source: Engine, key: Key, blocks, fetched: int, only: int | None = None) -> Course:
+        """What is leased as `key`, as the watermark moves, or `only` so many tokens. Returns whether all has come."""
+        self.world.counts["fetches"] += 1
+        if self.world.wires:
+            return (yield from self._fetch_by_wire(self.world.wires, taker, source, key, blocks, fetched, only))
+        lease, size = Lease(source, taker, blocks), taker.layout.block_size
         total = len(self.request.token_ids)
         try:
             while True:
@@ -290,6 +294,28 @@ class Attempt:
                 yield
         finally:
             taker.fetch_settled(self.key)
+
+    def _fetch_by_wire(self, wires, taker, source, key, blocks, fetched, only) -> Course:
+        total = min(only or len(self.request.token_ids), len(self.request.token_ids))
+        hashes = chain_hashes(ROOT, self.request.token_ids[:total])
+        task = wires.begin(
+            taker, source, self.key, key, blocks, hashes, hashes[-1] if hashes else ROOT, total, only or self.watermark,
+            fetched,
+        )  # fmt: skip
+        try:
+            while not task.done() and self.is_current:
+                if only is None:
+                    wires.advance(source, key, self.watermark)
+                if self.reader_error is not None:
+                    wires.cancel(source, key)
+                wires.spin()
+                yield
+        finally:
+            error = wires.settle(task)
+            wires.cancel(source, key)
+            taker.fetch_settled(self.key)
+        self.world.counts[f"fetch: {type(error).__name__}" if error else "fetched by wire"] += 1
+        return error is None
 
     def _until(self, ask: Callable) -> Course:
         """Asks again and again, as long as there is patience."""

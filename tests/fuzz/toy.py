@@ -30,6 +30,9 @@ class Toy:
     def engines(self, plan: Plan, answers: Answers) -> list[Engine]:
         return [self._engine(plan, options, answers) for options in plan["engines"]]
 
+    def wires(self, plan: Plan, engines: Sequence[Engine]) -> None:
+        """KV is carried in memory."""
+
     def _engine(self, plan: Plan, options: dict[str, Any], answers: Answers) -> Engine:
         options, is_late = {**options}, options["late"]
         del options["late"]

@@ -17,10 +17,9 @@ from unittest import mock
 from baton.engine import admission, engine, results, sequence
 from baton.engine.engine import Engine
 from baton.engine.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
-from kvtransfer.layout import BlockRef
-from tests.fuzz.carrier import Lease
 from tests.fuzz.journey import Journey
 from tests.fuzz.shrink import Plan
+from tests.fuzz.wires import Wires
 
 CLOCKED = (admission, engine, results, sequence)  # modules that read the time
 MAX_ROUNDS = 2000  # of both engines, until everything has ended
@@ -46,6 +45,8 @@ class Kind(Protocol):
     def answers(self, plan: Plan, requests: Sequence[Request]) -> Answers: ...
 
     def engines(self, plan: Plan, answers: Answers) -> list[Engine]: ...
+
+    def wires(self, plan: Plan, engines: Sequence[Engine]) -> Wires | None: ...
 
 
 class Turnstile:
@@ -75,6 +76,7 @@ class World:
         self.requests = {request.key.request_id: request for request in requests}
         self.answers = kind.answers(plan, requests)
         self.engines = kind.engines(plan, self.answers)
+        self.wires = kind.wires(plan, self.engines)
         self.journeys: dict[str, Journey] = {}
         self.counts: Counter[str] = Counter()
         self.now = BEGAN_S
@@ -92,20 +94,20 @@ class World:
 
     def run(self) -> Counter[str]:
         """Returns what there was to count."""
-        with self._clocked():
-            for op in self.plan["ops"]:
-                self._do(op)
-            self._settle()
+        try:
+            with self._clocked():
+                for op in self.plan["ops"]:
+                    self._do(op)
+                self._settle()
+        finally:
+            if self.wires:
+                self.wires.close()
         return self.counts
 
     # ---- for journeys ----
 
     def opened(self, engine: Engine, key: Key) -> None:
         self._open.add((self.engines.index(engine), key))
-
-    def lease(self, source: Engine, taker: Engine, blocks: Sequence[BlockRef]) -> Lease:
-        self.counts["fetches"] += 1
-        return Lease(source, taker, blocks)
 
     # ---- operations ----
 

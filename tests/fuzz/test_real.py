@@ -1,0 +1,14 @@
+"""Two engines over a real model, KV over real transports. More: python -m tests.fuzz real COUNT."""
+
+import pytest
+
+from tests.fuzz import fuzzers
+from tests.fuzz.fuzzer import run, words
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.long)])
+def test_every_form_answers_as_one_engine_asked_alone(count):
+    counts, found = run(fuzzers.ALL["real"], count, count)
+    print(dict(counts))
+    assert not found, words(found)
+    assert counts["done"] > count / 2 and counts["fetched by wire"]

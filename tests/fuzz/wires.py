@@ -1,0 +1,90 @@
+"""KV between the two engines of a world as workers move it: a Source and a Fetcher of each, over a transport."""
+
+import asyncio
+from collections.abc import Sequence
+
+from baton.engine.engine import Engine
+from baton.engine.request import Key
+from baton.worker.intake import EngineBlocks
+from baton.worker.kv_codec import convert_rows
+from kvtransfer.endpoints import Address
+from kvtransfer.errors import DigestMismatch, LayoutMismatch, ProtocolError
+from kvtransfer.fetcher import Fetcher
+from kvtransfer.layout import BlockRef
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.region import Region
+from kvtransfer.source import Source, SourceIdentity
+from kvtransfer.transport import local_host_id
+
+NEVER = (DigestMismatch, ProtocolError, LayoutMismatch)  # whatever happens to a key
+LEASE_S = 600.0  # leases end when the plan says so
+SPIN_S = 0.0005
+
+
+class Wires:
+    """Runs its event loop only when it is told to, so that everything else happens in between."""
+
+    def __init__(self, engines: Sequence[Engine], regions: Sequence[Region], transport: str):
+        self._engines, self._loop = engines, asyncio.new_event_loop()
+        self._sources, self._fetchers = [], []
+        for number, (engine, region) in enumerate(zip(engines, regions, strict=True)):
+            numerics, instance = str(engine.numerics_class), bytes([number + 1]) * 16
+            self._sources.append(
+                Source(
+                    region.memory, engine.layout, SourceIdentity(instance, number, engine.model_identity, numerics),
+                    local_host_id(), lambda key, ending: None, generations=engine.generation, region=region,
+                    lease_ttl_s=LEASE_S, transports=(transport,), codec=convert_rows,
+                )
+            )  # fmt: skip
+            self._fetchers.append(
+                Fetcher(region.memory, engine.layout, instance, number, local_host_id(), (transport,),
+                        numerics_class=numerics, codec=convert_rows)
+            )  # fmt: skip
+            self._loop.run_until_complete(self._sources[number].start(Address()))
+
+    def begin(
+        self, taker: Engine, source: Engine, key: Key, lease: Key, blocks: Sequence[BlockRef], hashes: Sequence[bytes],
+        parent: bytes, num_tokens: int, num_ready: int, num_cached: int,
+    ) -> asyncio.Task:  # fmt: skip
+        """Pulls what is leased as `lease` for `key`."""
+        fetcher = self._fetchers[self._engines.index(taker)]
+        begin = num_cached // SPAN_TOKENS * SPAN_TOKENS
+        taker_words = self._in_loop(lambda: fetcher.taker(begin))
+        offer = self._in_loop(
+            lambda: self._sources[self._engines.index(source)].offer(
+                lease, blocks, num_tokens, hashes, parent, taker_words, num_ready
+            )
+        )
+        blocks_of_key = EngineBlocks(taker, key, min(begin, num_tokens), lambda token: None)
+        return self._loop.create_task(fetcher.fetch(offer.handle, offer.ticket, blocks_of_key, float("inf")))
+
+    def advance(self, source: Engine, lease: Key, upto_token: int) -> None:
+        self._in_loop(lambda: self._sources[self._engines.index(source)].advance(lease, upto_token))
+
+    def cancel(self, source: Engine, lease: Key) -> None:
+        self._in_loop(lambda: self._sources[self._engines.index(source)].cancel(lease))
+
+    def spin(self) -> None:
+        """A little of what is under way."""
+        self._loop.run_until_complete(asyncio.sleep(SPIN_S))
+
+    def settle(self, task: asyncio.Task) -> BaseException | None:
+        """Ends a fetch, after which no byte of it lands. What it failed of, None where it has succeeded."""
+        task.cancel()
+        self._loop.run_until_complete(asyncio.wait([task]))
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        assert not isinstance(error, NEVER), f"a fetch failed: {type(error).__name__} {error}"
+        return error
+
+    def close(self) -> None:
+        for source in self._sources:
+            self._loop.run_until_complete(source.stop())
+        for fetcher in self._fetchers:
+            fetcher.close()
+        self._loop.close()
+
+    def _in_loop(self, call):
+        async def calling():
+            return call()
+
+        return self._loop.run_until_complete(calling())
