@@ -1,7 +1,6 @@
 """Between the session's protobuf and the engine's vocabulary. What a peer sent is checked: a ValueError names it."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from baton.engine.config import MAX_DRAFT_TOKENS
 from baton.engine.request import (
@@ -24,16 +23,23 @@ from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 
 HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 _NO_BIAS: tuple[tuple[int, float], ...] = ()
+# Of what one request may ask of a step: at least what gateways let through, and nothing that fails a step or fills it.
+_MAX_CHOICES, _MAX_LOGPROBS, _MAX_BIASES = 64, 128, 1024
+_SCALES, _SHIFTS = (1e-3, 100.0), (-1000.0, 1000.0)  # beyond these a logit becomes infinite somewhere on its way
+_MIN_TOP_P = 1e-30  # what is not 0 and would be in fp32
 
 
 def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
-    """A Request whose deadline counts from now on this process's clock."""
+    """A Request whose deadline counts from now on this process's clock. ValueError names the field."""
     token_ids = tuple(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= len(token_ids):
         raise ValueError(f"num_prompt_tokens is {spec.num_prompt_tokens} of {len(token_ids)} token_ids")
-    if max(token_ids) >= vocab_size:
-        raise ValueError(f"token_ids: {max(token_ids)} is not below the vocabulary's {vocab_size}")
-    sampling = _sampling_of(spec.sampling)
+    _check_ids("token_ids", token_ids, vocab_size)
+    sampling = _sampling_of(spec.sampling, vocab_size)
+    stop_token_ids = frozenset(spec.stop_token_ids)
+    _check_ids("stop_token_ids", stop_token_ids, vocab_size)
+    if len(stop_token_ids) >= vocab_size:
+        raise ValueError(f"stop_token_ids: all {vocab_size} of the vocabulary")
     if sampling.n != 1 and len(token_ids) != spec.num_prompt_tokens:
         raise ValueError(f"n is {sampling.n}, but a sequence that goes on has one choice")
     if spec.max_tokens <= len(token_ids) - spec.num_prompt_tokens:
@@ -45,7 +51,7 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         sampling=sampling,
         max_tokens=spec.max_tokens,
         min_tokens=spec.min_tokens,
-        stop_token_ids=frozenset(spec.stop_token_ids),
+        stop_token_ids=stop_token_ids,
         span_hashes=_span_hashes_of(spec.span_hashes, len(token_ids) // SPAN_TOKENS),
         chain_parent=_hash_of(spec.chain_parent, "chain_parent"),
         priority=spec.priority,
@@ -56,28 +62,49 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
     )
 
 
-def _sampling_of(sampling: pb.WorkerSampling) -> SamplingParams:
-    numbers = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
+def _sampling_of(sampling: pb.WorkerSampling, vocab_size: int) -> SamplingParams:
+    ranges = {
+        "temperature": (0.0, 0.0) if sampling.temperature == 0 else _SCALES,
+        "top_p": (_MIN_TOP_P, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": _SCALES,
+        "presence_penalty": _SHIFTS,
+        "frequency_penalty": _SHIFTS,
     }
+    numbers = {name: getattr(sampling, name) for name in ranges}
     for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise ValueError(f"sampling.{name} is {value}")
-    if sampling.temperature < 0 or not 0 < sampling.top_p <= 1 or sampling.repetition_penalty <= 0:
-        raise ValueError("sampling: temperature below 0, top_p outside (0, 1] or repetition_penalty not above 0")
+        _check_range(f"sampling.{name}", value, *ranges[name])
+    logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
+    _check_range("sampling.n", sampling.n, 0, _MAX_CHOICES)
+    _check_range("sampling.logprobs", logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size))
     return SamplingParams(
         **numbers,
         top_k=sampling.top_k,
         seed=sampling.seed,
-        logit_bias=tuple(sorted(sampling.logit_bias.items())) if sampling.logit_bias else _NO_BIAS,
+        logit_bias=_biases_of(sampling.logit_bias, vocab_size) if sampling.logit_bias else _NO_BIAS,
         n=sampling.n or 1,
-        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        logprobs=logprobs,
     )
+
+
+def _biases_of(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > _MAX_BIASES:
+        raise ValueError(f"sampling.logit_bias has {len(biases)} entries, at most {_MAX_BIASES} are allowed")
+    _check_ids("sampling.logit_bias", biases, vocab_size)
+    for token_id, bias in biases.items():
+        _check_range(f"sampling.logit_bias of {token_id}", bias, *_SHIFTS)
+    return tuple(sorted(biases.items()))
+
+
+def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise ValueError(f"{field}: {largest} is not below the vocabulary's {vocab_size}")
+
+
+def _check_range(field: str, value: float, least: float, most: float) -> None:
+    if not least * 0.999 <= value <= most:  # a float of the wire is a hair from ours; nan is in no range
+        raise ValueError(f"{field} is {value:g}: {least:g} to {most:g}")
 
 
 def _speculation_of(speculation: inference_pb2.Speculation) -> Speculation:
@@ -139,7 +166,17 @@ def first_token_to_proto(first: FirstToken) -> pb.FirstToken:
     return message
 
 
-def first_token_of(first: pb.FirstToken) -> FirstToken:
+def first_tokens_of(firsts: Iterable[pb.FirstToken], num_choices: int, vocab_size: int) -> tuple[FirstToken, ...]:
+    """Of the choices that go on. ValueError for a token or a choice that is not there, or a choice that is twice."""
+    found = tuple(map(_first_token_of, firsts))
+    choices = {first.choice for first in found}
+    if len(choices) < len(found) or max(choices, default=0) >= num_choices:
+        raise ValueError(f"first_tokens: choices {[first.choice for first in found]} of {num_choices}")
+    _check_ids("first_tokens", [first.token_id for first in found], vocab_size)
+    return found
+
+
+def _first_token_of(first: pb.FirstToken) -> FirstToken:
     logprobs = _logprobs_of(first.logprobs) if first.HasField("logprobs") else None
     reason = FinishReason(first.finish_reason) if first.finish_reason else None
     return FirstToken(first.choice, first.token_id, logprobs, reason)

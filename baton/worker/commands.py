@@ -29,6 +29,7 @@ from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Taker
 
 DRAINING_RETRY_S = 1.0
+MAX_ID_CHARS = 256
 
 _COMMAND_EVENTS = {
     "admit": Event.ADMIT,
@@ -64,7 +65,10 @@ class Commands(Parking):
             event = _COMMAND_EVENTS[kind]
         key = Key(*key_from_proto(message.key))
         leg = self.legs.get(key) or Leg(key, outbox)
-        if leg.outbox is outbox:
+        if leg.key not in self.legs and self.legs.is_taken(key):  # it goes on by another name
+            if event in OPENING:
+                self._refuse_in_use(leg, None)
+        elif leg.outbox is outbox:
             self.happen(leg, event, message)
         elif event in OPENING:  # another gateway's key, by accident: that one goes on
             outbox.reply(codec.refused(key, "in_use", IN_USE_RETRY_S))
@@ -72,7 +76,7 @@ class Commands(Parking):
     def _obey_attach(self, outbox: Outbox, attach: pb.Attach) -> None:
         """It comes by a key of its own, and happens to the one that it is meant for."""
         leg = Leg(Key(*key_from_proto(attach.key)), outbox)
-        if leg.key in self.legs:
+        if self.legs.is_taken(leg.key):
             self._refuse_in_use(leg, None)
         else:
             found = None if self.is_draining else self.legs.attachable(attach)
@@ -85,7 +89,7 @@ class Commands(Parking):
             if leg is None:
                 continue
             if isinstance(output, TokenRun):
-                self._on_run(leg, output)
+                self._act(leg, self._on_run, output)
             elif isinstance(output, Progress):
                 self.happen(leg, Event.PROGRESS, output)
             elif isinstance(output, PrefillDone):
@@ -224,7 +228,8 @@ class Commands(Parking):
 
     def _keep_first_tokens(self, leg: Leg, message: pb.Start) -> None:
         leg.start_at = time.monotonic()
-        leg.first_tokens = tuple(map(codec.first_token_of, message.first_tokens))
+        num_choices, vocab_size = leg.request.sampling.n, self._engine.spec.vocab_size
+        leg.first_tokens = codec.first_tokens_of(message.first_tokens, num_choices, vocab_size)
 
     def _start(self, leg: Leg, message: pb.Start) -> None:
         self._keep_first_tokens(leg, message)
@@ -297,5 +302,5 @@ class Commands(Parking):
 
 
 def _check_key(leg: Leg) -> None:
-    if not leg.key.request_id:
-        raise ValueError("key.request_id is empty")
+    if not 1 <= len(leg.key.request_id) <= MAX_ID_CHARS:
+        raise ValueError(f"key.request_id has {len(leg.key.request_id)} characters: 1 to {MAX_ID_CHARS}")

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
 from baton.engine.engine import Engine
 from baton.engine.request import Refusal, RequestEnded
@@ -64,17 +65,21 @@ class Keys:
         leg.state = cell.state
         if was_absent and cell.state is not State.ABSENT:
             self.legs[leg.key] = leg
+        self._act(leg, getattr(self, f"_{cell.action}"), subject, was_absent)
+
+    def _act(self, leg: Leg, action: Callable[[Leg, Any], None], subject, was_absent: bool = False) -> None:
+        """What fails ends its key, never the stream, nor what comes for other keys behind it."""
         try:
-            getattr(self, f"_{cell.action}")(leg, subject)
+            action(leg, subject)
         except Refusal as refusal:
             if was_absent and not leg.owed:
                 self._forget(leg)
                 leg.outbox.reply(codec.refused(leg.key, refusal.reason, refusal.retry_after_s))
             else:
                 self._end(leg, endings.of_exception(refusal))
-        except Exception as error:  # a failing command ends its key, never the stream
+        except Exception as error:
             if not isinstance(error, (ValueError, KVError, TimeoutError)):
-                log.exception("key failed %s", fields(key=leg.key, event=event.value))
+                log.exception("key failed %s", fields(key=leg.key, action=action.__name__.strip("_")))
                 leave_if_exhausted(error)
             self._end(leg, endings.of_exception(error))
 

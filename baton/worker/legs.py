@@ -21,6 +21,10 @@ class Legs(dict[Key, Leg]):
         """Those that somebody waits for."""
         return sum(leg.state is not State.ORPHANED for leg in self.values())
 
+    def is_taken(self, key: Key) -> bool:
+        """By a live key here, or by the engine's name of one."""
+        return key in self or key in self._renamed
+
     def of_engine(self, key: Key) -> Leg | None:
         return self._renamed.get(key) or self.get(key)
 

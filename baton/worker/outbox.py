@@ -51,7 +51,8 @@ class Outbox:
         self._write = write
         self._on_read = on_read
         self._before_endings = before_endings
-        self._overfull: set[Key] = set()
+        self._overfull: set[Key] = set()  # with too much in `_rows`
+        self._relieved: set[Key] = set()  # whose rows the round that runs has taken
         self._max_unread_tokens = max_unread_tokens
         self._replies: list[pb.Event] = []
         self._rows: dict[tuple[Key, int], Row] = {}
@@ -97,6 +98,8 @@ class Outbox:
     def forget(self, key: Key) -> None:
         """What is unwritten of a key's tokens goes elsewhere."""
         self._rows = {named: row for named, row in self._rows.items() if named[0] != key}
+        self._overfull.discard(key)
+        self._relieved.discard(key)
 
     def set_load(self, load: pb.Load) -> None:
         self._load = load
@@ -137,6 +140,11 @@ class Outbox:
         await self._room.wait()
 
     @property
+    def num_rows(self) -> int:
+        """Choices whose tokens wait to be written."""
+        return len(self._rows)
+
+    @property
     def is_empty(self) -> bool:
         """All replies, rows and endings are written."""
         return not (self._is_writing or self._replies or self._rows or self._endings)
@@ -152,8 +160,8 @@ class Outbox:
             for event in self._take():
                 await self._write(event)
             self._is_writing = False
-            overfull, self._overfull = self._overfull, set()
-            for key in overfull:
+            relieved, self._relieved = self._relieved - self._overfull, set()
+            for key in relieved:
                 self._on_read(key)
 
     def _soon(self) -> None:
@@ -176,6 +184,7 @@ class Outbox:
         if self._endings or now >= self._next_rows_at:
             self._next_rows_at = now + MIN_GAP_S
             rows, self._rows = self._rows, {}
+            self._relieved, self._overfull = self._overfull, set()
             endings, self._endings = self._endings, []
             load, self._load = self._load, None
             yield from step_outputs(rows)

@@ -114,6 +114,52 @@ def test_a_sequence_that_nobody_reads_is_named():
     drive(script, max_unread_tokens=8)
 
 
+def test_only_what_was_taken_counts_as_read(monkeypatch):
+    """Rounds of replies alone take no rows: a key that is parked over its rows stays so until those are written."""
+    monkeypatch.setattr("baton.worker.outbox.MIN_GAP_S", 3600.0)  # between two rounds of rows that no ending hurries
+
+    async def script(outbox, transport):
+        outbox.add_run(token(B, 1))
+        await settle(outbox)
+        assert not all(outbox.add_run(token(A, index)) for index in range(1, 10))
+        for _ in range(3):
+            outbox.reply(pb.Event(granted=pb.Granted()))
+            while not transport.events or transport.kinds()[-1] != "granted":
+                await asyncio.sleep(0.001)
+            transport.events.append(pb.Event(load=pb.Load()))  # so that the next granted is seen
+        await asyncio.sleep(0.01)
+        assert read == []
+        outbox.end(pb.Event(ended=pb.Ended()))
+        await settle(outbox)
+        assert read == [A]
+        assert not all(outbox.add_run(token(A, index)) for index in range(10, 19))
+        outbox.forget(A)  # its tokens go elsewhere
+        outbox.end(pb.Event(ended=pb.Ended()))
+        await settle(outbox)
+        assert read == [A]
+
+    read: list = []
+    drive(script, max_unread_tokens=8, on_read=read.append)
+
+
+def test_what_is_too_much_again_is_not_read():
+    """Tokens of the step that was under way come while the rows before them are written."""
+
+    async def script(outbox, transport):
+        boxes.append(outbox)
+        transport.open.clear()
+        assert not all(outbox.add_run(token(A, index)) for index in range(1, 10))
+        while outbox.num_rows:
+            await asyncio.sleep(0.001)  # the writer stands with these rows in its hands
+        assert not all(outbox.add_run(token(A, index)) for index in range(10, 19))
+        transport.open.set()
+        await settle(outbox)
+
+    boxes, left = [], []  # rows that were unwritten when a key was read
+    drive(script, max_unread_tokens=8, on_read=lambda key: left.append(boxes[0].num_rows))
+    assert left == [0]
+
+
 def test_whoever_does_not_read_is_not_obeyed():
     async def script(outbox, transport):
         transport.open.clear()
