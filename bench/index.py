@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from baton.v1 import worker_pb2 as pb  # noqa: E402
-from gateway.redis_index import KV_TTL_S, RedisIndex  # noqa: E402
+from gateway.redis_index import RedisIndex  # noqa: E402
+from gateway.slot_leases import KV_TTL_S  # noqa: E402
 from gateway.slots import NUM_SLOTS  # noqa: E402
 from report import Report, finish, start  # noqa: E402
 from tests.redis_server import RedisServer  # noqa: E402

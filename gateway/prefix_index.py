@@ -36,6 +36,10 @@ class Feed:
         self._subscribe = subscribe
         self._next_seq: int | None = None  # None: only a snapshot will do
 
+    def join(self, subscribe: Callable[[], None]) -> None:
+        """Another session of the worker: what it held when the last one ended is known still."""
+        self._subscribe, self._next_seq = subscribe, None
+
     def subscribe(self) -> None:
         self._next_seq = None
         self._subscribe()

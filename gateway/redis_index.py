@@ -1,31 +1,36 @@
 """The prefix index in Redis, shared by gateways. Serving never depends on it: every failure is a miss.
 
     kv:<16 bytes of a span hash>   bit string, one bit per worker slot; expires
-    baton:slot:<n>                 the worker (instance, epoch) that has slot n; also its entry in the registry
+    baton:slot:<n>                 whose slot n is (slot_leases.py)
     baton:writer:<worker>          the gateway that writes this worker's events
     baton:secret                   fingerprint of the cluster secret in use
+
+What is evicted is written for certain: a batch that fails is written again, into the same slot or, after a while, all
+that the worker holds into another one. So a lookup names a worker for a span that it does not hold only until the next
+batch is written, or, where no gateway has a session with the worker, not at all.
 """
 
 import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+from redis.exceptions import ResponseError
 
 from baton import tasks
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from gateway.breaker import Breaker
-from gateway.matches import NOWHERE, Matches, Places
+from gateway.matches import Matches
 from gateway.prefix_index import Feed
 from gateway.redis_client import FAILURES, cancelled, make_client, values_of, words_of
-from gateway.slots import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, places_of, sampled_ends, spread
+from gateway.slot_leases import GIVE_UP_S, KV_TTL_S, SlotLeases
+from gateway.slots import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, sampled_ends, slots_in, spread
+from gateway.timing import now
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
-KV_TTL_S = 600
-# A slot is free again only when every bit that was set for it has had the time to expire.
-SLOT_TTL_S = KV_TTL_S + 30
 WRITER_TTL_S = 5
 SECRET_TTL_S = 60
 _HEARTBEAT_S = 1.0
@@ -35,7 +40,8 @@ _BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens an
 _MAX_SPANS = 4096  # 262,144 tokens
 _CONTROL_TIMEOUT_S = 1.0
 _MAX_LOOKUP_BYTES = 1 << 17  # 276 values of 1,024 slots are 38 KB, and there are 32 connections
-_MAX_NAME_BYTES = 64  # of a worker, a gateway, a fingerprint
+_MAX_NAME_BYTES = 64  # of a gateway, a fingerprint
+_NEVER = float("-inf")
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +51,34 @@ class SecretDiffers(Exception):
 
 
 class _Worker:
-    """A worker that serves this gateway."""
+    """A worker that serves this gateway, or did a moment ago."""
 
     def __init__(self, worker: bytes, subscribe: Callable[[], None]):
         self.worker = worker
         self.feed = Feed(subscribe)
         self.is_ours = False  # this gateway writes its events
         self.slot: int | None = None
-        self.pending: dict[bytes, bool] = {}  # span -> sealed
-        self.refreshed_at = 0.0
+        self.is_given_up = False  # something was not written there
+        self.num_slots = 0  # that it has had
+        self.held_at = _NEVER  # Redis has said so
+        self.pending: dict[bytes, bool] = {}  # span -> sealed; all else is in the slot as the feed has it
+        self.refreshed_at = _NEVER
+        self.left_at = _NEVER
+
+    def begin(self, slot: int | None, at: float) -> None:
+        """On a slot on which no bit is set."""
+        self.slot, self.held_at, self.refreshed_at, self.pending = slot, at, _NEVER, {}
+        self.is_given_up, self.num_slots = False, self.num_slots + 1
 
     def refresh(self, at: float) -> None:
-        """Everything is to be written again."""
-        self.pending = dict.fromkeys(self.feed.spans, True)
+        """All that it holds is to be written again."""
+        self.pending.update(dict.fromkeys(self.feed.spans, True))
         self.refreshed_at = at
+
+    def may_write(self, at: float) -> bool:
+        """Others retire the slot of one that has been silent for longer."""
+        has_slot = self.slot is not None and not self.is_given_up
+        return self.is_ours and has_slot and at - self.held_at < GIVE_UP_S
 
 
 class RedisIndex:
@@ -71,7 +91,8 @@ class RedisIndex:
         self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
         self._breaker = Breaker()
         self._workers: dict[bytes, _Worker] = {}
-        self._places: Places = NOWHERE  # of the slots
+        self._left: dict[bytes, _Worker] = {}  # whose session is gone for a moment
+        self._slots = SlotLeases(self._control)
         self._fingerprint: bytes | None = None
         self._asking: set[asyncio.Task] = set()
         self._written, self._joined = asyncio.Event(), asyncio.Event()
@@ -80,7 +101,7 @@ class RedisIndex:
     # ---- PrefixIndex ----
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
-        if not hashes or not self._breaker.closed or self.is_disabled or not self._places.mask:
+        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots.places.mask:
             return Matches()
         # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
@@ -96,24 +117,33 @@ class RedisIndex:
         return found
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
-        self._workers[worker] = _Worker(worker, subscribe)
+        entry = self._left.pop(worker, None) or _Worker(worker, subscribe)
+        entry.feed.join(subscribe)
+        entry.is_ours = False  # until Redis says so, which begins with a snapshot
+        self._workers[worker] = entry
         self._joined.set()
 
     def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
         if (entry := self._workers.get(worker)) is None or not entry.is_ours:
             return
         change = entry.feed.apply(events)
+        if not entry.may_write(now()):
+            entry.is_given_up = True  # the next one begins with all that is held then
+            return
         entry.pending.update(dict.fromkeys(change.evicted, False))
         entry.pending.update(dict.fromkeys(change.sealed, True))
         if entry.pending:
             self._written.set()
 
     def drop(self, worker: bytes) -> None:
-        self._workers.pop(worker, None)  # its bits expire; nobody is routed to a worker that does not serve
+        """Nobody is routed to a worker that does not serve. What is known of its slot counts for a moment longer: of
+        its next session the snapshot then tells what was evicted meanwhile."""
+        if entry := self._workers.pop(worker, None):
+            self._left[worker], entry.left_at = entry, now()
 
     async def _ask(self, hashes: Sequence[bytes]) -> Matches | None:
         """None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
-        places, ends = self._places, sampled_ends(len(hashes))
+        places, ends = self._slots.places, sampled_ends(len(hashes))
         try:
             sampled = list(bit_sets(await self._get([hashes[end - 1] for end in ends])))
             longest = last_held(sampled, places.mask)
@@ -143,7 +173,7 @@ class RedisIndex:
         self._fingerprint = fingerprint
         try:
             await self._hold_secret()
-            await self._read_slots()
+            await self._slots.read(now())
         except SecretDiffers:
             raise
         except FAILURES as error:
@@ -164,7 +194,7 @@ class RedisIndex:
         while not cancelled():
             try:
                 if not self.is_disabled:
-                    await self._heartbeat()
+                    await self._heartbeat(now())
                 if not was_up:
                     log.info("redis: back")
                 was_up = True
@@ -176,7 +206,7 @@ class RedisIndex:
                     log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
                 was_up = False
                 for entry in self._workers.values():
-                    entry.refreshed_at = 0.0
+                    entry.refreshed_at = _NEVER
             if not cancelled():
                 await self._pause()
 
@@ -187,21 +217,31 @@ class RedisIndex:
                 await self._joined.wait()
         self._joined.clear()
 
-    async def _heartbeat(self) -> None:
+    async def _heartbeat(self, at: float) -> None:
         await self._hold_secret()
         for entry in list(self._workers.values()):
             await self._hold_writer(entry)
             if entry.is_ours:
-                await self._hold_slot(entry)
-        await self._read_slots()
-        now = asyncio.get_running_loop().time()
+                await self._hold_slot(entry, at)
+        await self._slots.read(at)
+        await self._retire(at)
         for entry in self._workers.values():
-            if entry.is_ours and entry.slot is not None and now - entry.refreshed_at > _REFRESH_S:
-                entry.refresh(now)
+            if entry.may_write(at) and at - entry.refreshed_at > _REFRESH_S:
+                entry.refresh(at)
+            if entry.pending:
                 self._written.set()
+        self._left = {worker: entry for worker, entry in self._left.items() if at - entry.left_at < GIVE_UP_S}
         if not self._breaker.closed:
             await self._hot.ping()
             self._breaker.succeeded()
+
+    async def _retire(self, at: float) -> None:
+        """Slots that nobody writes: of workers that are gone, and those that a worker has beside its own."""
+        for entry in list(self._workers.values()):
+            for slot in self._slots.slots_of(entry.worker) if entry.may_write(at) else ():
+                if slot != entry.slot:
+                    await self._slots.retire(slot)
+        await self._slots.retire_orphans(_writer_name, at)
 
     async def _hold_secret(self) -> None:
         if self._fingerprint is None:
@@ -213,7 +253,7 @@ class RedisIndex:
 
     async def _hold_writer(self, entry: _Worker) -> None:
         """One gateway writes. Two that do for a moment write the same, so no more care is taken."""
-        name = b"baton:writer:" + entry.worker
+        name = _writer_name(entry.worker)
         is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
         if not is_ours and await self._value(name) == self._gateway:
             await self._control.expire(name, WRITER_TTL_S)
@@ -222,30 +262,19 @@ class RedisIndex:
         if is_ours and not was_ours:
             entry.feed.subscribe()
 
-    async def _hold_slot(self, entry: _Worker) -> None:
-        if entry.slot is not None and await self._value(_slot_name(entry.slot)) == entry.worker:
-            await self._control.expire(_slot_name(entry.slot), SLOT_TTL_S)
-            return
-        entry.slot = await self._lease_slot(entry.worker)
-        entry.refreshed_at = 0.0  # a Redis that has forgotten the slot has forgotten the bits
+    async def _hold_slot(self, entry: _Worker, at: float) -> None:
+        if entry.may_write(at):
+            if await self._slots.renew(entry.worker, entry.slot):
+                entry.held_at = at
+                return
+            if await self._slots.take(entry.worker, entry.slot):  # a Redis that forgot it has forgotten bits
+                entry.held_at, entry.refreshed_at = at, _NEVER
+                return
+        if entry.slot is not None:
+            await self._slots.give_up(entry.slot)
+        entry.begin(await self._slots.lease(entry.worker, at), at)
         if entry.slot is None:
             log.warning("redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS))
-
-    async def _lease_slot(self, worker: bytes) -> int | None:
-        holders = await self._holders()
-        if worker in holders:
-            return holders.index(worker)
-        for slot, holder in enumerate(holders):
-            if holder is None and await self._control.set(_slot_name(slot), worker, nx=True, ex=SLOT_TTL_S):
-                return slot
-        return None
-
-    async def _read_slots(self) -> None:
-        self._places = places_of(await self._holders())
-
-    async def _holders(self) -> list[bytes | None]:
-        """Of each slot who has it."""
-        return await values_of(self._control, [_slot_name(slot) for slot in range(NUM_SLOTS)], _MAX_NAME_BYTES)
 
     async def _value(self, name: bytes) -> bytes | None:
         return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]
@@ -256,24 +285,55 @@ class RedisIndex:
             await asyncio.sleep(_FLUSH_S)
             self._written.clear()
             for entry in list(self._workers.values()):
-                if entry.is_ours and entry.slot is not None and not self.is_disabled:
+                if self._may_write(entry):
                     await self._write_pending(entry)
 
     async def _write_pending(self, entry: _Worker) -> None:
-        """A failed batch is forgotten: the next heartbeat that succeeds has everything written again."""
+        """What fails, or may not be written now, is written behind the next heartbeat that succeeds."""
+        slot, num_slots = entry.slot, entry.num_slots
         pending, entry.pending = list(entry.pending.items()), {}
-        try:
-            for begin in range(0, len(pending), _BATCH):
-                async with self._control.pipeline(transaction=True) as batch:
-                    for span, sealed in pending[begin : begin + _BATCH]:
-                        name = b"kv:" + span[:NAME_BYTES]
-                        batch.setbit(name, entry.slot, int(sealed))
-                        batch.expire(name, KV_TTL_S)
-                    await batch.execute()
-        except FAILURES as error:
-            entry.refreshed_at = 0.0
-            log.warning("redis: index events were not written %s", fields(error=words_of(error)))
+        for begin in range(0, len(pending), _BATCH):
+            try:
+                if not self._may_write(entry):
+                    raise TimeoutError("nothing was heard of the slots for too long")
+                await self._write_batch(slot, dict(pending[begin : begin + _BATCH]))
+            except FAILURES as error:
+                log.warning("redis: index events were not written %s", fields(error=words_of(error)))
+                if entry.num_slots == num_slots:
+                    entry.pending = {**dict(pending[begin:]), **entry.pending}
+                return
+            if entry.num_slots != num_slots:
+                return  # all that it holds is pending for another slot
+
+    def _may_write(self, entry: _Worker) -> bool:
+        at = now()
+        return entry.may_write(at) and self._slots.are_known(at) and not self.is_disabled
+
+    async def _write_batch(self, slot: int, spans: Mapping[bytes, bool]) -> None:
+        """Raises one of FAILURES, after which none or all of it is written."""
+        names = {span: b"kv:" + span[:NAME_BYTES] for span in spans}
+        stale = await self._retired_bits(list(names.values())) if self._slots.retired else ()
+        async with self._control.pipeline(transaction=True) as batch:
+            for name, other in stale:
+                batch.setbit(name, other, 0)
+            for span, sealed in spans.items():
+                batch.setbit(names[span], slot, int(sealed))
+                batch.expire(names[span], KV_TTL_S)
+            for answer in await batch.execute(raise_on_error=False):
+                if isinstance(answer, Exception) and not _is_of_the_key(answer):
+                    raise answer
+
+    async def _retired_bits(self, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """What is to be taken back before a span's time to live is renewed: (its name, a retired slot)."""
+        values = bit_sets(await values_of(self._control, names, NUM_BYTES))
+        retired = self._slots.retired
+        return [(name, slot) for name, bits in zip(names, values, strict=True) for slot in slots_in(bits & retired)]
 
 
-def _slot_name(slot: int) -> bytes:
-    return b"baton:slot:%d" % slot
+def _writer_name(worker: bytes) -> bytes:
+    return b"baton:writer:" + worker
+
+
+def _is_of_the_key(error: Exception) -> bool:
+    """Something that is no bit string stands under a span's name: its other spans are written all the same."""
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

@@ -5,7 +5,7 @@ a few spans tell nearly as much as all: the longest prefix is then looked up exa
 16 spans. (256 keys of 10 million are 256 places in Redis's memory: 0.7 ms at the median, 2 ms at p99 were seen.)
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gateway.matches import Places
 
@@ -16,11 +16,26 @@ NUM_BYTES = NUM_SLOTS // 8
 
 
 def places_of(holders: Sequence[object]) -> Places:
-    """Of the workers that have the slots; `holders` are not trusted: what is no byte string is nobody."""
-    workers: Mapping[int, bytes] = {
-        NUM_SLOTS - 1 - slot: holder for slot, holder in enumerate(holders) if isinstance(holder, bytes)
-    }
-    return Places.of(workers)
+    """Of the workers that have the slots, one each; `holders` are not trusted: what is no byte string is nobody."""
+    place_of = {holder: _place(slot) for slot, holder in enumerate(holders) if isinstance(holder, bytes)}
+    return Places.of({place: worker for worker, place in place_of.items()})
+
+
+def mask_of(slots: Iterable[int]) -> int:
+    """Their bits, as of bit_sets."""
+    return sum(1 << _place(slot) for slot in slots)
+
+
+def slots_in(bits: int) -> Iterator[int]:
+    """Those whose bits are set."""
+    while bits:
+        lowest = bits & -bits
+        yield _place(lowest.bit_length() - 1)
+        bits ^= lowest
+
+
+def _place(slot: int) -> int:
+    return NUM_SLOTS - 1 - slot
 
 
 def bit_sets(values: Sequence[object]) -> Iterator[int]:

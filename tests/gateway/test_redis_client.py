@@ -130,7 +130,7 @@ def test_any_bytes_are_a_miss_at_worst(answer):
                 await values_of(index._control, [b"a", b"b"], 24)
             index.join(b"w" * 24, lambda: None)
             with contextlib.suppress(FAILURES):
-                await index._heartbeat()
+                await index._heartbeat(0.0)
             found = await roster.exchange({("decode", "127.0.0.1:5"): 9.0})
             assert all(isinstance(part, str) for worker in found for part in worker)
             matches = await index._ask([bytes(32)] * 40)
@@ -166,7 +166,7 @@ async def test_a_lookup_is_not_hurt_by_one_long_value(server):
     index = RedisIndex(server.url, b"g" * 16)
     index._hot.connection_pool.connection_kwargs["socket_timeout"] = 5.0
     index.join(b"w" * 24, lambda: None)
-    await index._heartbeat()
+    await index._heartbeat(0.0)
     slot = index._workers[b"w" * 24].slot
     for name in names:
         server.client.setbit(name, slot, 1)

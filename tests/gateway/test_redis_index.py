@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2 as pb
-from gateway.redis_index import KV_TTL_S, RedisIndex, SecretDiffers
+from gateway import redis_index, slot_leases
+from gateway.redis_index import RedisIndex, SecretDiffers
+from gateway.slot_leases import KV_TTL_S
 from gateway.matches import Matches
 from gateway.slots import NUM_SLOTS, bit_sets, places_of
 from tests.gateway.test_answers import generate
@@ -79,7 +81,7 @@ async def test_long_prompts_are_looked_up_by_samples(server):
     chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(300)]
     async with index(server, b"one") as one:
         one.join(OTHER, lambda: None)
-        await until(lambda: len(one._places.worker_at) == 2)
+        await until(lambda: len(one._slots.places.worker_at) == 2)
         for lengths, expected in (
             ((300, 40), (300, 32)), ((250, 250), (250, 250)), ((17, 3), (17, 2)), ((3, 0), (3, 0)), ((64, 63), (64, 48)),
             ((100, 99), (100, 99)),
@@ -263,3 +265,80 @@ def test_longest_runs_of_slots(values):
         if run and slots[slot]:
             expected[slots[slot]] = run
     assert Matches(bit_sets(values), places_of(slots)) == expected
+
+
+@pytest.fixture
+def short_lives(monkeypatch):
+    """Hours in seconds: a span lives 3 s, a slot rests for 5 s, and one without a writer is retired after 1 s."""
+    for module, name, seconds in (
+        (redis_index, "KV_TTL_S", 3), (redis_index, "_REFRESH_S", 1.0), (redis_index, "_HEARTBEAT_S", 0.1),
+        (redis_index, "WRITER_TTL_S", 1), (redis_index, "GIVE_UP_S", 1.0), (slot_leases, "GIVE_UP_S", 1.0),
+        (slot_leases, "ORPHAN_S", 1.0), (slot_leases, "SLOT_TTL_S", 5),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, seconds)
+
+
+async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
+    """Two hold the same spans, one dies, the other renews them; whoever has the dead one's slot after it, has nothing."""
+    async with index(server, b"a") as a:
+        a.join(OTHER, lambda: None)
+        await until(lambda: all(entry.slot is not None for entry in a._workers.values()))
+        for worker in (WORKER, OTHER):
+            a._workers[worker].feed.subscribe()
+            a.apply(worker, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        await finds(a, OTHER, 20)
+        slot = a._workers[WORKER].slot
+        a.drop(WORKER)
+        name = f"baton:slot:{slot}"
+        await until(lambda: server.client.get(name) == slot_leases.RETIRED)
+        await until(lambda: server.client.get(name) is None)
+        kept = [server.client.getbit(b"kv:" + span[:16], slot) for span in SPANS]
+        assert kept == [0] * 20, "bits of the dead worker are in its slot, which is free"
+        await finds(a, OTHER, 20)
+        await until(lambda: not a._slots._holders[slot])
+        await asyncio.sleep(1.2)  # it is left to whoever had it for as long as a writer may be silent
+        new = b"n" * 24
+        a.join(new, lambda: None)
+        await until(lambda: a._workers[new].slot == slot)
+        assert (await a.lookup(SPANS)).get(new, 0) == 0
+
+
+async def test_one_key_of_another_kind_holds_up_no_others(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        server.client.lpush(b"kv:" + SPANS[3][:16], "no bit string")
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 3)
+        await finds(a, WORKER, 16, SPANS[4:])
+        assert not a._workers[WORKER].pending
+
+
+async def test_a_batch_that_fails_is_written_again(server, caplog):
+    """Evictions too, which no snapshot would tell again."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        server.client.config_set("maxmemory", "1")
+        server.client.config_set("maxmemory-policy", "noeviction")
+        a.apply(WORKER, pb.BlockEvents(seq=1, evicted=SPANS[7:]))
+        await until(lambda: "index events were not written" in caplog.text)
+        server.client.config_set("maxmemory", "0")
+        await finds(a, WORKER, 7)
+
+
+async def test_another_writer_takes_another_slot(server):
+    """It cannot know which bits the last one set."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        slot = a._workers[WORKER].slot
+    server.client.delete(b"baton:writer:" + WORKER)
+    async with index(server, b"b") as b:
+        await until(lambda: b.snapshots)
+        b.apply(WORKER, snapshot(*SPANS[:4]))
+        await finds(b, WORKER, 4)
+        assert b._workers[WORKER].slot != slot
+        assert server.client.get(f"baton:slot:{slot}") == slot_leases.RETIRED
