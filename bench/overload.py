@@ -47,7 +47,7 @@ QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
 REFUSED = re.compile(r"outcome=refused .* total_ms=([0-9.]+)")  # in the gateway's log
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("overload", "tenants", "fairness")
-FAIR_PER_S, FAIR_PROMPT, FAIR_OUTPUT = 3.0, 512, 8  # of the quiet tenant
+FAIR_PROMPT, FAIR_OUTPUT = 256, 8  # of the quiet tenant
 CONTEXT = 2048
 FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it stands, and until it is gone
 FAIR_QUOTA = "[default]\nconcurrent_requests = 16\ntokens_per_s = 20000\n"
@@ -149,16 +149,15 @@ def tenants(report: Report, target: str, keys: dict[str, Path], seconds: float) 
 # ---- fairness ----
 
 
-def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, seconds: float) -> None:
+def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, num: int) -> None:
     """Alone, beside a flood, alone, ...: each flood between two times alone."""
     seeds = itertools.count(1000)
 
     def quiet() -> list[Outcome]:
-        """Prompts of one length, evenly spaced: no request of its own is in the way of another."""
-        seed = next(seeds)
-        jobs = [Job(i, i / FAIR_PER_S, FAIR_PROMPT, FAIR_OUTPUT) for i in range(max(4, round(seconds * FAIR_PER_S)))]
-        plan = Plan(target, VOCAB, seed=seed, timeout_s=30, access=Access(api_key_file=keys["quiet"]))
-        return run_jobs(plan, jobs).outcomes
+        """One after the other: no request of its own is in the way of another."""
+        jobs = [Job(i, 0.0, FAIR_PROMPT, FAIR_OUTPUT) for i in range(num)]
+        access = Access(api_key_file=keys["quiet"])
+        return run_jobs(Plan(target, VOCAB, 1, seed=next(seeds), timeout_s=30, access=access), jobs).outcomes
 
     def p99(*runs: list[Outcome]) -> float:
         return 1e3 * percentile([each.ttft_s for outcomes in runs for each in outcomes if each.ok], 0.99)
@@ -239,7 +238,7 @@ def main() -> int:
             options, keys = write_tenants(folder)
             with running(folder / "fairness", *options) as stack:
                 spread(stack)
-                fairness(report, stack.target, keys, folder / "quotas.toml", seconds / 2 if arguments.quick else seconds)
+                fairness(report, stack.target, keys, folder / "quotas.toml", 8 if arguments.quick else 40)
     return finish(arguments, report)
 
 

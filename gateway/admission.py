@@ -23,7 +23,9 @@ _NO_HURRY_S = 10.0  # a class without a bound on the first token stands in line 
 _MARGIN = 0.7  # of the wait that would just do: predictions err, and who is let in should be served in time
 _LEAST_WAIT_S = 0.05  # a shorter wait is nobody's reason to refuse
 _KEPT = 0.9  # of what the line's speed was, with each that is served
-_TURN_TOKENS = 64  # of one tenant before another's turn comes: less than a request, so that each is a turn or more
+# Of one tenant before another's turn comes, less than a request, so that each is a turn or more; and of turns that it
+# did not take.
+_TURN_TOKENS, _SAVED_TOKENS = 64, 2048
 
 
 class Bid(NamedTuple):
@@ -138,7 +140,7 @@ class Line:
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
         self._max, self._max_tokens = max_waiting, max_tokens
         self._queues: dict[str, _Queue] = {}  # none is empty
-        self._turns = RoundRobin[str](_TURN_TOKENS)
+        self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
         self._untried: set[str] = set()  # tenants that have not been refused since something has changed
         self._arrivals = itertools.count()
         self._num = self.num_tokens = 0
@@ -205,10 +207,11 @@ class Line:
             place.call()
 
     def wait_s(self, bid: Bid) -> float:
-        """How long such a one would stand here, as fast as the line has moved; 0 until it has."""
-        if not self._num or not self._served_tokens:
+        """How long such a one would stand here, as fast as the line has moved; 0 until it has, and for one of a tenant
+        that nobody of waits here: it asks at once."""
+        queue = self._queues.get(bid.tenant)
+        if queue is None or not self._served_tokens:
             return 0.0
-        queue = self._queues.get(bid.tenant) or _Queue()
         ahead = sum(place.bid.num_tokens for place in queue.places if place.is_open and place.order[0] <= bid.rank)
         # Until it is served each of the others has as much as its own tenant.
         part = ahead + bid.num_tokens

@@ -41,7 +41,7 @@ class Attempts(Course):
         record.stamps.routed = record.stamps.routed or now()
         record.num_attempts += self._spec is None
         self._make_spec()
-        self._decode = taker.open(self._next_key(), self._mailbox)
+        self._decode = taker.open(self._next_key(), self._mailbox, record.tenant)
         self._decode.promise(record.ask.slo.tpot_s)
         self._decode.send(admit=pb.Admit(spec=self._spec))
 
@@ -97,7 +97,7 @@ class Attempts(Course):
             reader = self._decode.link
             self._holder = holder = self._registry.holder_for(reader, self._matches, faulty) if is_second else None
         else:
-            self._prefill = self._source.open(self._decode.key, self._mailbox)
+            self._prefill = self._source.open(self._decode.key, self._mailbox, self._record.tenant)
             self._prefill.num_prefill_tokens = num_tokens - self._matched(self._source)
             self._prefix = PrefixSource(self._send_prefill)
             reader, holder = self._source, self._registry.holder_for(self._source, self._matches, faulty)

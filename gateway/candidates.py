@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from baton.service.guard import DEFAULT_TENANT
 from gateway.matches import Matches
 from gateway.routing import NUM_HOLDERS, Ask, Candidate, Limits, can_decode, can_prefill, shortlist
 from gateway.timing import now
@@ -74,9 +75,10 @@ class Candidates:
         )  # fmt: skip
         return {link.address: link for link in itertools.islice(filter(None, found), NUM_HOLDERS)}
 
-    def seen(self, links: Iterable[WorkerLink], matches: Matches) -> list[Candidate]:
+    def seen(self, links: Iterable[WorkerLink], matches: Matches, ask: Ask | None = None) -> list[Candidate]:
+        """As `ask` sees them: what its own tenant has there, and of others as much as is read in turns with that."""
         at = now()
-        return [self._candidate(link, matches, at) for link in links]
+        return [self._candidate(link, matches, at, ask) for link in links]
 
     def _large(self, role: str, ask: Ask) -> Sequence[WorkerLink]:
         """Who of a role can hold a request; everybody where nobody can. Where all are alike nobody is looked at."""
@@ -90,7 +92,7 @@ class Candidates:
             if link := self._by_id.get(worker_id):
                 yield link
 
-    def _candidate(self, link: WorkerLink, matches: Matches, at: float) -> Candidate:
+    def _candidate(self, link: WorkerLink, matches: Matches, at: float, ask: Ask | None) -> Candidate:
         """Loads are reports from a moment ago; what this gateway has sent since is known exactly."""
         load = link.load
         max_sequences, *said = self._said.get(link) or _said(link)
@@ -98,7 +100,7 @@ class Candidates:
             link.address,
             matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
             max(load.num_running + load.num_waiting, len(link.legs)),
-            max(load.num_waiting_tokens, link.num_prefill_tokens),
+            _waiting(link, ask),
             *said,
             load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
             max_sequences,
@@ -106,6 +108,17 @@ class Candidates:
             link.recent.share(at),
             link.rates.pace(at),
         )
+
+
+def _waiting(link: WorkerLink, ask: Ask | None) -> int:
+    """Tokens of prompts that are read there before another's. Tenants take turns, so those of another wait no longer
+    than one's own; whose those are that other gateways have sent is not known."""
+    num_elsewhere = max(0, link.load.num_waiting_tokens - link.num_prefill_tokens)
+    if ask is None or ask.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {ask.tenant}:
+        return link.num_prefill_tokens + num_elsewhere
+    own = link.prefill_tokens[ask.tenant]
+    others = [num for tenant, num in link.prefill_tokens.items() if tenant != ask.tenant]
+    return own + sum(min(num, own + ask.num_tokens) for num in (*others, num_elsewhere))
 
 
 def _said(link: WorkerLink) -> tuple:

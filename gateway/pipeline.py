@@ -125,7 +125,7 @@ class Pipeline:
         if not checked.names_class:
             promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
-        record.ask = Ask(num_tokens, num_tokens + max_tokens, num_output, promised, num_choices)
+        record.ask = Ask(num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant)
         self.registry.check_fits(record.ask)
         order = rank(record.stamps.received, promised, checked.priority)
         record.bid = Bid(

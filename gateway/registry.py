@@ -185,10 +185,10 @@ class Registry:
     ) -> WorkerLink | None:  # fmt: skip
         """A prefill worker that `taker` can take KV from, and that can read the prompt; None: `taker` reads it itself.
         Raises Unavailable."""
-        (candidate,) = self.candidates.seen([taker], matches)
+        (candidate,) = self.candidates.seen([taker], matches, ask)
         for avoided in (avoid, ()):
             near = self.candidates.near("prefill", ask, matches, {*avoided, *too_short})
-            if best := choose_source(ask, self.candidates.seen(near.values(), matches), candidate):
+            if best := choose_source(ask, self.candidates.seen(near.values(), matches, ask), candidate):
                 return near[best.name]
         here = self.candidates.serving("prefill")
         is_too_long = any(link.worker_id in too_short or not can_prefill(ask, link.limits) for link in here)
@@ -221,7 +221,7 @@ class Registry:
         return decision, source, taker
 
     def _choose(self, ask, prefill, decode, matches, split) -> Decision:
-        seen = (self.candidates.seen(links.values(), matches) for links in (prefill, decode))
+        seen = (self.candidates.seen(links.values(), matches, ask) for links in (prefill, decode))
         return choose(ask, *seen, split)
 
     def _any_pair(self, takers: Sequence[WorkerLink]) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from baton.service.guard import DEFAULT_TENANT
 from baton.service.slo import Slo
 from gateway.rates import Pace
 
@@ -70,6 +71,7 @@ class Ask(NamedTuple):
     num_output: float = 64.0
     slo: Slo = Slo()
     num_choices: int = 1
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.logs import fields, printable
 from baton.service.tls import WORKER_NAME
 from baton.service.telemetry import CLOCK
-from baton.v1 import worker_pb2_grpc
-from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2 as pb, worker_pb2_grpc
 from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled
 from gateway.pace import Pace, Turns
 from gateway.rates import Rates, Recent
@@ -53,12 +52,12 @@ class Leg:
     """One key on one worker. `close()` whenever done with it: what is still alive there is cancelled."""
 
     __slots__ = (
-        "link", "key", "worker_id", "mailbox", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
+        "link", "key", "worker_id", "mailbox", "tenant", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
         "_written_from", "_written_upto", "_open",
     )  # fmt: skip
 
-    def __init__(self, link: "WorkerLink", key: Key, mailbox: Mailbox):
-        self.link, self.key, self.mailbox = link, key, mailbox
+    def __init__(self, link: "WorkerLink", key: Key, mailbox: Mailbox, tenant: str):
+        self.link, self.key, self.mailbox, self.tenant = link, key, mailbox, tenant
         self.worker_id = link.worker_id
         self.place = next(_places)
         self.num_unread = 0
@@ -74,7 +73,8 @@ class Leg:
 
     @num_prefill_tokens.setter
     def num_prefill_tokens(self, num: int) -> None:
-        self.link.num_prefill_tokens += num - self._num_prefill_tokens
+        self.link.prefill_tokens[self.tenant] += num - self._num_prefill_tokens
+        self.link.prefill_tokens += Counter()  # without zeros
         self._num_prefill_tokens = num
 
     def promise(self, tpot_s: float | None) -> None:
@@ -162,7 +162,7 @@ class WorkerLink:
         self.legs: dict[Key, Leg] = {}
         self.max_unread_tokens = max_unread_tokens
         self.rates, self.recent = Rates(fleet), Recent()
-        self.num_prefill_tokens = 0  # of all legs
+        self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
         self._turns = Turns(pace or Pace())
         self._clocks = ClockComparison()
@@ -185,6 +185,10 @@ class WorkerLink:
         return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
 
     @property
+    def num_prefill_tokens(self) -> int:
+        return self.prefill_tokens.total()
+
+    @property
     def clock(self) -> Offset | None:
         """How far its clock is ahead of ours; None: not measured yet."""
         return self._clocks.offset(CLOCK.wall_ns(now()))
@@ -193,8 +197,8 @@ class WorkerLink:
     def name(self) -> str:
         return self.hello.instance.hex()[:8] if self.hello else self.address
 
-    def open(self, key: Key, mailbox: Mailbox) -> Leg:
-        leg = self.legs[key] = Leg(self, key, mailbox)
+    def open(self, key: Key, mailbox: Mailbox, tenant: str = "") -> Leg:
+        leg = self.legs[key] = Leg(self, key, mailbox, tenant)
         return leg
 
     def send(self, command: pb.Command) -> None:

@@ -1,4 +1,4 @@
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.fairness import RoundRobin, has_room
@@ -14,6 +14,7 @@ def test_a_part_is_there_for_whoever_comes():
     assert not has_room(8, 9, 8, 1, 2), "who has more than a part waits"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.booleans()), max_size=200), st.integers(1, 40))
 def test_nobody_with_less_than_its_part_is_refused_and_all_together_have_little_more(moves, most):
     held: dict[str, int] = {}
@@ -42,34 +43,50 @@ def served(turns: RoundRobin[str], costs: dict[str, float], num: int) -> str:
 
 
 def test_turns_by_what_they_cost():
-    turns = RoundRobin[str](100)
+    turns = RoundRobin[str](100, 100)
     turns.wait("abc")
-    assert served(turns, {"a": 100, "b": 100, "c": 100}, 6) in ("abcabc", "bcabca", "cabcab")
+    assert served(turns, {"a": 100, "b": 100, "c": 100}, 6) == "abcabc"
     order = served(turns, {"a": 100, "b": 500, "c": 50}, 170)
     num = {who: order.count(who) for who in "abc"}
     assert abs(num["a"] - 5 * num["b"]) <= 6 and abs(num["c"] - 2 * num["a"]) <= 6
 
 
 def test_who_comes_waits_for_no_more_than_one_turn_of_another():
-    turns = RoundRobin[str](100)
-    turns.wait(["flood"])
-    served(turns, {"flood": 100}, 1000)
-    turns.wait(["flood", "quiet"])
-    assert "quiet" in [turns.next({"flood", "quiet"}), served(turns, {"flood": 100, "quiet": 100}, 2)[1:]]
-    turns.wait(["flood"])
-    assert turns.next({"flood", "quiet"}) == "flood" and turns.next({"quiet"}) is None
+    turns = RoundRobin[str](10, 300)
+    turns.wait(["f"])
+    served(turns, {"f": 100}, 1000)
+    turns.wait(["f", "q"])
+    assert served(turns, {"f": 100, "q": 100}, 8) == "qqqqfqfq", "with what it had saved"
+    turns.wait(["f"])
+    assert turns.next({"f", "q"}) == "f" and turns.next({"q"}) is None
     turns.wait([])
-    assert turns.next({"flood"}) is None
-    turns.charge("flood", 5)
+    assert turns.next({"f"}) is None
+    turns.charge("f", 5)
 
 
+def test_who_is_away_saves_what_others_were_given_and_no_more():
+    turns, costs = RoundRobin[str](10, 300), {"f": 100, "q": 100}
+    turns.wait("fq")
+    served(turns, costs, 50)
+    assert not turns.has_saved("q")
+    turns.wait("f")
+    served(turns, costs, 2)
+    assert turns.has_saved("q")
+    turns.wait("fq")
+    assert served(turns, costs, 20).count("q") in (10, 11, 12, 13)
+    turns.wait("f")
+    served(turns, costs, 1000)
+    assert len(turns._left) == 1, "who has saved all it may is forgotten"
+
+
+@settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from("abcdef"), st.floats(0.1, 1e6), min_size=2),
     st.floats(1, 1e4),
 )
 def test_all_get_the_same_whatever_theirs_cost(costs, quantum):
     """Within a quantum and one of the dearest each: what Shreedhar and Varghese prove."""
-    turns, got = RoundRobin[str](quantum), dict.fromkeys(costs, 0.0)
+    turns, got = RoundRobin[str](quantum, quantum), dict.fromkeys(costs, 0.0)
     turns.wait(costs)
     for _ in range(300):
         who = turns.next(costs)

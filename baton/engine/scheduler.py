@@ -12,6 +12,7 @@ waits that has less than its part of the sequences or blocks, what others have b
 park that holds less than itself.
 """
 
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -26,6 +27,9 @@ from baton.engine.shares import num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
+
+_SHORT_STEPS = 4  # of which a chunk is made where tenants share: who comes waits for one
+_SEEN_S = 30.0  # for which a tenant counts as one of those who share
 
 
 class Slice(NamedTuple):
@@ -52,7 +56,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._tenants = Counter[bytes]()  # of both, by sequences
         self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
-        self._turns = RoundRobin[bytes](SPAN_TOKENS)
+        self._turns = RoundRobin[bytes](SPAN_TOKENS, config.max_model_len)
+        self._seen: dict[bytes, float] = {}  # tenants of late, and when one of theirs came: time.monotonic()
+        self._short_step = max(1, config.max_num_batched_tokens // _SHORT_STEPS // SPAN_TOKENS) * SPAN_TOKENS
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -60,6 +66,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """A decoding sequence that has its blocks joins at once; any other waits its turn."""
         self._tenants[seq.group.tenant] += 1
+        now = self._seen[seq.group.tenant] = time.monotonic()
+        self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < _SEEN_S}
         ready = seq.remaining == 1 and seq.block_ids and len(self.running) < self.config.max_num_seqs
         insort(self.running if ready else self.waiting, seq, key=by_rank)
 
@@ -108,7 +116,9 @@ class Scheduler:
                 batch.append(Slice(seq, num_computed, num_computed + 1))
 
     def _schedule_prefill(self, batch: list[Slice]) -> None:
-        """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time."""
+        """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time.
+        Where tenants share, those who have saved turns have the step to themselves, and all others take short ones, for
+        somebody may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in self.running:
@@ -117,6 +127,9 @@ class Scheduler:
         for seq in self.waiting if len(self.running) < self.config.max_num_seqs else ():
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
+        if len(self._seen) > 1:
+            saved = {tenant: line for tenant, line in lines.items() if self._turns.has_saved(tenant)}
+            lines, budget = (saved, budget) if saved else (lines, min(budget, self._short_step))
         starving, blocked = self._starving(), set[bytes]()
         while budget > 0 and (tenant := self._turns.next(lines)) is not None:
             seq, is_new = lines[tenant].pop(0)

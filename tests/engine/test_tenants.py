@@ -93,6 +93,23 @@ def test_prompts_are_read_by_turns():
     check(records, [*flood, quiet])
 
 
+def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
+    """Where tenants share: a step that reads for one who has had its turns is a quarter of a whole one."""
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=128, max_num_batched_tokens=512), Collector()
+    sizes = engine.runner.model.batch_sizes
+    run(engine, [of(QUIET, "q0", 40)], records)
+    for i in range(3):
+        engine.submit(of(FLOOD, f"f{i}", 500, 1))
+    steps(engine, records, 3)
+    assert sizes[-1] == (1, 128)
+    quiet = of(QUIET, "q1", 480)
+    engine.submit(quiet)
+    steps(engine, records, 1)
+    assert records[quiet.key].first is not None and sizes[-1] == (1, 480)
+    run(engine, collector=records)
+    check(records, [quiet])
+
+
 def test_turns_are_by_tokens():
     """Two tenants that always have prompts to read are read the same number of tokens, whatever these are like."""
     engine, records = toy_engine(max_num_seqs=16, num_blocks=512), Collector()

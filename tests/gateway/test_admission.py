@@ -139,7 +139,9 @@ def test_the_wait_of_a_tenant_is_its_own(clock):
         clock[0] += 0.5
         line.leave(place)
     assert line.wait_s(of("flood", clock[0], 500)) == pytest.approx(16 * 0.5)
-    assert line.wait_s(of("quiet", clock[0], 500)) == pytest.approx(0.5)
+    assert line.wait_s(of("quiet", clock[0], 500)) == 0.0  # it asks at once
+    line.join(of("quiet", clock[0], num_tokens=500), lambda: None)
+    assert line.wait_s(of("quiet", clock[0], 500)) == pytest.approx(1.5)
 
 
 # ---- deadlines ----

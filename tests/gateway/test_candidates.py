@@ -1,12 +1,14 @@
 """The registry's view of fleets that are larger than what a request looks at."""
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from baton.service.errors import Unavailable
 from baton.v1 import worker_pb2 as pb
+from gateway import candidates
 from gateway.embedded_index import EmbeddedIndex
 from gateway.matches import Matches, Places
 from gateway.model_folder import Defaults, ModelFolder
@@ -71,7 +73,7 @@ def test_a_request_looks_at_few(monkeypatch):
     registry, looked = fleet(300), []
     seen = registry.candidates.seen
     monkeypatch.setattr(
-        registry.candidates, "seen", lambda links, matches: looked.append(len(links)) or seen(links, matches)
+        registry.candidates, "seen", lambda links, *rest: looked.append(len(links)) or seen(links, *rest)
     )
     registry.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
     assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
@@ -130,3 +132,15 @@ def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
                 assert long[0] not in (source, taker)
     assert registry.others(role, ask, {link.worker_id for link in long[1:]})
     assert not registry.others(role, ask, {link.worker_id for link in long})
+
+
+def test_prompts_of_others_wait_behind_ones_own():
+    """Tenants take turns: of what another has waiting as much is ahead as one's own tenant has, and this prompt."""
+    link = type("Link", (), {"load": pb.Load(num_waiting_tokens=90_000)})()
+    link.prefill_tokens = Counter(flood=80_000, quiet=100)
+    link.num_prefill_tokens = link.prefill_tokens.total()
+    assert candidates._waiting(link, Ask(500, 501, tenant="quiet")) == 100 + 600 + 600
+    assert candidates._waiting(link, Ask(500, 501, tenant="flood")) == 80_000 + 100 + 9_900
+    assert candidates._waiting(link, None) == 90_000
+    link.prefill_tokens = Counter(default=80_100)
+    assert candidates._waiting(link, Ask(500, 501)) == 90_000, "there is one tenant"
