@@ -6,13 +6,14 @@ keep out nobody, not even others of the same caller.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from typing import NamedTuple
 from urllib.parse import unquote
 
 from baton.fairness import has_room
-from baton.service.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from baton.service.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 
 MAX_CALLS = 256  # of tenants, where nothing else is said
 FIRST_MESSAGE_S, HEALTH_MESSAGE_S = 5.0, 2.0
@@ -55,6 +56,7 @@ class Places:
         self._of_tenants: Counter[str] = Counter()  # to Inference
         self._num_watches: Counter[str] = Counter()  # by host, of callers that show nothing
         self._silent: dict[tuple[str, Caller], dict[Place, None]] = {}  # the oldest first
+        self._watched: set[tuple[str, Caller]] = set()  # a timer runs for its oldest silent call
 
     def enter(self, method: str, caller: Caller, peer: str) -> "Place":
         """A place, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
@@ -66,12 +68,30 @@ class Places:
         if not self._has_room(key, kind):
             if not self._silent.get(key):
                 raise _full(f"{self._num_open[key]} calls of this kind are open already, by this caller")
-            next(iter(self._silent[key])).give_way()
-        place = Place(self, key, kind.first_message_s, host)
+            next(iter(self._silent[key])).end(
+                _full("a newer call has taken the place of this one, whose message had not come")
+            )
+        place = Place(self, key, host)
         for counter, name in self._counted(place):
             counter[name] += 1
         self._silent.setdefault(key, {})[place] = None
+        if key not in self._watched:
+            self._watch(key, kind.first_message_s)
         return place
+
+    def _watch(self, key: tuple[str, Caller], due_s: float, in_s: float | None = None) -> None:
+        """End those of its silent calls that are too old, when the oldest is. One timer for all of a kind and caller: one
+        for each call was a fifth of what a call costs here that says nothing."""
+        self._watched.add(key)
+        asyncio.get_running_loop().call_later(due_s if in_s is None else in_s, self._end_late, key, due_s)
+
+    def _end_late(self, key: tuple[str, Caller], due_s: float) -> None:
+        self._watched.discard(key)
+        for place in list(self._silent.get(key, ())):
+            if (left_s := place.entered_at + due_s - time.monotonic()) > 0:
+                return self._watch(key, due_s, left_s)
+            late = f"the call's first message has not come within {due_s:g} s"
+            place.end(DeadlineExceeded(late, reason="MESSAGE_LATE"))
 
     def _has_room(self, key: tuple[str, Caller], kind: _Kind) -> bool:
         num_open = self._num_open[key]
@@ -109,39 +129,39 @@ class Places:
 class Place:
     """Of one call, in `with`: left at the end."""
 
-    __slots__ = ("key", "host", "_places", "_first_message_s", "_waiting", "_has_given_way", "_is_left")
+    __slots__ = ("key", "host", "entered_at", "_places", "_task", "_error", "_is_left")
 
-    def __init__(self, places: Places, key: tuple[str, Caller], first_message_s: float, host: str):
-        self.key, self.host = key, host
-        self._places, self._first_message_s = places, first_message_s
-        self._waiting: asyncio.Timeout | None = None
-        self._has_given_way = self._is_left = False
+    def __init__(self, places: Places, key: tuple[str, Caller], host: str):
+        self.key, self.host, self.entered_at = key, host, time.monotonic()
+        self._places = places
+        self._task: asyncio.Task | None = None  # that waits for the message
+        self._error: BatonError | None = None
+        self._is_left = False
 
     async def first(self, messages: AsyncIterator):
         """The first message. Raises DeadlineExceeded where it does not come in time, Overloaded where another call
         has taken the place meanwhile, InvalidRequest where there is none."""
+        if self._error is not None:
+            raise self._error
+        self._task = task = asyncio.current_task()
         try:
-            async with asyncio.timeout(self._first_message_s) as self._waiting:
-                if self._has_given_way:
-                    self._waiting.reschedule(0)
-                return await anext(messages)
+            return await anext(messages)
         except StopAsyncIteration:
             raise InvalidRequest("message", "there is none") from None
-        except TimeoutError:
-            if self._has_given_way:
-                raise _full("a newer call has taken the place of this one, whose message had not come") from None
-            late = f"the call's first message has not come within {self._first_message_s:g} s"
-            raise DeadlineExceeded(late, reason="MESSAGE_LATE") from None
+        except asyncio.CancelledError:
+            if self._error is None or task.uncancel():  # the call's own end
+                raise
+            raise self._error from None
         finally:
-            self._waiting = None
+            self._task = None
             self._places.heard(self)
 
-    def give_way(self) -> None:
-        """To a newer call: this one ends."""
-        self._has_given_way = True
+    def end(self, error: BatonError) -> None:
+        """Its message is waited for no longer, and the place is free."""
+        self._error = error
         self._leave()
-        if self._waiting is not None and not self._waiting.expired():
-            self._waiting.reschedule(0)
+        if self._task is not None:
+            self._task.cancel()
 
     def __enter__(self) -> "Place":
         return self

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -121,15 +122,40 @@ async def test_watches_of_strangers():
     assert len(await fill(places, WATCH, "acme")) == 16  # who is known is bounded by himself
 
 
-async def test_a_message_that_is_late_and_one_that_never_comes(monkeypatch):
-    places = Places()
-    with places.enter(GENERATE, "acme", "") as place:
-        place._first_message_s = 0.01
-        with pytest.raises(DeadlineExceeded, match="first message") as caught:
+async def test_a_message_that_is_late_and_one_that_never_comes():
+    """Each in its own time, by one timer."""
+    places, ends = Places(), []
+
+    async def call() -> None:
+        with places.enter(CHECK, None, "") as place, pytest.raises(DeadlineExceeded, match="first message") as caught:
             await place.first(nothing())
         assert caught.value.reason == "MESSAGE_LATE"
-    with places.enter(GENERATE, "acme", "") as place, pytest.raises(InvalidRequest):
+        ends.append(time.monotonic() - place.entered_at)
+
+    with places.enter(CHECK, None, "") as place, pytest.raises(InvalidRequest):
         await place.first(said())
+    calls = []
+    for _ in range(3):
+        calls.append(asyncio.create_task(call()))
+        await asyncio.sleep(0.5)
+        assert len(places._watched) == 1
+    await asyncio.wait_for(asyncio.gather(*calls), 30)
+    assert all(end >= 1.99 for end in ends)
+    assert is_empty(places)
+
+
+async def test_a_call_that_ends_by_itself_is_not_said_to_be_late():
+    places = Places()
+
+    async def call() -> None:
+        with places.enter(GENERATE, "acme", "") as place:
+            await place.first(nothing())
+
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
     assert is_empty(places)
 
 
