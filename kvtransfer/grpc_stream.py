@@ -53,6 +53,8 @@ _SERVER_OPTIONS = (
     # A process that stands still is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.server_handshake_timeout_ms", 5000),  # gRPC's own is 120 s
+    ("grpc.max_connection_idle_ms", 10_000),  # a dialogue's connection ends with it
     ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),  # expanded before it is measured
 )
 

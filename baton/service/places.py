@@ -16,7 +16,7 @@ from baton.fairness import has_room
 from baton.service.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 
 MAX_CALLS = 256  # of tenants, where nothing else is said
-FIRST_MESSAGE_S, HEALTH_MESSAGE_S = 5.0, 2.0
+FIRST_MESSAGE_S, SHORT_MESSAGE_S = 5.0, 2.0
 _INFERENCE = "/baton.v1.Inference/"
 _WATCH = "/grpc.health.v1.Health/Watch"
 _MAX_WATCHES_OF_HOST = 2  # by callers that show nothing of themselves
@@ -33,12 +33,12 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    _WATCH: _Kind(16, HEALTH_MESSAGE_S),
-    "/grpc.health.v1.Health/Check": _Kind(256, HEALTH_MESSAGE_S),
-    "/grpc.health.v1.Health/List": _Kind(16, HEALTH_MESSAGE_S),
+    _WATCH: _Kind(16, SHORT_MESSAGE_S),
+    "/grpc.health.v1.Health/Check": _Kind(256, SHORT_MESSAGE_S),
+    "/grpc.health.v1.Health/List": _Kind(16, SHORT_MESSAGE_S),
     "/baton.v1.Registration/Register": _Kind(256),
     "/baton.v1.Worker/Session": _Kind(256),  # a gateway has one
-    "/baton.kv.Raw/Pull": _Kind(1024),  # a request that moves has one
+    "/baton.kv.Raw/Pull": _Kind(1024, SHORT_MESSAGE_S),  # a request that moves has one
 }
 _OTHERS = _Kind(16)  # what operators ask, reflection
 

@@ -1,6 +1,7 @@
 """Internal ports speak to holders of our certificates alone, and certificates change under load (S2, S5, H9)."""
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -362,6 +363,19 @@ async def test_kv_streams_are_for_workers(installation, stranger):
         await line.ended.wait()
     finally:
         await listener.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00"], ids=["nothing", "half"])
+async def test_who_does_not_shake_hands_with_kv_is_hung_up_on(installation, said):
+    security = grpc_stream.Security(installation.tls("prefill").server(True))
+    listener = await grpc_stream.listen("127.0.0.1", lambda line: None, security)
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    writer.write(said)
+    async with asyncio.timeout(40):  # 5 s, and a busy machine's
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+    writer.close()
+    await listener.close()
 
 
 def test_authority_signs_for_its_own_installation_alone(installation, stranger):
