@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
+from gateway.leg import Key, Leg
 from gateway.mailbox import Mailbox
-from gateway.workers import Key, Leg, WorkerLink
+from gateway.workers import WorkerLink
 
 ATTACH_WAIT_S = 0.5  # it is answered from what the worker remembers, and the client waits
 MAX_ASKED = 32  # of the decode workers, those with the longest prefixes first

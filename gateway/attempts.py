@@ -6,13 +6,13 @@ from baton.v1 import worker_pb2 as pb
 from gateway.attaching import MAX_ASKED, Attaching
 from gateway.course import NOBODY, Course
 from gateway.failures import Trial, is_draining
+from gateway.leg import Leg
 from gateway.mailbox import Lost, Tokens
 from gateway.prefix_source import PrefixSource
 from gateway.routing import SHORT_TOKENS, Ask, needs
 from gateway.spec import make_taker
 from gateway.states import Event, Phase
 from gateway.timing import now
-from gateway.workers import Leg
 
 _WORKER_WAIT_S, _WORKER_POLL_MS = 2.5, 50  # sessions are tried again every 2 s at least
 _DOUBT_S = 1.0  # for a fetch to end whose source has lost its session with us
@@ -41,6 +41,7 @@ class Attempts(Course):
         record.stamps.routed = record.stamps.routed or now()
         record.num_attempts += self._spec is None
         self._make_spec()
+        self._phase_at = now()  # whoever was asked before has had his time
         self._decode = taker.open(self._next_key(), self._mailbox, record.tenant)
         self._decode.promise(record.ask.slo.tpot_s)
         self._decode.send(admit=pb.Admit(spec=self._spec))
@@ -73,7 +74,7 @@ class Attempts(Course):
 
     def _ask_for_prefill(self, event, before, granted: pb.Granted | None) -> None:
         if event is Event.GRANTED:
-            self._num_granted_tokens = granted.num_cached_tokens
+            self._num_granted_tokens = min(granted.num_cached_tokens, len(self._spec.token_ids))
             self._record.stamps.granted = self._record.stamps.granted or now()
             self._leave_line()
             if self._is_rest_short():
@@ -149,23 +150,26 @@ class Attempts(Course):
             self._decode.send(prefill=pb.Prefill())
             return
         self._fetched = True
+        if self._prefill is not None:
+            self._prefill.note_success()
         self._record.measured.transfer_s = fetched.transfer_s
         self._record.measured.after_last_ready_s = fetched.after_last_ready_s
 
     def _begin_answer(self, event, before, done: pb.Done) -> None:
         self._leave_line()
+        num_cached_tokens = min(done.num_cached_tokens, len(self._spec.token_ids))
         for leg in (self._decode, self._prefill):
             if leg is not None:
                 leg.num_prefill_tokens = 0
         if not self._answer.begun:
             self._record.measured.queue_s, self._record.measured.prefill_s = done.queue_s, done.prefill_s
-            self._record.num_cached_tokens = done.num_cached_tokens
+            self._record.num_cached_tokens = num_cached_tokens
             reader = (self._prefill or self._decode).link
-            reader.note_prefill(self._record.num_prompt_tokens - done.num_cached_tokens, done.prefill_s)
+            reader.note_prefill(self._record.num_prompt_tokens - num_cached_tokens, done.prefill_s)
             self._record.batch_size = self._decode.link.load.num_running + 1
         elif self._record.num_attempts > 1:
-            self._record.num_reused_tokens += done.num_cached_tokens
-            self._record.num_recomputed_tokens += len(self._spec.token_ids) - done.num_cached_tokens
+            self._record.num_reused_tokens += num_cached_tokens
+            self._record.num_recomputed_tokens += len(self._spec.token_ids) - num_cached_tokens
         self._note_holder((self._prefill or self._decode).worker_id)
         for first in done.first_tokens:
             logprobs = [first.logprobs] if first.HasField("logprobs") else []
@@ -194,6 +198,7 @@ class Attempts(Course):
     def _end_ok(self, event, before, ended: pb.Ended | Lost | None) -> None:
         if isinstance(ended, pb.Ended):
             self._record.measured.decode = ended.decode
+            self._decode.note_success()
         self._close_legs()
 
     def _try_again(self, event, before, subject) -> None:
@@ -213,7 +218,7 @@ class Attempts(Course):
     def _leave_stalled(self, event, before, subject) -> None:
         """Where nobody else serves, the stalled worker may still come back."""
         of_prefill = event is Event.PREFILL_STALLED
-        if self._registry.others("prefill" if of_prefill else "decode", self._ask, ()):
+        if self._registry.others("prefill" if of_prefill else "decode", self._ask, NOBODY):
             ended = pb.Ended(code=14, reason="STALLED", message="its engine stands still")
             self.happen(Event.PREFILL_FAILED if of_prefill else Event.DECODE_FAILED, ended)
 

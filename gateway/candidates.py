@@ -3,12 +3,14 @@ they have been. A request looks at a bounded number of them."""
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from baton.service.guard import DEFAULT_TENANT
 from gateway.matches import Matches
 from gateway.routing import NUM_HOLDERS, Ask, Candidate, Limits, can_decode, can_prefill, shortlist
 from gateway.timing import now
+from gateway.worker_breaker import BreakerState
 from gateway.workers import LinkState, WorkerLink
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -31,10 +33,12 @@ class Candidates:
         self._by_id: dict[bytes, WorkerLink] = {}
         self._leaving: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
         self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello settles
+        self._doubted: dict[WorkerLink, None] = {}  # of those that serve, whose breakers are not closed
         self._limits: dict[str, set[Limits]] = {role: set() for role in ROLES}  # of those that serve
 
     def update(self, link: WorkerLink) -> None:
-        """`link` may serve now, or no longer."""
+        """`link` may serve now, or no longer; or it is trusted now, or no longer."""
+        self._doubt(link)
         if self._leaving or link.state is LinkState.DRAINING:
             self._leaving = {worker_id: each for worker_id, each in self._leaving.items() if each is not link}
             if link.state is LinkState.DRAINING:
@@ -48,6 +52,24 @@ class Candidates:
         self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # of those that were gone anew
         self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
         self.num_changes += 1
+
+    def _doubt(self, link: WorkerLink) -> None:
+        if link.serving and link.breaker.state is not BreakerState.CLOSED:
+            self._doubted[link] = None
+        else:
+            self._doubted.pop(link, None)
+
+    def set_aside(self) -> set[bytes]:
+        """Workers that are not to be asked now, where there are others: their breakers are open, or they are new and
+        have a first request while others of their role are proven."""
+        if not self._doubted:
+            return set()
+        at, num_doubted = now(), Counter(map(self._roles.get, self._doubted))
+        return {
+            link.worker_id for link in self._doubted
+            if (role := self._roles.get(link)) is not None
+            and not link.breaker.takes(at, link.num_asked, num_doubted[role] < len(self._serving[role]))
+        }  # fmt: skip
 
     def serving(self, role: str) -> Sequence[WorkerLink]:
         return self._serving[role]

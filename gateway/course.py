@@ -16,6 +16,7 @@ from gateway.admission import Lines
 from gateway.answer import Answer, Diverged
 from gateway.attaching import ATTACH_WAIT_S, Attaching
 from gateway.failures import Failures
+from gateway.leg import Key, Leg
 from gateway.matches import Matches
 from gateway.mailbox import Mailbox, Tokens
 from gateway.prefix_source import PrefixSource
@@ -26,12 +27,16 @@ from gateway.routing import Ask
 from gateway.standing import Standing
 from gateway.states import TABLE, Event, Phase, event_of
 from gateway.timing import now
-from gateway.workers import Key, Leg, WorkerLink
+from gateway.workers import WorkerLink
 from kvtransfer.naming import SPAN_TOKENS
 
-_ANSWER_S = 10.0  # Admit and Prefill are answered from the ledger, at once
+# Admit and Prefill are answered from the ledger, at once. A quarter of what is left of the request: two workers that do
+# not answer leave a client of 3 s more than a second. Who is silent for as long as the longest has lost its session.
+_ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
+_LATE_S = 0.1  # this process did not run when a wait was over: the answer may lie there unread
 _REPORT_S = 0.5
 _RENEW_S = 1.5  # a third of a lease
+_ASKED = (Phase.ADMITTING, Phase.PREFILLING)  # a worker has something to answer
 _ROOM = object()
 NOBODY: frozenset = frozenset()
 
@@ -99,12 +104,13 @@ class Course:
         else:
             self._standing.join(self._lines.credit)
         while self.phase is not Phase.ENDED:
-            entry = await self._mailbox.next(self._wait_until())
+            until = self._wait_until()
+            entry = await self._mailbox.next(until)
             if now() >= self._deadline:
                 self.happen(Event.DEADLINE, None)
                 break
             if entry is None:
-                self._on_silence()
+                self._on_silence(now() - until)
             self._receive_all(entry)
             if self.error is None:
                 await self._answer.flush()
@@ -136,6 +142,7 @@ class Course:
         except BatonError as error:
             self._end(error)
         except Diverged as error:
+            self._decode.link.note_failure(str(error))
             self._end(Unavailable(str(error), reason="DIVERGED"))
 
     # ---- what comes in ----
@@ -167,7 +174,7 @@ class Course:
         if self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
             until = min(until, self._standing.wake_at)
         elif self.phase in (Phase.ADMITTING, Phase.ENDING) or (self.phase is Phase.PREFILLING and self._source):
-            until = min(until, self._phase_at + (_REPORT_S if self.phase is Phase.ENDING else _ANSWER_S))
+            until = min(until, self._phase_at + (_REPORT_S if self.phase is Phase.ENDING else self._answer_s))
         elif self.phase is Phase.ATTACHING:
             until = min(until, self._phase_at + ATTACH_WAIT_S)
         elif self._doubt_until is not None and not self._fetched:
@@ -176,9 +183,20 @@ class Course:
             until = min(until, now() + _RENEW_S)
         return until
 
-    def _on_silence(self) -> None:
-        """Nothing came until `_wait_until()`."""
-        if self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
+    @property
+    def _answer_s(self) -> float:
+        """How long whoever is asked in this phase has for an answer."""
+        return min(max(_ANSWER_SHARE * (self._deadline - self._phase_at), _LEAST_ANSWER_S), _MOST_ANSWER_S)
+
+    def _on_silence(self, late_s: float) -> None:
+        """Nothing came until `_wait_until()`, and so much longer."""
+        if late_s > _LATE_S and self.phase in (*_ASKED, Phase.ATTACHING):
+            self._phase_at = now()
+        elif self.phase in _ASKED and not self._is_another_there():
+            leg = self._prefill or self._decode
+            leg.link.note_failure(f"silence while {self.phase.value}")
+            self._phase_at = now()  # it may still answer
+        elif self.phase in (Phase.AWAITING_CREDIT, Phase.AWAITING_PREFILL):
             self.happen(Event.SILENCE if self._standing.is_over else Event.ROOM, None)
         elif self._doubt_until is not None and not self._fetched:
             self.happen(Event.DOUBT_OVER, None)
@@ -186,6 +204,13 @@ class Course:
             self._prefill.send(renew_lease=pb.RenewLease(lease_id=self._lease_id))
         else:
             self.happen(Event.SILENCE, None)
+
+    def _is_another_there(self) -> bool:
+        """To take the request from the worker that is asked, and does not answer."""
+        if self.phase is Phase.PREFILLING and self._registry.may_read_where_it_decodes:
+            return True
+        asked, role = (self._decode, "decode") if self.phase is Phase.ADMITTING else (self._prefill, "prefill")
+        return self._registry.others(role, self._ask, self._too_short | {asked.worker_id})
 
     @property
     def _is_renewing(self) -> bool:

@@ -8,12 +8,13 @@ import grpc
 from baton.service.errors import BatonError, Unavailable, from_code
 from baton.v1 import worker_pb2 as pb
 from gateway.answer import Answer
+from gateway.leg import Leg
 from gateway.mailbox import Lost
 from gateway.record import Failure, Record
 from gateway.recovery import Recovery, poison
 from gateway.states import Event, Phase
 from gateway.timing import now
-from gateway.workers import Leg, WorkerLink
+from gateway.workers import WorkerLink
 
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
 _MAX_DEATHS = 2  # of workers that completed no step of this request
@@ -21,6 +22,7 @@ _KV_REASONS = frozenset(
     ("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH")
 )
 _DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # in a step with others it may have been theirs
+_FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
 _FINAL_REASONS = ("ATTACHED",)  # the client has gone on elsewhere
 
@@ -60,6 +62,8 @@ class Failures:
         self._num_barren = 1 if trial.has_stepped else self._num_barren + 1
         self._note(event, before, subject, trial, error, blamed)
         self.avoid.add(worker_id)
+        if _is_fault(before, subject, error):
+            blamed.note_failure(f"{event.value} while {before.value}")
         if is_draining(subject):
             self._leaving |= {worker_id}
         if error.code in _FINAL_CODES or error.reason in _FINAL_REASONS:
@@ -104,6 +108,14 @@ class Failures:
 def is_draining(subject) -> bool:
     """The worker goes, and has ended the request for that alone."""
     return isinstance(subject, pb.Ended) and subject.reason == "DRAINING"
+
+
+def _is_fault(before: Phase, subject, error: BatonError) -> bool:
+    """Of a worker, whatever the request: no answer to what it was asked, or an end without a reason."""
+    if isinstance(subject, pb.Ended):
+        is_own = error.code in _FAULTY_CODES and error.reason != "STEP_FAILED"  # that may be the request's
+        return not subject.code or error.reason == "ENGINE_FAILED" or is_own
+    return before in (Phase.ADMITTING, Phase.PREFILLING)
 
 
 def _is_worker_gone(subject) -> bool:

@@ -7,6 +7,7 @@ from baton.v1 import fleet_pb2 as pb
 from gateway.admission import Lines
 from gateway.journal import Journal
 from gateway.registry import Registry
+from gateway.timing import now
 
 SERVICE_NAME = "baton.v1.Fleet"
 
@@ -43,6 +44,9 @@ class FleetService:
                     address=link.address, role=role, state=link.state.value, reason=link.reason, hello=link.hello,
                     load=link.load, num_legs=len(link.legs),
                 )  # fmt: skip
+                if link.hello is not None:
+                    view.breaker = link.breaker.state.value
+                    view.breaker_retry_s = max(0.0, link.breaker.retry_at - now())
                 if clock := link.clock:
                     view.clock_offset_s, view.clock_error_s = clock
         return answer

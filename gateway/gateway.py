@@ -41,6 +41,7 @@ from gateway.states import Event
 from gateway.templates import ChatTemplate, TemplateFailed
 from gateway.text_work import TextWork
 from gateway.tokenizer import Tokenizer
+from gateway.worker_breaker import BreakerState
 from gateway.workers import LinkState
 
 _STOP_GRACE_S = 1.0
@@ -87,6 +88,7 @@ class Gateway:
             lambda: not self._redis_down(),
             self._workers_by_state,
             self._clocks,
+            self._breakers_by_state,
         )
         doors.guard.on_denied = self.meters.denied
         doors.guard.places.quota_of = lambda tenant: self._quotas.quota(tenant).concurrent_requests
@@ -169,6 +171,10 @@ class Gateway:
     def _workers_by_state(self) -> dict[str, int]:
         links = self.registry.links
         return {state.value: sum(link.state is state for link in links) for state in LinkState}
+
+    def _breakers_by_state(self) -> dict[str, int]:
+        links = [link for link in self.registry.links if link.hello is not None]
+        return {state.value: sum(link.breaker.state is state for link in links) for state in BreakerState}
 
     def _clocks(self) -> dict[str, Offset]:
         return {link.address: clock for link in self.registry.links if (clock := link.clock)}

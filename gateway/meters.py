@@ -30,7 +30,8 @@ _REFUSED = frozenset(
 
 class Meters:
     """Read at a scrape: `num_running`, `num_waiting`: requests in the gateway, and of these in its queues;
-    `num_workers`: by the state that this gateway sees them in; `clocks`: of workers by address."""
+    `num_workers`: by the state that this gateway sees them in; `clocks`: of workers by address; `num_breakers`: of
+    workers in a session, by state."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class Meters:
         is_index_up: Callable[[], bool] = lambda: True,
         num_workers: Callable[[], Mapping[str, int]] = dict,
         clocks: Callable[[], Mapping[str, Offset]] = dict,
+        num_breakers: Callable[[], Mapping[str, int]] = dict,
     ):
         metrics = Metrics(model_name)
         self.page = metrics.page
@@ -83,6 +85,7 @@ class Meters:
             Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
             Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
             Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
+            Gauge("baton_worker_breakers", "workers by whether they are asked", num_breakers, "state"),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
             Gauge(

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 from baton.service.codec import budget_ms
 from baton.v1 import worker_pb2 as pb
+from gateway.leg import Key
 from gateway.spec import make_taker
-from gateway.workers import Key, WorkerLink
+from gateway.workers import WorkerLink
 
 OFFER_WAIT_S = 0.02  # it is answered from the holder's ledger, and the prompt waits for it
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 
 from baton import tasks
@@ -161,23 +161,37 @@ class Registry:
         """(decision, prefill link, decode link); those in `avoid` only if there is nobody else, those in `too_short`,
         who have said so, never. Raises Unavailable."""
         split = "auto" if too_short else self._settings.split  # the prompt may be too long for every prefill worker
-        for avoided in (avoid, ()) if avoid else ((),):
+        for avoided in self._avoidances(avoid, too_short, True):
             try:
-                return self._route(ask, matches, {*avoided, *too_short} if too_short else avoided, split)
+                return self._route(ask, matches, avoided, split)
             except NoRoute as error:
                 reason = str(error)
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
+
+    @property
+    def may_read_where_it_decodes(self) -> bool:
+        """Whether a prompt needs no prefill worker."""
+        return self._settings.split != "always"
 
     def prefill_s(self, num_tokens: int) -> float:
         """To read such a prompt on a worker that does nothing else, as workers have been."""
         return self._fleet.pace(now()).prefill_s(num_tokens)
 
-    def others(self, role: str, ask: Ask, avoid: Collection[bytes]) -> bool:
+    def others(self, role: str, ask: Ask, avoid: Set[bytes]) -> bool:
         """Whether anybody of a role serves who can hold the request and is not in `avoid`."""
-        can_hold = CAN_HOLD[role]
+        can_hold, unwanted = CAN_HOLD[role], avoid | self.candidates.set_aside()
         return any(
-            can_hold(ask, link.limits) and link.worker_id not in avoid for link in self.candidates.serving(role)
+            can_hold(ask, link.limits) and link.worker_id not in unwanted for link in self.candidates.serving(role)
         )
+
+    def _avoidances(
+        self, avoid: Collection[bytes], too_short: Collection[bytes], is_forced: bool
+    ) -> Sequence[Set[bytes]]:
+        """Whom not to ask, the best way first: next come those that this request avoids, and where somebody must be
+        found, at last those that are set aside."""
+        aside = self.candidates.set_aside()
+        ways = [{*avoid, *aside, *too_short}, {*aside, *too_short}] + ([{*too_short}] if is_forced else [])
+        return [way for i, way in enumerate(ways) if way not in ways[:i]]
 
     def source_for(
         self, taker: WorkerLink, ask: Ask, matches: Matches, avoid: Collection[bytes],
@@ -186,13 +200,14 @@ class Registry:
         """A prefill worker that `taker` can take KV from, and that can read the prompt; None: `taker` reads it itself.
         Raises Unavailable."""
         (candidate,) = self.candidates.seen([taker], matches, ask)
-        for avoided in (avoid, ()):
-            near = self.candidates.near("prefill", ask, matches, {*avoided, *too_short})
+        is_forced = not self.may_read_where_it_decodes
+        for avoided in self._avoidances(avoid, too_short, is_forced):
+            near = self.candidates.near("prefill", ask, matches, avoided)
             if best := choose_source(ask, self.candidates.seen(near.values(), matches, ask), candidate):
                 return near[best.name]
         here = self.candidates.serving("prefill")
         is_too_long = any(link.worker_id in too_short or not can_prefill(ask, link.limits) for link in here)
-        if self._settings.split == "always" and not is_too_long:
+        if is_forced and not is_too_long:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 

@@ -108,6 +108,6 @@ def _cut(gap_s: float, *parts_s: float) -> list[float]:
     """The parts, cut so that they fit into the gap one after the other, and what is left of it."""
     cut = []
     for part_s in parts_s:
-        cut.append(min(max(part_s, 0.0), gap_s))
+        cut.append(min(max(0.0, part_s), gap_s))  # in this order: what is no number counts for nothing
         gap_s -= cut[-1]
     return [*cut, gap_s]

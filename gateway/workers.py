@@ -5,7 +5,6 @@ in one place. Losing the stream posts `Lost` to every leg; events of keys that n
 """
 
 import asyncio
-import itertools
 import logging
 import random
 from collections import Counter
@@ -17,17 +16,19 @@ import grpc
 from baton.service.access import Access
 from baton.service.client import open_channel
 from baton.service.clock import ClockComparison, Offset
-from baton.service.codec import key_from_proto, key_to_proto
+from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
 from baton.service.tls import WORKER_NAME
 from baton.service.telemetry import CLOCK
 from baton.v1 import worker_pb2 as pb, worker_pb2_grpc
-from gateway.mailbox import Lost, Mailbox, Overflow, Rejoined, Stalled
+from gateway.leg import Key, Leg
+from gateway.mailbox import Lost, Mailbox, Rejoined, Stalled
 from gateway.pace import Pace, Turns
 from gateway.rates import Rates, Recent
 from gateway.session_writer import start_writer
 from gateway.routing import Limits
 from gateway.timing import now
+from gateway.worker_breaker import WorkerBreaker
 
 PROTOCOL = 1
 _HELLO_TIMEOUT_S = 5.0
@@ -36,8 +37,6 @@ SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead s
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 log = logging.getLogger(__name__)
-_places = itertools.count()
-Key = tuple[str, int]
 
 
 class LinkState(Enum):
@@ -46,92 +45,6 @@ class LinkState(Enum):
     DRAINING = "draining"
     STALLED = "stalled"
     REFUSED = "refused"  # it answered, and is not one of ours; `reason` says why
-
-
-class Leg:
-    """One key on one worker. `close()` whenever done with it: what is still alive there is cancelled."""
-
-    __slots__ = (
-        "link", "key", "worker_id", "mailbox", "tenant", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
-        "_written_from", "_written_upto", "_open",
-    )  # fmt: skip
-
-    def __init__(self, link: "WorkerLink", key: Key, mailbox: Mailbox, tenant: str):
-        self.link, self.key, self.mailbox, self.tenant = link, key, mailbox, tenant
-        self.worker_id = link.worker_id
-        self.place = next(_places)
-        self.num_unread = 0
-        self._num_prefill_tokens = 0
-        self._promised_s: float | None = None
-        self._written_from = self._written_upto = 0  # output indices that came
-        self._open = True
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Of its prompt, while it waits to be read there."""
-        return self._num_prefill_tokens
-
-    @num_prefill_tokens.setter
-    def num_prefill_tokens(self, num: int) -> None:
-        self.link.prefill_tokens[self.tenant] += num - self._num_prefill_tokens
-        self.link.prefill_tokens += Counter()  # without zeros
-        self._num_prefill_tokens = num
-
-    def promise(self, tpot_s: float | None) -> None:
-        """What its request's class was promised, for as long as the leg is open."""
-        if self._promised_s is not None:
-            self.link.promised[self._promised_s] -= 1
-            self.link.promised += Counter()  # without zeros
-        self._promised_s = tpot_s
-        if tpot_s is not None:
-            self.link.promised[tpot_s] += 1
-
-    def send(self, **command) -> None:
-        """One command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
-        for message in command.values():
-            message.key.CopyFrom(key_to_proto(self.key))
-        self.link.send(pb.Command(**command))
-
-    def post(self, event) -> None:
-        if isinstance(event, (Lost, pb.Ended, pb.Refused)):
-            self._open = False  # nothing is left there to cancel
-            self._release()
-        self.mailbox.post(self, event)
-
-    def post_tokens(self, choice: int, first_index: int, token_ids: list[int], logprobs: list, reason: int) -> bool:
-        """A row of a step; the reader is called later. Whether they are not to wait: the first, and the last."""
-        is_first, upto = self._written_upto == 0, first_index + len(token_ids)
-        self.num_unread += len(token_ids)
-        if is_first:
-            self._written_from = first_index
-        self._written_upto = max(self._written_upto, upto)
-        self.mailbox.add(self, choice, first_index, token_ids, logprobs, reason)
-        if self.num_unread > self.link.max_unread_tokens and self._open:
-            self.close()
-            self.mailbox.post(self, Overflow())
-        return is_first or reason != 0
-
-    def cancel(self) -> None:
-        """Ended is still to come."""
-        self.send(cancel=pb.Cancel())
-
-    def close(self) -> None:
-        """Idempotent. Late events of the key are dropped from now on."""
-        if self.link.legs.get(self.key) is self:
-            del self.link.legs[self.key]
-        self._release()
-        if self._open:
-            self._open = False
-            self.send(cancel=pb.Cancel())
-
-    @property
-    def num_written(self) -> int:
-        """Tokens of its longest choice."""
-        return self._written_upto - self._written_from
-
-    def _release(self) -> None:
-        self.num_prefill_tokens = 0
-        self.promise(None)
 
 
 class WorkerLink:
@@ -164,6 +77,9 @@ class WorkerLink:
         self.rates, self.recent = Rates(fleet), Recent()
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
+        self.breaker = WorkerBreaker()
+        self.num_asked = 0  # legs that were asked to take a request
+        self._known_id = b""
         self._turns = Turns(pace or Pace())
         self._clocks = ClockComparison()
         self._instance = instance
@@ -210,6 +126,20 @@ class WorkerLink:
         """What it is, for as long as its session lasts; what it can hold is remembered longer."""
         limits = hello.limits
         self.hello, self.limits = hello, Limits(limits.max_model_len, limits.num_blocks, limits.block_size)
+        if self.worker_id != self._known_id:
+            self._known_id, self.breaker = self.worker_id, WorkerBreaker()
+
+    def note_worked(self, asked_at: float) -> None:
+        """On a request that it was asked for at `asked_at`."""
+        if self.breaker.note_work(asked_at):
+            self._on_change(self)
+
+    def note_failure(self, what: str) -> None:
+        """A request was left without an answer, or ended for no reason of its own."""
+        if self.breaker.note_failure(now()):
+            pause_s = self.breaker.retry_at - now()
+            log.warning("worker set aside %s", fields(worker=self.name, address=self.address, what=what, for_s=pause_s))
+            self._on_change(self)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """So long it took to compute so many tokens of a prompt."""
@@ -251,6 +181,8 @@ class WorkerLink:
         except TimeoutError:
             return "no word from it"
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self.note_failure("it sent more than a message may have")
             return f"{error.code().name}: {error.details()}"
         except asyncio.CancelledError:
             if asyncio.current_task().cancelling():
@@ -258,6 +190,7 @@ class WorkerLink:
             return "its stream was cancelled"
         except Exception as error:  # whatever it sent, the next session may do better
             log.exception("malformed event %s", fields(address=self.address))
+            self.note_failure("it sent what cannot be read")
             return f"it sent what cannot be read: {error}"
         finally:
             self._outbox = None

@@ -14,6 +14,7 @@ from baton.service import bound
 from baton.service.slo import Slo
 from gateway.meters import _OBJECTIVES
 from gateway.timing import PHASES
+from gateway.worker_breaker import BreakerState
 from gateway.workers import LinkState
 from tests.observed import metrics
 
@@ -30,7 +31,7 @@ SERIES = {series: metric for metric in METRICS for series in metric.series}
 VALUES = {
     "phase": set(PHASES),
     "objective": set(_OBJECTIVES),
-    "state": {state.value for state in LinkState},
+    "state": {state.value for state in (*LinkState, *BreakerState)},
     "holder": {"quarantined", "fetching", "leased", "running", "cached", "free"},
     "outcome": {"ok", "cancelled", "refused", "failed"},
     "kind": {"input", "cached", "output"},

@@ -106,9 +106,18 @@ def _worker(view: pb.WorkerView) -> str:
     total = load.num_blocks_total or 1
     used = sum(blocks.get(holder, 0) for holder in _HOLDERS[:4])
     shares = f"{used / total:4.0%} {blocks.get('cached', 0) / total:4.0%} {blocks.get('free', 0) / total:4.0%}"
-    name, reason = f"{view.role} {view.address}", f"  {view.reason}" if view.reason else ""
+    why = view.reason or _breaker(view)
+    name, reason = f"{view.role} {view.address}", f"  {why}" if why else ""
     load_cells = f"{load.num_running:5}{load.num_waiting:6}{load.tokens_per_s:8.0f}"
     return f"{name:32}{view.state:10}{load_cells}  {shares:25}{_clock(view)}{reason}"
+
+
+def _breaker(view: pb.WorkerView) -> str:
+    """Why it is not asked like the others, or nothing."""
+    if view.breaker == "open":
+        when = f"in {view.breaker_retry_s:.0f} s" if view.breaker_retry_s else "with the next request"
+        return f"set aside: it left requests unanswered; asked again {when}"
+    return "new: asked for one request first" if view.breaker == "new" else ""
 
 
 def _clock(view: pb.WorkerView) -> str:

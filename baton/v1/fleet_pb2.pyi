@@ -26,7 +26,7 @@ class ListWorkersResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerView, _Mapping]]] = ..., not_ready: _Optional[str] = ..., redis_url: _Optional[str] = ..., redis_down: _Optional[str] = ..., collector: _Optional[str] = ...) -> None: ...
 
 class WorkerView(_message.Message):
-    __slots__ = ("address", "role", "state", "reason", "hello", "load", "num_legs", "clock_offset_s", "clock_error_s")
+    __slots__ = ("address", "role", "state", "reason", "hello", "load", "num_legs", "clock_offset_s", "clock_error_s", "breaker", "breaker_retry_s")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class WorkerView(_message.Message):
     NUM_LEGS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_OFFSET_S_FIELD_NUMBER: _ClassVar[int]
     CLOCK_ERROR_S_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_RETRY_S_FIELD_NUMBER: _ClassVar[int]
     address: str
     role: str
     state: str
@@ -45,7 +47,9 @@ class WorkerView(_message.Message):
     num_legs: int
     clock_offset_s: float
     clock_error_s: float
-    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_legs: _Optional[int] = ..., clock_offset_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ...) -> None: ...
+    breaker: str
+    breaker_retry_s: float
+    def __init__(self, address: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., hello: _Optional[_Union[_worker_pb2.Hello, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., num_legs: _Optional[int] = ..., clock_offset_s: _Optional[float] = ..., clock_error_s: _Optional[float] = ..., breaker: _Optional[str] = ..., breaker_retry_s: _Optional[float] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("max_running", "max_recent")

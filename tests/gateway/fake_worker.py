@@ -19,6 +19,10 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 
 IDENTITY = hashlib.sha256(b"fake model").digest()
+# Of workers that take part and do not do their part: what they do when they are asked for something.
+MANNERS = (
+    "silent", "twice", "capabilities", "load zero", "load garbage", "huge", "ended", "failed", "key index", "columns",
+)  # fmt: skip
 GATES = ("admit", "accept", "prefill", "fetch", "decode", "end", "offer", "attach")
 _leases: dict[bytes, "_Lease"] = {}
 _lease_ids = itertools.count(1)
@@ -50,11 +54,14 @@ class _Session:
         self.outbox: asyncio.Queue = asyncio.Queue()
         self.tasks: dict[tuple, asyncio.Task] = {}
         self.decoding: set[tuple] = set()
+        self.says_all_twice = False
         self.spans_sent = 0
         self.seq = None
 
     def send(self, **event) -> None:
         self.outbox.put_nowait(pb.Event(**event))
+        if self.says_all_twice and "hello" not in event:
+            self.outbox.put_nowait(pb.Event(**event))
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
@@ -87,6 +94,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.spans: dict[bytes, None] = {}
         self._specs: dict[tuple, pb.RequestSpec] = {}
         self.is_silent = False
+        self.manner = ""  # one of MANNERS: what is wrong with it
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
         self.state = "serving"  # as its loads say
         self.port = 0
@@ -146,7 +154,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _send_loads(self, session: _Session) -> None:
         while True:
-            session.send(load=pb.Load(state=self.state, num_running=len(self.held)))
+            load = pb.Load(state=self.state, num_running=len(self.held))
+            if self.manner == "load zero":
+                load = pb.Load()
+            elif self.manner == "load garbage":
+                most = (1 << 32) - 1
+                load = pb.Load(
+                    step=(1 << 64) - 1, num_running=0, num_waiting=0, num_blocks_free=most, num_blocks_total=1,
+                    tokens_per_s=float("nan"), state="\x1b[2J" * 50, blocks_by_holder=[most] * 40,
+                    num_draft_tokens=(1 << 64) - 1,
+                )  # fmt: skip
+            session.send(load=load)
             await asyncio.sleep(0.25)
 
     def _obey(self, session: _Session, command: pb.Command) -> None:
@@ -154,13 +172,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         message = getattr(command, kind)
         self.commands.append((kind, message))
         if kind == "hello":
+            session.says_all_twice = self.manner == "twice"
             session.send(hello=self.hello)
             session.tasks["load",] = asyncio.create_task(self._send_loads(session))
         elif kind == "subscribe":
             session.seq = 0
             self._send_spans(session, list(self.spans), snapshot=True)
+        elif self.manner not in ("", "twice") and kind in ("admit", "prefill", "offer", "attach"):
+            self._misbehave(session, kind, message)
         elif not self.is_silent:
             getattr(self, f"_{kind}", lambda *_: None)(session, key_from_proto(message.key), message)
+
+    def _misbehave(self, session: _Session, kind: str, message) -> None:
+        """In place of an answer."""
+        key = message.key
+        if self.manner == "huge":
+            session.send(ended=pb.Ended(key=key, code=13, message="x" * (8 << 20)))
+        elif self.manner in ("ended", "failed"):
+            code, reason = (13, "BROKEN") if self.manner == "failed" else (0, "")
+            session.send(ended=pb.Ended(key=key, code=code, reason=reason))
+        elif self.manner in ("key index", "columns") and kind in ("admit", "prefill"):
+            session.send(granted=pb.Granted(key=key, num_cached_tokens=(1 << 32) - 1))
+            nan, (first_id, _) = float("nan"), self._draw(message.spec, 0, 0)
+            first = pb.FirstToken(token_id=first_id)
+            session.send(done=pb.Done(key=key, first_tokens=[first], queue_s=nan, prefill_s=-nan))
+            rows = dict(key_index=[7] if self.manner == "key index" else [0, 0, 0], choice=[0], first_index=[1])
+            session.send(step_output=pb.StepOutput(keys=[key], num_ids=[1], token_ids=[9], **rows))
 
     def _send_spans(self, session: _Session, sealed: list[bytes], snapshot: bool = False) -> None:
         events = pb.BlockEvents(epoch=self.epoch, seq=session.seq, snapshot=snapshot, sealed=sealed)

@@ -30,7 +30,7 @@ async def say_again(c, worker) -> None:
     link = next(link for link in c.gateway.registry.links if link.address == worker.address)
     before = link.hello
     link.hang_up()
-    await c.until(lambda: link.serving and link.hello not in (None, before))
+    await c.until(lambda: link.serving and link.hello is not before)
 
 
 async def test_a_request_goes_only_where_all_of_it_fits(cluster):

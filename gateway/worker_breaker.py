@@ -1,0 +1,62 @@
+"""Whether a worker is asked: one that leaves requests without an answer looks idle, and would draw all of them.
+
+    new ─ work ─► closed ─ two failures in a row ─► open ─ pause over: one request at a time ─ work ─► closed
+     └─ a failure ─► open                             ▲                                      └ a failure ─┐
+                                                      └──────────────── twice the pause ◄─────────────────┘
+
+A failure is an Admit or Prefill without an answer in time, or one that the worker ends for no reason of the request's.
+Work is a prompt that was read, or a token: it closes. Only a success, a request done to its end, makes earlier failures
+forgotten: rubbish may follow upon a first token.
+"""
+
+from enum import Enum
+
+_MAX_FAILURES = 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # what a probe costs is one request's wait for the answer
+
+
+class BreakerState(Enum):
+    NEW = "new"  # nothing is known of it: a request at a time, where others are proven
+    CLOSED = "closed"
+    OPEN = "open"
+
+
+class WorkerBreaker:
+    """Of one worker, over all requests."""
+
+    def __init__(self) -> None:
+        self.state = BreakerState.NEW
+        self.retry_at = 0.0  # time.monotonic(), of one that is open
+        self._num_failures, self._pause_s, self._failed_at = 0, _FIRST_PAUSE_S, 0.0
+
+    def note_work(self, asked_at: float) -> bool:
+        """On a request that was asked for at `asked_at`: what was asked before it failed says nothing any more.
+        Whether it closes."""
+        if asked_at < self._failed_at:
+            return False
+        was_closed, self.state = self.state is BreakerState.CLOSED, BreakerState.CLOSED
+        return not was_closed
+
+    def note_success(self, asked_at: float) -> None:
+        """Of a request that was asked for at `asked_at`."""
+        if asked_at >= self._failed_at:
+            self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
+
+    def note_failure(self, at: float) -> bool:
+        """Whether it opens. Failures while it is open are of requests that had been asked for before."""
+        if self.state is BreakerState.OPEN and at < self.retry_at:
+            return False
+        self._num_failures += 1
+        self._failed_at = at
+        if self.state is BreakerState.CLOSED and self._num_failures < _MAX_FAILURES:
+            return False
+        self.state, self.retry_at = BreakerState.OPEN, at + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
+
+    def takes(self, at: float, num_asked: int, are_others_proven: bool) -> bool:
+        """Whether to ask it for one more, where it has `num_asked`. A stack whose workers are all new begins at full
+        speed."""
+        if self.state is BreakerState.OPEN:
+            return at >= self.retry_at and not num_asked
+        return self.state is BreakerState.CLOSED or not num_asked or not are_others_proven
