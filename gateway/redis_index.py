@@ -101,7 +101,7 @@ class RedisIndex:
     # ---- PrefixIndex ----
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
-        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots.places.mask:
+        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots.may_be_looked_up(now()):
             return Matches()
         # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
@@ -319,9 +319,11 @@ class RedisIndex:
             for span, sealed in spans.items():
                 batch.setbit(names[span], slot, int(sealed))
                 batch.expire(names[span], KV_TTL_S)
-            for answer in await batch.execute(raise_on_error=False):
-                if isinstance(answer, Exception) and not _is_of_the_key(answer):
-                    raise answer
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # of all answers: each has as long
+                answers = await batch.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception) and not _is_of_the_key(answer):
+                raise answer
 
     async def _retired_bits(self, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """What is to be taken back before a span's time to live is renewed: (its name, a retired slot)."""

@@ -8,7 +8,7 @@ does any gateway with the slot of a worker that nobody writes for any more. Bits
 renews a span's time to live takes them back first, so that when the slot is free none is left.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gateway.matches import NOWHERE, Places
 from gateway.redis_client import values_of
@@ -39,6 +39,10 @@ class SlotLeases:
 
     def are_known(self, at: float) -> bool:
         return at - self._read_at < KNOWN_S
+
+    def may_be_looked_up(self, at: float) -> bool:
+        """What was read last is true of all spans that live still, however long nothing was heard since."""
+        return bool(self.places.mask) and at - self._read_at < KV_TTL_S
 
     async def read(self, at: float) -> None:
         self._holders = await values_of(self._client, [_name(slot) for slot in range(NUM_SLOTS)], _MAX_NAME_BYTES)
@@ -77,7 +81,7 @@ class SlotLeases:
     def slots_of(self, worker: bytes) -> Iterator[int]:
         return (slot for slot, holder in enumerate(self._holders) if holder == worker)
 
-    async def retire_orphans(self, writer_name, at: float) -> None:
+    async def retire_orphans(self, writer_name: Callable[[bytes], bytes], at: float) -> None:
         """Slots of workers for which `writer_name(worker)` has been missing for ORPHAN_S."""
         if at - self._looked_at < min(_LOOK_S, ORPHAN_S / 4):
             return

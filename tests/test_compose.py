@@ -100,6 +100,12 @@ def test_the_gateway_asks_for_the_workers_by_a_name_that_all_of_them_have(role):
         assert SERVICES[service]["networks"]["default"]["aliases"] == [host]
 
 
+def test_workers_that_register_may_be_dialled():
+    """Those of compose.yaml are found by name. Who has them register instead says from where."""
+    registers = [name for name in WORKERS if any(word.startswith("--gateways=") for word in SERVICES[name]["command"])]
+    assert not registers or flag("gateway", "worker-networks")
+
+
 def test_workers_can_be_scaled():
     """No name, address or port that only one container can have; each listens everywhere and is known by its own
     address."""

@@ -70,6 +70,7 @@ class FakeRedis:
                     writer.write(self._body)
                     self.num_sent += len(self._body)
                     await writer.drain()
+                    await asyncio.sleep(self._pause_s)
                 await writer.drain()
         writer.close()
         self.num_open -= 1
@@ -140,6 +141,18 @@ def test_any_bytes_are_a_miss_at_worst(answer):
             await roster.close()
 
     asyncio.run(ask())
+
+
+async def test_answers_that_trickle_do_not_add_up(monkeypatch):
+    """Each of a batch within its time, and together no longer than one."""
+    monkeypatch.setattr(redis_index, "_CONTROL_TIMEOUT_S", 0.3)
+    async with FakeRedis(b"+OK\r\n", b"+OK\r\n", is_endless=True, pause_s=0.05) as fake:
+        index = RedisIndex(fake.url, b"g" * 16)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(20):
+                await index._write_batch(3, {b"%032d" % n: True for n in range(200)})
+        for client in (index._hot, index._control):
+            await client.aclose()
 
 
 @pytest.fixture
