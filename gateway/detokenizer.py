@@ -6,11 +6,12 @@ once, for the bytes that it stands for; from then on decoding is a table.
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from gateway.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_STEP = 4096  # ids
 _WORD = re.compile("[a-z]+")
 
 
@@ -29,10 +30,11 @@ class Detokenizer:
     def decoder(self) -> "TextDecoder":
         return TextDecoder(self._bytes, self._bytes if self._is_byte_level else self._first_bytes)
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of a whole sequence."""
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence, in steps short enough for other threads to come in between."""
         decoder = self.decoder()
-        return decoder.push(list(token_ids)) + decoder.finish()
+        pieces = [decoder.push(token_ids[begin : begin + _STEP]) for begin in range(0, len(token_ids), _STEP)]
+        return "".join(pieces) + decoder.finish()
 
     def bytes_of(self, token_id: int) -> bytes:
         """The UTF-8 bytes that a token stands for among others, not always whole characters."""

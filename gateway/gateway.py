@@ -96,7 +96,9 @@ class Gateway:
             registry=self.registry,
             index=self.index,
             names=self.names,
-            text=TextWork(Tokenizer(folder.tokenizer_json, str(folder.path)), _make_template(folder)),
+            text=TextWork(
+                Tokenizer(folder.tokenizer_json, str(folder.path)), _make_template(folder), folder.vocab_size
+            ),
             admission=Admission(settings.max_concurrent_requests, self._quotas),
             lines=self.lines,
             max_queue_wait_s=settings.max_queue_wait_s,

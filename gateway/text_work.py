@@ -13,7 +13,7 @@ from gateway.detokenizer import Detokenizer
 from gateway.templates import ChatMessage, ChatTemplate, Rendered, TemplateFailed
 from gateway.text_threads import TextThreads
 from gateway.timing import now
-from gateway.tokenizer import ControlTokenInContent, Tokenizer
+from gateway.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
 # Of characters, or of ids: what longer work costs is not the event loop's.
 _INLINE = 2048
@@ -22,9 +22,11 @@ _INLINE = 2048
 class TextWork:
     """Of one model. Belongs to the event loop."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, threads: TextThreads | None = None):
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int):
+        """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
         self.detokenizer = Detokenizer(tokenizer)
-        self._tokenizer, self._template, self._threads = tokenizer, template, threads or TextThreads()
+        self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
+        self._threads = TextThreads()
 
     async def encode(
         self,
@@ -70,19 +72,29 @@ class TextWork:
             raise InvalidRequest(field, f"is longer than {context} tokens, the context, can be")
 
     def _encode_text(self, text: str) -> Sequence[int]:
-        return array("I", self._tokenizer.encode_text(text))
+        try:
+            return self._known("text", self._tokenizer.encode_text(text))
+        except CannotEncode as error:
+            raise InvalidRequest("text", f"the model's tokenizer gives up on it: {error}") from None
 
     def _encode_chat(self, messages: Sequence[ChatMessage], context: int) -> Sequence[int]:
         try:
             rendered = self._render(messages)
             self._check_length("messages", len(rendered.text), context)
-            return array("I", self._tokenizer.encode_chat(rendered))
+            return self._known("messages", self._tokenizer.encode_chat(rendered))
         except TemplateFailed as error:
             raise InvalidRequest("messages", f"refused by the model's chat template: {error}") from None
+        except CannotEncode as error:
+            raise InvalidRequest("messages", f"the model's tokenizer gives up on them: {error}") from None
         except ControlTokenInContent:
             raise InvalidRequest(
                 "messages", "a content spells a control token, and this model's chat template would make it one"
             ) from None
+
+    def _known(self, field: str, token_ids: list[int]) -> Sequence[int]:
+        if (most := max(token_ids, default=0)) >= self._vocab_size:
+            raise InvalidRequest(field, f"comes to token {most}, and the model has {self._vocab_size} ids")
+        return array("I", token_ids)
 
     def _render(self, messages: Sequence[ChatMessage]) -> Rendered:
         """Where no content can spell a control token, where it stands does not matter."""

@@ -21,6 +21,10 @@ _KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "N
 _MOST_COMPOSED = 4
 
 
+class CannotEncode(Exception):
+    """The tokenizer gives up on a text; its own words, one line."""
+
+
 class ControlTokenInContent(Exception):
     """The template moves content about in a way that leaves its control tokens no different from the template's."""
 
@@ -55,18 +59,18 @@ class Tokenizer:
         return self._normal
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a user's text, with the tokenizer's own special tokens (BOS) added."""
+        """Token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises CannotEncode."""
         tokenizer = self._plain if self._spells_control(text) else self._normal
-        return _encode(tokenizer, [text], add_special_tokens=True)
+        return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     def encode_chat(self, rendered: Rendered) -> list[int]:
-        """Token ids of a rendered conversation. Raises ControlTokenInContent."""
+        """Token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
         text, spans = rendered
         if spans is None:
             raise ControlTokenInContent
         of_template = self._found.find_outside(text, spans)
         if of_template == self._found.find(text):
-            return _encode(self._normal, [text])
+            return _encode(self._normal, [text])[0].ids
         return self._encode_around(text, of_template)
 
     def can_fit(self, num_chars: int, num_tokens: int) -> bool:
@@ -89,7 +93,7 @@ class Tokenizer:
             pieces.append(_stripped(text[position:begin], strip, control.get("lstrip", False)))
             position, strip = end, control.get("rstrip", False)
         pieces.append(_stripped(text[position:], strip, False))
-        encoded = self._plain.encode_batch_fast(pieces, add_special_tokens=False)
+        encoded = _encode(self._plain, pieces)
         token_ids = encoded[0].ids
         for (begin, end), piece in zip(of_template, encoded[1:], strict=True):
             token_ids.append(self._controls[text[begin:end]]["id"])
@@ -97,9 +101,15 @@ class Tokenizer:
         return token_ids
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool = False) -> list[int]:
-    """`encode` of one text would hold Python's lock all the while (2 MB on a busy machine: 4.6 s)."""
-    return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
+def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool = False) -> list:
+    """`encode` of one text would hold Python's lock all the while (2 MB on a busy machine: 4.6 s). An expression that
+    backtracks for too long is a panic of the library's, which is no Exception."""
+    try:
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CannotEncode(" ".join(str(error).split())[:200]) from None
 
 
 def _stripped(text: str, left: bool, right: bool) -> str:

@@ -108,9 +108,11 @@ def cluster(folder, digest):
 
     @contextlib.asynccontextmanager
     async def start(num_prefill: int | Sequence[int] = 1, num_decode: int | Sequence[int] = 1, **settings):
+        vocab_size = read_folder(folder).vocab_size
+
         async def workers(role: str, num: int | Sequence[int]) -> list[FakeWorker]:
             contexts = [1024] * num if isinstance(num, int) else num
-            return [await FakeWorker(role, digest, 400, context=context).start() for context in contexts]
+            return [await FakeWorker(role, digest, vocab_size, context=context).start() for context in contexts]
 
         prefill, decode = await workers("prefill", num_prefill), await workers("decode", num_decode)
         values = {

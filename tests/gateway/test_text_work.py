@@ -1,6 +1,7 @@
 """Tokenize and Detokenize, and the prompts of Generate: bounded, counted and paid before any work is done."""
 
 import asyncio
+import json
 import threading
 
 import grpc
@@ -8,6 +9,7 @@ import pytest
 
 from baton.v1 import inference_pb2 as pb
 from gateway import text_work
+from gateway.tokenizer import CannotEncode
 from tests.gateway.test_answers import generate
 from tests.gateway.test_endings import refused
 from tests.gateway.test_quota_door import quotas
@@ -159,3 +161,25 @@ async def test_short_texts_need_no_thread(cluster, monkeypatch):
         assert (await tokenize(c, "x" * 2048)).token_ids and await generate(c, "the fox")
         held.go.set()
         await blocked
+
+
+async def test_a_token_that_the_model_does_not_have(cluster, folder):
+    """Tokenizers come with tokens that were added and never trained."""
+    content = json.loads((folder / "config.json").read_text())
+    async with cluster() as c:
+        c.gateway._pipeline.text._vocab_size = content["vocab_size"] - 130
+        for call in (tokenize(c, "the fox"), generate(c, "the fox"), tokenize(c, ["the fox"])):
+            error = await refused(call)
+            assert error.code.name == "INVALID_ARGUMENT" and "the model has 270 ids" in error.message
+
+
+async def test_what_the_tokenizer_gives_up_on(cluster, monkeypatch):
+    def give_up(*args):
+        raise CannotEncode("retry-limit")
+
+    async with cluster() as c:
+        for name in ("encode_text", "encode_chat"):
+            monkeypatch.setattr(c.gateway._pipeline.text._tokenizer, name, give_up)
+        for content, field in (("x", "text"), (["x"], "messages")):
+            error = await refused(tokenize(c, content))
+            assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and "retry-limit" in error.message
