@@ -342,9 +342,9 @@ async def test_it_comes_to_say_the_truth(seed, clock):
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("seed", range(100, 104))
 async def test_it_comes_to_say_the_truth_for_long(seed, clock):
-    for part in range(50):
+    for part in range(20):
         await play(1000 * seed + part, clock, 80)
 
 
