@@ -1,4 +1,4 @@
-"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world COUNT [--seed N] [--seconds S].
+"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack COUNT [--seed N] [--seconds S].
 
 Each run leaves a line in bench/results/; make fault-report adds them up."""
 
@@ -24,8 +24,9 @@ from tests.faults.nursery import NurseryStack
 from tests.faults.reference import Reference
 from tests.faults.world import Case, World
 from tests.fuzz import fuzzers
+from tests.fuzz.fuzzer import Fuzzer, words
 from tests.fuzz.fuzzer import run as run_fuzzer
-from tests.fuzz.fuzzer import words
+from tests.fuzz.stacks import Stacks, stack_plan
 from tests.models import make_model
 from tests.process import Process
 from tests.stack import SLOW_STEPS
@@ -33,6 +34,7 @@ from tests.stack import SLOW_STEPS
 NUM_STREAMS, MAX_TOKENS = 6, 60
 KILLS_A_CHECK = 5
 NEMESIS_S = 60.0
+STACK_TRIES = 12  # to make a plan small, a minute each
 STEP = "engine.step=sleep:0.005"
 SPAN_TOKENS, CELLS_PER_SPAN = 64, 8  # of the model that is used: 2 layers, k and v, 2 heads
 DIGEST_PROMPT, NUM_TRANSFERS = 900, 8
@@ -158,6 +160,21 @@ def two_engines(count: int, seed: int, ends_at: float) -> dict:
     return dict(values)
 
 
+def stacks(count: int, seed: int, ends_at: float) -> dict:
+    """Requests of one stack after the other plan, with a fault in some forty; the first difference ends it."""
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    with Stacks(make_model(folder / "tiny"), folder / "stack") as running:
+        fuzzer = Fuzzer("stack", stack_plan, running.obey)
+        counts, found = run_fuzzer(fuzzer, count, seed, ends_at, max_tries=STACK_TRIES)
+    if found:
+        print(words(found), "logs are kept in", folder, sep="\n", flush=True)
+    else:
+        shutil.rmtree(folder)
+    statuses = {name: count for name, count in counts.items() if name.isupper()}
+    return {"stack_requests": counts["requests"], "stack_faults": counts["faults"],
+            "differences": counts["differences"], "statuses": statuses}  # fmt: skip
+
+
 _WORKS = {"kills": kills, "rolls": rolls, "digests": digests, "nemesis": nemesis}
 
 
@@ -189,7 +206,7 @@ def _is_broken(values: dict) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.gather", description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=(*_WORKS, "fuzz", "world"))
+    parser.add_argument("what", choices=(*_WORKS, "fuzz", "world", "stack"))
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing more is begun after these")
@@ -198,9 +215,10 @@ def main() -> int:
     print(f"{arguments.what} {arguments.count}, seed {arguments.seed}", flush=True)
     if arguments.what == "fuzz":
         values = fuzz.run(arguments.count, arguments.seed)
-    elif arguments.what == "world":
+    elif arguments.what in ("world", "stack"):
         torch.set_num_threads(1)
-        values = two_engines(arguments.count, arguments.seed, ends_at)
+        work = two_engines if arguments.what == "world" else stacks
+        values = work(arguments.count, arguments.seed, ends_at)
     else:
         values = asyncio.run(_in_world(_WORKS[arguments.what], arguments.count, arguments.seed, ends_at))
     print(values)

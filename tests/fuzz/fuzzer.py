@@ -14,6 +14,7 @@ from tests.fuzz.shrink import Plan, Shrinker
 from tests.process import ROOT
 
 SEED_STEP = 1 << 20  # of one seed's plans to those of the next
+MAX_TRIES = 2000
 
 
 class Fuzzer(NamedTuple):
@@ -33,8 +34,11 @@ class Found(NamedTuple):
     trace: str
 
 
-def run(fuzzer: Fuzzer, count: int, seed: int, ends_at: float = float("inf")) -> tuple[Counter[str], Found | None]:
-    """Plans until `count` of what is counted were seen, or time is up (time.monotonic())."""
+def run(
+    fuzzer: Fuzzer, count: int, seed: int, ends_at: float = float("inf"), max_tries: int = MAX_TRIES
+) -> tuple[Counter[str], Found | None]:
+    """Plans until `count` of what is counted were seen, or time is up (time.monotonic()). `max_tries`: to make the
+    first that fails small."""
     counts: Counter[str] = Counter()
     number = seed * SEED_STEP
     while counts[fuzzer.counted] < count and time.monotonic() < ends_at:
@@ -43,13 +47,15 @@ def run(fuzzer: Fuzzer, count: int, seed: int, ends_at: float = float("inf")) ->
             counts += fuzzer.obey(plan)
         except Exception:
             counts["differences"] += 1
-            return counts, shrunk(fuzzer, plan)
+            failed = traceback.format_exc(limit=-8)
+            found = shrunk(fuzzer, plan, max_tries)
+            return counts, found if found.words else Found(plan, "it did not fail again", failed)
         counts["worlds"] += 1
         number += 1
     return counts, None
 
 
-def shrunk(fuzzer: Fuzzer, plan: Plan, max_tries: int = 2000) -> Found:
+def shrunk(fuzzer: Fuzzer, plan: Plan, max_tries: int = MAX_TRIES) -> Found:
     """As small as it gets, and what it says when it fails."""
     plan = Shrinker(lambda plan: _fault(fuzzer, plan)[0], max_tries).shrink(plan)
     return Found(plan, *_fault(fuzzer, plan))
@@ -68,9 +74,10 @@ def _fault(fuzzer: Fuzzer, plan: Plan) -> tuple[str, str]:
 def words(found: Found) -> str:
     """All that is needed to see it again."""
     text = json.dumps(found.plan)
+    num_requests, num_ops = len(found.plan["requests"]), len(found.plan.get("ops") or found.plan.get("faults", ()))
     return (
-        f"{found.trace}\n{found.words}: a plan of {len(found.plan.get('requests', ()))} requests and "
-        f"{len(found.plan.get('ops', ()))} operations; again with\n  python -m tests.fuzz --replay '{text}'"
+        f"{found.trace}\n{found.words}: a plan of {num_requests} requests and {num_ops} operations; again with\n"
+        f"  python -m tests.fuzz --replay '{text}'"
     )
 
 
