@@ -15,6 +15,7 @@ from gateway.lived import follow_lived
 from gateway.matches import Matches
 from gateway.members import Members
 from gateway.model_folder import ModelFolder
+from gateway.model_identities import LOOK_S
 from gateway.names import WorkerName, is_name
 from gateway.networks import Networks
 from gateway.pace import Pace
@@ -54,6 +55,7 @@ class Registry:
         self._settings, self._folder, self._index = settings, folder, index
         self._secret = secret
         self._slo_classes = frozenset(read_classes(settings.slo_classes))
+        self._identities = settings.model_identities()
         self._joined: dict[WorkerLink, bytes] = {}
         self._names: list[WorkerName] = []
         self._placed: dict[WorkerLink, str] = {}  # the role that it stands in
@@ -65,7 +67,10 @@ class Registry:
         self.prefill = self._links("prefill", settings.prefill_workers)
         self.decode = self._links("decode", settings.decode_workers)
         self.registered = Registered(
-            {"prefill": self._members("prefill", self.prefill), "decode": self._members("decode", self.decode)},
+            {
+                "prefill": self._members("prefill", self.prefill, is_named=False),
+                "decode": self._members("decode", self.decode, is_named=False),
+            },
             make_roster(settings.redis),
             Networks(settings.worker_networks),
         )
@@ -76,7 +81,8 @@ class Registry:
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """Of the model that is served: the first worker's, for as long as one of it is here."""
+        """Of the model that is served: of who came first of those that may (model_identities.py), for as long as one of
+        it is here."""
         return next((ModelIdentity(link.hello.model_identity) for link in self._joined if link.hello), None)
 
     @property
@@ -126,6 +132,8 @@ class Registry:
                     tasks.start(f"name {name.address}", partial(name.follow, group, self._changed), group=group)
                 following = partial(self.registered.follow, group, self._changed)
                 tasks.start("registered workers", following, group=group)
+                if self._identities.is_file:
+                    tasks.start("model identities", self._follow_identities, group=group)
                 tasks.start("silence", partial(follow_lived, self._listen), group=group)
         finally:
             await self.registered.close()
@@ -256,8 +264,8 @@ class Registry:
         self._names += [WorkerName(name, self._members(role, links)) for name in names]
         return links
 
-    def _members(self, role: str, links: list[WorkerLink]) -> Members:
-        return Members(links, partial(self._link, role), self._remove)
+    def _members(self, role: str, links: list[WorkerLink], is_named: bool = True) -> Members:
+        return Members(links, partial(self._link, role, is_named=is_named), self._remove)
 
     def _remove(self, link: WorkerLink) -> None:
         self._model = None  # its length counts no more
@@ -268,11 +276,12 @@ class Registry:
 
     # ---- what links call ----
 
-    def _link(self, role: str, address: str) -> WorkerLink:
+    def _link(self, role: str, address: str, is_named: bool = True) -> WorkerLink:
+        """`is_named`: in this gateway's settings; others have registered."""
         return WorkerLink(
             address,
             self.instance,
-            check_hello=self._why_not,
+            check_hello=partial(self._why_not, is_named=is_named),
             on_change=self._on_link_change,
             on_block_events=lambda link, events: self._index.apply(link.worker_id, events),
             max_unread_tokens=self._settings.max_unread_tokens,
@@ -281,17 +290,24 @@ class Registry:
             pace=self._pace,
         )
 
-    def _why_not(self, hello: pb.Hello) -> str | None:
+    def _why_not(self, hello: pb.Hello, is_named: bool) -> str | None:
         if not set(hello.roles) & set(ROLES):
             return f"is a {'/'.join(hello.roles)} worker: neither prefill nor decode"
         if hello.tokenizer_digest != self._folder.tokenizer_digest:
             return f"has another tokenizer.json than {self._folder.path}"
-        if self.identity not in (None, hello.model_identity):
-            return "serves another model than the workers that came first: config or weights differ"
         if hello.model.vocab_size != self._folder.vocab_size:
             config = self._folder.path / "config.json"
             return f"has {hello.model.vocab_size} token ids, {config} has {self._folder.vocab_size}"
-        return None
+        return self._identities.why_not(hello.model_identity, self.identity, is_named)
+
+    async def _follow_identities(self) -> None:
+        """Those whose model is no longer listed go: what runs there may end elsewhere."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if await asyncio.to_thread(self._identities.read_again):
+                for link in self.links:
+                    if link.hello is not None and not self._identities.lists(link.hello.model_identity):
+                        link.hang_up()
 
     def _place(self, link: WorkerLink) -> None:
         """In the role that it says it has: a worker may come back in the other one."""

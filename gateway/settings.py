@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.service.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.limits import PRESETS
+from gateway.model_identities import ModelIdentities
 from gateway.networks import Networks
 from gateway.routing import SPLITS
 
@@ -20,6 +21,12 @@ class GatewaySettings(Exposure):
     decode_workers: tuple[str, ...] = option("decode workers; others may register", (), metavar="HOST:PORT,...")
     worker_networks: tuple[str, ...] = option(
         "networks within which workers may register (default: this host alone)", (), metavar="CIDR,..."
+    )
+    model_identity: tuple[str, ...] = option(
+        "models that workers may serve, by the digest in their ready line, or @FILE with a line each, read again when it "
+        "changes (default: that of the first worker, of those that are named here where any are)",
+        (),
+        metavar="HEX,...|@FILE",
     )
     redis: str | None = option("prefix index shared with other gateways (default: in memory)", None, metavar="URL")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
@@ -70,6 +77,10 @@ class GatewaySettings(Exposure):
             Networks(self.worker_networks)
         except ValueError as error:
             raise ValueError(f"--worker-networks: {error}") from None
+        try:
+            self.model_identities()
+        except ValueError as error:
+            raise ValueError(f"--model-identity: {error}") from None
         for name in (
             "max_concurrent_requests",
             "max_queued_tokens",
@@ -95,6 +106,9 @@ class GatewaySettings(Exposure):
             raise ValueError("--cluster-secret is missing: what tenants cache is kept apart by it")
         if self.fleet_listen is not None and self.tls is None:
             raise ValueError("--fleet-listen has no effect without --tls-cert; workers and operators use --listen")
+
+    def model_identities(self) -> ModelIdentities:
+        return ModelIdentities(self.model_identity, bool(self.prefill_workers or self.decode_workers))
 
     @property
     def is_loopback(self) -> bool:

@@ -297,7 +297,7 @@ def _described(hello: pb.Hello) -> str:
     card = hello.model
     cache = "on" if card.prefix_cache else "off"
     return (
-        f"{card.name} {card.family} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
+        f"{card.name} {card.family} {hello.model_identity.hex()} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
         f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}, context {_context(hello.limits)}"
     )
 

@@ -358,7 +358,8 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     async with Worker(settings, role, engine, pool, digest, server, port, guard, roofline) as worker:
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
-        print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} role={role} context={held}", flush=True)
+        said = f"role={role} context={held} model={engine.model_identity.hex()}"
+        print(f"ready grpc={host}:{port} admin={admin} pid={os.getpid()} {said}", flush=True)
         next_role = await worker.drain_when(stop)
     telemetry.shut_down()
     return NextRole(next_role, f"{host}:{port}") if next_role else None

@@ -39,12 +39,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return described
 
     async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:  # noqa: N802
-        """Again: how far it is."""
+        """Again, with the same next role: how far it is; a shorter grace counts from now."""
         if request.next_role not in ("", "prefill", "decode"):
             await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
         if not 0 <= request.grace_s < MAX_GRACE_S:
             await abort(context, InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}"))
-        num_sequences = self.on_drain(request.next_role, request.grace_s)
+        try:
+            num_sequences = self.on_drain(request.next_role, request.grace_s)
+        except FailedPrecondition as error:
+            await abort(context, error)
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0])
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:  # noqa: N802

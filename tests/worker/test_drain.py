@@ -60,10 +60,34 @@ def test_what_ends_within_the_grace_ends_well(model):
             with pytest.raises(LegEnded) as refused:
                 await session.next("late", "granted")
             assert refused.value.event.reason == "draining"
-            again = await session.stub.Drain(pb.DrainRequest(next_role="decode"))  # how far is it?
+            again = await session.stub.Drain(pb.DrainRequest(next_role="prefill"))  # how far is it?
             assert again.num_sequences <= 1
+            for other in ("decode", ""):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await session.stub.Drain(pb.DrainRequest(next_role=other))
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert caught.value.details() == "it drains already, to be a prefill worker"
             await Pair(session, session).gather(session, "short", answer)
             assert await draining == "prefill", "whoever asked first has said what comes next"
+            await session.close()
+
+    run(main)
+
+
+def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            slow_down(worker, 0.02)
+            session = await Session(target).open()
+            answer = await begin(session, "long", spec_of("seeded"), 2)
+            await session.stub.Drain(pb.DrainRequest(grace_s=3000))
+            draining = asyncio.create_task(worker.drain_when(asyncio.Event()))
+            for grace_s in (2000, 0, 0.2, 1000):
+                assert (await session.stub.Drain(pb.DrainRequest(grace_s=grace_s))).num_sequences == 1
+            with pytest.raises(LegEnded) as ended:
+                await Pair(session, session).gather(session, "long", answer)
+            assert ended.value.event.reason == "DRAINING"
+            assert await draining == ""
             await session.close()
 
     run(main)
@@ -72,7 +96,10 @@ def test_what_ends_within_the_grace_ends_well(model):
 @pytest.mark.parametrize("request_, field", [
     (pb.DrainRequest(next_role="gateway"), "next_role"),
     (pb.DrainRequest(grace_s=-1), "grace_s"),
+    (pb.DrainRequest(next_role="\x1b[2J" * 1000), "next_role"),
     (pb.DrainRequest(grace_s=float("nan")), "grace_s"),
+    (pb.DrainRequest(grace_s=float("inf")), "grace_s"),
+    (pb.DrainRequest(grace_s=1e300), "grace_s"),
 ])  # fmt: skip
 def test_what_cannot_be_asked(model, request_, field):
     async def main():

@@ -1,0 +1,80 @@
+"""Which model workers may serve: what the operator lists, or what the workers say that he has named himself.
+
+Whoever registers could otherwise come first and decide it for all.
+"""
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.service.logs import fields
+
+LOOK_S = 1.0  # between two looks at the file
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+log = logging.getLogger(__name__)
+
+
+class ModelIdentities:
+    """`given`: digests in hex, or one `@FILE` of them, a line each; empty: the first worker decides, of those that are
+    named where any are. Raises ValueError, one line."""
+
+    def __init__(self, given: Sequence[str], are_workers_named: bool):
+        self._path = Path(given[0][1:]) if len(given) == 1 and given[0].startswith("@") else None
+        self._are_workers_named = are_workers_named
+        self._decided = b""  # by a worker that is named
+        self._listed = self._read_file() if self._path else _digests(given)
+        self._is_file_good = True
+
+    @property
+    def is_file(self) -> bool:
+        return self._path is not None
+
+    def lists(self, identity: bytes) -> bool:
+        """Whether workers of this model may serve, as far as the operator has said."""
+        return not self._listed or identity in self._listed
+
+    def read_again(self) -> bool:
+        """Whether the list has changed. A file that cannot be read changes nothing."""
+        try:
+            listed = self._read_file()
+        except ValueError as error:
+            if self._is_file_good:
+                log.error("--model-identity: what was read before stays %s", fields(why=error))
+            self._is_file_good = False
+            return False
+        self._is_file_good, before, self._listed = True, self._listed, listed
+        return listed != before
+
+    def why_not(self, identity: bytes, served: bytes | None, is_named: bool) -> str | None:
+        """Why a worker of this model cannot be used, or None; `served` is the model of those that are here."""
+        model = f"serves the model {identity.hex()}"
+        if not self.lists(identity):
+            return f"{model}, which --model-identity does not list"
+        if served not in (None, identity):
+            return f"{model}, and the workers that came first another: config or weights differ"
+        if is_named:
+            self._decided = identity
+        elif served is None and self._are_workers_named and not self._listed and identity != self._decided:
+            return f"{model}; the workers of --prefill-workers and --decode-workers come first, and say which it is"
+        return None
+
+    def _read_file(self) -> frozenset[bytes]:
+        try:
+            lines = [line.partition("#")[0].strip() for line in self._path.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self._path}: {getattr(error, 'strerror', None) or error}") from None
+        if not any(lines):
+            raise ValueError(f"{self._path}: lists no model")
+        try:
+            return _digests([line for line in lines if line])
+        except ValueError as error:
+            raise ValueError(f"{self._path}: {error}") from None
+
+
+def _digests(words: Sequence[str]) -> frozenset[bytes]:
+    for word in words:
+        if not _DIGEST.fullmatch(word):
+            raise ValueError(f"{word[:80]!r} is no digest of a model: 64 hex digits, as a worker's ready line has them")
+    return frozenset(map(bytes.fromhex, words))
