@@ -4,7 +4,8 @@ An open loop (Poisson) against a real local stack, one prefill and one decode wo
 the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
 multiples of the rate at which it stood. Then two tenants, one of whom sends 50 times what the other does, each with the
 same quota. Then a quiet tenant beside one that floods, in each of the ways of flood.py, with quotas and without: its first
-tokens beside the flood over those alone, which are taken before and after.
+tokens beside the flood over those alone, which are taken before and after. Then a canary beside each abuse of each port
+(overload_abuse.py).
 Overloaded workers leave one core to the gateway and the load generator: who is refused by a gateway that shares its cores with
 engines waits for their turn (p99 of 30 to 120 ms were seen on two cores). "limit" of a refusal is how late the load
 generator itself was when it sent: what this machine did to any process.
@@ -35,6 +36,7 @@ from baton.service.access import Access  # noqa: E402
 from baton.service.credentials import new_key  # noqa: E402
 from gateway.slo_classes import BUILT_IN  # noqa: E402
 from flood import KINDS, flooding  # noqa: E402
+from overload_abuse import abuse  # noqa: E402
 from report import Report, finish, start  # noqa: E402
 from tests.stack import Stack  # noqa: E402
 
@@ -46,7 +48,7 @@ SETTLING = 0.25  # of a run, at its begin: not counted, the rates are still bein
 QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
 REFUSED = re.compile(r"outcome=refused .* total_ms=([0-9.]+)")  # in the gateway's log
 CORES = sorted(os.sched_getaffinity(0))
-PARTS = ("overload", "tenants", "fairness")
+PARTS = ("overload", "tenants", "fairness", "abuse")
 FAIR_PROMPT, FAIR_OUTPUT = 256, 8  # of the quiet tenant
 CONTEXT = 2048
 FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it stands, and until it is gone
@@ -239,6 +241,8 @@ def main() -> int:
             with running(folder / "fairness", *options) as stack:
                 spread(stack)
                 fairness(report, stack.target, keys, folder / "quotas.toml", 8 if arguments.quick else 40)
+        if "abuse" in arguments.only:
+            abuse(report, folder / "abuse", arguments.quick)
     return finish(arguments, report)
 
 

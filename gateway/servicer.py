@@ -1,5 +1,6 @@
 """The door: baton.v1.Inference. Every ending that is not an answer is a gRPC status with google.rpc details."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -161,11 +162,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 async def _answered(work: Callable[[], Awaitable], context, record: Record | None = None):
-    """Run it; what it raises becomes the call's status. Cancellation is passed on untouched."""
+    """Run it; what it raises becomes the call's status. Cancellation is passed on untouched, and is what a write to nobody is."""
     try:
         return await work()
     except BatonError as error:
         await abort(context, error)
+    except grpc.aio.InternalError:  # a message to who has just gone: gRPC's cancellation is on its way
+        raise asyncio.CancelledError from None
     except Exception as error:
         trace_id = f"{record.context.trace_id:032x}" if record else ""
         log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))

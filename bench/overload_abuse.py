@@ -1,0 +1,35 @@
+"""The part `abuse` of bench/overload.py: a canary's time beside each abuse of each port, over its time alone."""
+
+import asyncio
+from pathlib import Path
+
+from report import Report
+from tests.abuse.catalogue import Cell, cells
+from tests.abuse.ground import Attackers, Ground, attacked
+from tests.models import make_model
+
+COUNT, QUICK_COUNT = 2000, 100
+QUICK = ("silent connections", "no message", "many streams", "unread answers", "cancelled")
+
+
+def abuse(report: Report, folder: Path, quick: bool) -> None:
+    """A row a port and abuse, of its callers the worst; `against` is the same call's time alone."""
+    model = make_model(folder / "tiny")
+    found = [cell for cell in cells() if not quick or cell.abuse.name in QUICK]
+    for kv in dict.fromkeys(cell.port.kv for cell in found):
+        with Ground(model, folder / kv, kv) as ground:
+            count = QUICK_COUNT if quick else COUNT
+            asyncio.run(_rows(report, ground, [cell for cell in found if cell.port.kv == kv], count))
+
+
+async def _rows(report: Report, ground: Ground, found: list[Cell], count: int) -> None:
+    await ground.warm()
+    async with Attackers(2) as attackers:
+        for port, name in dict.fromkeys((cell.port.name, cell.abuse.name) for cell in found):
+            several = [cell for cell in found if (cell.port.name, cell.abuse.name) == (port, name)]
+            seen = [await attacked(ground, attackers, cell, count) for cell in several]
+            worst, faults = max(seen, key=lambda each: each.ratio), sum(len(each.faults) for each in seen)
+            alone_ms = 1e3 * ground.alone_s[worst.part]
+            report.add(f"{port}: {name}: {worst.part}, worst", worst.ratio * alone_ms, "ms", against=alone_ms)
+            if faults:
+                report.add(f"{port}: {name}: canaries lost, or memory kept", faults, "faults", goal="value <= 0")

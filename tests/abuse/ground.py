@@ -1,0 +1,232 @@
+"""Where the attacks happen: one stack with TLS, certificates by role and two tenants, and processes that attack it."""
+
+import asyncio
+import json
+import resource
+import sys
+from asyncio.subprocess import PIPE
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.cli.certs import CREDENTIALS, SECRET
+from baton.service.access import Access
+from baton.service.credentials import new_key
+from baton.service.tls import WORKER_NAME
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from kvtransfer.folder import default_parent, socket_path
+from tests.abuse.canary import GENERATES, Canary
+from tests.abuse.catalogue import FLOOD_TENANT, GRPC, QUIET_TENANT, Caller, Cell, Port
+from tests.abuse.levels import levels, stayed
+from tests.process import ROOT, Process
+from tests.security.conftest import install
+from tests.stack import Stack
+
+# Smaller than the least attack: what is held to all of them together is held to, in the test of a minute too.
+GATEWAY_OPTIONS = (
+    "--max-concurrent-requests", "64", "--max-queued-requests", "48", "--split", "always", "--reflection",
+    "--fleet-listen", "127.0.0.1:0",
+)  # fmt: skip
+WORKER_OPTIONS = ("--num-blocks", "160", "--threads", "1", "--reflection")
+DESCRIPTORS = 256  # that processes may have until they ask for more, as of many shells 1,024
+LARGE = 10_000  # calls
+MEMORY_MIB, LARGE_MEMORY_MIB = 24, 128  # that may stay: allocators keep some of what they had
+BACK_S, RECOVERY_S = 8.0, 60.0
+_PATIENCE_S = 600.0  # for an attacker
+
+
+class Ground:
+    """`with`: the stack stands. `kv`: the transport that its KV takes; doors of the others are open all the same."""
+
+    def __init__(self, model: Path, folder: Path, kv: str):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.kv = kv
+        self.certs = install(folder / "certs", "--tenant", QUIET_TENANT).folder
+        key, key_id, digest = new_key()
+        with (self.certs / CREDENTIALS).open("a") as file:
+            file.write(f'[keys.{key_id}]\ntenant = "{FLOOD_TENANT}"\nsha256 = "{digest}"\n')
+        (self.certs / "flood-key").write_text(key)
+        gateway = (*self._tls("gateway"), "--credentials", self.certs / CREDENTIALS,
+                   "--cluster-secret", self.certs / SECRET, *GATEWAY_OPTIONS)  # fmt: skip
+        self.stack = Stack(
+            model, folder / "stack", options=WORKER_OPTIONS,
+            prefill_options=self._tls("prefill"),
+            decode_options=[*self._tls("decode"), "--transports", kv],
+            gateway_options=[str(word) for word in gateway],
+        )  # fmt: skip
+        self.endpoints: dict[str, str] = {}
+        self.alone_s: dict[str, float] = {}  # the canary's times when nobody attacks
+
+    def __enter__(self) -> "Ground":
+        with _descriptors(DESCRIPTORS):
+            self.stack.__enter__()
+        try:
+            hello = self._describe(self.process("prefill0"))
+            self.endpoints = {each.transport: each.address for each in hello.endpoints}
+        except BaseException:
+            self.stack.kill()
+            raise
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.stack.stop()
+
+    async def warm(self) -> None:
+        """The canary alone: what is allocated once is there, and how long each of its calls takes is known."""
+        async with self.canary() as canary:
+            await canary.rounds(10)
+            canary.times_s.clear()
+            await canary.rounds(20)
+        assert not canary.faults, canary.faults
+        self.alone_s = {part: canary.median(part) for part in canary.times_s}
+
+    async def recovered(self) -> None:
+        """Waits until the canary has a whole round without a fault."""
+        async with asyncio.timeout(RECOVERY_S), self.canary() as canary:
+            while canary.faults:
+                canary.faults.clear()
+                await canary.rounds(1)
+
+    def process(self, name: str) -> Process:
+        return next(process for process in self.stack.processes if process.name == name)
+
+    def access(self, role: str | None = None, key: str | None = None) -> Access:
+        shown = (self.certs / f"{role}.crt", self.certs / f"{role}.key") if role else (None, None)
+        return Access(self.certs / "ca.crt", *shown, self.certs / key if key else None)
+
+    def canary(self) -> Canary:
+        gateway = self.process("gateway0").ready()
+        pages = [process.ready()["admin"] for process in self.stack.processes]
+        return Canary(gateway["grpc"], gateway["fleet"], pages, self.access(key="api-key"), self.access("operator"))
+
+    def address(self, port: Port) -> str:
+        """host:port, or the path of a socket."""
+        if port.where in self.endpoints and port.name.startswith("KV"):
+            return self.endpoints[port.where]
+        return self.process(port.process).ready()[port.where]
+
+    def order(self, cell: Cell, count: int, source: str) -> dict:
+        """For an attacker."""
+        port, caller = cell.port, cell.caller
+        shm = port.where == "shm"
+        return {
+            "abuse": cell.abuse.name, "count": count, "speaks": port.speaks, "address": self.address(port),
+            "unix": socket_path(default_parent(), self.address(port)) if shm else "", "source": source,
+            "tls": port.speaks == GRPC,
+            "certificate": self._pair(caller.certificate) if caller.certificate else None,
+            "metadata": self._metadata(caller), "methods": [(path, message.hex()) for path, message in cell.methods],
+        }  # fmt: skip
+
+    def _pair(self, role: str) -> list[str]:
+        return [str(self.certs / f"{role}.{end}") for end in ("crt", "key")]
+
+    def _metadata(self, caller: Caller) -> list[list[str]]:
+        return [list(each) for each in self.access(key="flood-key").metadata] if caller.key else []
+
+    def _tls(self, role: str) -> list[str]:
+        files = {"cert": f"{role}.crt", "key": f"{role}.key", "ca": "ca.crt"}
+        return [word for name, file in files.items() for word in (f"--tls-{name}", str(self.certs / file))]
+
+    def _describe(self, worker: Process) -> worker_pb2.Hello:
+        with self.access("operator").channel(worker.ready()["grpc"], name=WORKER_NAME, blocking=True) as channel:
+            return worker_pb2_grpc.WorkerStub(channel).Describe(worker_pb2.DescribeRequest(), timeout=30)
+
+
+class Attackers:
+    """`count` processes, each from an address of its own, none of which is the canary's."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._processes: list[asyncio.subprocess.Process] = []
+
+    async def __aenter__(self) -> "Attackers":
+        for _ in range(self._count):
+            argv = ("setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "tests.abuse.attacker")
+            process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, cwd=ROOT)
+            self._processes.append(process)
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        for process in self._processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def hold(self, ground: Ground, cell: Cell, count: int) -> None:
+        """Until everything is sent."""
+        for index, process in enumerate(self._processes):
+            order = ground.order(cell, count // self._count, f"127.0.0.{2 + index}")
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+        for process in self._processes:
+            await self._said(process, "held")
+
+    async def let_go(self) -> Counter[str]:
+        """What was answered."""
+        outcomes: Counter[str] = Counter()
+        for process in self._processes:
+            process.stdin.write(b"{}\n")
+        for process in self._processes:
+            outcomes.update((await self._said(process, "outcomes"))["outcomes"])
+        return outcomes
+
+    async def _said(self, process: asyncio.subprocess.Process, what: str) -> dict:
+        async with asyncio.timeout(_PATIENCE_S):
+            said = json.loads(await process.stdout.readline() or "{}")
+        assert what in said, f"an attacker ended with {process.returncode}"
+        return said
+
+
+@contextmanager
+def _descriptors(count: int) -> Iterator[None]:
+    """Processes that are started meanwhile may have so many, as long as they do not ask for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, soft), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What came of one cell. `ratio`: the tenant's worst time over its time alone, of that of its calls (`part`) where it is
+    the largest."""
+
+    cell: Cell
+    part: str
+    ratio: float
+    mib: float
+    faults: list[str]
+    outcomes: Counter[str]
+
+    def row(self) -> dict:
+        names = {"port": self.cell.port.name, "abuse": self.cell.abuse.name, "caller": self.cell.caller.name}
+        return names | {"ratio": round(self.ratio, 1), "mib": round(self.mib, 1)}
+
+
+async def attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
+    """The canary sings all along, and at least twice while the attack is at its height. What fails is tried once more: what
+    locks out does so again and what leaks leaks again, while an allocator keeps what it has needed once, and a
+    machine that stood still for seconds ended sessions by itself. No process is ever gone, and none logs a fault."""
+    num_complaints = len(ground.stack.complaints())
+    seen = await _attacked(ground, attackers, cell, count)
+    if seen.faults:
+        await ground.recovered()
+        seen = await _attacked(ground, attackers, cell, count)
+    gone = [f"{process.name} is gone" for process in ground.stack.processes if not process.alive]
+    return replace(seen, faults=[*seen.faults, *gone, *ground.stack.complaints()[num_complaints:]])
+
+
+async def _attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
+    processes, tolerance_mib = ground.stack.processes, MEMORY_MIB if count < LARGE else LARGE_MEMORY_MIB
+    async with ground.canary() as canary:
+        before = await asyncio.to_thread(levels, processes)
+        await attackers.hold(ground, cell, count)
+        await canary.rounds(2)
+        outcomes = await attackers.let_go()
+        await canary.rounds(1)
+        left = await asyncio.to_thread(stayed, processes, before, tolerance_mib, BACK_S)
+    ratio, part = max((canary.worst(part) / ground.alone_s[part], part) for part in GENERATES)
+    return Seen(cell, part, ratio, left.mib, [*canary.faults, *left.faults], outcomes)

@@ -1,0 +1,122 @@
+"""Every port, every abuse, from everybody who reaches it: nobody else notices, and nothing of it stays.
+
+200 calls of each method of a port, all together; 10,000 in `make test-long`, the methods in turn."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.abuse.catalogue import ABUSES, HTTP, PORTS, TENANT, Cell, cells
+from tests.abuse.ground import Attackers, Ground, attacked
+
+# How an attacker may be answered: never INTERNAL or UNKNOWN, which are our own faults.
+HONEST = (
+    "OK", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "NOT_FOUND",
+    "CANCELLED", "UNIMPLEMENTED", "UNAVAILABLE", "reset", "goaway", "hung up", "no room",
+    "HTTP 200", "HTTP 400", "HTTP 404", "HTTP 405", "HTTP 408", "HTTP 431", "HTTP 503",
+    "protocol_error", "ticket_refused",
+)  # fmt: skip
+
+
+class Grounds:
+    """One stack at a time: cells come ordered by the one that they need."""
+
+    def __init__(self, model: Path, make_folder: Callable[[str], Path]):
+        self._model, self._make_folder = model, make_folder
+        self._standing: Ground | None = None
+
+    def __call__(self, kv: str) -> Ground:
+        if self._standing is None or self._standing.kv != kv:
+            self.close()
+            self._standing = Ground(self._model, self._make_folder(f"ground-{kv}"), kv).__enter__()
+        return self._standing
+
+    def close(self) -> None:
+        if self._standing is not None:
+            self._standing.__exit__()
+            self._standing = None
+
+
+@pytest.fixture(scope="module")
+def grounds(model, tmp_path_factory):
+    grounds = Grounds(model, tmp_path_factory.mktemp)
+    yield grounds
+    grounds.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def attackers():
+    async with Attackers(2) as attackers:
+        yield attackers
+
+
+def test_every_listening_port_has_its_row(grounds):
+    ground = grounds("shm")
+    for name in ("gateway0", "prefill0"):
+        process = ground.process(name)
+        listening = {
+            each.laddr.port
+            for each in psutil.Process(process.pid).net_connections("tcp")
+            if each.status == psutil.CONN_LISTEN
+        }
+        rows = [ground.address(port) for port in PORTS.values() if port.process == name and port.speaks]
+        assert listening == {int(address.rpartition(":")[2]) for address in rows if address[-1].isdigit()}, name
+
+
+def test_every_kv_transport_has_its_row(grounds):
+    ground = grounds("shm")
+    rows = {port.where for port in PORTS.values() if port.name.startswith("KV")}
+    assert ground.endpoints.keys() - {"inproc"} <= rows and {"shm", "tcp", "grpc"} <= ground.endpoints.keys()
+
+
+@pytest.mark.parametrize("port", [port for port in PORTS.values() if port.speaks == HTTP], ids=lambda port: port.name)
+def test_every_page_has_its_row(grounds, port):
+    address = grounds("shm").address(port)
+    with pytest.raises(HTTPError) as caught:
+        urlopen(f"http://{address}/what-is-there", timeout=10)
+    told = json.loads(caught.value.read())["error"].removeprefix("here are ").split(", ")
+    assert sorted(told) == sorted(method.path for method in port.methods)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_attacks_arrive(grounds, attackers):
+    """Each call is answered, of each method; else the rest would prove nothing."""
+    cell = Cell(PORTS["client"], ABUSES["empty calls"], TENANT, PORTS["client"].methods)
+    outcomes = (await attacked(await ready(grounds, cell), attackers, cell, 200 * len(cell.methods))).outcomes
+    assert {outcome.split()[0] for outcome in outcomes} == {method.path.rpartition("/")[2] for method in cell.methods}
+    assert outcomes.total() == 200 * len(cell.methods)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("cell", cells(with_twins=False), ids=str)
+async def test_200_of_each_method(grounds, attackers, cell, record_property):
+    await nobody_else_notices(grounds, attackers, cell, 200 * len(cell.methods), record_property)
+
+
+@pytest.mark.long
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("cell", cells(), ids=str)
+async def test_10_000(grounds, attackers, cell, record_property):
+    await nobody_else_notices(grounds, attackers, cell, 10_000, record_property)
+
+
+async def ready(grounds: Grounds, cell: Cell) -> Ground:
+    """The stack that the cell needs, warm."""
+    ground = grounds(cell.port.kv)
+    if not ground.alone_s:
+        await ground.warm()
+    return ground
+
+
+async def nobody_else_notices(grounds: Grounds, attackers: Attackers, cell: Cell, count: int, record_property) -> None:
+    seen = await attacked(await ready(grounds, cell), attackers, cell, count)
+    record_property("abuse", json.dumps(seen.row()))
+    allowed = (*HONEST, *cell.abuse.answers)
+    dishonest = [f"the attacker is told {outcome!r}" for outcome in seen.outcomes if not outcome.endswith(allowed)]
+    assert not seen.faults + dishonest, f"{seen.faults[:10]} {dishonest} {dict(seen.outcomes)}"
