@@ -131,10 +131,21 @@ async def test_detokenize(cluster, folder):
                 await c.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=60)
 
 
-async def test_stop_strings(cluster):
-    """Sixteen that all but match, eight choices."""
-    stops = ["a" * (254 - i) + "b" for i in range(16)]
+class OneLetter:
+    """A decoder: whatever the token, it is four letters."""
+
+    def push(self, token_ids) -> str:
+        return "aaaa" * len(token_ids)
+
+    def finish(self) -> str:
+        return ""
+
+
+async def test_stop_strings(cluster, monkeypatch):
+    """One of which all but matches everywhere, in eight choices."""
+    stops = ["a" * 254 + "b", *(chr(ord("c") + i) * 255 for i in range(15))]
     async with cluster(*WIDE) as c:
+        monkeypatch.setattr(c.gateway._pipeline.text.detokenizer, "decoder", OneLetter)
         async with guarded():
             for _ in range(3):
                 call = c.stub.Generate(make_request(list(range(20, 320)), n=8, max_tokens=200, stop=stops), timeout=60)
