@@ -49,10 +49,10 @@ QUIET_PER_S, FLOOD, QUOTA_REQUESTS = 1.0, 50, 4
 REFUSED = re.compile(r"outcome=refused .* total_ms=([0-9.]+)")  # in the gateway's log
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("overload", "tenants", "fairness", "abuse")
-FAIR_PROMPT, FAIR_OUTPUT = 256, 8  # of the quiet tenant
+FAIR_PROMPT, FAIR_OUTPUT = 256, 4  # of the quiet tenant
 CONTEXT = 2048
 FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it stands, and until it is gone
-FAIR_QUOTA = "[default]\nconcurrent_requests = 16\ntokens_per_s = 20000\n"
+FAIR_QUOTAS = {"no quotas": "", "quotas": "[default]\nconcurrent_requests = 16\ntokens_per_s = 20000\n"}
 LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 
 
@@ -151,7 +151,9 @@ def tenants(report: Report, target: str, keys: dict[str, Path], seconds: float) 
 # ---- fairness ----
 
 
-def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, num: int) -> None:
+def fairness(
+    report: Report, target: str, keys: dict[str, Path], quotas: Path, num: int, texts: dict[str, str]
+) -> None:
     """Alone, beside a flood, alone, ...: each flood between two times alone."""
     seeds = itertools.count(1000)
 
@@ -164,7 +166,7 @@ def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, n
     def p99(*runs: list[Outcome]) -> float:
         return 1e3 * percentile([each.ttft_s for outcomes in runs for each in outcomes if each.ok], 0.99)
 
-    for name, text in (("no quotas", ""), ("quotas", FAIR_QUOTA)):
+    for name, text in texts.items():
         quotas.write_text(text)
         quiet()  # the gateway looks at the file, and rates are measured
         before = quiet()
@@ -240,7 +242,8 @@ def main() -> int:
             options, keys = write_tenants(folder)
             with running(folder / "fairness", *options) as stack:
                 spread(stack)
-                fairness(report, stack.target, keys, folder / "quotas.toml", 8 if arguments.quick else 40)
+                num, texts = (4, {"no quotas": ""}) if arguments.quick else (24, FAIR_QUOTAS)
+                fairness(report, stack.target, keys, folder / "quotas.toml", num, texts)
         if "abuse" in arguments.only:
             abuse(report, folder / "abuse", arguments.quick)
     return finish(arguments, report)

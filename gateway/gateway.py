@@ -106,7 +106,7 @@ class Gateway:
             slo_classes=slo_classes,
         )
         self.journal = Journal()
-        self.service = InferenceService(pipeline, settings, self.journal.began, self._ended)
+        self.service = InferenceService(pipeline, settings, self.journal.began, self._ended, doors.guard.hold)
         self._changed = asyncio.Event()
         self._secret_checked = asyncio.Event()
         self._ready_line = ""  # still to be printed

@@ -37,12 +37,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         settings: GatewaySettings,
         on_begin: Callable[[Record], None],
         on_end: Callable[[Record, BaseException | None], None],
+        hold: Callable[[BatonError], Awaitable[None]],
     ):
-        """`on_begin(record)` and `on_end(record, error)`: once each a request, however it ends."""
+        """`on_begin(record)` and `on_end(record, error)`: once each a request, however it ends. `hold(error)`: waits
+        until it may be told."""
         self.is_draining = False
         self.num_running = 0
         self._pipeline, self._settings = pipeline, settings
-        self._on_begin, self._on_end = on_begin, on_end
+        self._on_begin, self._on_end, self._hold = on_begin, on_end, hold
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers = {
@@ -78,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             token_ids = await self._pipeline.tokenize(request, model, whose, until)
             return pb.TokenizeResponse(token_ids=token_ids)
 
-        return await _answered(tokenize, context)
+        return await self._answered(tokenize, context)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context) -> pb.DetokenizeResponse:  # noqa: N802
         async def detokenize() -> pb.DetokenizeResponse:
@@ -89,7 +91,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             text = await self._pipeline.detokenize(request.token_ids, model, whose, until)
             return pb.DetokenizeResponse(text=text)
 
-        return await _answered(detokenize, context)
+        return await self._answered(detokenize, context)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:  # noqa: N802
         async def info() -> pb.GetModelInfoResponse:
@@ -111,7 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 proposers=card.proposers,
             )
 
-        return await _answered(info, context)
+        return await self._answered(info, context)
 
     async def _answer(self, box: list[pb.GenerateRequest], context, emit: Emit) -> None:
         record = self._record(box[0], context)
@@ -119,7 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self.num_running += 1
         self._on_begin(record)
         try:
-            await _answered(lambda: self._serve(box, context, record, emit), context, record)
+            await self._answered(lambda: self._serve(box, context, record, emit), context, record)
         except BaseException as raised:
             error = raised.__context__ if isinstance(raised, grpc.aio.AbortError) and raised.__context__ else raised
             raise
@@ -137,6 +139,21 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         max_priority = self._pipeline.admission.quotas.quota(record.tenant).max_priority
         record.checked = checked = check(box.pop(), model, record.tenant, max_priority)
         await self._pipeline.serve(checked, model, deadline, record, emit)
+
+    async def _answered(self, work: Callable[[], Awaitable], context, record: Record | None = None):
+        """Run it; what it raises becomes the call's status. Cancellation is passed on untouched, and is what a write to
+        nobody is."""
+        try:
+            return await work()
+        except BatonError as error:
+            await self._hold(error)
+            await abort(context, error)
+        except grpc.aio.InternalError:  # a message to who has just gone: gRPC's cancellation is on its way
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            trace_id = f"{record.context.trace_id:032x}" if record else ""
+            log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
+            await abort(context, Internal(f"the gateway failed: {type(error).__name__}"))
 
     def _record(self, request: pb.GenerateRequest, context) -> Record:
         received = now()
@@ -159,20 +176,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if left_s <= 0:
             raise DeadlineExceeded("the deadline was past when the request came")
         return received + min(left_s, self._settings.max_timeout_s)
-
-
-async def _answered(work: Callable[[], Awaitable], context, record: Record | None = None):
-    """Run it; what it raises becomes the call's status. Cancellation is passed on untouched, and is what a write to nobody is."""
-    try:
-        return await work()
-    except BatonError as error:
-        await abort(context, error)
-    except grpc.aio.InternalError:  # a message to who has just gone: gRPC's cancellation is on its way
-        raise asyncio.CancelledError from None
-    except Exception as error:
-        trace_id = f"{record.context.trace_id:032x}" if record else ""
-        log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
-        await abort(context, Internal(f"the gateway failed: {type(error).__name__}"))
 
 
 def _traceparent(context) -> TraceContext | None:

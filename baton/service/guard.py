@@ -20,6 +20,7 @@ from baton.service.credentials import DEFAULT_TENANT, Credentials
 from baton.service.errors import BatonError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated, abort
 from baton.service.logs import fields
 from baton.service.places import Place, Places
+from baton.service.refusals import Refusals
 from baton.service.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
 
 MAX_METADATA_PAIRS = 64
@@ -67,6 +68,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self.num_denied: Counter[tuple[str, str]] = Counter()
         self.on_denied: Callable[[str, str], None] = lambda method, reason: None
         self.places = places or Places()
+        self._refusals = Refusals()
         self._credentials, self._is_open = credentials, is_open
 
     async def intercept_service(self, continuation, details):
@@ -130,7 +132,13 @@ class Guard(grpc.aio.ServerInterceptor):
             caller = tenant or (DEFAULT_TENANT if TENANT in allowed else roles or None)
             return self.places.enter(method, caller, context.peer())
         except BatonError as error:
+            await self.hold(error)
             await self._deny(context, method, error)
+
+    async def hold(self, error: BatonError) -> None:
+        """Waits until the caller's tenant may be told that it must wait; where there is one tenant it is told at once."""
+        if self._credentials is not None and isinstance(error, Overloaded):
+            await self._refusals.hold(tenant())
 
     async def _read(self, message: Awaitable, context, method: str):
         """Aborts the call where it does not come, or is none."""

@@ -1,0 +1,33 @@
+"""How fast one tenant is told that it must wait. Who asks again at once would have a server say nothing else: each call
+that is refused takes it about as long as a token of every stream, and stands before those of others."""
+
+from asyncio import sleep
+from time import monotonic as now
+
+PER_S, BURST = 50, 50  # of one tenant; those at once
+LONGEST_S = 2.0
+MAX_HELD = 1024  # calls; beyond them all are told at once
+
+
+class Refusals:
+    """Of one server. Belongs to its event loop."""
+
+    def __init__(self) -> None:
+        self._due: dict[str, float] = {}  # tenant -> when its next one would be due, were there no burst
+        self.num_held = 0
+
+    async def hold(self, tenant: str) -> None:
+        """Waits until the next refusal of this tenant may be told: LONGEST_S at most."""
+        at = now()
+        if len(self._due) > MAX_HELD:
+            self._due = {each: due for each, due in self._due.items() if due > at}
+        due = min(max(self._due.get(tenant, at), at) + 1 / PER_S, at + LONGEST_S + BURST / PER_S)
+        self._due[tenant] = due
+        wait_s = due - at - BURST / PER_S
+        if wait_s <= 0 or self.num_held >= MAX_HELD:
+            return
+        self.num_held += 1
+        try:
+            await sleep(wait_s)
+        finally:
+            self.num_held -= 1
