@@ -239,7 +239,7 @@ def refused(key: Key, reason: str, retry_after_s: float) -> pb.Event:
     )
 
 
-def load_to_proto(report: LoadReport, state: str) -> pb.Load:
+def load_to_proto(report: LoadReport, state: str, tables: Mapping[str, int]) -> pb.Load:
     blocks = [report.blocks_by_holder[holder] for holder in HOLDERS]
     return pb.Load(
         step=report.step,
@@ -251,6 +251,7 @@ def load_to_proto(report: LoadReport, state: str) -> pb.Load:
         tokens_per_s=report.tokens_per_s,
         state=state,
         blocks_by_holder=blocks,
+        tables=tables,
         num_draft_tokens=report.num_draft_tokens,
         num_accepted_tokens=report.num_accepted_tokens,
     )

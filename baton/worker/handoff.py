@@ -25,6 +25,16 @@ class Handoff:
         self._owners: dict[bytes, Key] = {}  # by lease
         self._guests: dict[Key, list[Leg]] = {}  # by owner: keys that have a ticket for the same lease
 
+    @property
+    def num_owners(self) -> int:
+        """Keys that have a lease."""
+        return len(self._owners)
+
+    @property
+    def num_guests(self) -> int:
+        """Keys that have a ticket for another's."""
+        return sum(map(len, self._guests.values()))
+
     def taker_of(self, message: kv_pb2.Taker) -> Taker:
         """Raises KVError for a taker that makes no sense."""
         return taker_from_proto(message)

@@ -58,8 +58,14 @@ class Intake:
     def __init__(self, engine: Engine, fetcher: Fetcher):
         self._engine = engine
         self._fetcher = fetcher
+        self._fetching: set[asyncio.Task] = set()
         self._mixed: set[bytes] = set()  # sources whose other numerics class was told
         self._told: set[tuple[bytes, str]] = set()  # sources and the transports that they were read by
+
+    @property
+    def num_fetches(self) -> int:
+        """Whose bytes may still land."""
+        return len(self._fetching)
 
     def begin(
         self, leg: Leg, handle: bytes, ticket: bytes, on_end: Callable[[Leg, FetchReport | Status | None], None]
@@ -107,6 +113,7 @@ class Intake:
         blocks = EngineBlocks(self._engine, leg.key, min(begin, decoded.num_tokens), on_verified)
         fetch = self._fetcher.fetch(handle, ticket, blocks, leg.request.deadline)
         leg.fetching = asyncio.get_running_loop().create_task(fetch, name=f"fetch {leg.key}")
+        self._fetching.add(leg.fetching)
         # A callback and not a `finally`: a task that is cancelled before its first step never enters its body.
         leg.fetching.add_done_callback(lambda task: self._ended(leg, task, decoded.source_instance, on_end))
 
@@ -120,6 +127,7 @@ class Intake:
         return handle
 
     def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
+        self._fetching.discard(task)
         self._engine.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)
         if isinstance(outcome, FetchReport):

@@ -7,6 +7,7 @@ from baton.service import logs
 from baton.service.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics, num_tasks
 from baton.worker.leg import Leg
 from baton.worker.roofline import Cost, Roofline
+from baton.worker.tables import Tables
 
 SPEEDUP_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 
@@ -16,7 +17,7 @@ class Meters:
 
     def __init__(self, engine: Engine, pool_bytes: int, roofline: Roofline | None = None):
         """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where nobody measured it."""
-        metrics = Metrics(engine.spec.name)
+        self._metrics = metrics = Metrics(engine.spec.name)
         self.page = metrics.page
         self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
         self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens that were not computed", "tier")
@@ -44,6 +45,11 @@ class Meters:
             Gauge("baton_utilisation", "achieved over what the device can do", self._utilisation, "limit"),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
+        )
+
+    def watch(self, tables: Tables) -> None:
+        self._metrics.collect(
+            Gauge("baton_table_entries", "entries of tables that empty when nothing runs", tables.counts, "table")
         )
 
     def denied(self, method: str, reason: str) -> None:

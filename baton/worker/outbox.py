@@ -145,9 +145,14 @@ class Outbox:
         return len(self._rows)
 
     @property
+    def num_unwritten(self) -> int:
+        """Replies, rows and endings."""
+        return len(self._replies) + self.num_rows + len(self._endings)
+
+    @property
     def is_empty(self) -> bool:
-        """All replies, rows and endings are written."""
-        return not (self._is_writing or self._replies or self._rows or self._endings)
+        """All of them are written."""
+        return not (self._is_writing or self.num_unwritten)
 
     # ---- out ----
 

@@ -13,6 +13,7 @@ from baton.worker import codec
 from baton.worker.commands import Commands
 from baton.worker.exhaustion import leave_if_exhausted
 from baton.worker.session import WorkerService
+from baton.worker.tables import Tables
 
 LOAD_INTERVAL_S = 0.25
 LOAD_GAP_S = 0.02  # between two reports of changes
@@ -31,7 +32,7 @@ class Reports:
 
     def __init__(
         self, engine: Engine, loop: EngineLoop, commands: Commands, service: WorkerService, health: Health,
-        longest_step_s: float = 0.0,
+        tables: Tables, longest_step_s: float = 0.0,
     ):  # fmt: skip
         """`longest_step_s`: at best; 0: not known."""
         self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
@@ -40,6 +41,7 @@ class Reports:
         self._commands = commands
         self._service = service
         self._health = health
+        self._tables = tables
         self._changed = asyncio.Event()
         self._checked_at = time.monotonic()
         self._checked_step = -1
@@ -71,7 +73,7 @@ class Reports:
             except TimeoutError:
                 pass
             self._changed.clear()
-            self._service.send_load(codec.load_to_proto(self._engine.load_report(), self.state))
+            self._service.send_load(codec.load_to_proto(self._engine.load_report(), self.state, self._tables.counts()))
             self._set_health()
             await asyncio.sleep(LOAD_GAP_S)
 

@@ -44,6 +44,7 @@ from baton.worker.roofline import Roofline, full_step_s, measure
 from baton.worker.session import PROTOCOL, WorkerService
 from baton.worker.settings import WorkerSettings
 from baton.worker.spans import Spans
+from baton.worker.tables import Tables
 from kvtransfer.compatible import gives, takes
 from kvtransfer.cuda_runtime import find_runtime
 from kvtransfer.device_memory import DeviceRegion
@@ -205,13 +206,9 @@ class Worker:
             spans.draw(leg)
             meters.ended(leg)
 
+        intake = Intake(engine, fetcher)
         self.commands = Commands(
-            engine,
-            handoff,
-            Intake(engine, fetcher),
-            lambda: self.reports.change(),
-            on_end,
-            settings.resume_window_s,
+            engine, handoff, intake, lambda: self.reports.change(), on_end, settings.resume_window_s
         )
         exits.push_async_callback(source.stop)
         await source.start(self._kv_address())
@@ -223,7 +220,9 @@ class Worker:
         if settings.reflection or settings.tls is None and is_loopback(settings.listen):
             grpc_server.enable_reflection(self._server, [SERVICE_NAME])
         longest_step_s = full_step_s(engine, self._roofline) if self._roofline else 0.0
-        self.reports = Reports(engine, self.loop, self.commands, service, health, longest_step_s)
+        tables = Tables(engine, self.commands, handoff, intake, source, service)
+        meters.watch(tables)
+        self.reports = Reports(engine, self.loop, self.commands, service, health, tables, longest_step_s)
         self._drain = Drain(self.commands, service, settings.drain_grace_s)
         service.on_drain = self._drain.ask
 

@@ -4,7 +4,7 @@ I-1 indices without gap or repeat            I-6 nobody died whom we did not kil
 I-2 tokens of the undisturbed answer         I-7 the gateway's counters agree with the history
 I-3 one end a request                        I-8 canaries succeed afterwards (world.py)
 I-4 a status that the case allows, reasoned  I-9 no canary in logs, metrics, Redis
-I-5 the ledgers balance, and come to zero
+I-5 the ledgers balance, and come to zero; so do all tables
 """
 
 from collections import Counter
@@ -20,6 +20,7 @@ CANARY = "Xyzzy-plugh-canary"
 # What the gateway calls the endings that a client sees.
 _OUTCOMES = {"OK": "ok", "CANCELLED": "cancelled"}
 _REFUSED = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "ALREADY_EXISTS", "NOT_FOUND")
+_OF_ORPHANS = ("keys", "keys_orphaned", "token_records", "engine_keys")
 # Its client's clock may end such a request before the gateway's does.
 _BY_CLIENT = ("CANCELLED", "DEADLINE_EXCEEDED")
 
@@ -78,6 +79,21 @@ class Counters:
         self.num_migrations = sum(sample.value for sample in samples if sample.name == "baton_migrations_total")
         self.num_lost_lines = sum(sample.value for sample in samples if sample.name == "baton_log_lines_lost")
         self.num_running = sum(sample.value for sample in samples if sample.name == "baton_running")
+
+
+def check_tables(page: dict) -> list[str]:
+    """`page`: /fleet.json of a gateway. What is orphaned waits for its resume window, and holds no blocks."""
+    faults = []
+    for view in page["workers"]["workers"]:
+        tables = view["load"]["tables"]
+        if "keys" not in tables:
+            faults.append(f"I-5 {view['address']} does not say what its tables hold")
+        orphaned = tables.get("keys_orphaned", 0)
+        for name, count in tables.items():
+            allowed = orphaned if name in _OF_ORPHANS else 0
+            if count > allowed:
+                faults.append(f"I-5 {view['address']}: {count} {name} are left")
+    return faults
 
 
 def check_counters(before: Counters, after: Counters, asks: Sequence[Ask]) -> list[str]:

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import grpc
 
 from baton.v1 import inference_pb2_grpc
-from tests.faults.checker import CANARY, Counters, check_counters, check_history, check_privacy
+from tests.faults.checker import CANARY, Counters, check_counters, check_history, check_privacy, check_tables
 from tests.faults.history import Ask, History
 from tests.faults.proxy import FaultProxy
 from tests.faults.reference import Reference
@@ -209,6 +209,16 @@ class World:
             fault for faults in self._threads.map(self._ledger_faults, list(self.probes.items())) for fault in faults
         ]
 
+    def tables(self) -> list[str]:
+        """Waits until every table of every worker is empty, as the gateway's fleet page has it."""
+        deadline = time.monotonic() + LEASE_S + 15
+        while True:
+            admin = self.gateway.ready()["admin"]
+            faults = check_tables(json.loads(urlopen(f"http://{admin}/fleet.json", timeout=10).read()))
+            if not faults or time.monotonic() > deadline:
+                return faults
+            time.sleep(0.1)
+
     def _ledger_faults(self, named: tuple[str, Probe]) -> list[str]:
         name, probe = named
         try:
@@ -309,6 +319,7 @@ class Case:
         await self.world.aside(self.world.settled)
         faults += check_history(disturbed, self.world.reference, self.allowed, not self.gateway_is_lost)
         faults += await self.world.aside(self.world.ledgers)
+        faults += await self.world.aside(self.world.tables)
         if not self.gateway_is_lost:
             faults += check_counters(self._before, self.world.counters(), self.history.asks)
         faults += [f"I-6 {line}" for line in self._complaints()]

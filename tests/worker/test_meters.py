@@ -1,5 +1,7 @@
 """What a worker counts, over two real workers: the blocks that moved, the prefix that was here, and gauges that add up."""
 
+import json
+import threading
 import time
 from urllib.request import urlopen
 
@@ -68,3 +70,42 @@ def test_utilisation(stack):
     while samples(admin)["baton_utilisation", "flops"]:
         assert time.monotonic() < deadline
         time.sleep(0.5)
+
+
+def tables_of(stack, role: str) -> dict[str, int]:
+    """As the gateway's fleet page has them."""
+    page = json.loads(urlopen(f"http://{stack.gateways[0].ready()['admin']}/fleet.json", timeout=10).read())
+    (view,) = (view for view in page["workers"]["workers"] if view["role"] == role)
+    return view["load"]["tables"]
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_tables_fill_and_empty(stack):
+    """Each entry that a request makes is seen while it runs, and gone when it has ended."""
+    from tests.client import Client
+
+    client, admin = Client(stack.target), stack.decode[0].ready()["admin"]
+    prompt = [10 + index for index in range(150)]
+
+    def ask():
+        while not stop.is_set():
+            client.generate(prompt, temperature=0.0, max_tokens=100, ignore_eos=True)
+
+    stop, thread = threading.Event(), threading.Thread(target=ask)
+    thread.start()
+    until(lambda: tables_of(stack, "decode").get("keys_running"))
+    until(lambda: samples(admin)["baton_table_entries", "token_records"] == 1)
+    until(lambda: samples(admin)["baton_table_entries", "engine_keys"] == 1)
+    stop.set()
+    thread.join()
+    client.close()
+    for role in ("prefill", "decode"):
+        until(lambda role=role: not any(tables_of(stack, role).values()))
+        assert {"keys", "leases", "tickets", "fetches", "kv_connections", "unwritten"} <= set(tables_of(stack, role))
+    assert not any(value for name, value in samples(admin).items() if name[0] == "baton_table_entries")
