@@ -1,12 +1,14 @@
 """Where unix sockets lie: a folder per process below a parent that all processes of a host, or containers with a
 volume in common, can see. A folder that nobody lives in any more is removed by the next process that makes one."""
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
 import socket
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -35,6 +37,14 @@ def socket_path(parent: Path, address: str) -> str:
     if not _NAME.fullmatch(address):
         raise ValueError(f"{address[:80]!r} names no socket below {parent}")
     return str(parent / address)
+
+
+def check_peer(sock: socket.socket) -> None:
+    """Raises PermissionError unless the other end of a unix socket is this user's, or root's. Folders keep others out,
+    but who is root enters theirs, and theirs may have the name of one that is gone."""
+    peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if peer[1] not in (os.geteuid(), 0):
+        raise PermissionError(errno.EACCES, f"the socket is another user's, {peer[1]}")
 
 
 class SocketFolder:

@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.v1 import kv_pb2
 from kvtransfer.blocks import BlockMemory
 from kvtransfer.errors import PeerLost, ProtocolError
-from kvtransfer.folder import SocketFolder, socket_path
+from kvtransfer.folder import SocketFolder, check_peer, socket_path
 from kvtransfer.layout import KVLayout
 from kvtransfer.line import SocketLine, SocketListener
 from kvtransfer.mapped_line import MappedLine
@@ -150,6 +150,7 @@ async def reached(address: str, parent: Path) -> socket.socket:
     try:
         async with asyncio.timeout(CONNECT_S):
             await asyncio.get_running_loop().sock_connect(sock, socket_path(parent, address))
+            check_peer(sock)
     except (OSError, ValueError, TimeoutError) as exc:
         sock.close()
         raise PeerLost(f"the source cannot be reached at {address}: {exc}") from exc
