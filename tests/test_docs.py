@@ -33,3 +33,13 @@ def test_every_source_file_is_drawn():
     for path in files:
         if not path.stem.startswith("__") and path.parent.name != "v1":
             assert path.stem in drawn, f"{path.relative_to(ROOT)} is not drawn in docs/architecture.md"
+
+
+@pytest.mark.parametrize("page", ["security.md", "faults.md"])
+def test_what_proves_a_fault_closed_is_there(page):
+    (table,) = re.findall("<!-- closed -->\n(.*?)\n<!-- end -->", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    proofs = re.findall(r"`(tests/[^`]*)`", table)
+    assert len(proofs) == len(table.splitlines()) - 2, "one test a row"
+    for proof in proofs:
+        path, _, name = proof.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text(), f"{page} names {proof}"
