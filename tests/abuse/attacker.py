@@ -120,20 +120,22 @@ class Attack:
             if self._abuse.flood:
                 line.say(line.speaker.flood(number))
                 await asyncio.sleep(0)
-            elif self._abuse.head != "none":
-                await self._call(line, number)
+            elif self._abuse.head != "none" and not await self._call(line, number):
+                return
 
-    async def _call(self, line: Line, number: int) -> None:
+    async def _call(self, line: Line, number: int) -> bool:
+        """Whether there was room for its message; for another's there is none either."""
         call = line.speaker.call(number)
         line.say(call.head)
         if call.body and not await line.room(len(call.body)):
             line.speaker.outcomes["no room"] += 1
-            return
+            return False
         line.say(call.body)
         if self._abuse.message == "slow":
             self._drips.append((line, call.drips))
         if number % _TURN == 0:
             await asyncio.sleep(0)
+        return True
 
     async def _drip(self) -> None:
         while self._drips:
@@ -152,9 +154,9 @@ class Attack:
                 host, port = self._order["address"].rsplit(":", 1)
                 where = (self._order["source"], 0)
                 return (await loop.create_connection(make, host, int(port), local_addr=where, **named))[1]
-        except ConnectionResetError:  # it took longer than a handshake may
-            self.outcomes["hung up"] += 1
-        except (OSError, TimeoutError) as error:
+        except (ConnectionResetError, TimeoutError):  # there are too many, or it took longer than a handshake may
+            self.outcomes["turned away"] += 1
+        except OSError as error:
             self.outcomes[f"not connected: {type(error).__name__}"] += 1
         return None
 

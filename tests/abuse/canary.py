@@ -14,7 +14,6 @@ from baton.service.access import Access
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from tests.client import make_request
 
-DEADLINE_S = 10.0  # of every call: what is lost, not what is slow on a busy machine
 GENERATES = "Generate", "Generate, new connection"
 _FRESH = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
 _LONG = "The quick brown fox jumps over the lazy dog. " * 48  # over 2,048 characters: read in a thread
@@ -23,9 +22,9 @@ _LONG = "The quick brown fox jumps over the lazy dog. " * 48  # over 2,048 chara
 class Canary:
     """`async with`: sings until the block is left. `faults`: what it was refused, or not answered in time."""
 
-    def __init__(self, target: str, fleet: str, pages: list[str], tenant: Access, operator: Access):
+    def __init__(self, target: str, fleet: str, pages: list[str], tenant: Access, operator: Access, deadline_s: float):
         self._target, self._fleet, self._pages = target, fleet, pages
-        self._tenant, self._operator = tenant, operator
+        self._tenant, self._operator, self._deadline_s = tenant, operator, deadline_s
         self._tick = asyncio.Condition()
         self.num_rounds = 0
         self.faults: list[str] = []
@@ -73,7 +72,7 @@ class Canary:
     async def _timed(self, part: str, call: Awaitable[str]) -> None:
         began = time.monotonic()
         try:
-            async with asyncio.timeout(DEADLINE_S + 1):
+            async with asyncio.timeout(self._deadline_s + 1):
                 fault = await call
         except grpc.aio.AioRpcError as error:
             fault = f"{error.code().name}: {error.details()}"
@@ -91,18 +90,18 @@ class Canary:
     async def _generate(self, channel: grpc.aio.Channel, text: str) -> str:
         request = make_request(text, max_tokens=4, temperature=0.0, ignore_eos=True)
         stub = inference_pb2_grpc.InferenceStub(channel)
-        told = [each async for each in stub.Generate(request, timeout=DEADLINE_S, metadata=self._tenant.metadata)]
+        told = [each async for each in stub.Generate(request, timeout=self._deadline_s, metadata=self._tenant.metadata)]
         num = sum(len(each.token_ids) for each in told)
         return "" if num == 4 else f"{num} tokens of 4"
 
     async def _check(self, channel: grpc.aio.Channel) -> str:
         stub = health_pb2_grpc.HealthStub(channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=self._deadline_s)
         return "" if answer.status == health_pb2.HealthCheckResponse.SERVING else f"status {answer.status}"
 
     async def _list_workers(self) -> str:
         stub = fleet_pb2_grpc.FleetStub(self._fleet_channel)
-        answer = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=DEADLINE_S)
+        answer = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=self._deadline_s)
         states = [each.state for each in answer.workers]
         return "" if set(states) == {"serving"} else f"workers are {states}"
 
