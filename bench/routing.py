@@ -205,6 +205,7 @@ def _registry(num_workers: int) -> Registry:
         )
         link.note_hello(hello)
         link._become(LinkState.SERVING, "")
+        link.note_worked(math.inf)  # a fleet that has served for a while
     return registry
 
 
