@@ -224,7 +224,7 @@ class SocketListener:
 
     def __init__(self, sock: socket.socket, make_line: Callable[[socket.socket], SocketLine], on_line: Callable):
         sock.setblocking(False)
-        sock.listen(256)
+        sock.listen(1024)  # a crowd of strangers must not fill it
         self.sock = sock
         self._make_line = make_line
         self._on_line = on_line
