@@ -6,7 +6,6 @@ import grpc
 import pytest
 from grpc._cython import cygrpc
 
-from gateway import servicer
 from gateway.mailbox import Mailbox
 from tests.client import make_request, read_error
 from tests.gateway.fake_worker import tokens_of
@@ -328,12 +327,14 @@ async def test_draining(cluster):
         assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
 
 
-async def test_a_message_to_who_has_just_gone_is_a_cancellation(caplog):
+async def test_a_message_to_who_has_just_gone_is_a_cancellation(cluster, caplog):
     """gRPC says so by an error of its own when the write comes before its cancellation; it is no failure of ours."""
 
     async def write() -> None:
         raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch")
 
-    with pytest.raises(asyncio.CancelledError):
-        await servicer._answered(write, context=None)
-    assert not caplog.records
+    async with cluster() as c:
+        caplog.clear()
+        with pytest.raises(asyncio.CancelledError):
+            await c.gateway.service._answered(write, context=None)
+        assert not caplog.records
