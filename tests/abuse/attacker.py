@@ -9,6 +9,7 @@ import socket
 import ssl
 import struct
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,9 +18,9 @@ import uvloop
 from tests.abuse.catalogue import ABUSES, ALL_ON_ONE, Abuse, Method
 from tests.abuse.words import CLIENT_HELLO_HALF, NOISE, SPEAKERS
 
-_AT_ONCE = 100  # connections that are being made at a time
-_CONNECT_S = 10.0
-_PATIENCE_S = 5.0  # for room in a window: who is refused gets none
+_AT_ONCE = 50  # connections that are being made at a time
+_CONNECT_S = 5.0
+_PATIENCE_S = 3.0  # of a connection, in all, for room in its window: who is refused gets none
 _DRIP_S = 0.02
 _TURN = 20  # calls before the loop hears what was answered
 _LINGER = struct.pack("ii", 1, 0)  # hangs up with a reset, so that ports are free at once
@@ -35,6 +36,7 @@ class Line(asyncio.Protocol):
         self.speaker = SPEAKERS[order["speaks"]](abuse, methods, metadata, self.say)
         self.speaker.on_window = lambda: self._room.set()
         self._room = asyncio.Event()
+        self._patience_s = _PATIENCE_S
         self._transport = None
         self.is_lost = False
 
@@ -59,10 +61,12 @@ class Line(asyncio.Protocol):
         """Whether the other side lets so much through."""
         while self.speaker.window < num_bytes and not self.is_lost:
             self._room.clear()
+            began = time.monotonic()
             try:
-                await asyncio.wait_for(self._room.wait(), _PATIENCE_S)
+                await asyncio.wait_for(self._room.wait(), self._patience_s)
             except TimeoutError:
                 return False
+            self._patience_s -= time.monotonic() - began
         self.speaker.window -= num_bytes
         return not self.is_lost
 
@@ -127,10 +131,11 @@ class Attack:
         """Whether there was room for its message; for another's there is none either."""
         call = line.speaker.call(number)
         line.say(call.head)
-        if call.body and not await line.room(len(call.body)):
-            line.speaker.outcomes["no room"] += 1
-            return False
-        line.say(call.body)
+        for frame in call.body:
+            if not await line.room(len(frame)):
+                line.speaker.outcomes["no room"] += 1
+                return False
+            line.say(frame)
         if self._abuse.message == "slow":
             self._drips.append((line, call.drips))
         if number % _TURN == 0:

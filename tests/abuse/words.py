@@ -36,7 +36,7 @@ class Call(NamedTuple):
     """What is sent of one: its head, what goes through the window behind it, and what drips afterwards."""
 
     head: bytes = b""
-    body: bytes = b""
+    body: tuple[bytes, ...] = ()  # frames
     drips: Iterator[bytes] = iter(())
 
 
@@ -111,14 +111,14 @@ class Http2(Speaker):
         if abuse.message == "slow":
             return Call(head, drips=(frame(_DATA, 0, stream, data[at : at + 1]) for at in range(len(data))))
         if abuse.message == "crumbs":
-            return Call(head, 100 * frame(_DATA, 0, stream, b""))
+            return Call(head, 100 * (frame(_DATA, 0, stream, b""),))
         pieces = [data[at : at + _MAX_FRAME] for at in range(0, len(data), _MAX_FRAME)]
         is_whole = abuse.message in ("whole", "garbage", "bomb")
         flags = [0] * (len(pieces) - 1) + [_END_STREAM * is_whole]
-        body = b"".join(frame(_DATA, flag, stream, piece) for piece, flag in zip(pieces, flags, strict=False))
+        body = [frame(_DATA, flag, stream, piece) for piece, flag in zip(pieces, flags, strict=False)]
         if abuse.ending == "cancelled":
-            body += frame(_RESET, 0, stream, _CANCEL)
-        return Call(head, body)
+            body.append(frame(_RESET, 0, stream, _CANCEL))
+        return Call(head, tuple(body))
 
     def _block(self, method: Method, number: int) -> bytes:
         headers = [(":method", "POST"), (":scheme", "https"), (":path", method.path), (":authority", "localhost"),
@@ -209,7 +209,7 @@ class Http1(Speaker):
             case "slow":
                 return Call(drips=(head[at : at + 1] for at in range(len(head))))
             case "huge":
-                return Call(head + b"Content-Length: %d\r\n\r\n" % _HUGE, bytes(_LARGE // 64))
+                return Call(head + b"Content-Length: %d\r\n\r\n" % _HUGE + bytes(_LARGE // 64))
             case "garbage":
                 return Call(NOISE[:200] + b"\r\n\r\n")
         return Call(head + b"\r\n")
