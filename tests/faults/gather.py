@@ -34,6 +34,7 @@ from tests.stack import SLOW_STEPS
 NUM_STREAMS, MAX_TOKENS = 6, 60
 KILLS_A_CHECK = 5
 NEMESIS_S = 60.0
+TURN_REQUESTS, MAX_TURNS = 1000, 1 << 20  # of toy and real engines in turn
 STACK_TRIES = 12  # to make a plan small, a minute each
 STEP = "engine.step=sleep:0.005"
 SPAN_TOKENS, CELLS_PER_SPAN = 64, 8  # of the model that is used: 2 layers, k and v, 2 heads
@@ -151,13 +152,15 @@ async def nemesis(world: World, count: int, seed: int, ends_at: float) -> dict:
 def two_engines(count: int, seed: int, ends_at: float) -> dict:
     """Requests between two engines, one in fifty of them over a real model; the first difference ends it."""
     values: Counter[str] = Counter()
-    for name, share in (("toy", 0.98), ("real", 0.02)):
-        counts, found = run_fuzzer(fuzzers.ALL[name], round(share * count), seed, ends_at)
-        values.update(engine_requests=counts["requests"], worlds=counts["worlds"], differences=counts["differences"])
-        if found:
-            print(words(found), flush=True)
-            break
-    return dict(values)
+    for number in _turns(count, ends_at, TURN_REQUESTS):
+        for name, share in (("toy", 0.98), ("real", 0.02)):
+            wanted, turn = round(share * TURN_REQUESTS), seed * MAX_TURNS + number // TURN_REQUESTS
+            counts, found = run_fuzzer(fuzzers.ALL[name], wanted, turn, ends_at)
+            values.update(engine_requests=counts["requests"], worlds=counts["worlds"])
+            if found:
+                print(words(found), flush=True)
+                return {**values, "differences": 1}
+    return {**values, "differences": 0}
 
 
 def stacks(count: int, seed: int, ends_at: float) -> dict:

@@ -3,6 +3,7 @@
 Two prefill workers, two decode workers, a gateway and a Redis; 32 requests at once, 128 for a minute every eight; one
 in ten is cancelled. Every 15 s or so something is killed, frozen, reset or rolled: the second worker of a role is killed;
 the first one lives through it all, so that what grows in it is seen. Gates: every invariant, and nothing that grows.
+Beside it, in a process that gives way to all others, engines answer random plans (tests/fuzz); afterwards a stack does.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import asyncio
 import random
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,11 +29,13 @@ from tests.faults.reference import Reference
 from tests.faults.samples import WARM_S, Samples
 from tests.faults.world import World
 from tests.models import make_model
+from tests.process import ROOT
 
 NUM_CLIENTS, NUM_IN_BURST = 32, 128
 BURST_S, BURST_EVERY_S = 60.0, 480.0
 SAMPLE_S, CANARY_S = 5.0, 1.0
 STEP = "engine.step=sleep:0.01"  # streams that last long enough to be hit
+STACK_SHARE = 0.25  # of the time, once more, for random plans on a stack
 FREEZE_S = 7.0  # longer than it takes to move its streams
 
 
@@ -187,6 +191,7 @@ def main() -> int:
     arguments = parser.parse_args()
     seconds = 3600 * arguments.hours
     print(f"marathon of {seconds:.0f} s, seed {arguments.seed}", flush=True)
+    engines = _fuzzing("world", arguments.seed, seconds)
     folder = Path(tempfile.mkdtemp(prefix="marathon-"))
     model = make_model(folder / "tiny")
     options = ("--num-blocks", "160", "--threads", "1", "--lease-ttl-s", "2")
@@ -214,7 +219,14 @@ def main() -> int:
         print("every gate passed")
         shutil.rmtree(folder)
     print("appended to", record.append("marathon", arguments.seed, **values))
-    return 1 if faults else 0
+    num_different = sum(each.wait() for each in (engines, _fuzzing("stack", arguments.seed, STACK_SHARE * seconds)))
+    return 1 if faults or num_different else 0
+
+
+def _fuzzing(what: str, seed: int, seconds: float) -> subprocess.Popen:
+    """Leaves a line of its own in the results."""
+    argv = [sys.executable, "-m", "tests.faults.gather", what, str(1 << 40), "--seed", str(seed)]
+    return subprocess.Popen(["nice", "-n", "19", *argv, "--seconds", str(seconds)], cwd=ROOT)
 
 
 if __name__ == "__main__":

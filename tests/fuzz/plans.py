@@ -93,6 +93,8 @@ def _request(draw: random.Random, index: int, max_model_len: int) -> Plan:
         found |= {"num_stops": draw.choice((1, 6)), "min_tokens": draw.choice((0, 0, 5))}
     if draw.random() < 0.2:
         found["priority"] = draw.choice((-1, 1, 2))
+    if draw.random() < 0.5:
+        found["tenant"] = draw.choice(("a", "a", "b", "c"))
     if draw.random() < 0.1:
         found["num_drafts"] = draw.choice((0, 2, 12))
     return found

@@ -71,6 +71,8 @@ def request_of(plan: Plan, wish: Plan, vocab_size: int) -> Request:
         options |= {"stop_token_ids": frozenset(stops), "min_tokens": wish["min_tokens"]}
     if "num_drafts" in wish:
         options["speculation"] = Speculation(num_tokens=wish["num_drafts"])
+    if "tenant" in wish:
+        options["tenant_mark"] = wish["tenant"].encode()
     options |= {name: wish[name] for name in ("logprobs", "priority") if name in wish}
     seed = int(wish["id"][1:])
     return make_request(

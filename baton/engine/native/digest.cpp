@@ -45,7 +45,11 @@ uint64_t sum_words(const char* from, char* to, const uint64_t* weights, int64_t 
     first = _mm512_add_epi64(first, _mm512_mullo_epi64(low, _mm512_loadu_si512(weights + i)));
     second = _mm512_add_epi64(second, _mm512_mullo_epi64(high, _mm512_loadu_si512(weights + i + 8)));
   }
-  uint64_t sum = _mm512_reduce_add_epi64(_mm512_add_epi64(first, second));
+  // Not _mm512_reduce_add_epi64: its sum is a signed one, which must not overflow.
+  alignas(64) uint64_t lanes[8];
+  _mm512_store_si512(lanes, _mm512_add_epi64(first, second));
+  uint64_t sum = 0;
+  for (uint64_t lane : lanes) sum += lane;
   for (; i < num_words; i++) {
     uint64_t word;
     std::memcpy(&word, from + 8 * i, 8);
