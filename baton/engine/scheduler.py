@@ -117,8 +117,8 @@ class Scheduler:
 
     def _schedule_prefill(self, batch: list[Slice]) -> None:
         """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time.
-        Where tenants share, those who have saved turns have the step to themselves, and all others take short ones, for
-        somebody may come meanwhile."""
+        Where tenants share, those who have saved turns have the step to themselves, if any of them can go on, and all
+        others take short ones, for somebody may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in self.running:
@@ -128,9 +128,15 @@ class Scheduler:
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
         if len(self._seen) > 1:
-            saved = {tenant: line for tenant, line in lines.items() if self._turns.has_saved(tenant)}
-            lines, budget = (saved, budget) if saved else (lines, min(budget, self._short_step))
-        starving, blocked = self._starving(), set[bytes]()
+            # They may lack blocks that others hold, and these would never give them back if they never went on.
+            if self._read({who: [*line] for who, line in lines.items() if self._turns.has_saved(who)}, budget, batch):
+                return
+            budget = min(budget, self._short_step)
+        self._read(lines, budget, batch)
+
+    def _read(self, lines: dict[bytes, list[tuple[Sequence, bool]]], budget: int, batch: list[Slice]) -> bool:
+        """Adds chunks of sequences, `lines` of them by tenant, each with whether it waits. Whether there was any."""
+        num_slices, starving, blocked = len(batch), self._starving(), set[bytes]()
         while budget > 0 and (tenant := self._turns.next(lines)) is not None:
             seq, is_new = lines[tenant].pop(0)
             if not lines[tenant]:
@@ -146,6 +152,7 @@ class Scheduler:
                 self._turns.charge(tenant, chunk.end - chunk.begin)
             elif is_new:
                 break
+        return len(batch) > num_slices
 
     def _join(self, seq: Sequence, blocked: set[bytes]) -> bool:
         """From those who wait to those who run, if there is a place and all its blocks. Behind one that lacks blocks only
@@ -302,6 +309,8 @@ class Scheduler:
         with self.ledger.lock:
             owed = self.admission.shares.owed()
         num_tenants, starving = len(self._tenants.keys() | owed), self._starving()
+        if not num_tenants:  # who was owed something asks no more, and the loop has nothing
+            return
         while len(self.running) + len(starving) > self.config.max_num_seqs:
             running = Counter(seq.group.tenant for seq in self.running)
             if not self._park_of(running, self._part(num_tenants), self.running):

@@ -1,6 +1,7 @@
 """Batching, chunks, prefix hits, choices, endings: on the toy model, against the pure answer."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -291,3 +292,38 @@ def test_load_and_reports():
         assert report.num_steps == 5 and report.num_preemptions == 0
         assert report.decode_s >= report.first_step_s > 0 and report.decode_queue_s >= 0
         assert first.prefill_s > 0 and first.queue_s >= 0
+
+
+def test_who_was_owed_blocks_may_be_gone(monkeypatch):
+    """Nobody is left in the loop, and what the last one was owed has run out: nothing to divide by."""
+    engine = toy_engine(num_blocks=16, max_model_len=256)
+    engine.accept(make_request("a", prompt(200), tenant_mark=b"a"))
+    while not engine.step():
+        pass
+    engine.step()
+    with pytest.raises(Refusal, match="kv_full"):
+        engine.admit(make_request("b", prompt(120, 2), tenant_mark=b"b"))
+    now = time.monotonic()
+    monkeypatch.setattr("baton.engine.shares.time", SimpleNamespace(monotonic=lambda: now + 60))
+    assert engine.admission.shares.is_short
+    engine.step()
+    engine.check_integrity()
+
+
+def test_turns_that_cannot_be_used_go_to_others():
+    """Tenant a has turns to spare and lacks blocks, which a prompt of tenant b has that waits for its turn."""
+    engine = toy_engine(num_blocks=16, max_model_len=256)
+    first = make_request("a", prompt(100), 20, tenant_mark=b"a")
+    engine.submit(first)
+    records = Collector()
+    records.take(engine.step())
+    (seq,) = engine.scheduler.running
+    engine.scheduler.park(seq)
+    engine.accept(second := make_request("b", prompt(200, 2), tenant_mark=b"b"))
+    engine.scheduler._turns.wait([b"a", b"b"])
+    engine.scheduler._turns.charge(b"b", 10**6)
+    for _ in range(10):
+        records.take(engine.step())
+    assert records[second.key].first, "a prompt that has all its blocks is not read"
+    engine.release_lease(second.key)
+    check(run(engine, collector=records), [first])

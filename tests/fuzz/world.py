@@ -14,16 +14,17 @@ from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 from unittest import mock
 
-from baton.engine import admission, engine, results, sequence
+from baton.engine import admission, engine, results, scheduler, sequence, shares
 from baton.engine.engine import Engine
 from baton.engine.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
 from tests.fuzz.journey import Journey
 from tests.fuzz.shrink import Plan
 from tests.fuzz.wires import Wires
 
-CLOCKED = (admission, engine, results, sequence)  # modules that read the time
+CLOCKED = (admission, engine, results, scheduler, sequence, shares)  # modules that read the time
 MAX_ROUNDS = 2000  # of both engines, until everything has ended
 BEGAN_S, AGES_S = 1000.0, 1e6
+ROUND_S = 0.002
 
 
 class Whole(NamedTuple):
@@ -216,6 +217,7 @@ class World:
                 journey.resume()
             for number in range(2):
                 self._step(number)
+            self.now += ROUND_S
         else:
             raise AssertionError(f"a hang: {[(j.asked.key.request_id, j.ended) for j in waiting]}")
         for name, journey in self.journeys.items():
