@@ -32,8 +32,10 @@ demo: setup
 test: setup $(STAMPS)/protoc system-packages node-packages
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
+# A process that is lost to a signal says where it was, and one that stands still for ten minutes too.
 test-long: setup long-packages
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m long --timeout 2700 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest -m long --timeout 2700 \
+		-o faulthandler_timeout=600 $(PYTEST_ARGS)
 
 # Faults beyond those of every landing (P1); what test and test-long run of tests/faults is not repeated.
 test-faults: setup system-packages

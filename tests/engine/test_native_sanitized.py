@@ -8,6 +8,15 @@ import pytest
 from tests.process import ROOT
 
 BUILD = "from tests.engine import sanitized; print(sanitized.compiled()); print(sanitized.preloaded())"
+OVERRUN = """
+from tests.engine import sanitized
+import ctypes, numpy as np
+from baton.engine.native import build
+a, b = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+ids, strides, counts = np.zeros(1, np.int64), np.zeros(3, np.int64), np.ones(3, np.int64)
+copy = build.library().function("kv_copy_runs", *[np.ctypeslib.ndpointer()] * 7, ctypes.c_int64)
+copy(a, ids, strides, b, ids, strides, counts, 80)
+"""
 SUITES = (
     "tests/engine/test_linear_kernels.py",
     "tests/engine/test_attention.py",
@@ -35,3 +44,9 @@ def test_nothing_out_of_bounds_and_nothing_undefined(env, suite):
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.engine.sanitized", "-p", "no:cacheprovider", suite]
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
     assert not done.returncode, (done.stdout + done.stderr)[-6000:]
+
+
+def test_a_fault_would_be_seen(env):
+    """More bytes are copied than the arrays have."""
+    done = subprocess.run([sys.executable, "-c", OVERRUN], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode and "heap-buffer-overflow" in done.stderr, done.stderr[-2000:]
