@@ -163,7 +163,7 @@ async def test_the_only_worker_is_waited_for(cluster):
         assert link.breaker.state is BreakerState.CLOSED
 
 
-async def test_what_operators_see(cluster):
+async def test_what_operators_see(cluster, monkeypatch):
     async with cluster(0, 2) as c:
         bad, good = c.decode
         await ask(c)
@@ -176,6 +176,7 @@ async def test_what_operators_see(cluster):
         assert views[bad.address].breaker == "open" and 0 < views[bad.address].breaker_retry_s <= 1
         page = c.gateway.meters.page({}).body.decode()
         assert 'baton_worker_breakers{model_name="fake",state="open"} 1.0' in page
+        monkeypatch.setenv("COLUMNS", "200")
         looked = frame("here", fleet.workers(), fleet_pb2.ListRequestsResponse(), "")
         assert "set aside" in looked
 

@@ -132,9 +132,11 @@ def test_one_native_call_guesses_what_the_passes_do_one_by_one(kind, model, head
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_up_to_the_end_of_the_context(kind, model, heads):
-    """One sequence has a place left when others want many tokens."""
+    """One sequence has two places left when others want many tokens."""
     token_ids = load_tokenizer(model).encode(TEXT).ids
-    prompts = [bare.make_request(str(length), token_ids[:length], max_tokens=60) for length in (90, 100, 111, 126)]
+    prompts = [
+        bare.make_request(str(length), token_ids[:length], max_tokens=128 - length) for length in (90, 100, 111, 126)
+    ]
     options = dict(max_model_len=128, speculator=kind, draft_model=heads[kind], num_draft_tokens=16)
     assert bare.run(bare.load_engine(model, **options), prompts) == bare.run(
         bare.load_engine(model, max_model_len=128), prompts
