@@ -34,7 +34,7 @@ DESCRIPTORS = 256  # that processes may have until they ask for more, as of many
 LARGE = 10_000  # calls
 # Of every call of the canary: what is lost, not what is slow on a busy machine. To refuse a call takes the gateway up to
 # a millisecond, and calls are taken in the order in which they come.
-DEADLINE_S, LARGE_DEADLINE_S = 10.0, 60.0
+DEADLINE_S, LARGE_DEADLINE_S = 30.0, 60.0
 MEMORY_MIB, LARGE_MEMORY_MIB = 24, 128  # that may stay: allocators keep some of what they had
 BACK_S, RECOVERY_S = 8.0, 60.0
 _PATIENCE_S = 600.0  # for an attacker
