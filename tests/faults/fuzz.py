@@ -1,16 +1,23 @@
 """Bytes and messages that nobody should send, into all that reads what it cannot trust: a typed refusal, or sense.
 
-H8 and parts of H1, H2, H4: the door's requests, a worker's commands, KV handles, takers and frames, values of Redis.
+H8 and parts of H1, H2, H4: the door's requests, a worker's commands, KV handles, takers, tickets and frames, values of
+Redis, headers of .gguf files.
 """
 
+import atexit
+import json
+import os
 import random
 import struct
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
 
 from baton.engine.request import Key
+from baton.gguf import TEXT, GGUFError, GGUFHeader
 from baton.service.errors import BatonError
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
@@ -18,8 +25,11 @@ from baton.worker import codec
 from gateway.limits import ServedModel, check
 from gateway.model_folder import Defaults
 from gateway.matches import Matches
+from gateway.roster import _read as read_member
+from gateway.shared_usage import read_told
 from gateway.slots import bit_sets, places_of
 from kvtransfer.errors import KVError
+from kvtransfer.ticket import parse_ticket
 from kvtransfer.wire import decode_frame, decode_handle, frame_length, layout_from_proto, taker_from_proto
 from tests.client import make_request
 
@@ -37,7 +47,7 @@ def run(count: int, seed: int) -> dict:
         began = time.thread_time()
         try:
             target(draw)
-        except (BatonError, KVError, DecodeError):
+        except (BatonError, KVError, DecodeError, GGUFError):
             pass
         except Exception as error:
             num_crashes += 1
@@ -92,8 +102,30 @@ def a_value_of_redis(draw: random.Random) -> None:
     dict(Matches(bit_sets(values), places_of([b"w" * 24, 7, None, b"v"])))
 
 
+def a_ticket(draw: random.Random) -> None:
+    ticket = kv_pb2.Ticket(lease_id=b"l" * 16, taker_instance=b"i" * 16, taker_epoch=5)
+    parse_ticket(_damaged_bytes(draw, ticket.SerializeToString()))
+
+
+def what_a_gateway_told(draw: random.Random) -> None:
+    told = json.dumps({"tenant": [draw.choice(_NUMBERS), draw.choice(_FLOATS)], "other": [0, 0]}).encode()
+    read_told(draw.choice((None, 7, _noise(draw), told, _damaged_bytes(draw, told))))
+
+
+def a_member_of_the_roster(draw: random.Random) -> None:
+    read_member(draw.choice((None, 7, _noise(draw), _damaged_bytes(draw, b"prefill 127.0.0.1:50051"))))
+
+
+def a_gguf_header(draw: random.Random) -> None:
+    _GGUF_FILE.write_bytes(_damaged_bytes(draw, _GGUF))
+    header = GGUFHeader(_GGUF_FILE)
+    header.get("general.architecture", TEXT)
+    assert len(header.tokenizer_digest) == 32
+
+
 _TARGETS: tuple[Callable[[random.Random], None], ...] = (
     a_request, a_spec, a_command, a_handle, a_taker, a_layout, a_frame, a_value_of_redis,
+    a_ticket, what_a_gateway_told, a_member_of_the_roster, a_gguf_header,
 )  # fmt: skip
 
 
@@ -109,7 +141,12 @@ def _damaged(draw: random.Random, message: Message) -> Message:
         for _ in range(draw.randrange(1, 4)):
             _set_somewhere(draw, damaged)
         return damaged
-    data = bytearray(message.SerializeToString())
+    return type(message).FromString(_damaged_bytes(draw, message.SerializeToString()))
+
+
+def _damaged_bytes(draw: random.Random, well: bytes) -> bytes:
+    """Cut, changed, repeated or replaced."""
+    data = bytearray(well)
     kind = draw.randrange(4)
     if kind == 0:
         data = data[: draw.randrange(len(data) + 1)]
@@ -120,7 +157,7 @@ def _damaged(draw: random.Random, message: Message) -> Message:
         data *= draw.randrange(2, 20)
     else:
         data = bytearray(_noise(draw))
-    return type(message).FromString(bytes(data))
+    return bytes(data)
 
 
 def _set_somewhere(draw: random.Random, message: Message) -> None:
@@ -167,4 +204,22 @@ def _handle() -> kv_pb2.KVHandle:
                             generations=[1, 1, 1])  # fmt: skip
 
 
-_HANDLE = _handle()
+def _gguf() -> bytes:
+    """A header with a text, numbers, an array and a tensor."""
+
+    def text(words: str) -> bytes:
+        return struct.pack("<Q", len(words)) + words.encode()
+
+    values = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("general.alignment") + struct.pack("<II", 4, 32),
+        text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"),
+        text("tokenizer.ggml.scores") + struct.pack("<IIQff", 9, 6, 2, 0.0, 1.0),
+    ]
+    tensor = text("token_embd.weight") + struct.pack("<IQQIQ", 2, 4, 2, 0, 0)
+    return b"GGUF" + struct.pack("<IQQ", 3, 1, len(values)) + b"".join(values) + tensor + bytes(64)
+
+
+_HANDLE, _GGUF = _handle(), _gguf()
+_GGUF_FILE = Path(tempfile.gettempdir()) / f"baton-fuzz-{os.getpid()}.gguf"
+atexit.register(_GGUF_FILE.unlink, missing_ok=True)
