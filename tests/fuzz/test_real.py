@@ -11,4 +11,4 @@ def test_every_form_answers_as_one_engine_asked_alone(count):
     counts, found = run(fuzzers.ALL["real"], count, count)
     print(dict(counts))
     assert not found, words(found)
-    assert counts["done"] > count / 2 and counts["fetched by wire"]
+    assert counts["done"] > count / 3 and counts["fetched by wire"]
