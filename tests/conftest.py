@@ -1,6 +1,9 @@
 """What all tests print at the end: one table of the faults that were made and what came of them."""
 
 import json
+import sys
+
+import pytest
 
 from baton.engine.reproducible import fix_order_of_sums
 from tests.faults.table import lines
@@ -21,3 +24,12 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.section("faults")
         for line in lines([json.loads(value) for value in dict.fromkeys(told)]):
             terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def fast_switches():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)

@@ -3,7 +3,6 @@ blocks come back."""
 
 import itertools
 import random
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -130,14 +129,6 @@ def test_every_place_where_another_thread_may_come_between(opening, is_late):
     for first, second in itertools.product(PLAUSIBLE[opening], repeat=2):
         for where, later in itertools.combinations(range(1, 9), 2):
             _play(opening, deadline, ((where, first), (later, second)))
-
-
-@pytest.fixture
-def fast_switches():
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(10e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def _enter(engine, kind: str, request) -> None:

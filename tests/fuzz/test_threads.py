@@ -1,7 +1,6 @@
 """Threads that call the ledger beside the loop, switched every ten microseconds, over keys whose time runs out."""
 
 import random
-import sys
 import threading
 import time
 
@@ -15,17 +14,8 @@ from tests.engine.toys import Collector, make_request, toy_answer, toy_engine
 NUM_THREADS = 3
 
 
-@pytest.fixture
-def switching():
-    """Threads take turns as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
 @pytest.mark.parametrize("num_requests", [300, pytest.param(10_000, marks=pytest.mark.long)])
-def test_deadlines_run_out_while_threads_call(switching, num_requests):
+def test_deadlines_run_out_while_threads_call(fast_switches, num_requests):
     engine, records, gone = toy_engine(block_size=32, num_blocks=24, max_num_seqs=4), Collector(), threading.Event()
     requests, lock, errors = [], threading.Lock(), []
 
