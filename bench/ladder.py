@@ -3,7 +3,7 @@
 Each technique alone on the naive server, and added to those before it, on the same pool of KV bytes and the same
 requests: a synthetic chat trace at an eighth of its lengths, which fits the demo model's context, over held-out text.
 Throughput is that of requests which are all there at once; latencies and goodput are those of the trace's own arrivals,
-sped up to a share of what the naive server can take. bench/ladder_table.py makes the README's table of the result.
+sped up to a share of what the naive server can take. bench/pages.py makes the table of the result.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
-"""The README's table from a recorded run of bench/ladder.py: python bench/ladder_table.py FILE prints it."""
+"""The tables of docs/benchmarks.md from a recorded run of bench/ladder.py."""
 
 import json
-import sys
 from pathlib import Path
 
 SAME = "tokens as the naive server's"
@@ -12,7 +11,7 @@ HEAD = (
 
 
 def table(path: Path) -> str:
-    """Markdown: what was run and when, each technique alone, then added up in the order to switch them on."""
+    """Returns Markdown: the techniques added up in the order to switch them on, then each alone."""
     report = json.loads(path.read_text())
     rungs: dict[str, dict[str, dict]] = {}
     for row in report["rows"]:
@@ -24,13 +23,7 @@ def table(path: Path) -> str:
     if alone:  # the first technique alone is the first that is added
         rungs[f"+ {alone[0].removesuffix(' alone')}"] = rungs[alone[0]]
         added.insert(1, f"+ {alone[0].removesuffix(' alone')}")
-    lines = [
-        f"`{report['command']}`, {report['date']}, {report['machine']['cpu']}, {report['machine']['cores']} cores; "
-        f"recorded in [{path.name}](bench/results/{path.name}).",
-        "",
-        HEAD,
-        *(_line(name, rungs[name]) for name in added),
-    ]
+    lines = [HEAD, *(_line(name, rungs[name]) for name in added)]
     if alone:
         lines += ["", "Each alone on the naive server:", "", HEAD, *(_line(name, rungs[name]) for name in alone)]
     return "\n".join(lines)
@@ -58,14 +51,3 @@ def _line(name: str, rows: dict[str, dict]) -> str:
 def _verdict(row: dict) -> str:
     return {None: "", True: ", met", False: ", **missed**"}[row["met"]]
 
-
-def main() -> int:
-    if len(sys.argv) != 2:
-        print(f"usage: python bench/{Path(__file__).name} FILE", file=sys.stderr)
-        return 2
-    print(table(Path(sys.argv[1])))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

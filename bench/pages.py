@@ -1,0 +1,76 @@
+"""docs/benchmarks.md from the recorded runs in bench/results: python bench/pages.py writes the page."""
+
+import json
+from pathlib import Path
+
+from ladder_table import table as ladder_table
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+RESULTS = ROOT / "bench" / "results"
+MAX_ROWS = 40  # of a run that is printed whole; of a longer one only the rows with a goal and the A/A rows
+HEAD = "| row | measured | against | limit | ratio | goal | met |\n|---|---|---|---|---|---|---|"
+ABOUT = """# Benchmarks
+
+This page is generated from the recorded runs in [bench/results](../bench/results) by `python bench/pages.py`; a test keeps
+it fresh. Every run names its command, date and machine, and keeps the rows that lose.
+
+- *against* is what the same run measured beside it (a peer, a bare loop, the other arm), *ratio* is measured over against.
+- *limit* is what that machine can do at best, in the same unit.
+- An *A/A* row compares an arm with itself: its distance from 1 is the noise of the run.
+- Compare ratios, not absolute figures: the runs are of different days and machines.
+"""
+
+
+def page() -> str:
+    """Returns the page: the newest run of each bench, full runs before quick ones, in the order of their names."""
+    sections = [_section(path) for path in _newest()]
+    return "\n".join([ABOUT, *sections])
+
+
+def _newest() -> list[Path]:
+    runs: dict[str, Path] = {}
+    for path in sorted(RESULTS.glob("*.json"), key=lambda path: ("-quick-" not in path.name, path.stem[-10:])):
+        if "rows" in json.loads(path.read_text()):
+            runs[path.stem[:-11].removesuffix("-quick")] = path
+    return [runs[name] for name in sorted(runs)]
+
+
+def _section(path: Path) -> str:
+    report = json.loads(path.read_text())
+    rows, machine = report["rows"], report["machine"]
+    judged = [row["met"] for row in rows if row["met"] is not None]
+    shown = rows if len(rows) <= MAX_ROWS else [row for row in rows if row["goal"] or "A/A" in row["row"]]
+    lines = [
+        f"## {path.stem[:-11].removesuffix('-quick').removesuffix('-cpu')}",
+        "",
+        f"`{report['command']}`, {report['date']}, {machine['cpu']}, {machine['cores']} cores, "
+        f"torch {report['versions']['torch']}: {sum(judged)} of {len(judged)} goals met. "
+        f"[{path.name}](../bench/results/{path.name})" + (f" has {len(rows)} rows." if shown is not rows else ""),
+        "",
+    ]
+    if path.name.startswith("ladder-"):
+        lines += [ladder_table(path), ""]
+    return "\n".join([*lines, HEAD, *map(_line, shown), ""])
+
+
+def _line(row: dict) -> str:
+    verdict = {None: "", True: "yes", False: "**no**"}[row["met"]]
+    cells = (
+        row["row"],
+        f"{_number(row['value'])} {row['unit']}",
+        *(_number(row[name]) for name in ("against", "limit", "ratio")),
+        row["goal"],
+        verdict,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

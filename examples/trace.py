@@ -1,0 +1,28 @@
+"""Make one request part of your own trace: python examples/trace.py [HOST:PORT].
+
+Send W3C `traceparent` as metadata. With OTEL_EXPORTER_OTLP_ENDPOINT set for the stack, its spans (route, prefill, KV transfer,
+decode) arrive at that collector under this trace id; without a collector the same phases are in the answer's `timing`."""
+
+import secrets
+import sys
+
+import grpc
+
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+
+def main(target: str = "127.0.0.1:50051", trace_id: str = "") -> None:
+    trace_id = trace_id or secrets.token_hex(16)
+    request = pb.GenerateRequest(text="import ")
+    request.stopping.max_tokens = 16
+    with grpc.insecure_channel(target) as channel:
+        metadata = (("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-01"),)
+        answer = inference_pb2_grpc.InferenceStub(channel).Complete(request, timeout=30, metadata=metadata)
+    print(f"trace {trace_id}")
+    for field, value in answer.timing.ListFields():
+        print(f"{field.name:20} {value * 1000:8.2f} ms")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,51 @@
+"""Every program in examples/ runs, and says what it should."""
+
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def gateway(stack) -> str:
+    return stack.address["gateway0"]
+
+
+def test_every_example_is_run_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        *("stream.py", "chat.py", "many_at_once.py", "trace.py", "engine_alone.py")
+    }
+
+
+def test_stream(gateway):
+    assert "48 tokens, the first after" in run("stream.py", gateway)
+
+
+def test_chat(gateway):
+    assert run("chat.py", gateway).strip()
+
+
+def test_many_at_once(gateway):
+    assert run("many_at_once.py", gateway).count("def function_") >= 16
+
+
+def test_trace(gateway, receiver):
+    trace_id = secrets.token_hex(16)
+    out = run("trace.py", gateway, trace_id)
+    assert trace_id in out and "ttft_s" in out
+    receiver.wait_for(lambda spans: {"prefill", "decode"} <= {span.name for span in spans if span.trace_id == trace_id})
+
+
+def test_engine_alone(model):
+    assert "def read_lines(path):" in run("engine_alone.py", str(model))
