@@ -40,7 +40,7 @@ from baton.worker.kv_sums import accelerate
 from baton.worker.registration import register
 from baton.worker.relay import Relay
 from baton.worker.reports import SERVICE_NAME, Reports
-from baton.worker.roofline import Roofline, full_step_s, measure
+from baton.worker.roofline import Roofline, full_step_s, of_engine
 from baton.worker.session import PROTOCOL, WorkerService
 from baton.worker.settings import WorkerSettings
 from baton.worker.spans import Spans
@@ -352,7 +352,7 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     if settings.max_model_len is None and held < context:
         why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"
         log.warning("holds %d of the model's %d tokens: %s", held, context, why)
-    roofline = await asyncio.to_thread(measure, engine.runner.model.device, engine.runner.model.dtype)
+    roofline = await asyncio.to_thread(of_engine, engine)
     telemetry.setup(f"baton-{role}")
     async with Worker(settings, role, engine, pool, digest, server, port, guard, roofline) as worker:
         host = settings.listen.rpartition(":")[0]
