@@ -26,8 +26,9 @@ def test_workers_register_before_and_after_their_gateway_starts(model, tmp_path,
     worker = ("--listen", "127.0.0.1:0", "--num-blocks", "160", "--threads", "1", "--gateways", gateway_address)
     processes = [start("prefill", "prefill_worker", *worker)]
     try:
-        processes[0].ready()
-        processes.append(start("gateway", "gateway", "--listen", gateway_address, "--split", "always"))
+        served = processes[0].ready()["model"]  # what an operator copies from the line that a worker prints
+        allowed = ("--model-identity", served)
+        processes.append(start("gateway", "gateway", "--listen", gateway_address, "--split", "always", *allowed))
         processes.append(start("decode", "decode_worker", *worker))
         processes[1].ready()
         client = Client(gateway_address)
