@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -17,8 +16,19 @@ import time
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES = 1 << 20
 _HOLD_S = 30.0  # a start that takes longer wants to be watched
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+# Asks the kernel to be killed with its parent, then becomes the program. Not a preexec_fn: that runs between fork and exec,
+# where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, *argv = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(parent):
+    sys.exit(1)
+try:
+    os.execvp(argv[0], argv)
+except OSError as error:
+    sys.exit(f"{argv[0]}: {error.strerror}")
+"""
 
 
 class StartError(Exception):
@@ -116,21 +126,14 @@ class _Child:
 
     @classmethod
     async def spawn(cls, argv: list[str]) -> _Child:
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
         process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-IS", "-c", _DIE_WITH_PARENT, str(os.getpid())),
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
-            preexec_fn=die_with_parent,
             limit=_LINE_BYTES,
         )
         return cls(process)

@@ -189,9 +189,9 @@ async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch
     assert "worker could not be started: Resource temporarily unavailable; it starts again" in capfd.readouterr().err
 
 
-async def test_a_first_start_that_the_system_refuses_is_one_line():
+async def test_a_program_that_is_not_there_is_one_line():
     keeper = Keeper("worker", ["/nowhere/program"])
-    with pytest.raises(StartError, match="worker could not be started: No such file or directory"):
+    with pytest.raises(StartError, match="^/nowhere/program: No such file or directory$"):
         await keeper.started
     assert await keeper.stop(10)
 
