@@ -7,8 +7,8 @@ import os
 from functools import partial
 
 from baton import tasks
+from baton.service import genai_metrics, progress, telemetry
 from baton.service import server as grpc_server
-from baton.service import genai_metrics, telemetry
 from baton.service.admin import Admin
 from baton.service.clock import Offset
 from baton.service.logs import fields
@@ -55,7 +55,8 @@ log = logging.getLogger(__name__)
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     """Serves until `stop`, then drains. Raises SettingsError, ListenError: one line each."""
     doors = open_doors(settings)
-    folder = read_model(settings.model)
+    with progress.phase("gateway", f"reading the tokenizer of {settings.model}"):
+        folder = read_model(settings.model)
     gateway = Gateway(settings, folder, doors)
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")

@@ -14,11 +14,12 @@ from pathlib import Path
 import grpc
 
 from baton.cli.keeper import StartError
-from baton.cli.stack import ROLES, SHIPPED_MODEL, Plan, PortError, Stack
+from baton.cli.stack import ROLES, SHIPPED_MODEL, Plan, PortError, Stack, divide_cores
 from baton.service.errors import from_rpc_error
-from baton.service.settings import make_parser
+from baton.service.settings import make_parser, to_argv
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from baton.worker.settings import WorkerSettings
 
 # Long enough that reading it apart pays.
 PROMPT = '''"""Small helpers for text files."""
@@ -82,7 +83,9 @@ class DemoError(Exception):
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     quiet = ["--log-level=warning"]
     # Split, whatever the prompt: the handoff is what there is to see.
-    stack = Stack(Plan(model, worker_options=dict.fromkeys(ROLES, quiet), gateway_options=[*quiet, "--split=always"]))
+    threads = divide_cores(dict.fromkeys(ROLES, 1), dict.fromkeys(ROLES))
+    workers = {role: [*quiet, *to_argv(WorkerSettings, {"threads": threads[role]})] for role in ROLES}
+    stack = Stack(Plan(model, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
         print(f"starting a gateway, a prefill worker and a decode worker for {model.name}", flush=True)
         begin = time.monotonic()

@@ -13,6 +13,8 @@ import signal
 import sys
 import time
 
+from baton.service.progress import PREFIX
+
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES = 1 << 20
 _HOLD_S = 30.0  # a start that takes longer wants to be watched
@@ -181,7 +183,7 @@ class _Child:
 
     async def _pump_stderr(self) -> None:
         async for line in _lines(self._process.stderr):
-            if self._held is None:
+            if self._held is None or line.startswith(PREFIX):
                 _say(line)
             else:
                 self._held.append(line)

@@ -6,17 +6,23 @@ Exit status: 0 done, 1 failed, 2 wrong use.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
-from baton.cli import bench, certs, doctor, drain, generate, quantize, top, train_demo, train_draft, up
-from baton.cli import eval as evaluate
 from baton.service.settings import add_version, make_parser
 
 
+COMMANDS = (
+    "up", "certs", "generate", "quantize", "eval", "bench", "top", "doctor", "drain", "train-demo", "train-draft",
+)  # fmt: skip
+
+
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     parser = make_parser("baton", "Large language models over gRPC, prefill and decode on separate workers.")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (up, certs, generate, quantize, evaluate, bench, top, doctor, drain, train_demo, train_draft):
-        command.add_parser(subparsers)
+    # The command that is called alone: what the others import would keep it waiting.
+    for name in argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS:
+        import_module(f"baton.cli.{name.replace('-', '_')}").add_parser(subparsers)
     for subparser in subparsers.choices.values():
         add_version(subparser)
     args = parser.parse_args(argv)

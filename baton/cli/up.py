@@ -12,7 +12,7 @@ from pathlib import Path
 
 from baton.cli.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.keeper import StartError
-from baton.cli.stack import ROLES, SHIPPED_MODEL, Plan, PortError, Stack
+from baton.cli.stack import ROLES, SHIPPED_MODEL, Plan, PortError, Stack, divide_cores
 from baton.gguf import is_gguf
 from baton.service.settings import SettingsError, add_flags, given, load_settings, option, to_argv
 from baton.worker.settings import WorkerSettings
@@ -114,7 +114,7 @@ def _tls_files(certs: Path, role: str) -> dict[str, object]:
 def _worker_values(
     args: argparse.Namespace, num_workers: dict[str, int], model: Path, certs: Path | None
 ) -> dict[str, dict[str, object]]:
-    """The worker options that were given, by role; each role's together are checked as its worker would."""
+    """The worker options that were given, by role, and its threads; each role's together are checked as its worker would."""
     both = {name: value for name, value in given(WorkerSettings, args).items() if name not in _NOT_OPTIONS}
     own = {role: given(WorkerSettings, args, f"{role}.") for role in ROLES}
     for role in ROLES:
@@ -126,9 +126,9 @@ def _worker_values(
             raise SettingsError(f"--{flag} has no effect beside --prefill.{flag} and --decode.{flag}")
     files = {role: _tls_files(certs, role) if certs else {} for role in ROLES}
     values = {role: {**files[role], **both, **own[role]} for role in ROLES}
-    for role in ROLES:
-        load_settings(WorkerSettings, values[role], defaults={"model": model})
-    return values
+    settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
+    threads = divide_cores(num_workers, {role: settings[role].threads for role in ROLES})
+    return {role: {**values[role], "threads": threads[role]} for role in ROLES}
 
 
 async def _serve(stack: Stack) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
-from baton.service import logs
+from baton.service import logs, progress
 from baton.service.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
 from baton.worker.settings import WorkerSettings
@@ -44,8 +44,9 @@ def main(role: Role, argv: Sequence[str] | None = None) -> int:
     # default of 5 ms is a whole step of a small model.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
-    from baton.engine.models.spec import ModelError
-    from baton.worker.server import serve
+    with progress.phase(prog, "importing torch"):
+        from baton.engine.models.spec import ModelError
+        from baton.worker.server import serve
 
     try:
         if following := run(lambda stop: serve(settings, role.name, stop)):

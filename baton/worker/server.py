@@ -17,8 +17,8 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.loop import EngineLoop
 from baton.engine.models.spec import ModelError
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
+from baton.service import progress, telemetry
 from baton.service import server as grpc_server
-from baton.service import telemetry
 from baton.service.access import Access
 from baton.service.admin import Admin
 from baton.service.exposure import is_loopback
@@ -342,9 +342,10 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     port = grpc_server.bind(
         server, settings.listen, tls and tls.server(require_certificate=True)
     )  # before the weights: a port that is taken shows at once
-    digest = tokenizer_digest(settings.model)
     pool = Pool()
-    engine = await asyncio.to_thread(load_engine, settings, pool)
+    with progress.phase(f"{role}_worker", f"reading {settings.model}"):
+        digest = tokenizer_digest(settings.model)
+        engine = await asyncio.to_thread(load_engine, settings, pool)
     if not accelerate():
         log.info("KV digests are summed by numpy: no native kernels here")
     log.info("%s", engine.start_line)

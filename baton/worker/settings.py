@@ -58,7 +58,9 @@ class WorkerSettings(Exposure):
     drain_grace_s: float = option("what still runs so long after SIGTERM moves to other workers", 8.0)
     resume_window_s: float = option("how long a sequence whose gateway is gone may be gone on with", 30.0)
     log_level: str = option("least severe line in the log", "info", choices=("debug", "info", "warning", "error"))
-    threads: int | None = option("CPU threads (default: torch's choice)", None)
+    threads: int | None = option(
+        "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)", None, metavar="auto|N"
+    )
     batch_invariant: bool = option("results do not depend on what shares a batch", True)
     speculator: str = option(
         "what proposes tokens; auto: prompt lookup, and what --draft-model holds", "off", choices=SPECULATORS

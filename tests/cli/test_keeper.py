@@ -106,6 +106,20 @@ async def test_failed_start_is_its_last_line(status, told, capfd):
     assert "loading" not in capfd.readouterr().err
 
 
+async def test_what_a_start_is_at_is_shown_at_once(capfd):
+    said = "sys.stderr.write('loading\\nstarting: x: reading /m\\n'); sys.stderr.flush(); time.sleep(60)"
+    keeper, seen = Keeper("x", program(IMPORTS + said)), ""
+
+    def told():
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "starting: x: reading /m" in seen
+
+    await until(told, "it was held back")
+    assert "loading" not in seen
+    await keeper.stop(10)
+
+
 async def test_failed_start_of_a_crash_is_whole():
     keeper = Keeper("x", program("raise RuntimeError('a bug')"))
     with pytest.raises(StartError) as raised:

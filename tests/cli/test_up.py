@@ -59,7 +59,7 @@ def folder(tmp_path) -> Path:
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
     argv = [sys.executable, "-m", "baton.cli", "up", "--model", "m", "--listen", "127.0.0.1:0", *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -210,10 +210,55 @@ def test_help_and_version(argv, flag):
     assert done.returncode == 0 and done.stdout and not done.stderr
 
 
+def loaded_by(program: str) -> set[str]:
+    program += "; import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
 def test_import_is_light():
-    program = "import sys, baton.cli.main; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "tokenizers", "numpy", "opentelemetry", "redis"} & set(loaded.stdout.split())
+    heavy = {"torch", "transformers", "tokenizers", "numpy", "opentelemetry", "redis"}
+    assert not heavy & loaded_by("import baton.cli.main, baton.cli.up, baton.cli.bench")
+
+
+def test_a_command_does_not_wait_for_what_others_import():
+    called = "import contextlib\nwith contextlib.suppress(SystemExit): main(['up', '--prefill', 'x'])"
+    assert not {"tqdm", "baton.cli.bench"} & loaded_by(f"from baton.cli.main import main\n{called}\npass")
+
+
+def test_a_worker_imports_of_torch_what_torch_imports():
+    """No compiler of torch's, no training, nothing for .gguf files: each takes a tenth of a second to some seconds."""
+    load = "from pathlib import Path; from baton.engine.config import EngineConfig; from baton.engine.engine import Engine"
+    load += "; Engine.load(EngineConfig(Path('demo/target'), num_blocks=64))"
+    beyond = loaded_by(f"import torch, baton.worker.server; {load}") - loaded_by("import torch")
+    rooms = {".".join(name.split(".")[:2]) for name in beyond}
+    assert not {"torch._dynamo", "torch._inductor", "torch.testing", "torch.onnx"} & rooms
+    assert not {"sympy", "transformers", "tokenizers", "gguf", "redis", "jinja2"} & rooms
+
+
+def test_workers_share_the_cores(folder, monkeypatch):
+    """Of one `baton up`, those that were told no number: what the others leave."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(*options: str) -> tuple[list[str], list[str]]:
+        made = plan("--model", str(folder / "m"), *options).worker_options
+        return tuple([word for word in made[role] if "--threads" in word] for role in ("prefill", "decode"))
+
+    assert threads() == (["--threads=8"], ["--threads=8"])
+    assert threads("--threads", "auto") == (["--threads=8"], ["--threads=8"])
+    assert threads("--prefill", "2", "--decode", "3") == (["--threads=3"], ["--threads=3"])
+    assert threads("--prefill.threads", "4", "--decode", "3") == (["--threads=4"], ["--threads=4"])
+    assert threads("--prefill.threads", "10", "--decode", "2") == (["--threads=10"], ["--threads=3"])
+    assert threads("--threads", "5", "--decode.threads", "auto") == (["--threads=5"], ["--threads=11"])
+    assert threads("--threads", "32") == (["--threads=32"], ["--threads=32"]), "what was said holds"
+    assert threads("--prefill", "20") == (["--threads=1"], ["--threads=1"]), "a worker has one at least"
+    assert threads("--prefill", "0")[1] == ["--threads=16"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads() == ([], []), "each reads it itself"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("BATON_THREADS", "3")
+    assert threads() == (["--threads=3"], ["--threads=3"])
 
 
 def test_gateway_options_go_to_the_gateway(folder):

@@ -5,13 +5,11 @@ from pathlib import Path
 import torch
 
 from baton.engine.models.errors import ModelError, read_json
-from baton.engine.models.gguf_file import GGUFFile
 from baton.engine.quant.formats.awq import AWQFormat
 from baton.engine.quant.formats.base import DenseFormat, Format, Source
 from baton.engine.quant.formats.bitsandbytes import BitsAndBytesFormat
 from baton.engine.quant.formats.compressed import CompressedTensorsFormat
 from baton.engine.quant.formats.fp8 import FP8Format
-from baton.engine.quant.formats.gguf import GGUFFormat
 from baton.engine.quant.formats.gptq import GPTQFormat
 from baton.engine.quant.formats.outlier import OutlierFormat
 from baton.engine.quant.formats.rounded import ROUNDINGS, RoundedFormat
@@ -35,6 +33,10 @@ def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: in
     if is_gguf(path):
         if quantization != AUTO:
             raise ValueError(f"quantization {quantization}: {path} is a GGUF file and has its own; leave it at auto")
+        # Only now: the gguf package takes a tenth of a second of every other start.
+        from baton.engine.models.gguf_file import GGUFFile
+        from baton.engine.quant.formats.gguf import GGUFFormat
+
         return GGUFFormat(GGUFFile(path), dtype, num_heads, num_kv_heads)
     config = quantization_config(path)
     if config is None:

@@ -1,0 +1,21 @@
+"""What a start is at, where that takes longer: one line on stderr, `starting: decode worker: importing torch`."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PREFIX = "starting: "  # whoever holds a child's stderr back lets these pass
+QUIET_S = 1.0
+
+
+@contextmanager
+def phase(who: str, what: str, quiet_s: float = QUIET_S) -> Iterator[None]:
+    """Says so once it has taken `quiet_s`."""
+    timer = threading.Timer(quiet_s, print, (f"{PREFIX}{who}: {what}",), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
