@@ -24,7 +24,7 @@ class EngineConfig:
     """What a worker is told. Errors are ValueError, one line naming the option."""
 
     model: Path
-    dtype: str = "auto"  # bf16 | fp16 | fp32 | auto: the checkpoint's
+    dtype: str = "auto"  # bf16 | fp16 | fp32 | auto: the checkpoint's, or cpu.compute_dtype
     quantization: str = "auto"  # auto: what the model is | none | a rounding to nearest (quant/formats/rounded.py)
     kv_dtype: str = "auto"  # stored form of KV; auto: as dtype
     block_size: int = 32  # tokens

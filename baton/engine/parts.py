@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from baton.engine import cpu, native
 from baton.engine.config import EngineConfig, resolve
 from baton.engine.device import GIB, UTILIZATION, Memory, find_device, pool_blocks, scope
 from baton.engine.kv.pool import KVPool
@@ -53,7 +54,8 @@ def load_parts(
     if device.type == "cpu":
         if config.batch_invariant:
             fix_order_of_sums()
-        config = resolve(config, spec)
+        dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
+        config = resolve(replace(config, dtype=dtype), spec)
         model = _load_model(config, device)
         pool = _pool(config, model, memory_for)
         return Parts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine import cpu
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.layers.linear import choose
@@ -178,8 +178,4 @@ def _device_name(device: torch.device) -> str:
     """By which a machine knows its like."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return "\n".join(line for line in lines if line.startswith(("model", "flags", "Features", "CPU part")))
+    return " ".join((cpu.name(), *sorted(cpu.flags())))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from baton import tasks
+from baton.engine import cpu, native
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
@@ -346,9 +347,10 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
     with progress.phase(f"{role}_worker", f"reading {settings.model}"):
         digest = tokenizer_digest(settings.model)
         engine = await asyncio.to_thread(load_engine, settings, pool)
-    if not accelerate():
-        log.info("KV digests are summed by numpy: no native kernels here")
+    accelerate()
     log.info("%s", engine.start_line)
+    if (why := native.reason()) and engine.pool.device.type == "cpu":
+        log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
     held, context = engine.config.max_model_len, engine.spec.context
     if settings.max_model_len is None and held < context:
         why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"

@@ -21,7 +21,7 @@ class WorkerSettings(Exposure):
     model: Path = option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
-    dtype: str = option("compute dtype; auto: the checkpoint's", "auto", choices=("auto", "bf16", "fp32"))
+    dtype: str = option("compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32"))
     kv_dtype: str = option("stored form of KV; auto: the compute dtype", "auto", choices=KV_DTYPES)
     quantization: str = option(
         "weight form; auto: what the model is; others round an unquantized one", "auto", choices=QUANTIZATIONS
