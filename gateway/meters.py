@@ -48,33 +48,33 @@ class Meters:
         self.page = metrics.page
         self._slo_classes = slo_classes
         self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
-        self._ttft = metrics.histogram("baton_ttft_seconds", "arrival to first token sent", TTFT_BUCKETS)()
-        self._tpot = metrics.histogram("baton_tpot_seconds", "per output token after the first", TPOT_BUCKETS)()
-        self._itl = metrics.tally("baton_itl_seconds", "gap between messages per token of the later", TPOT_BUCKETS)
-        self._e2e = metrics.histogram("baton_e2e_seconds", "arrival to the end, answered requests", DURATION_BUCKETS)()
+        self._ttft = metrics.histogram("baton_ttft_seconds", "time from arrival until the first token is sent", TTFT_BUCKETS)()
+        self._tpot = metrics.histogram("baton_tpot_seconds", "time per output token after the first", TPOT_BUCKETS)()
+        self._itl = metrics.tally("baton_itl_seconds", "time between messages, per token of the later one", TPOT_BUCKETS)
+        self._e2e = metrics.histogram("baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS)()
         self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
-        self._requests = metrics.counter("baton_requests", "requests that have ended", "outcome", "reason")
+        self._requests = metrics.counter("baton_requests", "ended requests", "outcome", "reason")
         self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
         self._tenant_seconds = metrics.counter(
-            "baton_tenant_seconds", "that requests spent, by whose they were", "tenant", "phase"
+            "baton_tenant_seconds", "seconds that requests spent in each phase, by tenant", "tenant", "phase"
         )
         self._tenant_requests = metrics.counter(
-            "baton_tenant_requests", "requests that have ended, by whose they were", "tenant", "outcome"
+            "baton_tenant_requests", "ended requests, by tenant", "tenant", "outcome"
         )
         self._tenant_tokens = metrics.counter(
-            "baton_tenant_tokens", "tokens of answered requests, by whose they were", "tenant", "kind"
+            "baton_tenant_tokens", "tokens of answered requests, by tenant", "tenant", "kind"
         )
         self._migrations = metrics.counter("baton_migrations", "attempts after the first")()
-        self._attached = metrics.counter("baton_attached", "lost streams whose sequence was gone on with")()
-        self._recovered = metrics.counter("baton_recovery_tokens", "prompt tokens of later attempts, by their KV", "kv")
-        self._routes = metrics.counter("baton_routes", "requests by how they were routed", "way", "reason")
+        self._attached = metrics.counter("baton_attached", "lost streams that were resumed")()
+        self._recovered = metrics.counter("baton_recovery_tokens", "prompt tokens of later attempts, by whether their KV was reused", "kv")
+        self._routes = metrics.counter("baton_routes", "requests by route and reason", "way", "reason")
         self._route_cost = metrics.histogram(
-            "baton_route_cost_seconds", "predicted, of the way that was taken and the other", DURATION_BUCKETS, "way"
+            "baton_route_cost_seconds", "predicted cost of the route that was taken and of the other", DURATION_BUCKETS, "way"
         )
-        self._denied = metrics.counter("baton_denied", "calls that the guard turned away", "method", "reason")
-        self._slo_requests = metrics.counter("baton_slo_requests", "requests that their service level counts", "class")
-        self._slo_met = metrics.counter("baton_slo_met", "of these, within it", "class")
-        self._slo_missed = metrics.counter("baton_slo_missed", "of these, beyond it, by what", "class", "objective")
+        self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
+        self._slo_requests = metrics.counter("baton_slo_requests", "requests that count towards their service level", "class")
+        self._slo_met = metrics.counter("baton_slo_met", "requests that met their service level", "class")
+        self._slo_missed = metrics.counter("baton_slo_missed", "requests that missed their service level, by the missed goal", "class", "objective")
         for name in slo_classes:
             self._slo_requests(name)
             self._slo_met(name)
@@ -85,15 +85,15 @@ class Meters:
             Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
             Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
             Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
-            Gauge("baton_worker_breakers", "workers by whether they are asked", num_breakers, "state"),
+            Gauge("baton_worker_breakers", "workers by the state of their circuit breaker", num_breakers, "state"),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
             Gauge(
-                "baton_clock_offset_seconds", "how far a worker's clock is ahead of this gateway's",
+                "baton_clock_offset_seconds", "offset of a worker's clock from this gateway's",
                 lambda: {name: clock.offset_s for name, clock in clocks().items()}, "worker",
             ),
             Gauge(
-                "baton_clock_error_seconds", "of that offset, at most",
+                "baton_clock_error_seconds", "error bound of that offset",
                 lambda: {name: clock.error_s for name, clock in clocks().items()}, "worker",
             ),
         )

@@ -23,52 +23,52 @@ class GatewaySettings(Exposure):
         "networks within which workers may register (default: this host alone)", (), metavar="CIDR,..."
     )
     model_identity: tuple[str, ...] = option(
-        "models that workers may serve, by the digest in their ready line, or @FILE with a line each, read again when it "
-        "changes (default: that of the first worker, of those that are named here where any are)",
+        "digests of the models that workers may serve, as their ready line prints them, or @FILE with one digest a "
+        "line, reloaded when it changes (default: the digest of the first worker)",
         (),
         metavar="HEX,...|@FILE",
     )
-    redis: str | None = option("prefix index shared with other gateways (default: in memory)", None, metavar="URL")
+    redis: str | None = option("Redis for the prefix index, shared with other gateways (default: in memory)", None, metavar="URL")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     cluster_secret: Path | None = option(
-        "file with the secret that names of cached spans are salted with (default, on loopback only: derived from the "
+        "file with the secret that salts the names of cached prefixes (default, on loopback only: derived from the "
         "model)",
         None,
         metavar="FILE",
     )
     credentials: Path | None = option(
-        "TOML file of the keys that tenants show; read again when it changes", None, metavar="FILE"
+        "TOML file with the tenants' API keys; reloaded when it changes", None, metavar="FILE"
     )
     fleet_listen: str | None = option(
-        "address for workers that register and for operators, who all show certificates; needs TLS", None,
+        "address for operators and for workers that register, by client certificate; needs TLS", None,
         metavar="HOST:PORT",
     )  # fmt: skip
     public_prefixes: Path | None = option(
         "TOML file of prompts whose cached KV all tenants share (default: tenants share nothing)", None, metavar="FILE"
     )
-    limits: str = option("what one request may ask for", "normal", choices=tuple(PRESETS))
+    limits: str = option("limits on a single request", "normal", choices=tuple(PRESETS))
     slo_classes: Path | None = option(
-        'TOML file of service levels, name = "ttft=300ms,tpot=50ms" (default: interactive, standard, batch)',
+        'TOML file of latency goals by class, name = "ttft=300ms,tpot=50ms" (default: interactive, standard, batch)',
         None,
         metavar="FILE",
     )
     quotas: Path | None = option(
-        "TOML file of what each tenant may use: tokens_per_s, burst_tokens, concurrent_requests, max_priority "
-        "(default: no bound, no priority)",
+        "TOML file of quotas by tenant: tokens_per_s, burst_tokens, concurrent_requests, max_priority "
+        "(default: unlimited, no priority)",
         None,
         metavar="FILE",
     )
-    trace_sample: float = option("share of traces that are sent, of those that begin here; 0 to 1", 1.0)
-    split: str = option("when a prefill worker reads the prompt", "auto", choices=SPLITS)
-    max_concurrent_requests: int = option("requests in the gateway at once", 256)
-    max_queued_requests: int = option("of these, waiting for workers that are full", 128)
-    max_queued_tokens: int = option("tokens of their prompts", 262_144)
-    max_queue_wait_s: float = option("longest wait for workers that are full", 10.0)
-    max_unread_tokens: int = option("tokens that a slow client may leave unread before its request ends", 4096)
-    default_timeout_s: float = option("deadline of requests that bring none", 60.0)
-    max_timeout_s: float = option("longest deadline", 300.0)
-    drain_grace_s: float = option("how long running streams may go on after SIGTERM", 30.0)
-    log_level: str = option("least level that is logged", "info", choices=("debug", "info", "warning", "error"))
+    trace_sample: float = option("fraction of the traces started here that is exported; 0 to 1", 1.0)
+    split: str = option("when to read the prompt on a prefill worker instead of the decode worker", "auto", choices=SPLITS)
+    max_concurrent_requests: int = option("requests in the gateway at the same time", 256)
+    max_queued_requests: int = option("requests that may wait for a free worker", 128)
+    max_queued_tokens: int = option("prompt tokens of the waiting requests", 262_144)
+    max_queue_wait_s: float = option("longest wait for a free worker, in seconds", 10.0)
+    max_unread_tokens: int = option("tokens that a slow client may leave unread before its request is ended", 4096)
+    default_timeout_s: float = option("deadline of requests without one, in seconds", 60.0)
+    max_timeout_s: float = option("longest deadline, in seconds", 300.0)
+    drain_grace_s: float = option("seconds that running streams may continue after SIGTERM", 30.0)
+    log_level: str = option("lowest level that is logged", "info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
         if both := set(self.prefill_workers) & set(self.decode_workers):

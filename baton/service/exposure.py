@@ -11,15 +11,15 @@ from baton.service.tls import Tls
 class Exposure:
     """Settings classes that have `listen` and `admin` inherit this, and call `check_exposure`."""
 
-    tls_cert: Path | None = option("PEM file of the own certificate; read again when it changes", None, metavar="FILE")
-    tls_key: Path | None = option("PEM file of its key", None, metavar="FILE")
-    tls_ca: Path | None = option("PEM file of the authority that signs our certificates", None, metavar="FILE")
-    insecure: bool = option("beyond loopback without TLS or credentials: whoever reaches a port may use it", False)
-    open_admin: bool = option("--admin beyond loopback: plain HTTP, read by whoever reaches it", False)
+    tls_cert: Path | None = option("PEM file with this process's certificate; reloaded when it changes", None, metavar="FILE")
+    tls_key: Path | None = option("PEM file with the certificate's private key", None, metavar="FILE")
+    tls_ca: Path | None = option("PEM file with the authority that signs all certificates of the stack", None, metavar="FILE")
+    insecure: bool = option("listen beyond loopback without TLS or credentials; anybody who reaches a port may use it", False)
+    open_admin: bool = option("serve --admin beyond loopback, as plain HTTP that anybody who reaches it may read", False)
     admin_hosts: tuple[str, ...] = option(
-        "names, beyond addresses and localhost, that --admin is asked by", (), metavar="NAME,..."
+        "host names, besides IP addresses and localhost, under which --admin may be reached", (), metavar="NAME,..."
     )
-    reflection: bool = option("list methods to callers that may call some (always on where there is no TLS)", False)
+    reflection: bool = option("allow gRPC reflection to authenticated callers (always on without TLS)", False)
 
     @property
     def tls(self) -> Tls | None:

@@ -71,8 +71,8 @@ class _Sender:
             )
 
         self._duration = histogram("request.duration", "arrival to the end", DURATION_BUCKETS)
-        self._ttft = histogram("time_to_first_token", "arrival to first token sent", TTFT_BUCKETS)
-        self._tpot = histogram("time_per_output_token", "per output token after the first", TPOT_BUCKETS)
+        self._ttft = histogram("time_to_first_token", "time from arrival until the first token is sent", TTFT_BUCKETS)
+        self._tpot = histogram("time_per_output_token", "time per output token after the first", TPOT_BUCKETS)
 
     def observe(self, operation, model, request_s, ttft_s, tpot_s, error_type) -> None:
         attributes = {

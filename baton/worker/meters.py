@@ -20,36 +20,36 @@ class Meters:
         self._metrics = metrics = Metrics(engine.spec.name)
         self.page = metrics.page
         self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
-        self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens that were not computed", "tier")
-        self._bytes = metrics.counter("baton_transfer_bytes", "KV pulled from other workers", "transport")
-        self._transfer = metrics.histogram("baton_transfer_seconds", "first want to last confirm", PHASE_BUCKETS)()
+        self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")
+        self._bytes = metrics.counter("baton_transfer_bytes", "bytes of KV pulled from other workers", "transport")
+        self._transfer = metrics.histogram("baton_transfer_seconds", "time from the first request for KV to the last confirmation", PHASE_BUCKETS)()
         self._hidden = metrics.histogram(
-            "baton_transfer_hidden_ratio", "share of a transfer that prefill covered", RATIO_BUCKETS
+            "baton_transfer_hidden_ratio", "fraction of a transfer that overlapped prefill", RATIO_BUCKETS
         )()
-        self._spec = metrics.counter("baton_spec_tokens", "proposed tokens, by what the target said", "result")
+        self._spec = metrics.counter("baton_spec_tokens", "proposed tokens, by whether the model accepted them", "result")
         self._positions = metrics.counter(
-            "baton_spec_position_tokens", "proposed tokens, by how far behind the last one", "position", "result"
+            "baton_spec_position_tokens", "proposed tokens, by position in the proposal", "position", "result"
         )
-        self._drafts = metrics.counter("baton_spec_drafts", "steps of a sequence with at least one proposal")()
+        self._drafts = metrics.counter("baton_spec_drafts", "steps of a sequence that had a proposal")()
         self._speedup = metrics.histogram(
-            "baton_spec_speedup_ratio", "of a request against plain steps, as measured", SPEEDUP_BUCKETS
+            "baton_spec_speedup_ratio", "measured speed of a request over plain decoding", SPEEDUP_BUCKETS
         )()
-        self._denied = metrics.counter("baton_denied", "calls that the guard turned away", "method", "reason")
-        self._preemptions = metrics.counter("baton_preemptions", "sequences parked for want of blocks")()
+        self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
+        self._preemptions = metrics.counter("baton_preemptions", "sequences preempted for lack of blocks")()
         metrics.collect(
             Gauge("baton_running", "sequences in the batch", lambda: engine.load_report().num_running),
             Gauge("baton_waiting", "sequences that wait for blocks", lambda: engine.load_report().num_waiting),
-            Gauge("baton_batch_size", "sequences of the last step", lambda: engine.last_batch_size),
-            Gauge("baton_kv_blocks", "blocks of the pool", lambda: engine.load_report().blocks_by_holder, "holder"),
-            Gauge("baton_memory_bytes", "memory by what it is for", self._memory, "kind"),
-            Gauge("baton_utilisation", "achieved over what the device can do", self._utilisation, "limit"),
+            Gauge("baton_batch_size", "sequences in the last step", lambda: engine.last_batch_size),
+            Gauge("baton_kv_blocks", "KV blocks, by holder", lambda: engine.load_report().blocks_by_holder, "holder"),
+            Gauge("baton_memory_bytes", "memory, by use", self._memory, "kind"),
+            Gauge("baton_utilisation", "achieved rate over the device's limit", self._utilisation, "limit"),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
         )
 
     def watch(self, tables: Tables) -> None:
         self._metrics.collect(
-            Gauge("baton_table_entries", "entries of tables that empty when nothing runs", tables.counts, "table")
+            Gauge("baton_table_entries", "entries of tables that are empty when nothing runs", tables.counts, "table")
         )
 
     def denied(self, method: str, reason: str) -> None:

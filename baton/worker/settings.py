@@ -22,57 +22,57 @@ class WorkerSettings(Exposure):
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     dtype: str = option("compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32"))
-    kv_dtype: str = option("stored form of KV; auto: the compute dtype", "auto", choices=KV_DTYPES)
+    kv_dtype: str = option("format in which KV is stored; auto: the compute dtype", "auto", choices=KV_DTYPES)
     quantization: str = option(
-        "weight form; auto: what the model is; others round an unquantized one", "auto", choices=QUANTIZATIONS
+        "weight format; auto: the model's own; other values quantize an unquantized model at load time", "auto", choices=QUANTIZATIONS
     )
     block_size: int = option("tokens per KV block; divides 64 or is a multiple of it", 32)
-    num_blocks: int | None = option("KV blocks in the pool (default: sized by the largest batch)", None)
-    max_num_seqs: int = option("sequences that run at once", 64)
+    num_blocks: int | None = option("KV blocks in the pool (default: enough for the largest batch)", None)
+    max_num_seqs: int = option("sequences that run at the same time", 64)
     max_model_len: int | None = option("longest sequence in tokens (default: the model's context)", None)
-    max_num_batched_tokens: int = option("tokens of one step, and so of one prefill chunk", 512)
+    max_num_batched_tokens: int = option("tokens computed in one step, which is also the size of a prefill chunk", 512)
     attention: str = option("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
-    linear: str = option("kernel of linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
+    linear: str = option("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
     transports: tuple[str, ...] = option(
-        "KV transports, auto: all that fit this machine", ("auto",), choices=TRANSPORTS, metavar="auto|shm,tcp,..."
+        "transports for KV; auto: all that work on this machine", ("auto",), choices=TRANSPORTS, metavar="auto|shm,tcp,..."
     )
     kv_socket_dir: Path | None = option(
-        "folder where workers of this host meet for shared memory; containers: a volume in common "
+        "folder of the sockets by which workers on this host share memory; containers need a common volume "
         "(default: the folder for temporary files)", None, metavar="DIR"
     )  # fmt: skip
     advertise_host: str | None = option(
-        "name or address by which other machines reach this one (default: that of --listen)", None, metavar="HOST"
+        "host name or address at which other machines reach this worker (default: the host of --listen)", None, metavar="HOST"
     )
     gateways: tuple[str, ...] = option(
-        "gateways to register with; one is enough where they share a Redis", (), metavar="HOST:PORT,..."
+        "gateways to register with; one is enough if they share a Redis", (), metavar="HOST:PORT,..."
     )
-    strict_numerics: bool = option("give KV to and take it from workers of the same numerics class only", False)
+    strict_numerics: bool = option("exchange KV only with workers of the same numerics class", False)
     kv_digest: str = option(
-        "what KV is checked with on its way here; sha256: where others could write on the line and it has no TLS", "sum",
+        "digest that verifies received KV; use sha256 on a network without TLS where others could alter data", "sum",
         choices=("sum", "sha256"),
     )  # fmt: skip
     insecure_kv: bool = option(
-        "beyond loopback KV may travel over tcp and nixl in plain text, though there is TLS", False
+        "allow KV to travel unencrypted over tcp and nixl beyond loopback although TLS is configured", False
     )
-    lease_ttl_s: float = option("how long KV waits for its taker without a word from anyone", 5.0)
-    drain_grace_s: float = option("what still runs so long after SIGTERM moves to other workers", 8.0)
-    resume_window_s: float = option("how long a sequence whose gateway is gone may be gone on with", 30.0)
-    log_level: str = option("least severe line in the log", "info", choices=("debug", "info", "warning", "error"))
+    lease_ttl_s: float = option("seconds that KV waits for a worker to fetch it before its blocks are freed", 5.0)
+    drain_grace_s: float = option("seconds after SIGTERM until requests that still run move to other workers", 8.0)
+    resume_window_s: float = option("seconds that a sequence can be resumed after its gateway is lost", 30.0)
+    log_level: str = option("lowest level that is logged", "info", choices=("debug", "info", "warning", "error"))
     threads: int | None = option(
         "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)", None, metavar="auto|N"
     )
-    batch_invariant: bool = option("results do not depend on what shares a batch", True)
+    batch_invariant: bool = option("make results independent of the other requests in a batch", True)
     speculator: str = option(
-        "what proposes tokens; auto: prompt lookup, and what --draft-model holds", "off", choices=SPECULATORS
+        "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster", "off", choices=SPECULATORS
     )
-    draft_model: Path | None = option("folder of a draft model, or of trained heads", None, metavar="DIR")
+    draft_model: Path | None = option("folder of a draft model or of trained heads", None, metavar="DIR")
     num_draft_tokens: int | None = option(
-        f"tokens proposed in every step, at most {MAX_DRAFT_TOKENS} (default: as many as pay)", None
+        f"tokens proposed per step, at most {MAX_DRAFT_TOKENS} (default: chosen by measured gain)", None
     )
-    device: str = option("where to compute; auto: a GPU where there is one", "auto", choices=DEVICES)
-    gpu_memory_utilization: float | None = option("share of GPU memory for weights and KV; needs a GPU", None)
+    device: str = option("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
+    gpu_memory_utilization: float | None = option("fraction of GPU memory for weights and KV; needs a GPU", None)
     sm_share: float | None = option(
-        "share of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
+        "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
     )
 
     def __post_init__(self) -> None:
