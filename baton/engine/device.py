@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from baton.engine import native
 from baton.engine.config import DEVICES
 
 MIN_CAPABILITY = (8, 0)  # bf16 products
@@ -56,9 +57,12 @@ def unfit() -> str:
 
 
 def instruction_set(device: torch.device) -> str:
-    """What kernels are compiled for: two of them add in different orders."""
+    """What kernels are compiled for: two of them add in different orders. On a CPU torch's and how the native ones
+    multiply."""
     if device.type == "cpu":
-        return torch.backends.cpu.get_cpu_capability().lower()
+        library = native.library()
+        of_torch = torch.backends.cpu.get_cpu_capability().lower()
+        return of_torch if library is None else f"{of_torch}+{library.products}"
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.engine import native
 from baton.engine.activations import activations_on
 from baton.engine.batch import ForwardBatch, SeqSlice, known_ids
 from baton.engine.config import EngineConfig
@@ -37,11 +38,16 @@ class Launcher:
 
     overlaps = False  # a step is launched while the one before it computes; on a CPU both would share its cores
     num_graphs = 0
-    words = "on the CPU"  # for the engine's start line
 
     def __init__(self, model: Model, pool: KVPool):
         self.model, self.pool = model, pool
         self.activations = activations_on(pool.device)
+
+    @property
+    def words(self) -> str:
+        """For the engine's start line."""
+        library = native.library()
+        return "on the CPU" if library is None else f"on the CPU ({library.tier.name})"
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from baton.engine.native import build
+from baton.engine.native import build, tier
 
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 build.FLAGS = tuple(flag for flag in build.FLAGS if flag != "-O3") + FLAGS
@@ -19,7 +19,7 @@ OPTIONS = {
 
 def compiled() -> Path:
     """Builds the library, in a process that does not load it."""
-    return build._built(compiler())
+    return build.built(compiler(), tier.available()[-1])
 
 
 def compiler() -> str | None:

@@ -159,7 +159,7 @@ def test_without_the_library_every_form_is_expanded(name, monkeypatch):
     weight, x = FORMS[name]((64, 96)), torch.randn(5, 96).bfloat16()
     kernel = make(weight, None)
     assert kernel.name == "dense" and reasons["native"] == "BATON_NATIVE=off"
-    assert error(kernel(x), reference(weight, x)) < 0.01
+    assert error(kernel(x), reference(weight, x)) < (0.04 if rounding(name) == "e4m3" else 0.01)
     with pytest.raises(ValueError, match="BATON_NATIVE=off"):
         choose("native", True, BF16)
 

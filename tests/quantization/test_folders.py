@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine.models.loader import Weights, load_model
 from baton.engine.models.spec import ModelError, ModelSpec
-from baton.engine.native import library
 from baton.engine.quant.formats.registry import open_source
 from baton.quantization import folder as folders
 from baton.quantization import quantize as module
@@ -94,10 +93,11 @@ def test_transformers_serves_what_we_serve(made, scheme):
     assert (in_transformers(made(scheme), weights_only=False) - logits(made(scheme), linear="dense")).abs().max() < 1e-2
 
 
-@pytest.mark.skipif(library() is None, reason="without native kernels activations stay in floating point")
+@pytest.mark.parametrize("linear", ["auto", "dense"])
 @pytest.mark.parametrize("scheme", ("fp8", "fp8-static"))
-def test_transformers_rounds_activations_to_fp8_as_we_do(made, scheme):
-    assert (in_transformers(made(scheme), weights_only=False) - logits(made(scheme))).abs().max() < 1e-2
+def test_transformers_rounds_activations_to_fp8_as_we_do(made, scheme, linear):
+    found = logits(made(scheme), linear=linear)
+    assert (in_transformers(made(scheme), weights_only=False) - found).abs().max() < 1e-2
 
 
 @pytest.mark.parametrize("scheme", ("int8", "smoothquant-w8a8"))

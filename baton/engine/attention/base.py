@@ -42,7 +42,6 @@ class Attention(ABC):
     """A backend, made once per model."""
 
     name: str
-    variant: str = ""  # what the bits hang on besides the name; "": nothing
     batch_invariant: bool
     # Reads of a batch only its table (tensors, and the bounds max_query_len and max_kv_len) and the shapes, and neither
     # copies from the host nor waits for the device: decode steps may be captured in CUDA graphs.

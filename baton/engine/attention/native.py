@@ -41,8 +41,6 @@ class NativeAttention(Attention):
         library = native.library()
         arguments = (_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
         self._attend = library.function("baton_attention", *arguments)
-        variant = library.function("baton_attention_variant", restype=ctypes.c_char_p)
-        self.variant = f"native-{variant().decode()}"
         windows = (window or 0 for window in shape.windows)
         self.native_shape = array("q", (shape.num_heads, KINDS[shape.dtype], *windows))
         self._shape_address = self.native_shape.buffer_info()[0]

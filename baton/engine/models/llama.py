@@ -51,7 +51,7 @@ class Model:
     def numerics(self) -> tuple[str, ...]:
         """What the bits of KV hang on besides weights and dtypes: kernels, instruction set, rope factors."""
         capability = instruction_set(self.device)
-        attention, linears = self.attention.variant or self.attention.name, "+".join(sorted(self.weights.kernels))
+        attention, linears = self.attention.name, "+".join(sorted(self.weights.kernels))
         return (attention, self.layers_name, linears, capability, *self.rope.variant)
 
     @property

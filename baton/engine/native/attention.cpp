@@ -9,15 +9,12 @@
 // fp32. Scales of int8 and int4 are applied to scores and weights, so that their elements stay exact.
 
 #include "attention.h"
-
-#if defined(BATON_AVX512) && defined(__AVX512BF16__)
-#define BATON_BF16  // products of bf16 pairs
-#endif
+#include "attention_products.h"
 
 namespace baton {
 namespace {
 
-constexpr int SPAN = 64, ROWS = 64;
+constexpr int ROWS = 64;
 constexpr int64_t SERIAL_WORK = 1 << 17;  // multiplications that cost less than waking a second thread
 constexpr float UNSEEN = -1e30f;
 
@@ -46,113 +43,6 @@ inline void take(int64_t, const void* from, int64_t index, int64_t size, uint16_
 
 inline float as_float(float x) { return x; }
 inline float as_float(uint16_t x) { return from_bf16(x); }
-
-// rows [64][words] of 32 bits -> [words][64].
-inline void transpose(const uint32_t* rows, int64_t words, uint32_t* to) {
-#ifdef BATON_AVX512
-  for (int64_t column = 0; column < words; column += 16) {
-    const __mmask16 mask = words - column >= 16 ? 0xffff : (1 << (words - column)) - 1;
-    for (int j = 0; j < SPAN; j += 16) {
-      __m512i a[16], b[16];
-      for (int i = 0; i < 16; i++) a[i] = _mm512_maskz_loadu_epi32(mask, rows + (j + i) * words + column);
-      for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-      }
-      for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-      }
-      for (int i = 0; i < 4; i++) {
-        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
-        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
-      }
-      for (int i = 0; i < 4; i++) {
-        a[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
-        a[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
-        a[i + 4] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88);
-        a[i + 12] = _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xdd);
-      }
-      for (int i = 0; i < 16 && column + i < words; i++) _mm512_store_si512(to + (column + i) * SPAN + j, a[i]);
-    }
-  }
-#else
-  for (int64_t column = 0; column < words; column++)
-    for (int j = 0; j < SPAN; j++) to[column * SPAN + j] = rows[j * words + column];
-#endif
-}
-
-
-// ---- products ----
-
-#ifdef BATON_BF16
-inline __m512 dot2(__m512 sum, uint32_t pair, const uint32_t* pairs) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(pairs));
-}
-#endif
-
-// q [R][size] times keys [size / (1 | 2)][64] -> scores [R][64].
-template <int R>
-inline void score(const float* q, int64_t size, const uint32_t* keys, float* scores) {
-  V16 sums[R][4] = {};
-  for (int64_t d = 0; d < size; d++)
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < 4; i++)
-        sums[r][i] = fma16(all16(q[r * size + d]), load16((const float*)keys + d * SPAN + i * 16), sums[r][i]);
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < 4; i++) store16(scores + r * SPAN + i * 16, sums[r][i]);
-}
-
-// weights [R][64] times C vectors of values [64 / (1 | 2)][size], added to what is there times `kept`.
-template <int R, int C>
-inline void mix(const float* weights, const uint32_t* values, int64_t size, const float* kept, float* to) {
-  V16 sums[R][C];
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < C; i++) sums[r][i] = load16(to + r * size + i * 16) * kept[r];
-  for (int j = 0; j < SPAN; j++)
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < C; i++)
-        {
-        const V16 value = load16((const float*)values + j * size + i * 16);
-        sums[r][i] = fma16(all16(weights[r * SPAN + j]), value, sums[r][i]);
-      }
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < C; i++) store16(to + r * size + i * 16, sums[r][i]);
-}
-
-#ifdef BATON_BF16
-template <int R>
-inline void score(const uint16_t* q, int64_t size, const uint32_t* keys, float* scores) {
-  __m512 sums[R][4] = {};
-  for (int64_t d = 0; d < size / 2; d++)
-    for (int r = 0; r < R; r++) {
-      uint32_t pair;
-      std::memcpy(&pair, q + r * size + d * 2, 4);
-      for (int i = 0; i < 4; i++) sums[r][i] = dot2(sums[r][i], pair, keys + d * SPAN + i * 16);
-    }
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < 4; i++) _mm512_storeu_ps(scores + r * SPAN + i * 16, sums[r][i]);
-}
-
-template <int R, int C>
-inline void mix(const uint16_t* weights, const uint32_t* values, int64_t size, const float* kept, float* to) {
-  __m512 sums[R][C];
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < C; i++) sums[r][i] = (__m512)(load16(to + r * size + i * 16) * kept[r]);
-  for (int j = 0; j < SPAN / 2; j++)
-    for (int r = 0; r < R; r++) {
-      uint32_t pair;
-      std::memcpy(&pair, weights + r * SPAN + j * 2, 4);
-      for (int i = 0; i < C; i++) sums[r][i] = dot2(sums[r][i], pair, values + j * size + i * 16);
-    }
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < C; i++) _mm512_storeu_ps(to + r * size + i * 16, sums[r][i]);
-}
-#endif
 
 // ---- a span ----
 
@@ -335,7 +225,7 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
 using Tile = void (*)(const Call&, const Sequence&, int64_t, int64_t, int);
 
 Tile tile_for(int64_t form, [[maybe_unused]] int64_t kind) {
-#ifdef BATON_BF16
+#ifdef BATON_VNNI_BF16
   if (kind == BF16 && form == FORM_BF16) return attend_tile<FORM_BF16, uint16_t>;
   if (kind == BF16 && form == FORM_E4M3) return attend_tile<FORM_E4M3, uint16_t>;
   if (kind == BF16 && form == FORM_E5M2) return attend_tile<FORM_E5M2, uint16_t>;
@@ -358,14 +248,12 @@ Tile tile_for(int64_t form, [[maybe_unused]] int64_t kind) {
 
 using namespace baton;
 
-// What decides bits besides the source.
-extern "C" const char* baton_attention_variant() {
-#if defined(BATON_BF16)
-  return "avx512bf16";
-#elif defined(BATON_AVX512)
-  return "avx512";
+// Of floating point, what decides bits besides the source: bf16 by pairs (vdpbf16ps), or all by fma in fp32.
+extern "C" const char* baton_products() {
+#ifdef BATON_VNNI_BF16
+  return "bf16-pairs";
 #else
-  return "plain";
+  return "fp32";
 #endif
 }
 

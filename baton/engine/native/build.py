@@ -1,4 +1,4 @@
-"""From the .cpp files of this folder to a loaded library, cached by what went into it."""
+"""From the .cpp files of this folder to a loaded library of one tier, cached by what went into it."""
 
 import ctypes
 import fcntl
@@ -14,20 +14,20 @@ from pathlib import Path
 
 import torch
 
+from baton.engine.native.tier import TIERS, Tier, available
+
 SOURCES = Path(__file__).parent
 # No contraction: a * b + c is two roundings in every path that computes it, so that paths can agree in every bit.
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC")
-# gcc 12 finds uninitialized values in its own AVX-512 headers.
-WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
-# What decides which instructions -march=native means; the library is rebuilt on another machine.
-CPU_FIELDS = ("vendor_id", "cpu family", "model\t", "flags")
+FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC")
+# gcc 12 finds uninitialized values in its own AVX-512 headers; vectors wider than a register pass between no libraries.
+WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi")
 
 
 class NativeLibrary:
     """The loaded library. `function(name, *argtypes)` is a C function that releases the GIL while it runs."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, tier: Tier):
+        self.path, self.tier = path, tier
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, *argtypes, restype=None):
@@ -35,16 +35,24 @@ class NativeLibrary:
         found.argtypes, found.restype = argtypes, restype
         return found
 
+    @property
+    def products(self) -> str:
+        """How its kernels multiply floating point: tiers that do it alike give the same bits."""
+        return self.function("baton_products", restype=ctypes.c_char_p)().decode()
+
 
 @cache
 def _load() -> tuple[NativeLibrary | None, str]:
     if os.environ.get("BATON_NATIVE", "on") == "off":
         return None, "BATON_NATIVE=off"
+    tiers = available()
+    if not tiers:
+        return None, f"this processor has no {TIERS[0].name} (AVX2, FMA and F16C)"
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         return None, "no C++ compiler (g++) on this machine"
     try:
-        return NativeLibrary(_built(compiler)), ""
+        return NativeLibrary(built(compiler, tiers[-1]), tiers[-1]), ""
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         lines = detail.strip().splitlines()
@@ -67,26 +75,27 @@ def cache_folder() -> Path:
     return Path(root).expanduser()
 
 
-def _built(compiler: str) -> Path:
+def built(compiler: str, tier: Tier) -> Path:
+    """The library of a tier, compiled where the cache has none."""
     sources = sorted(SOURCES.glob("*.cpp"))
-    path = cache_folder() / f"native-{_digest(compiler, sources)}.so"
+    path = cache_folder() / f"native-{tier.name}-{_digest(compiler, tier, sources)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.parent / "native.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers start at once: one builds, the other waits
         if not path.exists():
-            print("building the native kernels (once)", file=sys.stderr, flush=True)
+            print(f"building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                _compile(compiler, sources, Path(folder)).replace(path)
+                _compile(compiler, tier, sources, Path(folder)).replace(path)
     return path
 
 
-def _compile(compiler: str, sources: list[Path], folder: Path) -> Path:
+def _compile(compiler: str, tier: Tier, sources: list[Path], folder: Path) -> Path:
     """Every file to an object, all cores at once, then all into one library."""
 
     def run(*arguments: str | Path) -> None:
-        command = [compiler, *FLAGS, *WARNINGS, *map(str, arguments)]
+        command = [compiler, *FLAGS, *tier.flags, *WARNINGS, *map(str, arguments)]
         subprocess.run(command, check=True, capture_output=True, text=True)
 
     objects = [folder / f"{source.stem}.o" for source in sources]
@@ -102,11 +111,8 @@ def _openmp_of_torch() -> list[Path]:
     return sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])[:1]
 
 
-def _digest(compiler: str, sources: list[Path]) -> str:
-    digest = hashlib.sha256(repr((compiler, FLAGS, torch.__version__)).encode())
+def _digest(compiler: str, tier: Tier, sources: list[Path]) -> str:
+    digest = hashlib.sha256(repr((compiler, FLAGS, tier.flags, torch.__version__)).encode())
     for path in (*sources, *sorted(SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
-    for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
-        if line.startswith(CPU_FIELDS):
-            digest.update(line.encode())
     return digest.hexdigest()[:16]

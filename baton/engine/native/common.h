@@ -9,9 +9,13 @@
 
 #include <omp.h>
 
-#if defined(__AVX512BW__) && defined(__AVX512VL__)
-#define BATON_AVX512  // what the vector code here is written in
 #include <immintrin.h>
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define BATON_AVX512  // vectors of 64 bytes; otherwise of 32 (AVX2, FMA and F16C: tier.py knows no less)
+#endif
+#if defined(BATON_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#define BATON_VNNI_BF16  // products of four int8 and of bf16 pairs
 #endif
 
 namespace baton {
@@ -59,5 +63,25 @@ inline void store16_bf16(uint16_t* to, __m512 values, __mmask16 mask = 0xffff) {
   _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
 }
 #endif
+
+// 8 at a time, on every tier.
+inline __m256 load8_bf16(const uint16_t* from) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+// Rounded as to_bf16 does, still in the upper halves of 32 bits.
+inline __m256i round8_bf16(__m256 values) {
+  const __m256i bits = _mm256_castps_si256(values), nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  return _mm256_blendv_epi8(rounded, _mm256_or_si256(bits, _mm256_set1_epi32(0x400000)), nan);
+}
+
+inline void store8_bf16(uint16_t* to, __m256 values) {
+  const __m256i bits = _mm256_srli_epi32(round8_bf16(values), 16);
+  const __m128i low = _mm256_castsi256_si128(bits), high = _mm256_extracti128_si256(bits, 1);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packus_epi32(low, high));
+}
 
 }  // namespace baton

@@ -6,20 +6,14 @@
 
 using namespace baton;
 
-#if defined(BATON_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
-
 namespace {
 constexpr int64_t SERIAL_WORK = 1 << 18;  // multiplications that cost less than waking a second thread (about 5 us)
 }
 
-// Whether this build has the kernels.
-extern "C" int64_t baton_linear_supported() { return 1; }
-
 // x [num_rows][num_in] -> y [num_rows][num_out], both of linear->x_kind, rows without gaps.
 extern "C" void baton_linear(const Linear* linear, const void* x, void* y, int64_t num_rows, int64_t num_threads) {
   thread_local std::vector<char> memory;
-  const int64_t width = linear->kind == W_F32 ? 4 : linear->kind == W_BF16 || linear->kind == W_E4M3 ? 2 : 1;
-  const int64_t num_groups = linear->num_groups(), stride = (linear->padded_in * width + 63) / 64 * 64;
+  const int64_t num_groups = linear->num_groups(), stride = stride_of(linear->padded_in * bytes_of_x(*linear));
   const int64_t per_group = num_rows * num_groups * 4;
   char* at = scratch(memory, num_rows * stride + 3 * per_group + num_rows * linear->num_outliers * 4);
   auto take = [&](int64_t num_bytes) { return at += num_bytes, at - num_bytes; };
@@ -49,13 +43,6 @@ extern "C" void baton_linear(const Linear* linear, const void* x, void* y, int64
     }
   }
 }
-
-#else
-
-extern "C" int64_t baton_linear_supported() { return 0; }
-extern "C" void baton_linear(const Linear*, const void*, void*, int64_t, int64_t) {}
-
-#endif
 
 // What all kernels keep, of all threads.
 extern "C" int64_t baton_scratch_bytes() { return baton::scratch_bytes; }

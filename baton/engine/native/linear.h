@@ -46,15 +46,30 @@ struct Linear {
   int64_t num_scales() const { return (num_groups() + groups_per_scale - 1) / groups_per_scale; }
 };
 
-// The activations of one call in the form that the panels want.
+// The activations of one call in the form that the kernels want.
 struct Rows {
   int64_t num_rows, stride;  // stride: bytes from row to row of values
-  char* values;              // int8, bf16 or fp32 [num_rows][padded_in]
+  char* values;              // [num_rows][padded_in], bytes_of_x each
   float* scales;             // [num_rows][num_groups]
   int32_t* starts;           // [num_rows][num_groups], sums of int8 values times the weights' zero
   float* shifts;             // [num_rows][num_groups], sums times scales
   float* outliers;           // [num_rows][num_outliers]
 };
+
+#ifdef BATON_VNNI_BF16
+// int8, bf16 or fp32.
+inline int64_t bytes_of_x(const Linear& linear) {
+  return linear.kind == W_F32 ? 4 : linear.kind == W_BF16 || linear.kind == W_E4M3 ? 2 : 1;
+}
+inline int64_t stride_of(int64_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
+#else
+// int8 for U4; int16 for U8, inputs 4i..4i+3 as pairs (0, 2) and (1, 3); fp32.
+inline int64_t bytes_of_x(const Linear& linear) { return linear.kind == U4 ? 1 : linear.kind == U8 ? 2 : 4; }
+// A KiB and a line past a multiple of 4 KiB, so that the rows of a tile do not share the sets of the first cache.
+inline int64_t stride_of(int64_t num_bytes) {
+  return num_bytes < 4096 ? (num_bytes + 63) / 64 * 64 : (num_bytes + 4095) / 4096 * 4096 + 1024 + 64;
+}
+#endif
 
 // One row of it; calls for different rows may run at the same time.
 void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& rows);
@@ -82,34 +97,5 @@ void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& ro
                std::vector<char>& memory);
 void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
                  std::vector<char>& memory);
-
-#ifdef BATON_AVX512
-inline __m512 load_scales(const void* scales, int64_t kind, int64_t index) {
-  if (kind == S_FP32) return _mm512_loadu_ps(static_cast<const float*>(scales) + index);
-  const uint16_t* halves = static_cast<const uint16_t*>(scales) + index;
-  if (kind == S_BF16) return load16_bf16(halves);
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
-}
-
-// Adds outliers and bias to the 64 sums of a row and writes those outputs that exist.
-inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, int64_t row, const float* from, void* y) {
-  __m512 sums[4];
-  for (int v = 0; v < 4; ++v) sums[v] = _mm512_loadu_ps(from + 16 * v);
-  for (int64_t i = 0; i < linear.num_outliers; ++i) {
-    __m512 x = _mm512_set1_ps(rows.outliers[row * linear.num_outliers + i]);
-    const uint16_t* column = linear.outlier_values + (panel * linear.num_outliers + i) * PANEL;
-    for (int v = 0; v < 4; ++v) sums[v] = _mm512_fmadd_ps(x, load16_bf16(column + 16 * v), sums[v]);
-  }
-  for (int v = 0; v < 4; ++v) {
-    int64_t output = panel * PANEL + 16 * v, left = linear.num_out - output;
-    if (left <= 0) return;
-    __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
-    if (linear.bias) sums[v] = _mm512_add_ps(sums[v], _mm512_loadu_ps(linear.bias + output));
-    int64_t at = row * linear.num_out + output;
-    if (linear.x_kind == X_BF16) store16_bf16(static_cast<uint16_t*>(y) + at, sums[v], mask);
-    else _mm512_mask_storeu_ps(static_cast<float*>(y) + at, mask, sums[v]);
-  }
-}
-#endif
 
 }  // namespace baton

@@ -1,9 +1,10 @@
 // Floating-point weights: pairs of bf16 by vdpbf16ps, fp32 by fma, e4m3 widened to bf16 (exactly) on the way. One sum
 // per output that takes the inputs in order; long inputs are cut in chunks that fit the cache, and a sum is put down
 // between two chunks and taken up again, which changes no bit.
-#include "linear.h"
+#include "common.h"
 
-#if defined(BATON_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#ifdef BATON_VNNI_BF16
+#include "linear_avx512.h"
 
 namespace baton {
 namespace {

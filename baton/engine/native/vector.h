@@ -1,4 +1,5 @@
-// Sixteen floats at a time, in the compiler's own vectors: a CPU without AVX-512 does them in smaller pieces.
+// Sixteen floats at a time, in the compiler's own vectors: a CPU without AVX-512 does them in two halves. The same
+// operations in the same order either way, so that both give the same bits.
 #pragma once
 
 #include <cmath>
@@ -20,11 +21,23 @@ inline V16 load16(const float* from) {
 }
 inline void store16(float* to, V16 x) { std::memcpy(to, &x, sizeof x); }
 inline V16 all16(float x) { return x - V16{}; }
+inline __m256 half8(V16 x, int which) {
+  __m256 halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  return halves[which];
+}
+inline V16 joined8(__m256 low, __m256 high) {
+  const __m256 halves[2] = {low, high};
+  V16 x;
+  std::memcpy(&x, halves, sizeof x);
+  return x;
+}
 inline V16 fma16(V16 a, V16 b, V16 c) {
 #ifdef BATON_AVX512
   return (V16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
-  return a * b + c;
+  return joined8(_mm256_fmadd_ps(half8(a, 0), half8(b, 0), half8(c, 0)),
+                 _mm256_fmadd_ps(half8(a, 1), half8(b, 1), half8(c, 1)));
 #endif
 }
 // Halves are put together until one is left.
@@ -60,17 +73,8 @@ inline uint32_t to_bits(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-inline float from_fp16(uint16_t x) {
-  _Float16 half;
-  std::memcpy(&half, &x, sizeof half);
-  return float(half);
-}
-inline uint16_t to_fp16(float x) {
-  _Float16 half = _Float16(x);
-  uint16_t bits;
-  std::memcpy(&bits, &half, sizeof bits);
-  return bits;
-}
+inline float from_fp16(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_fp16(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
 
 // Elements [index, index + 16) of a tensor of some Kind, and back.
 inline V16 read16(int64_t kind, const void* from, int64_t index) {
@@ -80,9 +84,9 @@ inline V16 read16(int64_t kind, const void* from, int64_t index) {
   if (kind == FP16) return (V16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves));
   return (V16)load16_bf16(halves);
 #else
-  V16 x;
-  for (int i = 0; i < 16; i++) x[i] = kind == FP16 ? from_fp16(halves[i]) : from_bf16(halves[i]);
-  return x;
+  if (kind == BF16) return joined8(load8_bf16(halves), load8_bf16(halves + 8));
+  return joined8(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)halves)),
+                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(halves + 8))));
 #endif
 }
 inline void write16(int64_t kind, void* to, int64_t index, V16 x) {
@@ -95,7 +99,10 @@ inline void write16(int64_t kind, void* to, int64_t index, V16 x) {
   }
   store16_bf16(halves, (__m512)x);
 #else
-  for (int i = 0; i < 16; i++) halves[i] = kind == FP16 ? to_fp16(x[i]) : to_bf16(x[i]);
+  for (int i = 0; i < 2; i++) {
+    if (kind == BF16) store8_bf16(halves + 8 * i, half8(x, i));
+    else _mm_storeu_si128((__m128i*)(halves + 8 * i), _mm256_cvtps_ph(half8(x, i), _MM_FROUND_TO_NEAREST_INT));
+  }
 #endif
 }
 inline V16 rounded16(int64_t kind, V16 x) {

@@ -1,4 +1,4 @@
-"""`F.linear` on a weight of any form, expanded to the compute dtype.
+"""`F.linear` on a weight of any form, expanded to the compute dtype; activations are rounded to fp8 where the form says so.
 
 Measured (torch 2.13, MKL and oneDNN, AVX-512, 1 to 16 threads, shapes 30 to 14,336): a row of `F.linear` has the same
 bits whatever shares its batch once there are at least 2 rows in bf16 and fp16, and when the number of rows is a
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.layers.linear.base import LinearKernel
-from baton.engine.quant.weights import DenseWeight, Weight
+from baton.engine.layers.linear.rounding import rounded_to_e4m3
+from baton.engine.quant.weights import DenseWeight, Fp8Weight, Weight
 
 # Rows are padded to a multiple of this, by dtype.
 ROW_MULTIPLE = {torch.float32: 8, torch.bfloat16: 2, torch.float16: 2}
@@ -29,8 +30,13 @@ class DenseLinear(LinearKernel):
         values = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
         self.weight, self.bias = values.to(dtype), bias
         self.row_multiple = ROW_MULTIPLE[dtype]
+        self._e4m3 = None  # activations, inputs of a block, scale
+        if isinstance(weight, Fp8Weight) and weight.activations != "none":
+            self._e4m3 = (weight.activations, weight.block[1], weight.input_scale)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._e4m3 is not None:
+            x = rounded_to_e4m3(x, *self._e4m3)
         missing = -x.shape[0] % self.row_multiple
         if missing == 0:
             return F.linear(x, self.weight, self.bias)

@@ -45,15 +45,9 @@ def _apply():
     return native.library().function("baton_linear", *arguments)
 
 
-@cache
 def unavailable() -> str:
     """Why this machine has no native linear kernels; empty where it has them."""
-    library = native.library()
-    if library is None:
-        return native.reason()
-    if not library.function("baton_linear_supported", restype=ctypes.c_int64)():
-        return "this processor has no AVX-512 VNNI and BF16"
-    return ""
+    return native.reason()
 
 
 class PackedLinear(LinearKernel):

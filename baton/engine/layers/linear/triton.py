@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.engine.kernels import linear as kernels
 from baton.engine.layers.linear import tinygemm
 from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.layers.linear.rounding import E4M3_MAX, rounded_to_e4m3
 from baton.engine.quant.weights import DenseWeight, Fp8Weight, IntWeight, Weight
 
 EXACT_TILE = 64  # rows: the least that a warp group multiplies on Hopper
@@ -24,7 +25,6 @@ SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200
 MIN_SEGMENT = 512  # inputs
 ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-E4M3_MAX = 448.0
 FP8_CAPABILITY = (8, 9)
 
 Path = Callable[[Tensor], Tensor]
@@ -286,18 +286,3 @@ def levels_of(packed: Tensor, block: int) -> Tensor:
     """What `packed_by` packed: q + 8, uint8 [out, in], zeros behind the last column."""
     halves = packed.unflatten(1, (-1, block // 2))
     return torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)
-
-
-def rounded_to_e4m3(x: Tensor, activations: str, block_in: int, input_scale: float) -> Tensor:
-    """x [M, in] as e4m3 with the scales of the form, in the dtype of x."""
-    values = x.float()
-    if activations == "dynamic-block":
-        num_in = x.shape[1]
-        values = F.pad(values, (0, -num_in % block_in)).unflatten(1, (-1, block_in))
-        return _through_e4m3(values, None).flatten(1)[:, :num_in].to(x.dtype)
-    return _through_e4m3(values, input_scale if activations == "static" else None).to(x.dtype)
-
-
-def _through_e4m3(values: Tensor, scale: float | None) -> Tensor:
-    scales = scale if scale is not None else (values.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
-    return (values / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scales

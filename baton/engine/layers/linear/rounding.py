@@ -1,0 +1,22 @@
+"""Activations rounded as a weight's form says, in torch: what the native kernels do while they read a row."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3_MAX = 448.0
+
+
+def rounded_to_e4m3(x: Tensor, activations: str, block_in: int, input_scale: float | None) -> Tensor:
+    """x [T, in] as e4m3 with the scales of the form (dynamic | dynamic-block | static), in the dtype of x."""
+    values = x.float()
+    if activations == "dynamic-block":
+        num_in = x.shape[1]
+        values = F.pad(values, (0, -num_in % block_in)).unflatten(1, (-1, block_in))
+        return _through_e4m3(values, None).flatten(1)[:, :num_in].to(x.dtype)
+    return _through_e4m3(values, input_scale if activations == "static" else None).to(x.dtype)
+
+
+def _through_e4m3(values: Tensor, scale: float | None) -> Tensor:
+    scales = scale if scale is not None else (values.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
+    return (values / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scales

@@ -1,0 +1,104 @@
+// What the linear kernels of 32 byte vectors share (AVX2; also AVX-512 without VNNI and BF16).
+//
+// One row streams the panel as it lies. More rows take it in chunks of inputs that are unpacked once, to what the
+// multipliers take, into four slices of 16 outputs that the first cache holds one at a time; tiles of up to 6 rows and
+// 16 outputs go through them with 12 sums in registers, which are put down between two chunks and taken up again.
+#pragma once
+
+#include "linear.h"
+
+namespace baton {
+
+constexpr int64_t SLICE = 16;            // outputs
+constexpr int64_t CHUNK_OF_ROW = 1024;   // bytes of a row's values: a slice of so many inputs is 16 KiB
+constexpr int64_t BLOCK = 240;           // rows whose chunks stay in a 512 KiB second cache with an unpacked one
+
+inline __m256 load8_scales(const void* scales, int64_t kind, int64_t index) {
+  if (kind == S_FP32) return _mm256_loadu_ps(static_cast<const float*>(scales) + index);
+  const uint16_t* halves = static_cast<const uint16_t*>(scales) + index;
+  if (kind == S_BF16) return load8_bf16(halves);
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+}
+
+// Adds outliers and bias to the 64 sums of a row and writes those outputs that exist.
+inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, int64_t row, const float* from, void* y) {
+  for (int v = 0; v < 8; ++v) {
+    const int64_t output = panel * PANEL + 8 * v, left = std::min<int64_t>(linear.num_out - output, 8);
+    if (left <= 0) return;
+    __m256 sum = _mm256_loadu_ps(from + 8 * v);
+    for (int64_t i = 0; i < linear.num_outliers; ++i) {
+      const uint16_t* column = linear.outlier_values + (panel * linear.num_outliers + i) * PANEL;
+      const __m256 x = _mm256_set1_ps(rows.outliers[row * linear.num_outliers + i]);
+      sum = _mm256_fmadd_ps(x, load8_bf16(column + 8 * v), sum);
+    }
+    if (linear.bias) sum = _mm256_add_ps(sum, _mm256_loadu_ps(linear.bias + output));
+    const int64_t at = row * linear.num_out + output;
+    if (linear.x_kind == X_BF16) {
+      uint16_t last[8], *to = static_cast<uint16_t*>(y) + at;
+      store8_bf16(left == 8 ? to : last, sum);
+      if (left < 8) std::copy_n(last, left, to);
+    } else {
+      float last[8], *to = static_cast<float*>(y) + at;
+      _mm256_storeu_ps(left == 8 ? to : last, sum);
+      if (left < 8) std::copy_n(last, left, to);
+    }
+  }
+}
+
+// Inputs [k0, k1) of 16 outputs, unpacked.
+struct Slice {
+  const Linear& linear;
+  const Rows& rows;
+  int64_t panel, first, k0, k1;  // first: output of the panel
+  const char* values;
+};
+
+// Inputs of a chunk: whole groups where there are several.
+inline int64_t chunk_of(const Linear& linear) {
+  const int64_t most = CHUNK_OF_ROW / bytes_of_x(linear);
+  if (linear.num_groups() == 1) return std::min(most, linear.padded_in);
+  return std::max<int64_t>(1, most / linear.group) * linear.group;
+}
+
+// All rows of a panel. Kernel: bytes(inputs) of a panel and SLICE_BYTES of an input of a slice;
+// unpack(values, inputs, slices, bytes of a slice); tile<rows>(slice, first row, its sums, ahead). Sums stand side by
+// side between two chunks, [rows][64].
+template <class Kernel>
+void in_chunks(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+               std::vector<char>& memory) {
+  const int64_t in = linear.padded_in, chunk = chunk_of(linear), slice_bytes = chunk * Kernel::SLICE_BYTES;
+  const uint8_t *values = linear.values + panel * Kernel::bytes(in), *next_values = linear.values + next * Kernel::bytes(in);
+  const int64_t num_blocks = (rows.num_rows + BLOCK - 1) / BLOCK;
+  char* slices = scratch(memory, PANEL / SLICE * slice_bytes + std::min(rows.num_rows, BLOCK) * PANEL * 4);
+  float* sums = reinterpret_cast<float*>(slices + PANEL / SLICE * slice_bytes);
+  for (int64_t block = 0, begin = 0, end; block < num_blocks; ++block, begin = end) {
+    end = rows.num_rows * (block + 1) / num_blocks;
+    const int64_t num_tiles = (end - begin + 5) / 6;
+    for (int64_t k0 = 0; k0 < in; k0 += chunk) {
+      const int64_t k1 = std::min(in, k0 + chunk);
+      Kernel::unpack(values + Kernel::bytes(k0), k1 - k0, slices, slice_bytes);
+      const uint8_t* from = k1 < in ? values + Kernel::bytes(k1) : next_values;
+      Ahead ahead{from, from + Kernel::bytes(std::min(chunk, k1 < in ? in - k1 : in))};
+      for (int64_t first = 0; first < PANEL; first += SLICE) {
+        const Slice slice{linear, rows, panel, first, k0, k1, slices + first / SLICE * slice_bytes};
+        for (int64_t i = 0, row = begin; i < num_tiles; ++i) {
+          const int64_t upto = begin + (end - begin) * (i + 1) / num_tiles;
+          float* at = sums + (row - begin) * PANEL + first;
+          switch (upto - row) {
+            case 1: Kernel::template tile<1>(slice, row, at, ahead); break;
+            case 2: Kernel::template tile<2>(slice, row, at, ahead); break;
+            case 3: Kernel::template tile<3>(slice, row, at, ahead); break;
+            case 4: Kernel::template tile<4>(slice, row, at, ahead); break;
+            case 5: Kernel::template tile<5>(slice, row, at, ahead); break;
+            default: Kernel::template tile<6>(slice, row, at, ahead);
+          }
+          row = upto;
+        }
+      }
+    }
+    for (int64_t row = begin; row < end; ++row)
+      finish_row(linear, panel, rows, row, sums + (row - begin) * PANEL, y);
+  }
+}
+
+}  // namespace baton

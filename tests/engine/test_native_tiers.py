@@ -1,0 +1,103 @@
+"""Which instructions the native kernels are compiled for, and their suites at every tier below the machine's best."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from baton.engine import native
+from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.native import build
+from baton.engine.native.tier import TIERS, available, tiers_of
+from tests.engine.weight_forms import FORMS
+from tests.process import ROOT
+
+SUITES = (
+    "tests/engine/test_linear_kernels.py",
+    "tests/engine/test_row_invariance.py",
+    "tests/engine/test_attention.py",
+    "tests/engine/test_kv_forms.py",
+    "tests/engine/test_parity_models.py",
+    "tests/engine/speculation/test_heads.py",
+)
+NAMES = [tier.name for tier in TIERS]
+V3 = "fpu avx avx2 fma f16c bmi1 bmi2 abm movbe"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+OWN = available()
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("fpu avx", 0),
+        (V3.replace("f16c", ""), 0),
+        (V3, 1),
+        (f"{V3} avx512_vnni avx512_bf16", 1),
+        (f"{V4} avx512_vnni", 2),
+        (f"{V4} avx512_vnni avx512_bf16 amx_tile", 3),
+    ],
+)
+def test_tiers_of_a_processor(flags, count):
+    cpuinfo = f"processor\t: 0\nmodel name\t: x\nflags\t\t: {flags}\nbugs\t\t:\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+    assert [tier.name for tier in tiers_of(cpuinfo)] == NAMES[:count]
+
+
+def test_no_tier_on_another_architecture():
+    assert tiers_of("processor\t: 0\nFeatures\t: fp asimd\n") == []
+
+
+def test_a_cap_is_kept(monkeypatch):
+    monkeypatch.setenv("BATON_ISA", "x86-64-v3")
+    assert available() == OWN[:1]
+
+
+def test_a_wrong_cap_is_one_line(monkeypatch):
+    monkeypatch.setenv("BATON_ISA", "sse9")
+    with pytest.raises(ValueError, match=f"^BATON_ISA=sse9: one of {', '.join(NAMES)}$"):
+        available()
+
+
+def test_below_every_tier_there_is_no_library(monkeypatch):
+    monkeypatch.delenv("BATON_NATIVE", raising=False)
+    monkeypatch.setattr(build, "available", list)
+    library, reason = build._load.__wrapped__()
+    assert library is None and reason == "this processor has no x86-64-v3 (AVX2, FMA and F16C)"
+
+
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.timeout(900)
+def test_every_tier_compiles(tmp_path, monkeypatch):
+    """Also those that this machine cannot run; not optimized, which takes a fifth of the time."""
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if flag != "-O3"))
+    for tier in TIERS:
+        assert tier.name in build.built(shutil.which(os.environ.get("CXX", "g++")), tier).name
+
+
+@pytest.mark.skipif(len(OWN) < 2, reason=f"this processor has {len(OWN)} of the tiers")
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize("tier", [tier.name for tier in OWN[:-1]])
+def test_suites_at_a_lower_tier(tier, suite):
+    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", suite]
+    done = subprocess.run(argv, cwd=ROOT, env=os.environ | {"BATON_ISA": tier}, capture_output=True, text=True)
+    assert not done.returncode, (done.stdout + done.stderr)[-6000:]
+
+
+@pytest.mark.skipif(len(OWN) < 2, reason=f"this processor has {len(OWN)} of the tiers")
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith("int")])
+def test_integers_have_the_same_bits_at_every_tier(name, monkeypatch):
+    """Their sums are exact, and fp32 takes the groups in one order."""
+    torch.manual_seed(0)
+    weight, bias, x = FORMS[name]((200, 480)), torch.randn(200), torch.randn(15, 480)
+    kernel = PackedLinear(weight, bias, torch.float32)
+    expected, pointer = kernel(x), ctypes.c_void_p
+    for tier in OWN[:-1]:
+        library = native.NativeLibrary(build.built(shutil.which(os.environ.get("CXX", "g++")), tier), tier)
+        arguments = (pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int64)
+        monkeypatch.setattr(kernel, "_apply", library.function("baton_linear", *arguments))
+        assert torch.equal(kernel(x), expected), tier.name
