@@ -68,11 +68,10 @@ void in_chunks(const Linear& linear, int64_t panel, int64_t next, const Rows& ro
                std::vector<char>& memory) {
   const int64_t in = linear.padded_in, chunk = chunk_of(linear), slice_bytes = chunk * Kernel::SLICE_BYTES;
   const uint8_t *values = linear.values + panel * Kernel::bytes(in), *next_values = linear.values + next * Kernel::bytes(in);
-  const int64_t num_blocks = (rows.num_rows + BLOCK - 1) / BLOCK;
   char* slices = scratch(memory, PANEL / SLICE * slice_bytes + std::min(rows.num_rows, BLOCK) * PANEL * 4);
   float* sums = reinterpret_cast<float*>(slices + PANEL / SLICE * slice_bytes);
-  for (int64_t block = 0, begin = 0, end; block < num_blocks; ++block, begin = end) {
-    end = rows.num_rows * (block + 1) / num_blocks;
+  for (int64_t begin = 0, end; begin < rows.num_rows; begin = end) {
+    end = std::min(begin + BLOCK, rows.num_rows);
     const int64_t num_tiles = (end - begin + 5) / 6;
     for (int64_t k0 = 0; k0 < in; k0 += chunk) {
       const int64_t k1 = std::min(in, k0 + chunk);
