@@ -127,7 +127,7 @@ class GGUFHeader:
     def _lay_out(self, tensors: list[tuple[str, TensorInfo]], header_bytes: int) -> None:
         alignment = self.get("general.alignment", INTEGER, ALIGNMENT)
         if alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"general.alignment {alignment} is no power of two")
+            raise ValueError(f"general.alignment {alignment} is not a power of two")
         begin = -(-header_bytes // alignment) * alignment
         for name, info in tensors:
             if name in self.tensors:

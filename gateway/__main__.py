@@ -14,7 +14,7 @@ FAILED, WRONG_USE = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0 drained, 1 failed, 2 wrong use; a failed start says why in one line on stderr."""
-    parser = make_parser("python -m gateway", "the door for clients: tokenizes, routes, streams; needs no GPU")
+    parser = make_parser("python -m gateway", "the entry point for clients: tokenizes, routes, streams; needs no GPU")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
     add_flags(parser, GatewaySettings)
     flags = vars(parser.parse_args(argv))

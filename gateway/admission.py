@@ -53,7 +53,7 @@ class Bid(NamedTuple):
             patience_s = min(patience_s, max(self.slo.ttft_s - alone_s, alone_s))
         if wait_s > max(_MARGIN * patience_s, _LEAST_WAIT_S):
             retry_s = min(max(wait_s - patience_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
-            told = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of them in line"
+            told = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
             raise Overloaded(told, retry_s, reason="TTFT_BUDGET")
 
     def check(self, decision: Decision, in_line_s: float) -> None:

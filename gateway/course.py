@@ -231,7 +231,7 @@ class Course:
         self._end(DeadlineExceeded(f"the deadline passed while {before.value}"))
 
     def _end_draining(self, event, before, subject) -> None:
-        told = "this gateway is shutting down: send the same request with the seed that was told, and resume_from"
+        told = "this gateway is shutting down: send the same request with the returned seed and resume_from"
         self._end(Unavailable(told, 0.0, reason="DRAINING"))
 
     def _end_cancelled(self, event, before, subject) -> None:

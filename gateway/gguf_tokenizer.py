@@ -86,7 +86,7 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> tupl
     rule = RULES[name]
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     if broken := next((merge for merge, pair in zip(merges, pairs) if len(pair) != 2), None):
-        raise SettingsError(f"{header.path}: tokenizer.ggml.merges: {broken[:40]!r} is no pair of words")
+        raise SettingsError(f"{header.path}: tokenizer.ggml.merges: {broken[:40]!r} is not a pair of words")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     model = models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=rule.whole_words)
     tokenizer = Tokenizer(model)

@@ -232,10 +232,10 @@ def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int,
     if len(request.resume_from) != num_choices:
         _refuse("resume_from", f"has {len(request.resume_from)} entries for {num_choices} choices: one each is needed")
     if not request.request_id:
-        _refuse("resume_from", "needs the request_id of the request that it goes on with")
+        _refuse("resume_from", "needs the request_id of the request that it continues")
     temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.temperature
     if temperature and not sampling.HasField("seed"):
-        _refuse("resume_from", "needs sampling.seed, as the first message told it: the answer would be another one")
+        _refuse("resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ")
     return tuple(request.resume_from)
 
 
@@ -275,7 +275,7 @@ def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
 
 def _slo_class(name: str, served: ServedModel) -> str:
     if name and name not in served.slo_classes:
-        _refuse("slo_class", f"{name[:40]!r} is none of: {', '.join(sorted(served.slo_classes))}")
+        _refuse("slo_class", f"{name[:40]!r} is not one of: {', '.join(sorted(served.slo_classes))}")
     return name or DEFAULT_CLASS
 
 

@@ -55,7 +55,7 @@ def _ends(header: GGUFHeader, vocab_size: int) -> frozenset[int]:
     ids = {name: header.get(f"tokenizer.ggml.{name}", INTEGER, -1) for name in ENDS}
     for name, token_id in ids.items():
         if not -1 <= token_id < vocab_size:
-            told = f"{token_id} is none of the vocabulary, which has {vocab_size} ids"
+            told = f"{token_id} is not one of the vocabulary, which has {vocab_size} ids"
             raise SettingsError(f"{header.path}: tokenizer.ggml.{name} {told}")
     return frozenset(ids.values()) - {-1}
 

@@ -76,5 +76,5 @@ class ModelIdentities:
 def _digests(words: Sequence[str]) -> frozenset[bytes]:
     for word in words:
         if not _DIGEST.fullmatch(word):
-            raise ValueError(f"{word[:80]!r} is no digest of a model: 64 hex digits, as a worker's ready line has them")
+            raise ValueError(f"{word[:80]!r} is not a model digest: 64 hex digits, as a worker's ready line has them")
     return frozenset(map(bytes.fromhex, words))

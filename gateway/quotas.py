@@ -57,10 +57,10 @@ def read_quotas(path: Path | None) -> Mapping[str, Quota]:
 
 def _quota(name: str, table: object) -> Quota:
     if not isinstance(table, dict):
-        raise ValueError(f"{name} is no table: write [{name}] and a line for each of {', '.join(_FIELDS)}")
+        raise ValueError(f"{name} is not a table: write [{name}] and a line for each of {', '.join(_FIELDS)}")
     for field, value in table.items():
         if field not in _FIELDS:
-            raise ValueError(f"[{name}] {field} is none of {', '.join(_FIELDS)}")
+            raise ValueError(f"[{name}] {field} is not one of {', '.join(_FIELDS)}")
         kinds = int if field in _INTEGERS else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
             raise ValueError(f"[{name}] {field} = {value!r}: a number over 0 is needed")
@@ -172,7 +172,7 @@ class Reservation:
 def _check_balance(usage: Usage, at: float) -> None:
     rate = usage.quota.tokens_per_s
     if rate is not None and (balance := usage.balance(at)) <= 0:
-        told = f"the tenant has used up its quota of {rate:g} tokens_per_s, with what its running requests may come to"
+        told = f"the tenant has used up its quota of {rate:g} tokens_per_s, including what its running requests may still use"
         raise Overloaded(told, max(_RETRY_AFTER_S, (1 - balance) / rate), reason="TENANT_TOKENS")
 
 
@@ -254,7 +254,7 @@ class Quotas:
             self._table = read_quotas(self._path)
             log.info("quotas read again %s", fields(tenants=len(self._table)))
         except ValueError as error:
-            log.error("quotas: the old ones go on %s", fields(error=error))
+            log.error("quotas: the old ones stay in use %s", fields(error=error))
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:

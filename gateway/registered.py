@@ -133,7 +133,7 @@ def _plain(address: str) -> str:
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
-        raise _Wrong("address", f"{host!r} is no IP address") from None
+        raise _Wrong("address", f"{host!r} is not an IP address") from None
     return f"{ip}:{port}" if ip.version == 4 else f"[{ip}]:{port}"
 
 

@@ -174,7 +174,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if left_s is None:
             left_s = self._settings.default_timeout_s
         if left_s <= 0:
-            raise DeadlineExceeded("the deadline was past when the request came")
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
         return received + min(left_s, self._settings.max_timeout_s)
 
 

@@ -75,7 +75,7 @@ class TextWork:
         try:
             return self._known("text", self._tokenizer.encode_text(text))
         except CannotEncode as error:
-            raise InvalidRequest("text", f"the model's tokenizer gives up on it: {error}") from None
+            raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
 
     def _encode_chat(self, messages: Sequence[ChatMessage], context: int) -> Sequence[int]:
         try:
@@ -85,7 +85,7 @@ class TextWork:
         except TemplateFailed as error:
             raise InvalidRequest("messages", f"refused by the model's chat template: {error}") from None
         except CannotEncode as error:
-            raise InvalidRequest("messages", f"the model's tokenizer gives up on them: {error}") from None
+            raise InvalidRequest("messages", f"the model's tokenizer fails on them: {error}") from None
         except ControlTokenInContent:
             raise InvalidRequest(
                 "messages", "a content spells a control token, and this model's chat template would make it one"

@@ -30,16 +30,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "certs",
         help="write certificates, an API key and a cluster secret",
-        description="Writes what `baton up --certs DIR` reads. Keep ca.key elsewhere: whoever has it is everybody.",
+        description="Writes what `baton up --certs DIR` reads. Keep ca.key elsewhere: whoever has it can issue any certificate.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; made, never overwritten")
     parser.add_argument(
-        "--host", action="append", default=[], metavar="NAME", help="further name or address by which clients reach "
-        "the gateway (repeat; localhost and 127.0.0.1 are always in)",
-    )  # fmt: skip
-    parser.add_argument("--tenant", default="main", metavar="NAME", help="of the key (default: %(default)s)")
-    parser.add_argument("--days", type=whole, default=365, metavar="N", help="of validity (default: %(default)s)")
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another host name or address of the gateway (repeatable; localhost and 127.0.0.1 are always included)",
+    )
+    parser.add_argument("--tenant", default="main", metavar="NAME", help="tenant of the API key (default: %(default)s)")
+    parser.add_argument("--days", type=whole, default=365, metavar="N", help="days of validity (default: %(default)s)")
     parser.add_argument("--renew", type=Path, metavar="DIR", help="only new certificates, signed by DIR's authority")
     parser.set_defaults(run=run)
 

@@ -31,16 +31,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "drain",
         help="empty a worker, and end it or change its role",
-        description="What runs on the worker goes on for the grace, then moves to others; leases are taken or expire. "
+        description="Requests on the worker continue for the grace period, then move to other workers. "
         "Returns when the worker is gone, or serves in its next role.",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
     parser.add_argument(
-        "--next-role", choices=("prefill", "decode"), default="", help="what it is next (default: it ends)"
+        "--next-role",
+        choices=("prefill", "decode"),
+        default="",
+        help="role to start in again (default: none, the worker exits)",
     )
     parser.add_argument(
-        "--grace", type=float, default=0.0, metavar="S", help="for what runs (default: the worker's own)"
+        "--grace",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="grace period of running requests (default: the worker's own)",
     )
     add_access_flags(parser)
     parser.set_defaults(run=run)

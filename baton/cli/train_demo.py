@@ -21,7 +21,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to fill (default: %(default)s)")
     parser.add_argument("--minutes", type=positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")
     parser.add_argument("--quick", action="store_true", help="about a minute: tiny models on a slice of the corpus")
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the same folder")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the same folder")
     parser.add_argument("--threads", type=whole, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.set_defaults(run=run)

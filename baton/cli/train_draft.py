@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--minutes", type=positive, default=DEFAULT_MINUTES, help="training time (default: %(default)g)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with an interrupted run in the same folder")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the same folder")
     parser.add_argument("--threads", type=whole, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.set_defaults(run=run)
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         figures = train_heads(args.kind, args.model, _documents(args.text), args.out, args.minutes, args.seed)
     except KeyboardInterrupt:
-        return _fail("interrupted; go on with the same command and --resume", 1)
+        return _fail("interrupted; continue with the same command and --resume", 1)
     except (OSError, ValueError, RuntimeError, ModelError) as error:
         return _fail(str(error).splitlines()[0], 1)
     shares = ", ".join(f"{share:.1%}" for share in figures["agreement"])

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 LEVERS = {
     "client": "give the load generator more --processes, or a machine of its own",
-    "queue": "add the worker that the queue is in front of, or lower the rate",
+    "queue": "add a worker of the role that requests queue for, or lower the rate",
     "prefill compute": "add prefill workers, or let prompts share more of their prefix",
-    "transfer": "bring the workers onto one host (shm, cuda_ipc) or a faster network, or store KV in int8",
+    "transfer": "move the workers to one host (shm, cuda_ipc) or a faster network, or store KV in int8",
     "decode bandwidth": "quantize weights (int8, int4) or turn speculation on; for more streams add decode workers",
 }
-MORE_LOAD = "send more, or more at once: the stack has room"  # the client's lever, as the stack sees it
+MORE_LOAD = "send more requests, or more at once: the stack has room"  # the client's lever, as the stack sees it
 QUEUES = {"admit": "decode", "prefill_queue": "prefill", "decode_queue": "decode"}
 PHASES = {
     "queue": tuple(QUEUES),
@@ -37,7 +37,7 @@ def bound_of(spent_s: Mapping[str, float]) -> Bound:
     and are part of the time that the share is of."""
     by_bound = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
     if not any(by_bound.values()):
-        return Bound("nothing", "No request was answered: nothing can be said of what bounds the run.")
+        return Bound("nothing", "No request was answered, so nothing can be said about what limits the run.")
     name = max(by_bound, key=lambda each: by_bound[each])
     share = by_bound[name] / sum(spent_s.values())
     evidence = _EVIDENCE[name].format(share=f"{share:.0%} of the answered requests' time")

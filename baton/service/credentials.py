@@ -48,7 +48,7 @@ def check_tenant(name: object) -> None:
     if not isinstance(name, str) or not TENANT.fullmatch(name):
         raise ValueError(f"must be a string that matches {TENANT.pattern}")
     if name == DEFAULT_TENANT:
-        raise ValueError(f"{name} is whoever shows no credential: choose another name")
+        raise ValueError(f"{name} is the tenant of callers without a credential: choose another name")
 
 
 def new_key() -> tuple[str, str, str]:
@@ -133,7 +133,7 @@ class Credentials:
                 self._read()
                 log.info("credentials read again %s", fields(keys=len(self._keys)))
         except (OSError, SettingsError) as error:
-            log.error("credentials: the old ones go on %s", fields(error=error))
+            log.error("credentials: the old ones stay in use %s", fields(error=error))
 
     def _read(self) -> None:
         try:

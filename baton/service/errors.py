@@ -56,7 +56,7 @@ class Unauthenticated(BatonError):
 
 
 class PermissionDenied(BatonError):
-    """It is known who asks, and he may not."""
+    """The caller is known and may not do this."""
 
     code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
 

@@ -69,7 +69,7 @@ class Places:
             if not self._silent.get(key):
                 raise _full(f"{self._num_open[key]} calls of this kind are open already, by this caller")
             next(iter(self._silent[key])).end(
-                _full("a newer call has taken the place of this one, whose message had not come")
+                _full("a newer call replaced this one, whose first message had not arrived")
             )
         place = Place(self, key, host)
         for counter, name in self._counted(place):
@@ -90,7 +90,7 @@ class Places:
         for place in list(self._silent.get(key, ())):
             if (left_s := place.entered_at + due_s - time.monotonic()) > 0:
                 return self._watch(key, due_s, left_s)
-            late = f"the call's first message has not come within {due_s:g} s"
+            late = f"the call's first message did not arrive within {due_s:g} s"
             place.end(DeadlineExceeded(late, reason="MESSAGE_LATE"))
 
     def _has_room(self, key: tuple[str, Caller], kind: _Kind) -> bool:

@@ -186,7 +186,7 @@ def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> ob
     choices = field.metadata.get("choices", ())
     for part in parsed if isinstance(parsed, tuple) else (parsed,):
         if choices and part not in choices:
-            raise SettingsError(f"{where}: {part!r} is none of {', '.join(choices)}")
+            raise SettingsError(f"{where}: {part!r} is not one of {', '.join(choices)}")
     return parsed
 
 

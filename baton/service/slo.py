@@ -33,9 +33,9 @@ def parse_slo(text: str) -> Slo:
     for part in text.split(","):
         found = _PART.fullmatch(part.strip())
         if found is None:
-            raise ValueError(f"{part.strip()!r} is no objective; write for instance ttft=300ms,tpot=50ms")
+            raise ValueError(f"{part.strip()!r} is not an objective; write for instance ttft=300ms,tpot=50ms")
         name = f"{found[1]}_s"
         if name in bounds:
-            raise ValueError(f"{found[1]} stands there twice")
+            raise ValueError(f"{found[1]} is given twice")
         bounds[name] = float(found[2]) / (1000 if found[3] == "ms" else 1)
     return Slo(**bounds)

@@ -57,7 +57,7 @@ class Drain:
             self._until = time.monotonic() + self._grace_s
         log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._until - time.monotonic()))
         if not await _until(lambda: not legs.num_busy, lambda: self._until):
-            log.warning("the grace is over, what still runs moves to other workers %s", fields(keys=legs.num_busy))
+            log.warning("the grace is over: running requests move to other workers %s", fields(keys=legs.num_busy))
             self._commands.on_grace_over()
             await asyncio.sleep(ASK_S)
             if not await _until(lambda: not legs.num_busy, _in(SETTLE_S)):

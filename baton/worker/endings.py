@@ -20,10 +20,10 @@ class Status(NamedTuple):
 OK = Status(code_pb2.OK)
 CANCELLED = Status(code_pb2.CANCELLED, "CANCELLED", "cancelled")
 DEADLINE = Status(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the budget of this request is used up")
-STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session it came through is gone")
-NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost, and nobody came to go on with it")
+STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session that it came through is lost")
+NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost and nobody resumed it")
 ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway goes on with this request")
-LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody took the KV of this prompt in time")
+LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody fetched the KV of this prompt in time")
 DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
 
 # How a lease ends, in the source's words. One that was taken is no news: its taker's leg has said it.

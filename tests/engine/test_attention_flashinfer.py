@@ -50,7 +50,7 @@ def test_a_step_is_planned_once_for_each_window(stand_in):
     [
         ({"dtype": torch.float32}, "computes in bf16 or fp16"),
         ({"form": "int8"}, "reads KV in the compute dtype, int8 is stored"),
-        ({"heads": (2, 1, 96)}, "head_dim 96 is none of 64, 128, 256"),
+        ({"heads": (2, 1, 96)}, "head_dim 96 is not one of 64, 128, 256"),
     ],
     ids=str,
 )

@@ -43,7 +43,7 @@ def held_back(text: str, stops) -> str:
 
 
 def sentencepiece_text(tokens, strips_space: bool = True) -> str:
-    """Of tokens that are no special ones: bytes join to characters, what is none of them becomes U+FFFD."""
+    """Of tokens that are no special ones: bytes join to characters, what is not one of them becomes U+FFFD."""
     value = b""
     for token in tokens:
         byte = re.fullmatch("<0x([0-9A-F]{2})>", token)

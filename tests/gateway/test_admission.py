@@ -191,7 +191,7 @@ def test_who_would_be_served_too_late_is_told_at_once(clock):
         lines.prefill.leave(place)
     lines.check(bid(clock[0], BATCH), 0.1)  # 1 s in line, and no hurry
     late = Bid(bid(clock[0]).rank, 100, STANDARD)
-    with pytest.raises(Overloaded, match="1.0 s of them in line") as caught:
+    with pytest.raises(Overloaded, match="1.0 s of that in the queue") as caught:
         lines.check(late, 0.1)
     assert caught.value.reason == "TTFT_BUDGET" and 0.5 <= caught.value.retry_after_s <= 10
     lines.check(late, 2.0)  # alone it takes twice what the class allows: it may wait as long

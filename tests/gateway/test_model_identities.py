@@ -92,7 +92,7 @@ async def test_the_list_changes_while_everything_runs(cluster, digest, stranger,
 
 
 @pytest.mark.parametrize("given, told", [
-    (("12ab",), "--model-identity: '12ab' is no digest of a model"),
+    (("12ab",), "--model-identity: '12ab' is not a model digest"),
     (("X" * 10_000,), "--model-identity: 'XXXX"),
     (("@/nowhere/models",), "--model-identity: /nowhere/models: No such file"),
 ])  # fmt: skip

@@ -225,8 +225,8 @@ def test_the_file(tmp_path):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("a = 3", "a is no table"),
-        ("[a]\ntokens = 3", r"\[a\] tokens is none of tokens_per_s"),
+        ("a = 3", "a is not a table"),
+        ("[a]\ntokens = 3", r"\[a\] tokens is not one of tokens_per_s"),
         ("[a]\ntokens_per_s = 0", "over 0"),
         ("[a]\ntokens_per_s = true", "over 0"),
         ("[a]\nconcurrent_requests = 2.5", "over 0"),
@@ -255,7 +255,7 @@ def test_the_file_is_read_again(tmp_path, caplog):
     first.settle(0, 16.0)
     assert refused(quotas, "a", 16.1).reason == "TENANT_TOKENS"
     path.write_text("[a]\nconcurrent_requests = no\n")  # half written
-    assert refused(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones go on" in caplog.text
+    assert refused(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones stay in use" in caplog.text
     path.write_text("[b]\nconcurrent_requests = 1\n")
     quotas.enter("a", 18.4)  # nobody bounds it any more
 

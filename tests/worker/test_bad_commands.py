@@ -82,7 +82,7 @@ def firsts(draw) -> list[pb.FirstToken]:
 
 
 class ToyBench(Bench):
-    """Commands with a real engine over a toy model, and a key in it that is none of the bad one's business."""
+    """Commands with a real engine over a toy model, and a key in it that is not one of the bad one's business."""
 
     def __init__(self):
         super().__init__()

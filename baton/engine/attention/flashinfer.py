@@ -45,7 +45,7 @@ class FlashInferAttention(Attention):
         if reason := unfit_cuda(shape.device, (8, 0)) or _missing() or unfit_rows(shape):
             return reason
         if shape.head_dim not in HEAD_DIMS:
-            return f"head_dim {shape.head_dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+            return f"head_dim {shape.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         return ""
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:

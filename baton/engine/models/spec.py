@@ -264,5 +264,5 @@ def _ids(value: object, vocab_size: int) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
-            raise ValueError(f"eos_token_id {token_id!r:.40} is none of the vocabulary, which has {vocab_size} ids")
+            raise ValueError(f"eos_token_id {token_id!r:.40} is not one of the vocabulary, which has {vocab_size} ids")
     return ids

@@ -26,7 +26,7 @@ def make_proposers(config: EngineConfig, model: Model) -> list[Proposer]:
 
 
 def kind_of(folder: Path) -> str:
-    """draft | medusa | eagle. Raises ModelError where the folder is none of these."""
+    """draft | medusa | eagle. Raises ModelError where the folder is not one of these."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{path}: no such file")
