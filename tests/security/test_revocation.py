@@ -113,7 +113,7 @@ async def test_the_file_is_replaced_under_load(served, keys, caplog):
                 for half in (keys.path.read_text()[:-9], "", "no table", '[keys.k1]\ntenant = "default"'):
                     keys.write(half)
                     caplog.clear()
-                    while "the old ones go on" not in caplog.text:
+                    while "the old ones stay in use" not in caplog.text:
                         await asyncio.sleep(0.01)
                         assert not any(task.done() for task in asking)
                 keys.remove(f"tenant{index}")
