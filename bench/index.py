@@ -24,16 +24,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from baton.v1 import worker_pb2 as pb  # noqa: E402
-from gateway.redis_index import RedisIndex  # noqa: E402
+from gateway import redis_index  # noqa: E402
 from gateway.slot_leases import KV_TTL_S  # noqa: E402
 from gateway.slots import NUM_SLOTS  # noqa: E402
 from report import Report, finish, start  # noqa: E402
 from tests.redis_server import RedisServer  # noqa: E402
 
+redis_index.BUDGET_S = 10.0  # every lookup is measured to its end; a gateway goes on without after 50 ms
 NUM_WORKERS = 64
 RUN = 256  # spans of one lookup: 16,384 tokens
 SIZES = (1_000_000, 10_000_000, 50_000_000)
-CHUNK = 100_000
+CHUNK = 10_000  # of one script: whoever asks while one runs for 5 s is told BUSY
 UNKNOWN = [b"unknown" + i.to_bytes(25, "big") for i in range(RUN)]
 HEARTBEAT_S = 1.2  # of a gateway, and a little
 ENTRY_BYTES = 190  # reckoned with before it is measured, a growing table included
@@ -60,12 +61,12 @@ def worker(n: int) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def gateway(server: RedisServer, num_workers: int) -> AsyncIterator[RedisIndex]:
+async def gateway(server: RedisServer, num_workers: int) -> AsyncIterator[redis_index.RedisIndex]:
     """The index of one gateway, the first on this Redis, whose workers have joined and hold their slots, in order."""
     server.client.delete(
         *(b"baton:slot:%d" % n for n in range(NUM_SLOTS)), *(b"baton:writer:" + worker(n) for n in range(num_workers))
     )
-    index = RedisIndex(server.url, b"g" * 16)
+    index = redis_index.RedisIndex(server.url, b"g" * 16)
     for n in range(num_workers):
         index.join(worker(n), lambda: None)
     await index.check_secret(b"f" * 16)
@@ -98,11 +99,16 @@ def fill(server: RedisServer, begin: int, end: int) -> None:
         script(args=[at, min(end, at + CHUNK), RUN, NUM_WORKERS, 10 * KV_TTL_S])
 
 
-async def looked_up(index: RedisIndex, run: int, num_held: int) -> float:
-    """Seconds, of a prompt that goes on otherwise behind so many spans. It must find its worker, and how many."""
+async def looked_up(index: redis_index.RedisIndex, run: int, num_held: int) -> float:
+    """Seconds, of a prompt that goes on otherwise behind so many spans. It must find its worker, and how many; where the
+    index does without Redis for a moment (on a busy machine its heartbeat comes late), it is asked again."""
     hashes = spans(run)[:num_held] + UNKNOWN[num_held:]
-    began = time.perf_counter()
-    found = await index.lookup(hashes)
+    async with asyncio.timeout(120):
+        while True:
+            began = time.perf_counter()
+            if found := await index.lookup(hashes):
+                break
+            await asyncio.sleep(0.05)
     took_s = time.perf_counter() - began
     assert found == {worker(run % NUM_WORKERS): num_held}, f"run {run}: {found}"
     return took_s

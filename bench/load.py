@@ -3,11 +3,12 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 
+from baton.service.errors import from_rpc_error
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
@@ -65,7 +66,7 @@ class LoadGenerator:
         )
         begun = time.perf_counter()
         try:
-            async for message in self._stub.Generate(request, timeout=300):
+            async for message in self._answered(request):
                 if message.token_ids and not progress.num_tokens:
                     progress.ttft_s = time.perf_counter() - begun
                 progress.num_tokens += len(message.token_ids)
@@ -78,6 +79,20 @@ class LoadGenerator:
         if progress.num_tokens != job.num_output:
             raise RuntimeError(f"{progress.num_tokens} of {job.num_output} tokens came")
         return progress
+
+    async def _answered(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """Sent again as often as it is told to come back: on a slow machine so many at once wait longer than their class
+        was promised."""
+        while True:
+            try:
+                async for message in self._stub.Generate(request, timeout=300):
+                    yield message
+                return
+            except grpc.aio.AioRpcError as call:
+                error = from_rpc_error(call)
+                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is None:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
 
     async def closed(self, jobs: Sequence[Job], concurrency: int) -> list[Progress]:
         """`concurrency` at a time: the next begins when one has ended."""

@@ -2,15 +2,20 @@
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import statistics
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from baton.engine import cpu
+from baton.engine.native.tier import available
 
 PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
 
@@ -36,6 +41,7 @@ class Report:
     command: str
     quick: bool
     rows: list[Row] = field(default_factory=list)
+    failed: str = ""  # why there are no more
 
     def add(
         self,
@@ -64,6 +70,8 @@ class Report:
             "versions": versions(),
             "rows": [asdict(row) for row in self.rows],
         }
+        if self.failed:
+            report["failed"] = self.failed
         path.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -77,12 +85,15 @@ def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argpa
         help_text = "these parts only: %(choices)s"
         parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="PART", help=help_text)
     arguments = parser.parse_args()
-    print(f"{machine()['cpu']}, {machine()['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    found = machine()
+    print(f"{found['cpu']}, tier {found['tier']}, {found['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     print(_HEADER)
     command = f"python bench/{name}.py" + (" --quick" if arguments.quick else "")
     if parts and arguments.only != list(parts):
         command += f" --only {' '.join(arguments.only)}"
-    return arguments, Report(command, arguments.quick)
+    report = Report(command, arguments.quick)
+    sys.excepthook = functools.partial(_end_early, arguments, report)
+    return arguments, report
 
 
 def finish(arguments: argparse.Namespace, report: Report) -> int:
@@ -92,6 +103,15 @@ def finish(arguments: argparse.Namespace, report: Report) -> int:
     missed = [row.row for row in report.rows if row.met is False]
     print(f"missed: {', '.join(missed)}" if missed else "every goal met")
     return 1 if missed else 0
+
+
+def _end_early(arguments: argparse.Namespace, report: Report, kind: type, error: BaseException, trace) -> None:
+    """What was measured stays; why there is no more is one line, and exit status 1."""
+    report.failed = f"{kind.__name__}: {' '.join(str(error).split()) or 'nothing is said'}"
+    if arguments.json:
+        report.write(arguments.json)
+    *_, last = traceback.extract_tb(trace)
+    print(f"ended early at {Path(last.filename).name}:{last.lineno}, {len(report.rows)} rows: {report.failed}")
 
 
 def interleave(arms: dict[str, Callable[[], float]], num_rounds: int) -> dict[str, list[float]]:
@@ -112,7 +132,8 @@ def machine() -> dict[str, str | int | float]:
     """What the figures depend on; no names, no paths."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu.name(),
+        "tier": tiers[-1].name if (tiers := available()) else "none",
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory_bytes / 2**30, 1),
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
@@ -127,13 +148,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def _is_met(goal: str, value: float, ratio: float | None) -> bool | None:

@@ -9,6 +9,7 @@ from grpc_status import rpc_status
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
+from tests.pace import patience
 
 Prompt = str | Sequence[int] | Sequence[tuple[str, str]]
 
@@ -113,14 +114,14 @@ class Client:
     def close(self) -> None:
         self.channel.close()
 
-    def stream(self, prompt: Prompt | None, *, timeout: float | None = 60, metadata=(), **fields):
+    def stream(self, prompt: Prompt | None, *, timeout: float | None = patience(60), metadata=(), **fields):
         """The call itself: an iterator of GenerateResponse that can be cancelled."""
         return self.stub.Generate(make_request(prompt, **fields), timeout=timeout, metadata=tuple(metadata))
 
     def generate(self, prompt: Prompt | None, **fields) -> Reply:
         return gather(self.stream(prompt, **fields))
 
-    def generate_many(self, requests: Iterable[pb.GenerateRequest], timeout: float = 60) -> list[Reply]:
+    def generate_many(self, requests: Iterable[pb.GenerateRequest], timeout: float = patience(60)) -> list[Reply]:
         """All at once; replies in the order of the requests."""
         calls = [self.stub.Generate(request, timeout=timeout) for request in requests]
         return [gather(call) for call in calls]
@@ -131,10 +132,10 @@ class Client:
         else:
             messages = [pb.Message(role=role, content=content) for role, content in prompt]
             request = pb.TokenizeRequest(messages=pb.Messages(messages=messages))
-        return list(self.stub.Tokenize(request, timeout=30).token_ids)
+        return list(self.stub.Tokenize(request, timeout=patience(30)).token_ids)
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        return self.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=30).text
+        return self.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=patience(30)).text
 
 
 @dataclass(frozen=True)

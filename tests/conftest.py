@@ -1,4 +1,5 @@
-"""What all tests print at the end: one table of the faults that were made and what came of them."""
+"""What holds for all tests: how long one may take, and a table at the end of the faults that were made and what came of
+them."""
 
 import json
 import sys
@@ -6,9 +7,25 @@ import sys
 import pytest
 
 from baton.engine.reproducible import fix_order_of_sums
+from tests import pace
 from tests.faults.table import lines
 
 fix_order_of_sums()  # before any test multiplies
+
+
+def pytest_configure() -> None:
+    pace.slowness()  # before pytest starts its workers, which inherit it
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    usual_s = config.getvalue("timeout") or float(config.getini("timeout"))
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        item.add_marker(pytest.mark.timeout(pace.patience(own.args[0] if own else usual_s)), append=False)
+
+
+def pytest_report_header() -> str:
+    return f"time limits: {pace.slowness():.1f} times what is written"
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

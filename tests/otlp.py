@@ -18,6 +18,8 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from tests.pace import patience
+
 
 @dataclass(frozen=True)
 class Span:
@@ -97,7 +99,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def wait_for(self, enough: Callable[[list[Span]], bool], timeout_s: float = 10) -> list[Span]:
         """All spans, once `enough` says so. Fails naming what has arrived."""
         with self._arrived:
-            if not self._arrived.wait_for(lambda: enough(self.spans), timeout_s):
+            if not self._arrived.wait_for(lambda: enough(self.spans), patience(timeout_s)):
                 raise AssertionError(f"spans after {timeout_s} s: {[span.name for span in self.spans]}")
             return list(self.spans)
 

@@ -9,6 +9,7 @@ import grpc
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from tests.pace import patience
 
 HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 
@@ -38,7 +39,7 @@ class Probe:
         with self._arrived:
             # The first to arrive may have been under way already.
             wanted = self._num_loads + 2
-            assert self._arrived.wait_for(lambda: self._num_loads >= wanted, timeout_s), "the worker says nothing"
+            assert self._arrived.wait_for(lambda: self._num_loads >= wanted, patience(timeout_s)), "the worker says nothing"
             return self._latest
 
     def _read(self) -> None:
@@ -66,7 +67,7 @@ class Probe:
 
     def wait_idle(self, timeout_s: float = 15) -> dict[str, int]:
         """Waits until every block is cached or free and nothing runs or waits; returns the blocks by holder."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while True:
             load = self.load()
             blocks = self._by_holder(load)

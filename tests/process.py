@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from baton.failpoints import VARIABLE
+from tests.pace import patience
 
 ROOT = Path(__file__).resolve().parents[1]
 # Not a preexec_fn: that takes a fork, which gRPC's threads in this process would see.
@@ -57,7 +58,7 @@ class Process:
 
     def ready(self, timeout_s: float = 60) -> dict[str, str]:
         """The fields of the `ready key=value ...` line. Raises RuntimeError with the log when none comes."""
-        deadline = self.started + timeout_s
+        deadline = self.started + patience(timeout_s)
         while True:
             found = re.search(r"^ready (.*)\n", self.out.read_text(errors="replace"), re.MULTILINE)
             if found:
@@ -105,13 +106,13 @@ class Process:
 
     def wait_frozen(self, timeout_s: float = 30) -> None:
         """Until something, a failpoint for instance, has stopped it."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while not self.is_frozen:
             assert self.alive and time.monotonic() < deadline, f"{self.name} does not stand still\n{self.tail()}"
             time.sleep(0.005)
 
     def wait(self, timeout_s: float = 30) -> int:
-        return self.popen.wait(timeout_s)
+        return self.popen.wait(patience(timeout_s))
 
     def terminate(self) -> None:
         """SIGTERM, once: a second one would ask it to go without draining."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from tests.pace import patience
 from tests.process import Process
 
 
@@ -49,7 +50,7 @@ class RedisServer:
     def start(self) -> None:
         # Beyond a limit of its files a write fails, as on a full disk; the signal would end it at once.
         self._process = Process("redis", ["env", "--ignore-signal=XFSZ", *self._argv()], self._folder)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patience(10)
         while True:
             try:
                 self.client.ping()

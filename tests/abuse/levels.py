@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.pace import patience
 from tests.process import Process
 
 DESCRIPTORS = 8  # the canary's own connections come and go
@@ -38,7 +39,7 @@ def levels(processes: Sequence[Process]) -> dict[str, Level]:
 
 def stayed(processes: Sequence[Process], before: dict[str, Level], tolerance_mib: float, within_s: float) -> Stayed:
     """Waits until every process is back near its level of `before`, for so long at most."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + patience(within_s)
     while True:
         now, faults = levels(processes), []
         for name, was in before.items():

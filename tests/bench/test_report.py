@@ -3,9 +3,14 @@
 import importlib.util
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from baton.engine import cpu
+from baton.engine.native.tier import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,3 +59,24 @@ def test_the_file_names_no_host_and_no_path(report_module, tmp_path):
     figures = {"value": 1.0, "unit": "s", "against": 2.0, "limit": 0.5, "ratio": 0.5}
     assert written["rows"] == [{"row": "row", **figures, "goal": "ratio <= 1", "met": True}]
     assert socket.gethostname() not in text and str(ROOT) not in text and str(Path.home()) not in text
+
+
+def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
+    """And with the reason in one line, and exit status 1."""
+    program = (
+        "import sys; sys.path.insert(0, 'bench'); from report import start\n"
+        "arguments, report = start('x', '')\n"
+        "report.add('measured', 1.0, 's')\n"
+        "raise RuntimeError('the machine is\\nbusy')\n"
+    )
+    argv = [sys.executable, "-c", program, "--json", str(tmp_path / "report.json")]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stderr
+    assert done.stdout.splitlines()[-1] == "ended early at <string>:4, 1 rows: RuntimeError: the machine is busy"
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["failed"] == "RuntimeError: the machine is busy" and written["rows"][0]["row"] == "measured"
+
+
+def test_the_processor_is_recorded(report_module):
+    found = report_module.machine()
+    assert found["cpu"] == cpu.name() and found["tier"] in ("none", *(tier.name for tier in TIERS))

@@ -10,6 +10,7 @@ import pytest
 from baton.cli.main import main
 from baton.loadgen import report
 from tests.loadgen.stub import StubGateway, serving
+from tests.pace import patience
 from tests.process import Process
 
 
@@ -40,7 +41,7 @@ def started(stub: StubGateway, target: str, folder) -> Process:
         "5000",
     ]
     process = Process("bench", [*argv, "--out", str(folder / "run")], folder)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while len(stub.prompts) < num_before + 5:
         assert process.alive and time.monotonic() < deadline, process.text()
         time.sleep(0.02)

@@ -31,7 +31,7 @@ def alive(pid: int) -> bool:
 
 
 async def until(condition, what: str):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.01)
@@ -167,6 +167,7 @@ def test_it_does_not_outlive_us():
     ours = f"""
 import asyncio, sys
 from baton.cli.keeper import Keeper
+from tests.pace import patience
 async def main():
     keeper = Keeper("x", [sys.executable, "-c", {READY + "time.sleep(60)"!r}])
     print((await keeper.started)["pid"], flush=True)
@@ -179,7 +180,7 @@ asyncio.run(main())
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while alive(pid):
         assert time.monotonic() < deadline, "it outlived its parent"
         time.sleep(0.01)

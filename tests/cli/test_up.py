@@ -17,6 +17,7 @@ import pytest
 from baton.cli import up
 from baton.cli.keeper import StartError
 from baton.service.settings import SettingsError, make_parser
+from tests.pace import patience
 from tests.process import ROOT
 
 WORKER = """
@@ -72,7 +73,7 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
 
 
 def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + patience(20)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -47,9 +47,9 @@ def run_stack(model, tmp_path_factory):
     """`with run_stack(name, ...) as stack`; at its end the logs must be clean and all must have exited 0 on SIGTERM."""
 
     @contextmanager
-    def run(name: str, **options):
+    def run(name: str, stack_class: type[Stack] = Stack, **options):
         options = {"options": OPTIONS, **options}
-        stack = Stack(model, tmp_path_factory.mktemp(name), failpoints=True, **options)
+        stack = stack_class(model, tmp_path_factory.mktemp(name), failpoints=True, **options)
         with stack:
             _running.append(stack)
             yield stack

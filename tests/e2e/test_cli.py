@@ -13,6 +13,7 @@ import pytest
 from grpc import RpcError
 
 from tests.client import Client
+from tests.pace import patience
 from tests.process import ROOT, Process
 from tests.stack import SLOW_STEPS
 
@@ -79,7 +80,7 @@ def test_a_dead_worker_is_restarted_and_joins(up, target):
     """kill -9 of a decode worker: it comes back in a new process (and epoch), and requests are answered again."""
     worker = _child(up.pid, "decode_worker")
     worker.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     client = Client(target)
     while True:
         try:

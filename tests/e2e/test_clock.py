@@ -12,6 +12,7 @@ from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.client import Client
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.e2e.test_trace import CLOCK_TOLERANCE_NS, Traced
+from tests.pace import patience
 from tests.stack import Stack
 
 AHEAD_S = 90
@@ -30,7 +31,7 @@ def skewed(model, receiver, tmp_path_factory):
     (folder / "sitecustomize.py").write_text(SKEW)
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "PYTHONPATH": str(folder)}
     with Stack(model, folder / "logs", options=OPTIONS, gateway_options=GATEWAY_OPTIONS, env=env) as stack:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience(20)
         while not all(view.HasField("clock_offset_s") for view in workers(stack)):
             assert time.monotonic() < deadline, "the clocks are not compared"
             time.sleep(0.05)
@@ -70,7 +71,7 @@ def test_metrics_and_top_say_it(skewed, capsys, monkeypatch):
 
 def test_spans_are_put_right(skewed, receiver, prompts):
     """On every worker's span stands what was taken off."""
-    client, deadline = Client(skewed.target), time.monotonic() + 20
+    client, deadline = Client(skewed.target), time.monotonic() + patience(20)
     while True:
         traced = Traced(receiver)
         client.generate(prompts(100), metadata=traced.metadata, temperature=0.0, max_tokens=4, ignore_eos=True)

@@ -11,6 +11,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from tests.client import Client, read_error
 from tests.e2e.test_recovery import await_workers
+from tests.pace import patience
 from tests.probe import Probe
 
 OPTIONS = ("--num-blocks", "160", "--threads", "1", "--drain-grace-s", "0.3", "--lease-ttl-s", "2")
@@ -89,12 +90,12 @@ def test_everybody_is_drained_again_and_again(stack, prompts):
 
 def describe(target: str) -> pb.Hello:
     with grpc.insecure_channel(target) as channel:
-        return worker_pb2_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=30, wait_for_ready=True)
+        return worker_pb2_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=patience(30), wait_for_ready=True)
 
 
 def await_anew(target: str, epoch: int, role: str) -> None:
     """Until another process answers there."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + patience(90)
     while True:
         try:
             if (hello := describe(target)).epoch != epoch:

@@ -10,6 +10,7 @@ import pytest
 
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.e2e.test_trace import Traced
+from tests.pace import patience
 
 CANARY = "Xyzzy-plugh-canary"
 LONG = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
@@ -57,7 +58,7 @@ def test_a_canary_is_seen_nowhere(stack, client, receiver, slow):
     secret_ids = [900 + secrets.randbelow(90) for _ in range(60)]
     client.generate(secret_ids, metadata=last.metadata, temperature=0.0, max_tokens=4, ignore_eos=True)
     last.whole("decode")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while not receiver.metrics.points:  # every few seconds
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -12,6 +12,7 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from tests.pace import patience
 from tests.process import Process
 from tests.test_monitoring import ALL_RULES, DASHBOARDS, DEPLOY, panels
 
@@ -33,7 +34,7 @@ class Prometheus:
         return self.ask("query", query=text)["result"]
 
     def until(self, is_true, timeout_s: float = 30) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while True:
             try:
                 if is_true():

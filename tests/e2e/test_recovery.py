@@ -18,6 +18,7 @@ import pytest
 
 from baton.loadgen.summary import percentile
 from tests.client import Choice, Client, Reply, read_error
+from tests.pace import patience
 from tests.probe import Probe
 from tests.process import ROOT
 from tests.stack import Stack
@@ -34,10 +35,16 @@ GATEWAY_OPTIONS = ("--drain-grace-s", "0.3")
 SLOW = "engine.step=sleep:0.05"  # what runs, runs for seconds
 
 
+class PatientStack(Stack):
+    """Every process runs under tests/e2e/patient.py."""
+
+    launcher = ("-m", "tests.e2e.patient")
+
+
 @pytest.fixture(scope="module")
 def stack(run_stack):
-    """Two of each; the gateways share nothing but the workers."""
-    options = {"options": OPTIONS, "gateway_options": GATEWAY_OPTIONS}
+    """Two of each; the gateways share nothing but the workers, and wait for what these offer, however busy the machine."""
+    options = {"options": OPTIONS, "gateway_options": GATEWAY_OPTIONS, "stack_class": PatientStack}
     with run_stack("recovery", num_prefill=2, num_decode=2, num_gateways=2, **options) as stack:
         yield stack
 
@@ -67,7 +74,7 @@ def settle(stack: Stack) -> None:
 
 def await_workers(stack: Stack, gateway, timeout_s: float = 30) -> None:
     """Until a gateway has a session with every worker."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + patience(timeout_s)
     while True:
         try:
             page = urlopen(f"http://{gateway.ready()['admin']}/readyz", timeout=5).read()
@@ -95,7 +102,7 @@ def fields_of(sampling: str, **more) -> dict:
 
 def decoding_at(stack: Stack) -> list:
     """Decode workers with something to do, the busiest first. At least one: a report may be older than the work."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + patience(5)
     while True:
         loads = []
         for process in stack.decode:

@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from tests.client import Client
+from tests.pace import patience
 from tests.process import Process
 
 
@@ -44,7 +45,7 @@ def test_workers_register_before_and_after_their_gateway_starts(model, tmp_path,
 
 def _answered(client: Client, prompt_ids: list[int]):
     """A worker that has just started on a busy machine may fall silent for a moment: the answer is to try again."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while True:
         try:
             return client.generate(prompt_ids, temperature=0.0, max_tokens=5, ignore_eos=True)

@@ -9,8 +9,9 @@ from baton.engine.loop import EngineLoop
 from baton.engine.request import PrefillDone, Refusal, RequestEnded
 from tests.engine.test_scheduling import prompt
 from tests.engine.toys import Collector, copy_kv, going_on, make_request, toy_answer, toy_engine
+from tests.pace import patience
 
-PATIENCE_S = 30
+PATIENCE_S = patience(30)
 
 
 class Gathered:

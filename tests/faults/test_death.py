@@ -143,9 +143,9 @@ async def test_every_worker_is_restarted_under_load(case):
 async def test_decode_workers_die_one_after_another(case):
     """Each death of a worker that has completed steps of a request is one more migration, up to the limit."""
     async with case("A7", "migrated again and again, then UNAVAILABLE", ("OK", "UNAVAILABLE", "ABORTED")) as c:
-        slowly = "engine.step=sleep:0.1"
+        slowly = "engine.step=sleep:0.2"
         with c.slow(slowly):
-            ask = c.ask(200, 400)  # 40 s: each of them has come back long before it ends
+            ask = c.ask(200, 400)  # at least 80 s: each of them has come back long before it ends
             for count in (10, 20, 30):
                 await ask.got(count)
                 dead = await c.busy("decode")

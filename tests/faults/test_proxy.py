@@ -8,8 +8,9 @@ import time
 import pytest
 
 from tests.faults.proxy import FaultProxy
+from tests.pace import patience
 
-PATIENCE_S = 20
+PATIENCE_S = patience(20)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from tests.faults.checker import CANARY, Counters, check_counters, check_history
 from tests.faults.history import Ask, History
 from tests.faults.proxy import FaultProxy
 from tests.faults.reference import Reference
+from tests.pace import patience
 from tests.probe import Probe
 from tests.process import Process
 from tests.redis_server import RedisServer
@@ -29,7 +30,7 @@ LEASE_S = 2.0  # a fraction of the default, as are the waits of the cases
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--lease-ttl-s", f"{LEASE_S:g}")
 ALL_ENDINGS = ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED")
 NUM_CANARIES = 5
-_PATIENCE_S = 60.0  # for what must come: a hang, if it does not
+_PATIENCE_S = patience(60.0)  # for what must come: a hang, if it does not
 _VOCAB = 1000
 
 
@@ -185,7 +186,7 @@ class World:
 
     def settled(self, timeout_s: float = 30) -> None:
         """Until the gateway sees every worker serve: a worker that is ready has still to be found again."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while True:
             states = self.states()
             if len(states) == len(self.stack.workers) and set(states.values()) == {"serving"}:
@@ -211,7 +212,7 @@ class World:
 
     def tables(self) -> list[str]:
         """Waits until every table of every worker is empty, as the gateway's fleet page has it."""
-        deadline = time.monotonic() + LEASE_S + 15
+        deadline = time.monotonic() + LEASE_S + patience(15)
         while True:
             admin = self.gateway.ready()["admin"]
             faults = check_tables(json.loads(urlopen(f"http://{admin}/fleet.json", timeout=10).read()))
@@ -272,7 +273,7 @@ class Case:
 
     async def busy(self, role: str, timeout_s: float = 20) -> Process:
         """The worker that has sequences, or leases out, now."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in getattr(self.stack, role):
                 if process.alive and (load := self.world.probes[process.name].latest) and _is_busy(load):
@@ -289,7 +290,7 @@ class Case:
 
     async def doomed(self, *processes: Process, timeout_s: float = 30) -> Process:
         """The first of those that a failpoint was to kill."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in processes:
                 if not process.alive:
@@ -299,7 +300,7 @@ class Case:
         raise AssertionError(f"nobody died of {', '.join(process.name for process in processes)}")
 
     async def frozen(self, *processes: Process, timeout_s: float = 30) -> Process:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in processes:
                 if process.is_frozen:
@@ -360,7 +361,7 @@ class Case:
         return time.monotonic() - began
 
     async def _gateway_idle(self) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + patience(20)
         while (await self.world.aside(self.world.counters)).num_running:
             assert time.monotonic() < deadline, "I-3 requests have ended for their clients, not for the gateway"
             await asyncio.sleep(0.05)

@@ -29,6 +29,7 @@ from tests.client import make_request, read_error
 from tests.faults.nursery import NurseryStack
 from tests.faults.world import World
 from tests.fuzz.shrink import Plan
+from tests.pace import patience
 from tests.process import Process
 
 # Two workers of each role, as unlike as they may be: (block size, blocks, context).
@@ -43,7 +44,7 @@ SAMPLINGS = (
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
 )  # fmt: skip
 WORDS = ("the quick brown fox", "Größe und façade", "東京", "🙂🙂", "def f(x):\n    return x", "0 1 2 3 4 5", "lorem ipsum")
-PATIENCE_S = 90.0
+PATIENCE_S = patience(90.0)
 MAX_TRIES = 4  # of what is refused because everybody is busy
 IDLE_S = 20.0
 NUM_HOLDING = 4  # of the holders of a block: quarantined, fetching, leased, running; then cached and free
@@ -296,7 +297,7 @@ class Run:
             await self._world.aside(self._world.settled)
 
     async def _becomes(self, stub, role: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience(60)
         while time.monotonic() < deadline:
             try:
                 hello = await stub.Describe(worker_pb2.DescribeRequest(), timeout=2)
@@ -346,7 +347,7 @@ class Run:
 
     def _check_empty(self) -> None:
         """Through what operators read: blocks, keys and requests are back to nothing."""
-        deadline = time.monotonic() + IDLE_S
+        deadline = time.monotonic() + patience(IDLE_S)
         while held := self._held():
             assert time.monotonic() < deadline, f"still held: {held}"
             time.sleep(0.1)

@@ -22,6 +22,7 @@ from gateway.spec import make_spec
 from gateway.timing import now
 from tests.client import make_request
 from tests.gateway.fake_worker import FakeWorker
+from tests.pace import patience
 
 CONTROLS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TEMPLATE = (
@@ -73,12 +74,12 @@ class Cluster:
 
     async def idle(self) -> None:
         """Every worker has everything back, and the gateway has no leg open."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while any(worker.held for worker in self.workers) or any(link.legs for link in self.gateway.registry.links):
                 await asyncio.sleep(0.005)
 
     async def until(self, is_true) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patience(10)):
             while not is_true():
                 await asyncio.sleep(0.002)
 

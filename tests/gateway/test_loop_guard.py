@@ -15,6 +15,7 @@ from baton.v1 import inference_pb2 as pb
 from tests.client import make_request
 from tests.gateway.test_answers import read
 from tests.gateway.tokenizers_for_tests import byte_level, sentencepiece
+from tests.pace import patience
 
 # CPU time of the loop's thread between two beats, client, server and two workers on it: messages of a mebibyte take 20 ms.
 MOST_CPU_S = 0.3
@@ -76,7 +77,7 @@ async def guarded():
     gc.unfreeze()
     whole_s = time.monotonic() - heart.began
     print(f"{heart.num} beats, {heart.most_cpu_s:.3f} s of CPU and {heart.most_s:.3f} of {whole_s:.3f} s at most between two")
-    assert heart.most_cpu_s < MOST_CPU_S
+    assert heart.most_cpu_s < patience(MOST_CPU_S)
     assert whole_s < 2.0 or heart.most_s < whole_s / 2
 
 

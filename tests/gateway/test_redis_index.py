@@ -15,6 +15,7 @@ from gateway.slot_leases import KV_TTL_S
 from gateway.matches import Matches
 from gateway.slots import NUM_SLOTS, bit_sets, places_of
 from tests.gateway.test_answers import generate
+from tests.pace import patience
 from tests.redis_server import RedisServer
 
 SPANS = [hashlib.sha256(bytes([i])).digest() for i in range(20)]
@@ -48,7 +49,7 @@ async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint:
 
 
 async def until(is_true) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not (await is_true() if asyncio.iscoroutinefunction(is_true) else is_true()):
             await asyncio.sleep(0.01)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from tests.kvtransfer.cuda_stand_in import Host
+from tests.pace import patience
 
 from kvtransfer.endpoints import Address
 from kvtransfer.fetcher import Fetcher
@@ -37,7 +38,7 @@ def kind(frame) -> str:
 
 
 async def until(condition, what: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patience(10)):
         while not condition():
             await asyncio.sleep(0.002)
     assert condition(), what

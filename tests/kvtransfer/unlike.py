@@ -18,6 +18,7 @@ from kvtransfer.ticket import TicketMint
 from kvtransfer.transport import local_host_id
 from kvtransfer.wire import join_handles
 from tests.kvtransfer.rig import Destination, span_hashes
+from tests.pace import patience
 
 IDENTITY = "0123456789abcdef"
 NUM_HEADS, NUM_LAYERS, HEAD_DIM = 4, 4, 8
@@ -186,7 +187,7 @@ class Cluster:
         return [Destination([BlockRef(int(block), 1) for block in self.taker_ids[:count]]) for _ in self.takers]
 
     async def fetch(self, handle: bytes, ticket: bytes, destinations: list[Destination], within_s: float = 20.0):
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + patience(within_s)
         fetches = (f.fetch(handle, ticket, d, deadline) for f, d in zip(self.fetchers, destinations))
         return await asyncio.gather(*fetches)
 

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from tests.models import make_model
+from tests.pace import patience
 from tests.stack import Stack
 
 
@@ -66,7 +67,7 @@ def test_utilisation(stack):
     seen = samples(admin)
     client.close()
     assert seen["baton_utilisation", "bandwidth"] > 0 and seen["baton_utilisation", "flops"] > 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while samples(admin)["baton_utilisation", "flops"]:
         assert time.monotonic() < deadline
         time.sleep(0.5)
@@ -80,7 +81,7 @@ def tables_of(stack, role: str) -> dict[str, int]:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
