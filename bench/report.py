@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from baton.engine import cpu
-from baton.engine.native.tier import available
 
 PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
 
@@ -130,6 +129,8 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
 
 def machine() -> dict[str, str | int | float]:
     """What the figures depend on; no names, no paths."""
+    from baton.engine.native.tier import available  # brings torch, which processes that only send load do without
+
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": cpu.name(),
