@@ -252,7 +252,9 @@ def _reading_there(ask: Ask, worker: Candidate, holders: Sequence[Candidate]) ->
     return _reading(ask, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
 
 
-def _best_pair(ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing) -> _Way | None:
+def _best_pair(
+    ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing: dict[str, float]
+) -> _Way | None:
     """Both sides in order of their own prices, of equals the first by name, so that a choice can be explained; what a
     pair adds is never negative, so the search ends where these alone are dearer than the best so far. None: no pair
     fits."""

@@ -103,7 +103,7 @@ class KVLayout:
 
     def cut(self, shard: Sequence[Box]) -> "KVLayout":
         """The layout of the pool that holds `shard` of this model. Raises ValueError for boxes that are not in it."""
-        groups = []
+        groups: list[KVGroup] = []
         for box in shard:
             group = self.groups[box.group] if box.group < len(self.groups) else None
             if not group or not box.layers or not box.heads or min(box.layers.start, box.heads.start) < 0:

@@ -7,7 +7,7 @@ the end of the span. Plain Python: the gateway imports this without torch.
 import hashlib
 import hmac
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NewType
 
 SpanHash = NewType("SpanHash", bytes)
@@ -50,14 +50,14 @@ def span_hash(parent: SpanHash, token_ids: Sequence[int]) -> SpanHash:
 
 def chain_hashes(parent: SpanHash, token_ids: Sequence[int]) -> list[SpanHash]:
     """Hashes of the full spans of `token_ids`, each the parent of the next; the tail has none."""
-    hashes = []
+    hashes: list[SpanHash] = []
     for begin in range(0, len(token_ids) - SPAN_TOKENS + 1, SPAN_TOKENS):
         parent = span_hash(parent, token_ids[begin : begin + SPAN_TOKENS])
         hashes.append(parent)
     return hashes
 
 
-def num_matched_spans(hashes: Iterable[SpanHash], known) -> int:
+def num_matched_spans(hashes: Iterable[SpanHash], known: Container[SpanHash]) -> int:
     """Length of the longest run of leading `hashes` that `known` contains."""
     count = 0
     for value in hashes:

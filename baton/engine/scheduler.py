@@ -54,6 +54,7 @@ class Scheduler:
         self.admission = admission
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
+        assert config.max_model_len is not None, "the config is resolved"
         self._tenants = Counter[bytes]()  # of both, by sequences
         self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
         self._turns = RoundRobin[bytes](SPAN_TOKENS, config.max_model_len)
@@ -98,7 +99,7 @@ class Scheduler:
         going_on = [piece for piece in slices if piece.seq in running]
         if len(going_on) < len(running):
             return []
-        following = []
+        following: list[Slice] = []
         for seq, _, end in going_on:
             if not seq.is_full:
                 if end >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
@@ -273,7 +274,7 @@ class Scheduler:
 
     # ---- tenants ----
 
-    def _place(self, seq: Sequence) -> tuple:
+    def _place(self, seq: Sequence) -> tuple[int, bytes, tuple[int, int, int]]:
         """Those of a tenant that holds less go first; of one tenant by rank."""
         tenant = seq.group.tenant
         return self._held.get(tenant, 0), tenant, seq.rank

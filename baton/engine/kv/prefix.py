@@ -12,7 +12,7 @@ keeps the names, the order of eviction, and what changed since the index was las
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -115,8 +115,8 @@ class PrefixCache:
         """Every cached block id."""
         return list(self._unit_of)
 
-    def check(self, is_idle) -> None:
-        """Raises AssertionError unless names, blocks and the eviction order agree. `is_idle(block_id) -> bool`."""
+    def check(self, is_idle: Callable[[int], bool]) -> None:
+        """Raises AssertionError unless names, blocks and the eviction order agree."""
         assert len(self._unit_of) == len(self._units) * self.blocks_per_unit
         for name, unit in self._units.items():
             assert unit.spans[-1] == name and len(unit.spans) == self.spans_per_unit
