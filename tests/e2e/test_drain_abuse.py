@@ -16,7 +16,7 @@ from tests.probe import Probe
 
 OPTIONS = ("--num-blocks", "160", "--threads", "1", "--drain-grace-s", "0.3", "--lease-ttl-s", "2")
 ANSWER = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
-NUM_ROUNDS, NUM_CLIENTS = 3, 3
+NUM_CLIENTS = 3
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,8 @@ def ask_to_drain(target: str, **fields) -> grpc.StatusCode | None:
             return None if error.code() is grpc.StatusCode.UNAVAILABLE else error.code()
 
 
-def test_everybody_is_drained_again_and_again(stack, prompts):
+@pytest.mark.parametrize("num_rounds", [2, pytest.param(6, marks=pytest.mark.long)])
+def test_everybody_is_drained_again_and_again(stack, prompts, num_rounds):
     """A drain of each into its own role ends what runs there after the grace, and starts the process anew."""
     prompt = prompts(150)
     client = Client(stack.target)
@@ -57,7 +58,7 @@ def test_everybody_is_drained_again_and_again(stack, prompts):
         thread.start()
     roles = [(stack.address[process.name], role) for role in ("prefill", "decode") for process in getattr(stack, role)]
     try:
-        for _ in range(NUM_ROUNDS):
+        for _ in range(num_rounds):
             epochs = {target: describe(target).epoch for target, _ in roles}
             for target, role in roles:
                 told = [ask_to_drain(target, next_role=role, grace_s=0.2)]
