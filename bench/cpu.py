@@ -24,6 +24,7 @@ import limits  # noqa: E402
 import peak  # noqa: E402
 import shape  # noqa: E402
 from baton.engine.layers.linear import choose  # noqa: E402
+from baton.engine.native.tier import TIERS, available  # noqa: E402
 from baton.engine.quant.weights import IntWeight  # noqa: E402
 from cpu_arms import FORMS, Ours, linear_weights, make_spec  # noqa: E402
 from cpu_peers import LlamaCpp, Transformers  # noqa: E402
@@ -45,15 +46,23 @@ class Goals:
     decode: str
 
 
-GOALS = {
+AVX512_GOALS = {
     "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.0"),
     "int8": Goals("Q8_0", "ratio >= 3.0", "ratio >= 1.1"),
     "int8-g32": Goals("Q8_0", "", ""),
     "int4-g32": Goals("Q4_0", "ratio >= 2.5", "ratio >= 1.1"),
     "int4-g128": Goals("Q4_0", "ratio >= 2.5", "ratio >= 1.1"),
 }
+AVX2_GOALS = {
+    "bf16": Goals("BF16", "ratio >= 1.1", "ratio >= 1.0"),
+    "int8": Goals("Q8_0", "ratio >= 1.6", "ratio >= 1.1"),
+    "int8-g32": Goals("Q8_0", "", ""),
+    "int4-g32": Goals("Q4_0", "ratio >= 1.4", "ratio >= 1.1"),
+    "int4-g128": Goals("Q4_0", "", ""),
+}
+HAS_VNNI = TIERS[-1] in available()
+GOALS, BATCH_GOAL = (AVX512_GOALS, "ratio >= 2.0") if HAS_VNNI else (AVX2_GOALS, "ratio >= 1.6")
 QUICK_FORMS, QUICK_LAYERS = ("bf16", "int8", "int4-g32"), 2
-BATCH_GOAL = "ratio >= 2.0"
 LIMIT_SHARE = {"bf16": "ratio >= 0.85", "int8": "ratio >= 0.85"}
 TRANSFORMERS_GOALS = {"bf16": ("", "ratio >= 2.5"), "int8": ("ratio >= 1.8", "")}  # prefill, decode
 

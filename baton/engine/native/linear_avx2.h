@@ -51,6 +51,9 @@ struct Slice {
   const Rows& rows;
   int64_t panel, first, k0, k1;  // first: output of the panel
   const char* values;
+  int64_t group = k0 / linear.group;
+  int64_t scale = (panel * linear.num_scales() + group / linear.groups_per_scale) * PANEL + first;
+  int64_t scale_left = linear.groups_per_scale - group % linear.groups_per_scale;  // groups that share it
 };
 
 // Inputs of a chunk: whole groups where there are several.

@@ -21,6 +21,16 @@ inline __m256i half_e4m3(__m256i sign, __m256i magnitude) {
   return _mm256_or_si256(_mm256_or_si256(sign, magnitude), _mm256_and_si256(nan, _mm256_set1_epi16(0x7fff)));
 }
 
+// Of 16 outputs: the even inputs of each, then the odd ones.
+inline void widen_e4m3(__m256i pairs, __m256 (&wide)[4]) {
+  const __m256i sign = _mm256_set1_epi16(int16_t(0x8000)), magnitude = _mm256_set1_epi16(0x7f << 7);
+  const __m256i even = half_e4m3(_mm256_and_si256(_mm256_slli_epi16(pairs, 8), sign),
+                                 _mm256_and_si256(_mm256_slli_epi16(pairs, 7), magnitude));
+  const __m256i odd = half_e4m3(_mm256_and_si256(pairs, sign), _mm256_and_si256(_mm256_srli_epi16(pairs, 1), magnitude));
+  wide[0] = wide_e4m3(_mm256_castsi256_si128(even)), wide[1] = wide_e4m3(_mm256_extracti128_si256(even, 1));
+  wide[2] = wide_e4m3(_mm256_castsi256_si128(odd)), wide[3] = wide_e4m3(_mm256_extracti128_si256(odd, 1));
+}
+
 // A slice holds fp32 [inputs][16].
 template <int64_t KIND>
 struct Floats {
@@ -33,16 +43,9 @@ struct Floats {
       for (int s = 0; s < 4; ++s) {
         float* even = reinterpret_cast<float*>(to + s * slice_bytes);
         if constexpr (KIND == W_E4M3) {
-          const __m256i pairs = load32(from + 32 * s);  // 16 outputs
-          const __m256i sign = _mm256_set1_epi16(int16_t(0x8000)), magnitude = _mm256_set1_epi16(0x7f << 7);
-          const __m256i first = half_e4m3(_mm256_and_si256(_mm256_slli_epi16(pairs, 8), sign),
-                                          _mm256_and_si256(_mm256_slli_epi16(pairs, 7), magnitude));
-          const __m256i second = half_e4m3(_mm256_and_si256(pairs, sign),
-                                           _mm256_and_si256(_mm256_srli_epi16(pairs, 1), magnitude));
-          _mm256_store_ps(even, wide_e4m3(_mm256_castsi256_si128(first)));
-          _mm256_store_ps(even + 8, wide_e4m3(_mm256_extracti128_si256(first, 1)));
-          _mm256_store_ps(even + 16, wide_e4m3(_mm256_castsi256_si128(second)));
-          _mm256_store_ps(even + 24, wide_e4m3(_mm256_extracti128_si256(second, 1)));
+          __m256 wide[4];
+          widen_e4m3(load32(from + 32 * s), wide);
+          for (int v = 0; v < 4; ++v) _mm256_store_ps(even + 8 * v, wide[v]);
         } else {
           const __m256i low = load32(from + 64 * s), high = load32(from + 64 * s + 32);
           if constexpr (KIND == W_F32) {
@@ -64,9 +67,10 @@ struct Floats {
     const float* x = reinterpret_cast<const float*>(slice.rows.values + row * slice.rows.stride) + slice.k0;
     const float* w = reinterpret_cast<const float*>(slice.values);
     Ahead ahead = shared;
-    for (int64_t k = slice.k0, end; k < slice.k1; k = end) {
-      end = std::min(slice.k1, (k / linear.group + 1) * linear.group);
-      const bool goes_on = k % linear.group != 0;
+    int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
+    for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
+      end = std::min(slice.k1, (g + 1) * linear.group);
+      const bool goes_on = k > g * linear.group;
       __m256 acc[NUM_ROWS][2];
 #pragma GCC unroll 8
       for (int m = 0; m < NUM_ROWS; ++m)
@@ -83,13 +87,11 @@ struct Floats {
       };
       const int64_t num_inputs = end - k;
       int64_t i = 0;
-      for (; i + 2 <= num_inputs; i += 2) ahead.fetch(), multiply(i), multiply(i + 1);
-      if (i < num_inputs) multiply(i);
+      for (; i + 2 <= num_inputs && ahead.at < ahead.end; i += 2) ahead.fetch(), multiply(i), multiply(i + 1);
+      for (; i < num_inputs; ++i) multiply(i);
       x += num_inputs, w += SLICE * num_inputs;
       if constexpr (GROUPED) {
-        if (end % linear.group == 0) {
-          const int64_t g = k / linear.group;
-          const int64_t scale = (slice.panel * linear.num_scales() + g / linear.groups_per_scale) * PANEL + slice.first;
+        if (end == (g + 1) * linear.group) {
           for (int v = 0; v < 2; ++v) {
             const __m256 s = load8_scales(linear.scales, linear.scale_kind, scale + 8 * v);
 #pragma GCC unroll 8
@@ -99,6 +101,7 @@ struct Floats {
               acc[m][v] = _mm256_fmadd_ps(_mm256_mul_ps(acc[m][v], sx), s, before);
             }
           }
+          if (--scale_left == 0) scale += PANEL, scale_left = linear.groups_per_scale;
         }
       }
 #pragma GCC unroll 8
@@ -110,45 +113,73 @@ struct Floats {
   }
 };
 
-// One row streams the panel as it comes from memory.
+// One row streams the panel as it comes from memory: inputs [k, end) of its 64 sums.
 template <int64_t KIND>
-void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
+void add_row(const uint8_t* w, const float* x, int64_t num_inputs, __m256 (&sums)[8]) {
   constexpr int64_t TURN = KIND == W_F32 ? 1 : 2;
-  const uint8_t* w = linear.values + panel * Floats<KIND>::bytes(linear.padded_in);
-  const float* x = reinterpret_cast<const float*>(rows.values);
-  __m256 sums[8];
 #pragma GCC unroll 8
   for (int v = 0; v < 8; ++v) sums[v] = _mm256_setzero_ps();
-  for (int64_t k = 0; k < linear.padded_in; k += TURN, w += 256) {
-    for (int line = 0; line < 4; ++line) __builtin_prefetch(w + OWN_AHEAD + 64 * line);
+  for (int64_t k = 0; k < num_inputs; k += TURN, w += Floats<KIND>::bytes(TURN)) {
+    for (int line = 0; line < Floats<KIND>::bytes(TURN); line += 64) __builtin_prefetch(w + OWN_AHEAD + line);
     const __m256 even = _mm256_broadcast_ss(x + k);
     [[maybe_unused]] __m256 odd;
-    if constexpr (KIND == W_BF16) odd = _mm256_broadcast_ss(x + k + 1);
+    if constexpr (KIND != W_F32) odd = _mm256_broadcast_ss(x + k + 1);
+    if constexpr (KIND == W_E4M3) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 8; v += 2) {
+        __m256 wide[4];
+        widen_e4m3(load32(w + 16 * v), wide);
+        sums[v] = _mm256_fmadd_ps(wide[0], even, sums[v]), sums[v + 1] = _mm256_fmadd_ps(wide[1], even, sums[v + 1]);
+        sums[v] = _mm256_fmadd_ps(wide[2], odd, sums[v]), sums[v + 1] = _mm256_fmadd_ps(wide[3], odd, sums[v + 1]);
+      }
+    } else {
 #pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) {
-      const __m256i weights = load32(w + 32 * v);
-      if constexpr (KIND == W_F32) {
-        sums[v] = _mm256_fmadd_ps(_mm256_castsi256_ps(weights), even, sums[v]);
-      } else {
-        sums[v] = _mm256_fmadd_ps(even_bf16(weights), even, sums[v]);
-        sums[v] = _mm256_fmadd_ps(odd_bf16(weights), odd, sums[v]);
+      for (int v = 0; v < 8; ++v) {
+        const __m256i weights = load32(w + 32 * v);
+        if constexpr (KIND == W_F32) {
+          sums[v] = _mm256_fmadd_ps(_mm256_castsi256_ps(weights), even, sums[v]);
+        } else {
+          sums[v] = _mm256_fmadd_ps(even_bf16(weights), even, sums[v]);
+          sums[v] = _mm256_fmadd_ps(odd_bf16(weights), odd, sums[v]);
+        }
       }
     }
   }
-  float last[PANEL];
-  for (int v = 0; v < 8; ++v) _mm256_storeu_ps(last + 8 * v, sums[v]);
+}
+
+template <int64_t KIND>
+void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
+  const uint8_t* w = linear.values + panel * Floats<KIND>::bytes(linear.padded_in);
+  const float* x = reinterpret_cast<const float*>(rows.values);
+  float last[PANEL] = {};
+  for (int64_t g = 0; g < linear.num_groups(); ++g) {
+    __m256 sums[8];
+    add_row<KIND>(w + Floats<KIND>::bytes(g * linear.group), x + g * linear.group, linear.group, sums);
+    if constexpr (KIND == W_E4M3) {
+      const int64_t scale = (panel * linear.num_scales() + g / linear.groups_per_scale) * PANEL;
+      const __m256 sx = _mm256_broadcast_ss(rows.scales + g);
+      for (int v = 0; v < 8; ++v)
+        sums[v] = _mm256_fmadd_ps(_mm256_mul_ps(sums[v], sx), load8_scales(linear.scales, linear.scale_kind, scale + 8 * v),
+                                  _mm256_loadu_ps(last + 8 * v));
+    }
+    for (int v = 0; v < 8; ++v) _mm256_storeu_ps(last + 8 * v, sums[v]);
+  }
   finish_row(linear, panel, rows, 0, last, y);
+}
+
+template <int64_t KIND>
+void apply(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y, std::vector<char>& memory) {
+  if (rows.num_rows == 1) one_row<KIND>(linear, panel, rows, y);
+  else in_chunks<Floats<KIND>>(linear, panel, next, rows, y, memory);
 }
 
 }  // namespace
 
 void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
                  std::vector<char>& memory) {
-  if (linear.kind == W_E4M3) return in_chunks<Floats<W_E4M3>>(linear, panel, next, rows, y, memory);
-  const bool is_bf16 = linear.kind == W_BF16;
-  if (rows.num_rows == 1) return is_bf16 ? one_row<W_BF16>(linear, panel, rows, y) : one_row<W_F32>(linear, panel, rows, y);
-  if (is_bf16) in_chunks<Floats<W_BF16>>(linear, panel, next, rows, y, memory);
-  else in_chunks<Floats<W_F32>>(linear, panel, next, rows, y, memory);
+  if (linear.kind == W_E4M3) apply<W_E4M3>(linear, panel, next, rows, y, memory);
+  else if (linear.kind == W_BF16) apply<W_BF16>(linear, panel, next, rows, y, memory);
+  else apply<W_F32>(linear, panel, next, rows, y, memory);
 }
 
 }  // namespace baton

@@ -36,9 +36,8 @@ inline void multiply_add_bytes(__m256i& acc, __m256i w, __m256i x) {
 }
 inline __m256i widened(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
 
-// The sum of group g of a row and 8 outputs, scaled onto what is there of the groups before.
-inline __m256 scaled(const Rows& rows, int64_t at, __m256i acc, __m256 s, __m256 before) {
-  const __m256 sx = _mm256_broadcast_ss(rows.scales + at);
+// The sum of a group of a row and 8 outputs, scaled onto what is there of the groups before.
+inline __m256 scaled(__m256i acc, __m256 sx, __m256 s, __m256 before) {
   return _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(acc), sx), s, before);
 }
 
@@ -68,13 +67,13 @@ struct Integers {
     const Rows& rows = slice.rows;
     const int64_t stride = rows.stride, num_groups = linear.num_groups(), group = linear.group;
     const char *x = rows.values + row * stride + slice.k0 * (KIND == U4 ? 1 : 2), *w = slice.values;
+    const int32_t* row_starts = rows.starts + row * num_groups;
+    const float* row_scales = rows.scales + row * num_groups;
     Ahead ahead = shared;
-    int64_t g = slice.k0 / group, scale = slice.panel * linear.num_scales() + g / linear.groups_per_scale;
-    int64_t sums_left = linear.groups_per_scale - g % linear.groups_per_scale;
-    scale = scale * PANEL + slice.first;
+    int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
     for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
       end = std::min(slice.k1, (g + 1) * group);
-      const int32_t* starts = rows.starts + row * num_groups + g;
+      const int32_t* starts = row_starts + g;
       __m256i acc[NUM_ROWS][2];
       if (k > g * group) {
 #pragma GCC unroll 8
@@ -114,18 +113,21 @@ struct Integers {
           for (int v = 0; v < 2; ++v) store32(sums + m * PANEL + 8 * v, acc[m][v]);
         break;
       }
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        const __m256 s = load8_scales(linear.scales, linear.scale_kind, scale + 8 * v);
+      const __m256 s0 = load8_scales(linear.scales, linear.scale_kind, scale);
+      const __m256 s1 = load8_scales(linear.scales, linear.scale_kind, scale + 8);
+      const __m256 not_first = _mm256_castsi256_ps(_mm256_set1_epi32(g ? -1 : 0));
+      const float* scales = row_scales + g;
 #pragma GCC unroll 8
-        for (int m = 0; m < NUM_ROWS; ++m) {
-          float* at = sums + m * PANEL + 8 * v;
-          const __m256 before = g ? _mm256_loadu_ps(at) : _mm256_setzero_ps();
-          _mm256_storeu_ps(at, scaled(rows, (row + m) * num_groups + g, acc[m][v], s, before));
-        }
+      for (int m = 0; m < NUM_ROWS; ++m) {
+        float* at = sums + m * PANEL;
+        const __m256 sx = _mm256_broadcast_ss(scales + m * num_groups);
+        const __m256 low = _mm256_and_ps(_mm256_loadu_ps(at), not_first);
+        const __m256 high = _mm256_and_ps(_mm256_loadu_ps(at + 8), not_first);
+        _mm256_storeu_ps(at, scaled(acc[m][0], sx, s0, low));
+        _mm256_storeu_ps(at + 8, scaled(acc[m][1], sx, s1, high));
       }
       if (linear.offsets) add_offsets<NUM_ROWS>(slice, row, g, scale, sums);
-      if (--sums_left == 0) scale += PANEL, sums_left = linear.groups_per_scale;
+      if (--scale_left == 0) scale += PANEL, scale_left = linear.groups_per_scale;
     }
     shared = ahead;
   }
@@ -179,12 +181,81 @@ struct Integers {
   }
 };
 
+// One row streams the panel as it comes from memory; the integer sums of a group and its 64 outputs.
+void add_row_words(const uint8_t* w, const char* x, int64_t group, __m256i (&acc)[8]) {
+  for (int64_t i = 0; i < group; i += 4, w += 256, x += 8) {
+    for (int line = 0; line < 256; line += 64) __builtin_prefetch(w + OWN_AHEAD + line);
+    const __m256i even = four_of(x), odd = four_of(x + 4);
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) {
+      const __m256i both = load32(w + 32 * v);
+      multiply_add_words(acc[v], even_bytes(both), even), multiply_add_words(acc[v], odd_bytes(both), odd);
+    }
+  }
+}
+
+void add_row_bytes(const uint8_t* w, const char* x, int64_t group, __m256i (&acc)[8]) {
+  for (int64_t begin = 0; begin < group; begin += SHORT_SUM) {
+    const int64_t inputs = std::min(SHORT_SUM, group - begin);
+#pragma GCC unroll 2
+    for (int first = 0; first < 8; first += 4) {
+      __m256i words[4];
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) words[v] = _mm256_setzero_si256();
+      for (int64_t i = 0; i < inputs; i += 8) {
+        const uint8_t* at = w + 32 * i + 32 * first;
+        __builtin_prefetch(at + OWN_AHEAD), __builtin_prefetch(at + OWN_AHEAD + 64);
+        const __m256i low = four_of(x + i), high = four_of(x + i + 4);
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+          const __m256i both = load32(at + 32 * v);
+          multiply_add_bytes(words[v], low_halves(both), low), multiply_add_bytes(words[v], high_halves(both), high);
+        }
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < 4; ++v) acc[first + v] = _mm256_add_epi32(acc[first + v], widened(words[v]));
+    }
+    w += 32 * inputs, x += inputs;
+  }
+}
+
+template <int64_t KIND>
+void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
+  const int64_t group = linear.group, step = Integers<KIND>::bytes(group);
+  const uint8_t* w = linear.values + panel * Integers<KIND>::bytes(linear.padded_in);
+  const char* x = rows.values;
+  float sums[PANEL] = {};
+  int64_t scale = panel * linear.num_scales() * PANEL, sums_left = linear.groups_per_scale;
+  for (int64_t g = 0; g < linear.num_groups(); ++g, w += step, x += group * (KIND == U4 ? 1 : 2)) {
+    __m256i acc[8];
+    for (int v = 0; v < 8; ++v) acc[v] = four_of(rows.starts + g);
+    if constexpr (KIND == U4) add_row_bytes(w, x, group, acc);
+    else add_row_words(w, x, group, acc);
+    const __m256 sx = _mm256_broadcast_ss(rows.scales + g), shift = _mm256_broadcast_ss(rows.shifts + g);
+    for (int v = 0; v < 8; ++v) {
+      const __m256 s = load8_scales(linear.scales, linear.scale_kind, scale + 8 * v);
+      __m256 sum = scaled(acc[v], sx, s, _mm256_loadu_ps(sums + 8 * v));
+      if (linear.offsets)
+        sum = _mm256_fmadd_ps(shift, load8_scales(linear.offsets, linear.scale_kind, scale + 8 * v), sum);
+      _mm256_storeu_ps(sums + 8 * v, sum);
+    }
+    if (--sums_left == 0) scale += PANEL, sums_left = linear.groups_per_scale;
+  }
+  finish_row(linear, panel, rows, 0, sums, y);
+}
+
+template <int64_t KIND>
+void apply(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y, std::vector<char>& memory) {
+  if (rows.num_rows == 1) one_row<KIND>(linear, panel, rows, y);
+  else in_chunks<Integers<KIND>>(linear, panel, next, rows, y, memory);
+}
+
 }  // namespace
 
 void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
                std::vector<char>& memory) {
-  if (linear.kind == U4) in_chunks<Integers<U4>>(linear, panel, next, rows, y, memory);
-  else in_chunks<Integers<U8>>(linear, panel, next, rows, y, memory);
+  if (linear.kind == U4) apply<U4>(linear, panel, next, rows, y, memory);
+  else apply<U8>(linear, panel, next, rows, y, memory);
 }
 
 }  // namespace baton
