@@ -32,7 +32,7 @@ def make_learned_model(folder: Path, shape: ModelConfig = SHAPE) -> Path:
     return folder
 
 
-def make_trainer(kind: str, model: Path, checkpoint: Path, num_steps: int = 60) -> tuple[Trainer, FrozenTarget]:
+def make_trainer(kind: str, model: Path, checkpoint: Path, num_steps: int = 30) -> tuple[Trainer, FrozenTarget]:
     """A trainer of heads on TEXT that stops after so many steps."""
     spec = ModelSpec.from_folder(model)
     batches = Batches(load_tokenizer(model), Corpus(DOCUMENTS, (), ()))
