@@ -13,6 +13,7 @@ import pytest
 
 from baton.cli import keeper as keeper_module
 from baton.cli.keeper import Keeper, StartError
+from tests.pace import patience
 
 IMPORTS = "import os, signal, sys, time\n"
 SAY_READY = "print('ready grpc=h:1 pid=%d' % os.getpid(), flush=True)\n"
@@ -167,7 +168,6 @@ def test_it_does_not_outlive_us():
     ours = f"""
 import asyncio, sys
 from baton.cli.keeper import Keeper
-from tests.pace import patience
 async def main():
     keeper = Keeper("x", [sys.executable, "-c", {READY + "time.sleep(60)"!r}])
     print((await keeper.started)["pid"], flush=True)
