@@ -211,3 +211,8 @@ def test_choice(monkeypatch):
         GpuChoice("auto", True, BF16, DEVICE)
     kernel = GpuChoice("auto", False, BF16, DEVICE)(DenseWeight(torch.eye(16, dtype=BF16, device=DEVICE)))
     assert kernel.name == "fast"
+
+
+def test_a_table_that_cannot_be_written_is_no_matter(tmp_path):
+    (tmp_path / "file").write_text("")
+    tuning.Table(tmp_path / "file" / "linear.json", lambda run: 0.0)._save()

@@ -85,7 +85,7 @@ def built(compiler: str, tier: Tier) -> Path:
     with open(path.parent / "native.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two workers start at once: one builds, the other waits
         if not path.exists():
-            print(f"building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
+            print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 _compile(compiler, tier, sources, Path(folder)).replace(path)
     return path

@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,8 +57,9 @@ class Table:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             part.write_text(json.dumps(self._best, indent=1))
             part.replace(self._path)
-        except OSError:
-            part.unlink(missing_ok=True)
+        except OSError:  # a full disk, or a cache folder that cannot be one
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def table_path(device_name: str) -> Path:
