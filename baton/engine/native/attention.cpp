@@ -129,15 +129,14 @@ template <int64_t F, class T>
 [[gnu::noinline]] float weigh(const float* scores, const Span<T>& span, int64_t begin, int64_t window, float scale,
                               Row& row, T* weights) {
   const int64_t first = window ? row.position - window + 1 - begin : 0, last = row.position - begin;
-  I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int32_t from = int32_t(std::max<int64_t>(first, 0)), upto = int32_t(std::min<int64_t>(last, SPAN));
   V16 x[4], most = all16(UNSEEN);
-  for (int i = 0; i < 4; i++, lane += 16) {
+  for (int i = 0; i < 4; i++) {
     x[i] = load16(scores + i * 16);
     if (F == FORM_INT8 || F == FORM_INT4) x[i] = x[i] * load16(span.key_scale + i * 16);
     if (F == FORM_INT4) x[i] = fma16(all16(row.query_sum), load16(span.key_zero + i * 16), x[i]);
-    x[i] = (lane >= from) & (lane <= upto) ? x[i] * scale : all16(-INFINITY);
-    most = x[i] > most ? x[i] : most;
+    x[i] = within16(x[i] * scale, from - 16 * i, upto - 16 * i, -INFINITY);
+    most = max16(x[i], most);
   }
   const float maximum = std::max(row.maximum, max_of16(most));
   const float kept = power_of_two(all16(row.maximum - maximum))[0];

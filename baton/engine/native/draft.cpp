@@ -35,8 +35,7 @@ int64_t likeliest(int64_t kind, const char* logits, int64_t count) {
   V16 most = all16(-INFINITY);
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
-    const V16 x = read16(kind, logits, i);
-    most = x > most ? x : most;
+    most = max16(read16(kind, logits, i), most);
   }
   const auto at = [&](int64_t j) {
     return kind == FP32 ? ((const float*)logits)[j] : from_bf16(((const uint16_t*)logits)[j]);

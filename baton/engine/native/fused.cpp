@@ -85,8 +85,7 @@ void swiglu(const Model& model, const Step& step, const void* gate_up, void* out
   each_row(step, size, [&](int64_t t) {
     for (int64_t i = 0; i < size; i += 16) {
       const V16 gate = read16(kind, gate_up, t * 2 * size + i), up = read16(kind, gate_up, t * 2 * size + size + i);
-      V16 power = gate * -1.44269504f;
-      power = power < 127.0f ? power : all16(127.0f);
+      const V16 power = min16(gate * -1.44269504f, all16(127.0f));
       write16(kind, out, t * size + i, gate / (power_of_two(power) + 1.0f) * up);
     }
   });

@@ -85,9 +85,6 @@ inline uint8_t to_fp8(float x, int mantissa, int bias, float largest) {
   return uint8_t(sign | (((exponent - least) << mantissa) + int(units)));
 }
 
-inline V16 min16(V16 a, V16 b) { return a < b ? a : b; }
-inline V16 max16(V16 a, V16 b) { return a > b ? a : b; }
-
 inline float scale_fp16(float x, uint16_t* stored) {
   *stored = to_fp16(x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x);
   return from_fp16(*stored);

@@ -40,6 +40,38 @@ inline V16 fma16(V16 a, V16 b, V16 c) {
                  _mm256_fmadd_ps(half8(a, 1), half8(b, 1), half8(c, 1)));
 #endif
 }
+// a > b ? a : b and a < b ? a : b; not written so, because gcc 12 takes such choices of two halves apart to single floats.
+inline V16 max16(V16 a, V16 b) {
+#ifdef BATON_AVX512
+  return a > b ? a : b;
+#else
+  return joined8(_mm256_max_ps(half8(a, 0), half8(b, 0)), _mm256_max_ps(half8(a, 1), half8(b, 1)));
+#endif
+}
+inline V16 min16(V16 a, V16 b) {
+#ifdef BATON_AVX512
+  return a < b ? a : b;
+#else
+  return joined8(_mm256_min_ps(half8(a, 0), half8(b, 0)), _mm256_min_ps(half8(a, 1), half8(b, 1)));
+#endif
+}
+// x in lanes first..last, `other` elsewhere.
+inline V16 within16(V16 x, int32_t first, int32_t last, float other) {
+  const I16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#ifdef BATON_AVX512
+  return (lane >= first) & (lane <= last) ? x : all16(other);
+#else
+  __m256i lanes[2];
+  std::memcpy(lanes, &lane, sizeof lane);
+  __m256 halves[2];
+  for (int i = 0; i < 2; i++) {
+    const __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lanes[i]);
+    const __m256i outside = _mm256_or_si256(before, _mm256_cmpgt_epi32(lanes[i], _mm256_set1_epi32(last)));
+    halves[i] = _mm256_blendv_ps(half8(x, i), _mm256_set1_ps(other), _mm256_castsi256_ps(outside));
+  }
+  return joined8(halves[0], halves[1]);
+#endif
+}
 // Halves are put together until one is left.
 template <class Join>
 inline float joined16(V16 x, Join join) {
@@ -115,7 +147,7 @@ inline V16 rounded16(int64_t kind, V16 x) {
 // 2^x for x <= 127; exactly 1 at 0, exactly 0 below -126.
 inline V16 power_of_two(V16 x) {
   const float magic = 12582912;
-  x = x > -127.0f ? x : all16(-127.0f);
+  x = max16(x, all16(-127.0f));
   const V16 shifted = x + magic, whole = shifted - magic, rest = x - whole;
   V16 y = all16(1.5403530e-4f);  // exp(rest * ln 2), |rest| <= 0.5
   for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
