@@ -27,7 +27,7 @@ NODE_CLIENT := tests/clients/node
 setup: $(STAMPS)/install
 
 demo: setup
-	$(PY) -m baton.cli.demo
+	$(PY) -m baton.cli.cluster.demo
 
 test: setup $(STAMPS)/protoc system-packages node-packages
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
@@ -52,7 +52,7 @@ fault-report: setup
 # The transport suite over NIXL, on host memory; UCX keeps to this machine.
 test-nixl: setup $(STAMPS)/nixl
 	UCX_TLS=tcp,cma,self UCX_NET_DEVICES=lo OMP_NUM_THREADS=1 $(NIXL_VENV)/bin/python -m pytest \
-		tests/kvtransfer/test_transports*.py -k nixl --show-capture=no $(PYTEST_ARGS)
+		tests/kvtransfer/transports/test_transports*.py -k nixl --show-capture=no $(PYTEST_ARGS)
 
 # What bench/cpu.py measures against, apart from everything else: llama.cpp, built for this machine (about 10 minutes).
 bench-peers: $(STAMPS)/peers

@@ -11,13 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import limits  # noqa: E402
 import torch  # noqa: E402
+from report import Report, finish, start  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-import limits  # noqa: E402
 from baton.engine.layers.linear import choose  # noqa: E402
-from baton.engine.quant.weights import DenseWeight, IntWeight, Weight  # noqa: E402
-from report import Report, finish, start  # noqa: E402
+from baton.engine.weights.forms import DenseWeight, IntWeight, Weight  # noqa: E402
 
 NUM_OUT, NUM_IN, GROUP = 32768, 4096, 32  # larger than any cache at 4 bits too
 NUM_THREADS = 2

@@ -18,17 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
 import limits  # noqa: E402
 import peak  # noqa: E402
 import shape  # noqa: E402
-from baton.engine.layers.linear import choose  # noqa: E402
-from baton.engine.native.tier import TIERS, available  # noqa: E402
-from baton.engine.quant.weights import IntWeight  # noqa: E402
+import torch  # noqa: E402
 from cpu_arms import FORMS, Ours, linear_weights, make_spec  # noqa: E402
 from cpu_peers import LlamaCpp, Transformers  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
+
+from baton.engine.layers.linear import choose  # noqa: E402
+from baton.engine.native.tier import TIERS, available  # noqa: E402
+from baton.engine.weights.forms import IntWeight  # noqa: E402
 
 NUM_THREADS = 2
 PROMPT, SHORT_PROMPT = 512, 8

@@ -5,25 +5,25 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import shape
 import torch
 from torch import Tensor
 
-import shape
 from baton.engine.attention.base import AttentionShape
-from baton.engine.attention.choice import choose as choose_attention
-from baton.engine.config import EngineConfig, resolve
+from baton.engine.attention.selection import choose as choose_attention
+from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.model_spec import ModelSpec, RopeSpec
+from baton.engine.core.request import RequestEnded
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.llama import Model
-from baton.engine.models.spec import ModelSpec, RopeSpec
-from baton.engine.quant.formats.base import Source
-from baton.engine.quant.weights import DenseWeight, IntWeight, Weight
-from baton.engine.request import RequestEnded
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.weights.formats.base import WeightSource
+from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
 from kvtransfer.layout import KVLayout
-from tests import bare
+from tests.support import bare
 
 MAX_LEN = 1024
 
@@ -46,7 +46,7 @@ FORMS = {
 }
 
 
-class RandomSource(Source):
+class RandomSource(WeightSource):
     """Random weights of one form. Modules of one shape share their values: kernels pack copies of their own."""
 
     name = "random"

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from baton.engine.core.request import PrefillDone, Request, RequestEnded, Speculation, TokenRun
 from baton.engine.engine import Engine
-from baton.engine.request import PrefillDone, Request, RequestEnded, Speculation, TokenRun
-from tests import bare
+from tests.support import bare
 
 
 @dataclass(frozen=True)

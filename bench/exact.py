@@ -13,9 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from baton.engine.engine import Engine  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
-from tests import bare  # noqa: E402
+
+from baton.engine.engine import Engine  # noqa: E402
+from tests.support import bare  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows

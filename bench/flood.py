@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from baton.service.access import Access
+from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 

@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-
-from baton.engine.config import EngineConfig  # noqa: E402
-from baton.engine.engine import Engine  # noqa: E402
 from decoding import decode, greedy  # noqa: E402
 from report import Report, finish, start  # noqa: E402
-from tests.engine.speculation.forced import ForcedProposer  # noqa: E402
+
+from baton.engine.core.config import EngineConfig  # noqa: E402
+from baton.engine.engine import Engine  # noqa: E402
+from tests.support.engine.forced import ForcedProposer  # noqa: E402
 
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.85, 1.0)
 WIDTHS, QUICK_WIDTHS = range(2, 9), (2, 4, 8)

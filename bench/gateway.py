@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from report import Report, finish, start  # noqa: E402
 from stub_worker import FIRST_ID, NUM_IDS  # noqa: E402
-from tests.process import Process  # noqa: E402
+
+from tests.support.process import Process  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 CORES = sorted(os.sched_getaffinity(0))

@@ -20,11 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
 import gpu_limits  # noqa: E402
-from baton.engine.processors import Partition  # noqa: E402
+import torch  # noqa: E402
 from report import Report, finish, start  # noqa: E402
+
+from baton.engine.execute.sm_partition import Partition  # noqa: E402
 
 PARTS = ("decode", "batches", "kv", "prefill", "overhead", "hit", "exact", "interfere", "peers")
 CONTEXT, LONG_CONTEXT = 1024, 8192

@@ -24,9 +24,12 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")
 
 def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
     """Name -> arguments of python. Kernels also run compiled: their suites take the GPU where there is one."""
-    kernels = [f"tests/engine/test_{name}.py" for name in ("triton_linear", "gpu_layers", "graphs", "on_device")]
-    attention = ["tests/engine/test_kv_write.py"]
-    attention += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/engine/test_attention_*.py"))
+    kernels = [
+        "tests/engine/layers/test_triton_linear.py", "tests/engine/models/test_gpu_layers.py",
+        "tests/engine/execute/test_graphs.py", "tests/engine/sampling/test_on_device.py",
+    ]  # fmt: skip
+    attention = ["tests/engine/kernels/test_kv_write.py"]
+    attention += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/engine/attention/test_attention_*.py"))
     short = ["--quick"] if quick else []
     found = {
         "gpu-tests": [*TESTS, f"{folder}/tmp", "-m", "gpu"],

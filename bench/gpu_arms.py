@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionShape
-from baton.engine.attention.choice import choose as choose_attention
-from baton.engine.config import EngineConfig, resolve
+from baton.engine.attention.selection import choose as choose_attention
+from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.model_spec import ModelSpec, RopeSpec
+from baton.engine.core.request import PrefillDone, RequestEnded, TokenRun
 from baton.engine.engine import Engine
+from baton.engine.execute.launcher import GpuLauncher, Launcher
 from baton.engine.kv.pool import KVPool
-from baton.engine.launcher import GpuLauncher, Launcher
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.llama import Model
-from baton.engine.models.spec import ModelSpec, RopeSpec
-from baton.engine.quant.formats.base import HEAD, Source
-from baton.engine.quant.weights import DenseWeight, Fp8Weight, IntWeight, Weight
-from baton.engine.request import PrefillDone, RequestEnded, TokenRun
 from baton.engine.sampling.on_device import DeviceSampler
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.weights.formats.base import HEAD, WeightSource
+from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SpanHash, chain_hashes
-from tests import bare
+from tests.support import bare
 
 ROOT = SpanHash(b"root" * 8)
 BLOCK_SIZE = 64
@@ -37,7 +37,7 @@ QWEN_600M = (28, 1024, 3072, 16, 8, 128, 151936)
 FORMS = ("bf16", "int4-g128", "fp8", "int8")
 
 
-class RandomSource(Source):
+class RandomSource(WeightSource):
     """Random weights of one form, made where they are to stand; the head of a quantized model stays in bf16."""
 
     name = "random"

@@ -22,23 +22,23 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import grpc  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-
-from baton.training.export import export  # noqa: E402
-from baton.training.model import Llama, ModelConfig  # noqa: E402
-from baton.training.tokenizer import train_tokenizer  # noqa: E402
-from baton.v1 import inference_pb2 as pb  # noqa: E402
-from baton.v1 import inference_pb2_grpc  # noqa: E402
-from kvtransfer.blocks import BlockMemory, Cells  # noqa: E402
-from kvtransfer.cuda_runtime import find_runtime  # noqa: E402
-from kvtransfer.digest import make_digests  # noqa: E402
-from kvtransfer.layout import KVGroup, KVLayout  # noqa: E402
-from kvtransfer.naming import SPAN_TOKENS  # noqa: E402
-from kvtransfer.nixl_engine import find_package  # noqa: E402
-from kvtransfer.runs import merged_runs  # noqa: E402
-from kvtransfer.wire import Range  # noqa: E402
 from moving import BLOCK_TOKENS, Pair, scattered  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
-from tests.stack import Stack  # noqa: E402
+
+from baton.training.data.tokenizer import train_tokenizer  # noqa: E402
+from baton.training.model.export import export  # noqa: E402
+from baton.training.model.llama import Llama, ModelConfig  # noqa: E402
+from baton.v1 import inference_pb2 as pb  # noqa: E402
+from baton.v1 import inference_pb2_grpc  # noqa: E402
+from kvtransfer.layout import KVGroup, KVLayout  # noqa: E402
+from kvtransfer.memory.blocks import BlockMemory, Cells  # noqa: E402
+from kvtransfer.memory.byte_runs import merged_runs  # noqa: E402
+from kvtransfer.memory.cuda_runtime import find_runtime  # noqa: E402
+from kvtransfer.memory.digest import make_digests  # noqa: E402
+from kvtransfer.naming import SPAN_TOKENS  # noqa: E402
+from kvtransfer.transports.nixl_engine import find_package  # noqa: E402
+from kvtransfer.wire import Range  # noqa: E402
+from tests.support.stack import Stack  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 # Counts by block bytes.

@@ -23,12 +23,13 @@ import uvloop
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from baton.v1 import worker_pb2 as pb  # noqa: E402
-from gateway import redis_index  # noqa: E402
-from gateway.slot_leases import KV_TTL_S  # noqa: E402
-from gateway.slots import NUM_SLOTS  # noqa: E402
 from report import Report, finish, start  # noqa: E402
-from tests.redis_server import RedisServer  # noqa: E402
+
+from baton.v1 import worker_pb2 as pb  # noqa: E402
+from gateway.prefix import redis_index  # noqa: E402
+from gateway.prefix.slot_leases import KV_TTL_S  # noqa: E402
+from gateway.prefix.worker_bitmap import NUM_SLOTS  # noqa: E402
+from tests.support.redis_server import RedisServer  # noqa: E402
 
 redis_index.BUDGET_S = 10.0  # every lookup is measured to its end; a gateway goes on without after 50 ms
 NUM_WORKERS = 64

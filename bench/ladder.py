@@ -20,15 +20,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-from baton.cli.eval import encode, read_texts  # noqa: E402
+from load import Job, LoadGenerator, Progress  # noqa: E402
+from report import Report, finish, start  # noqa: E402
+from rung import Ran, Rung, Technique, Told  # noqa: E402
+
+from baton.cli.models.eval import encode, read_texts  # noqa: E402
 from baton.loadgen import workload  # noqa: E402
 from baton.loadgen.summary import percentiles  # noqa: E402
 from baton.loadgen.trace import read_trace  # noqa: E402
 from baton.service.slo import parse_slo  # noqa: E402
-from load import Job, LoadGenerator, Progress  # noqa: E402
-from report import Report, finish, start  # noqa: E402
-from rung import Ran, Rung, Technique, Told  # noqa: E402
-from tests.stack import Stack  # noqa: E402
+from tests.support.stack import Stack  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"

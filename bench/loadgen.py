@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import grpc  # noqa: E402
+from report import Report, finish, interleave, medians, start  # noqa: E402
 
-from baton.loadgen.run import Plan, run_jobs  # noqa: E402
+from baton.loadgen.run import RunPlan, run_jobs  # noqa: E402
 from baton.loadgen.workload import Job  # noqa: E402
 from baton.v1 import inference_pb2 as pb  # noqa: E402
 from baton.v1 import inference_pb2_grpc  # noqa: E402
-from report import Report, finish, interleave, medians, start  # noqa: E402
-from tests.process import Process  # noqa: E402
+from tests.support.process import Process  # noqa: E402
 
 CORES = sorted(os.sched_getaffinity(0))
 SENDER_CORE, STUB_CORE = CORES[0], CORES[-1]
@@ -70,7 +70,7 @@ def jobs(num: int, per_s: float | None = None) -> list[Job]:
 def closed(report: Report, target: str, num_calls: int, num_rounds: int) -> float:
     """As fast as one process can; returns the bare loop's calls per second. The generator's requests are all different,
     and made before the run, as its first ones always are; the bare loop's one request is made before it too."""
-    bare, plan = Bare(target), Plan(target, VOCAB, CONCURRENCY)
+    bare, plan = Bare(target), RunPlan(target, VOCAB, CONCURRENCY)
     rates: dict[str, list[Rate]] = {}
 
     def generator() -> Rate:
@@ -103,7 +103,7 @@ def processes(report: Report, target: str, calls_per_s: float, seconds: float) -
     """The same arrivals from one process and from two: each has half the work."""
     os.sched_setaffinity(0, CORES)
     load = jobs(round(calls_per_s * seconds), calls_per_s)
-    ran = {num: run_jobs(Plan(target, VOCAB, num_processes=num), load) for num in (1, 2)}
+    ran = {num: run_jobs(RunPlan(target, VOCAB, num_processes=num), load) for num in (1, 2)}
     assert all(outcome.ok for each in ran.values() for outcome in each.outcomes)
     name = f"open loop, {calls_per_s:.0f} calls/s: busiest sender"
     report.add(

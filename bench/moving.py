@@ -16,13 +16,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from baton.worker.kv_sums import accelerate  # noqa: E402
-from kvtransfer import digest  # noqa: E402
-from kvtransfer.fetcher import Fetcher, FetchReport  # noqa: E402
+from baton.worker.kv.native_digests import accelerate  # noqa: E402
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout  # noqa: E402
-from kvtransfer.region import Region  # noqa: E402
-from kvtransfer.source import Source, SourceIdentity  # noqa: E402
-from kvtransfer.transport import local_host_id  # noqa: E402
+from kvtransfer.memory import digest  # noqa: E402
+from kvtransfer.memory.region import Region  # noqa: E402
+from kvtransfer.transfer.fetcher import Fetcher, FetchReport  # noqa: E402
+from kvtransfer.transfer.source import Source, SourceIdentity  # noqa: E402
+from kvtransfer.transports.transport import local_host_id  # noqa: E402
 
 BLOCK_TOKENS, LAYER_BLOCK_BYTES = 16, 64 << 10  # 8 kv heads of 128 in bf16, as in Llama 3.1 8B
 POOL_BYTES = 256 << 20

@@ -29,16 +29,17 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from baton.loadgen.outcome import Outcome  # noqa: E402
-from baton.loadgen.run import Plan, run_jobs  # noqa: E402
-from baton.loadgen.workload import Job, arrivals, drawn  # noqa: E402
-from baton.service.access import Access  # noqa: E402
-from baton.service.credentials import new_key  # noqa: E402
-from gateway.slo_classes import BUILT_IN  # noqa: E402
 from flood import KINDS, flooding  # noqa: E402
 from overload_abuse import abuse  # noqa: E402
 from report import Report, finish, start  # noqa: E402
-from tests.stack import Stack  # noqa: E402
+
+from baton.loadgen.outcome import Outcome  # noqa: E402
+from baton.loadgen.run import RunPlan, run_jobs  # noqa: E402
+from baton.loadgen.workload import Job, arrivals, drawn  # noqa: E402
+from baton.service.security.access import Access  # noqa: E402
+from baton.service.security.credentials import new_key  # noqa: E402
+from gateway.config.slo_classes import BUILT_IN  # noqa: E402
+from tests.support.stack import Stack  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 VOCAB, PROMPT, OUTPUT = 4096, 512, 32
@@ -59,7 +60,7 @@ LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 def send(target: str, per_s: float, seconds: float, seed: int, key_file: Path | None = None) -> list[Outcome]:
     rng = random.Random(seed)
     jobs = drawn(rng, arrivals("poisson", per_s, rng), max(8, round(per_s * seconds)), PROMPT, OUTPUT)
-    plan = Plan(target, VOCAB, seed=seed, timeout_s=60, access=Access(api_key_file=key_file), slo_class=CLASS)
+    plan = RunPlan(target, VOCAB, seed=seed, timeout_s=60, access=Access(api_key_file=key_file), slo_class=CLASS)
     return run_jobs(plan, jobs).outcomes
 
 
@@ -119,7 +120,7 @@ def closed_loop(target: str, num: int = 48, concurrency: int = 8) -> float:
     """Requests a second where eight are always there: what the ladder is measured by. It also measures the rates."""
     rng = random.Random(0)
     jobs = drawn(rng, arrivals("constant", 1, rng), num, PROMPT, OUTPUT)
-    ran = run_jobs(Plan(target, VOCAB, concurrency), jobs)
+    ran = run_jobs(RunPlan(target, VOCAB, concurrency), jobs)
     return num / ran.duration_s
 
 
@@ -161,7 +162,7 @@ def fairness(
         """One after the other: no request of its own is in the way of another."""
         jobs = [Job(i, 0.0, FAIR_PROMPT, FAIR_OUTPUT) for i in range(num)]
         access = Access(api_key_file=keys["quiet"])
-        return run_jobs(Plan(target, VOCAB, 1, seed=next(seeds), timeout_s=30, access=access), jobs).outcomes
+        return run_jobs(RunPlan(target, VOCAB, 1, seed=next(seeds), timeout_s=30, access=access), jobs).outcomes
 
     def p99(*runs: list[Outcome]) -> float:
         return 1e3 * percentile([each.ttft_s for outcomes in runs for each in outcomes if each.ok], 0.99)

@@ -4,9 +4,10 @@ import asyncio
 from pathlib import Path
 
 from report import Report
+
 from tests.abuse.catalogue import Cell, cells
 from tests.abuse.ground import Attackers, Ground, attacked
-from tests.models import make_model
+from tests.support.models import make_model
 
 COUNT, QUICK_COUNT = 2000, 100
 QUICK = ("silent connections", "no message", "many streams", "unread answers", "cancelled")

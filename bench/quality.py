@@ -15,19 +15,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch.nn.functional as F  # noqa: E402
+from report import Report, finish, start  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from baton.cli.eval import Texts, encode, read_texts  # noqa: E402
-from baton.engine.kv import quant as kv_quant  # noqa: E402
+from baton.cli.models.eval import Texts, encode, read_texts  # noqa: E402
+from baton.engine.kv import stored_forms as kv_quant  # noqa: E402
 from baton.engine.kv.pool import KVPool  # noqa: E402
 from baton.engine.models.loader import load_model  # noqa: E402
 from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, Prompt, make_samples, read_prompts  # noqa: E402
-from baton.quantization.errors import QuantizeError  # noqa: E402
+from baton.quantization.core.errors import QuantizeError  # noqa: E402
 from baton.quantization.quantize import plan, quantize  # noqa: E402
 from baton.quantization.scoring import Score, score  # noqa: E402
 from kvtransfer.layout import KVLayout  # noqa: E402
-from report import Report, finish, start  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 GROUPS = (32, 64, 128)

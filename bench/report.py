@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from baton.engine import cpu
+from baton.engine.core import cpu
 
 PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "redis")
 

@@ -21,18 +21,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from baton.loadgen.trace import Entry, read_trace  # noqa: E402
-from baton.service.slo import Slo  # noqa: E402
-from baton.v1 import worker_pb2 as pb  # noqa: E402
-from gateway.embedded_index import EmbeddedIndex  # noqa: E402
-from gateway.matches import Matches
-from gateway.model_folder import Defaults, ModelFolder  # noqa: E402
-from gateway.registry import Registry  # noqa: E402
-from gateway.routing import Ask  # noqa: E402
-from gateway.settings import GatewaySettings  # noqa: E402
-from gateway.workers import LinkState  # noqa: E402
 from report import Report, finish, start  # noqa: E402
 from routing_fleet import Fleet, Machine, Request, copies, oracle_hits  # noqa: E402
+
+from baton.loadgen.trace import TraceEntry, read_trace  # noqa: E402
+from baton.service.slo import Slo  # noqa: E402
+from baton.v1 import worker_pb2 as pb  # noqa: E402
+from gateway.config.settings import GatewaySettings  # noqa: E402
+from gateway.fleet.registry import Registry  # noqa: E402
+from gateway.link.worker_link import LinkState  # noqa: E402
+from gateway.model.model_folder import Defaults, ModelFolder  # noqa: E402
+from gateway.prefix.memory_index import EmbeddedIndex  # noqa: E402
+from gateway.prefix.prefix_matches import Matches
+from gateway.routing.routing import RoutingRequest  # noqa: E402
 
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
 SIZES = (8, 64, 256, 1000)
@@ -43,26 +44,26 @@ LOAD = 0.5
 WORKERS_A_TRACE = 8  # that one copy of the trace keeps busy
 
 
-def run(num_workers: int, entries: Sequence[Entry], split: str = "auto", machine: Machine = Machine()):
+def run(num_workers: int, entries: Sequence[TraceEntry], split: str = "auto", machine: Machine = Machine()):
     fleet = Fleet(num_workers, machine, split, SLO)
     return fleet, fleet.run(entries)
 
 
-def busy(entries: Sequence[Entry]) -> list[Entry]:
+def busy(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
     """The trace as fast as it takes to keep LOAD of the prefill workers busy, if nothing were cached."""
     tokens_per_s = sum(entry.num_prompt for entry in entries) / entries[-1].at_s
     return scaled(entries, LOAD * WORKERS_A_TRACE / 2 / Machine().token_s / tokens_per_s)
 
 
-def scaled(entries: Sequence[Entry], rate: float) -> list[Entry]:
-    return [Entry(entry.at_s / rate, entry.num_prompt, entry.num_output, entry.hash_ids) for entry in entries]
+def scaled(entries: Sequence[TraceEntry], rate: float) -> list[TraceEntry]:
+    return [TraceEntry(entry.at_s / rate, entry.num_prompt, entry.num_output, entry.hash_ids) for entry in entries]
 
 
 # ---- hits and balance ----
 
 
 def hits(
-    report: Report, name: str, entries: Sequence[Entry], num_workers: int, machine: Machine, balance: bool
+    report: Report, name: str, entries: Sequence[TraceEntry], num_workers: int, machine: Machine, balance: bool
 ) -> None:
     fleet, requests = run(num_workers, entries, machine=machine)
     num_tokens = sum(entry.num_prompt for entry in entries)
@@ -103,7 +104,7 @@ def hits(
 # ---- the adaptive split ----
 
 
-def splits(report: Report, entries: Sequence[Entry], num_workers: int, rate: float) -> None:
+def splits(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate: float) -> None:
     """Mean latency and goodput of the three settings, on the same fleet; and of one where no worker prefills only."""
     means, goods = {}, {}
     arms = {"auto": (0.5, "auto"), "always": (0.5, "always"), "never": (0.5, "never"), "whole": (0.0, "never")}
@@ -149,7 +150,7 @@ def costs(report: Report, num_requests: int) -> None:
     medians = {}
     for num_workers in SIZES:
         registry, seconds = _registry(num_workers), []
-        index, rng, ask = registry._index, random.Random(num_workers), Ask(8000, 8001)
+        index, rng, ask = registry._index, random.Random(num_workers), RoutingRequest(8000, 8001)
         chains = [[b"first" * 6, *(rng.randbytes(32) for _ in range(124))] for _ in range(64)]
         for link in registry.links:
             index.apply(link.worker_id, pb.BlockEvents(snapshot=True, sealed=chains[0][:1]))

@@ -1,4 +1,4 @@
-"""A fleet that serves a trace in simulated time, routed by gateway/routing.py as it stands.
+"""A fleet that serves a trace in simulated time, routed by gateway/routing/routing.py as it stands.
 
 Modelled: prompts one after the other on a prefill worker, and in chunks between steps on a decode worker; steps that
 take longer the more sequences run; an LRU prefix cache on every worker; KV that moves while a prompt is read, one
@@ -15,12 +15,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.loadgen.trace import MOONCAKE_BLOCK as BLOCK
-from baton.loadgen.trace import Entry
+from baton.loadgen.trace import TraceEntry
 from baton.service.slo import Slo
-from gateway.candidates import NUM_SEEN
-from gateway.matches import NOWHERE, Matches, Places
-from gateway.rates import Rates, Recent
-from gateway.routing import NUM_HOLDERS, Ask, Candidate, Limits, choose, choose_holder, shortlist
+from gateway.fleet.candidates import NUM_SEEN
+from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
+from gateway.routing.latency_model import Recent, WorkerRates
+from gateway.routing.routing import (
+    NUM_HOLDERS,
+    Candidate,
+    RoutingRequest,
+    WorkerLimits,
+    choose,
+    choose_holder,
+    shortlist,
+)
 
 _WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp"])
 
@@ -42,7 +50,7 @@ class Machine(NamedTuple):
 
 @dataclass(slots=True)
 class Request:
-    entry: Entry
+    entry: TraceEntry
     at_s: float
     num_cached: int = 0  # tokens of the prompt that nobody had to compute
     is_local: bool = False
@@ -80,15 +88,15 @@ class Index:
 class Worker:
     """What both roles have: a cache, a link to the network, and how fast it has been."""
 
-    def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: Rates):
+    def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: WorkerRates):
         self.number, self.name, self.machine = number, name, machine
-        self.rates, self.recent = Rates(fleet), Recent()
+        self.rates, self.recent = WorkerRates(fleet), Recent()
         self.num_waiting_tokens = self.num_sequences = 0
         self.in_free_s = self.out_free_s = 0.0
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._index, self._bit = index, 1 << number
 
-    def num_matched(self, entry: Entry) -> int:
+    def num_matched(self, entry: TraceEntry) -> int:
         num = 0
         for hash_id in entry.hash_ids:
             if hash_id not in self._blocks:
@@ -97,7 +105,7 @@ class Worker:
         return self.in_tokens(num, entry)
 
     @staticmethod
-    def in_tokens(num_blocks: int, entry: Entry) -> int:
+    def in_tokens(num_blocks: int, entry: TraceEntry) -> int:
         return min(num_blocks * BLOCK, entry.num_prompt - 1)
 
     def keep(self, hash_ids: Sequence[int]) -> None:
@@ -115,7 +123,7 @@ class Worker:
     def candidate(self, num_matched: int, now: float) -> Candidate:
         machine = self.machine
         return Candidate(
-            self.name, num_matched, self.num_sequences, self.num_waiting_tokens, Limits(1 << 20), _WORDS, _WORDS, _TRANSPORTS,
+            self.name, num_matched, self.num_sequences, self.num_waiting_tokens, WorkerLimits(1 << 20), _WORDS, _WORDS, _TRANSPORTS,
             self.name, machine.token_bytes, None, machine.max_sequences, None, self.recent.share(now),
             self.rates.pace(now),
         )  # fmt: skip
@@ -164,12 +172,12 @@ class Fleet:
     """`run()` serves all requests. `prefill_share` of the workers do nothing but prefill."""
 
     def __init__(self, num_workers: int, machine: Machine, split: str, slo: Slo, prefill_share: float = 0.5):
-        index, fleet = Index(), Rates()
+        index, fleet = Index(), WorkerRates()
         half = round(num_workers * prefill_share)
         self.prefill = [PrefillWorker(i, f"p{i:04}", machine, index, fleet) for i in range(half)]
         self.decode = [DecodeWorker(i, f"d{i:04}", machine, index, fleet) for i in range(half, num_workers)]
         self._workers: list[Worker] = [*self.prefill, *self.decode]
-        index.places = Places.of({worker.number: worker for worker in self._workers})
+        index.places = WorkerBits.of({worker.number: worker for worker in self._workers})
         self._named = {worker.name: worker for worker in self._workers}
         self._machine, self._split, self._slo, self._index = machine, split, slo, index
         self._rng = random.Random(0)
@@ -178,7 +186,7 @@ class Fleet:
         self._waiting: deque[Request] = deque()
         self._mean_output = 64.0
 
-    def run(self, entries: Sequence[Entry]) -> list[Request]:
+    def run(self, entries: Sequence[TraceEntry]) -> list[Request]:
         requests = [Request(entry, entry.at_s) for entry in entries]
         arrivals = iter(requests)
 
@@ -220,7 +228,7 @@ class Fleet:
             else:
                 self._read_there(request, self._named[decision.prefill], taker, now)
 
-    def _route(self, entry: Entry, now: float):
+    def _route(self, entry: TraceEntry, now: float):
         matches = self._index.lookup(entry.hash_ids)
 
         def side(workers: list, kind: type) -> list[Candidate]:
@@ -229,7 +237,7 @@ class Fleet:
             chosen = shortlist(holders, workers, lambda worker: True, self._rng)
             return [worker.candidate(worker.in_tokens(matches.get(worker), entry), now) for worker in chosen]
 
-        ask = Ask(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
+        ask = RoutingRequest(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
         return choose(ask, side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker), self._split)
 
     # ---- a prefill worker ----
@@ -345,7 +353,7 @@ class Fleet:
 # ---- what could be reached ----
 
 
-def oracle_hits(entries: Sequence[Entry], cached_tokens: int | None) -> int:
+def oracle_hits(entries: Sequence[TraceEntry], cached_tokens: int | None) -> int:
     """Prompt tokens that one LRU cache of so many tokens, which every request reaches at no cost, would have had; None:
     a cache without end. Each prompt is there as soon as it has come."""
     blocks: OrderedDict[int, None] = OrderedDict()
@@ -365,7 +373,7 @@ def oracle_hits(entries: Sequence[Entry], cached_tokens: int | None) -> int:
     return num_hits
 
 
-def copies(entries: Sequence[Entry], num: int, spread_s: float = 30.0) -> list[Entry]:
+def copies(entries: Sequence[TraceEntry], num: int, spread_s: float = 30.0) -> list[TraceEntry]:
     """As many users as `num` such traces have, each copy a little later than the one before; they share the first block
     of the trace, as all of it does, and nothing else."""
     common = entries[0].hash_ids[:1]
@@ -375,5 +383,5 @@ def copies(entries: Sequence[Entry], num: int, spread_s: float = 30.0) -> list[E
         later_s = rng.uniform(0, spread_s) if copy else 0.0
         for entry in entries:
             hash_ids = tuple(i if (i,) == common else i + (copy << 32) for i in entry.hash_ids)
-            made.append(Entry(entry.at_s + later_s, entry.num_prompt, entry.num_output, hash_ids))
+            made.append(TraceEntry(entry.at_s + later_s, entry.num_prompt, entry.num_output, hash_ids))
     return sorted(made, key=lambda entry: entry.at_s)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from baton.engine.config import EngineConfig
-from baton.engine.engine import Engine
-from baton.engine.request import Key, PrefillDone, Refusal, Request, RequestEnded, SamplingParams, TokenRun
-from kvtransfer.naming import chain_hashes, root_hash
 from load import Job
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Key, PrefillDone, Refusal, Request, RequestEnded, SamplingParams, TokenRun
+from baton.engine.engine import Engine
+from kvtransfer.naming import chain_hashes, root_hash
 
 IDLE_S = 0.0005  # between two looks at the clock while nobody has arrived
 

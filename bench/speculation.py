@@ -24,14 +24,14 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
 import torch  # noqa: E402
-
-from baton.engine.engine import Engine  # noqa: E402
-from baton.training.corpus import gather  # noqa: E402
-from baton.training.evaluate import select_heads  # noqa: E402
-from baton.training.tokenizer import load_tokenizer  # noqa: E402
 from decoding import Decoded, decode, greedy  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
-from tests import bare  # noqa: E402
+
+from baton.engine.engine import Engine  # noqa: E402
+from baton.training.data.corpus import gather  # noqa: E402
+from baton.training.data.tokenizer import load_tokenizer  # noqa: E402
+from baton.training.model.evaluate import select_heads  # noqa: E402
+from tests.support import bare  # noqa: E402
 
 TARGET = ROOT / "demo" / "target"
 FOLDERS = {"ngram": None, **{name: ROOT / "demo" / name for name in ("draft", "medusa", "eagle")}}

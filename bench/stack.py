@@ -25,15 +25,15 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch  # noqa: E402
-
-from baton.engine.engine import Engine  # noqa: E402
-from baton.engine.request import RequestEnded  # noqa: E402
 from limits import Limits, measure  # noqa: E402
 from load import Job, LoadGenerator, draw_jobs  # noqa: E402
 from report import Report, finish, interleave, medians, start  # noqa: E402
-from tests import bare  # noqa: E402
-from tests.process import Process  # noqa: E402
-from tests.stack import Stack  # noqa: E402
+
+from baton.engine.core.request import RequestEnded  # noqa: E402
+from baton.engine.engine import Engine  # noqa: E402
+from tests.support import bare  # noqa: E402
+from tests.support.process import Process  # noqa: E402
+from tests.support.stack import Stack  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 CORES = len(os.sched_getaffinity(0))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import uvloop  # noqa: E402
 
-from baton.service import server as grpc_server  # noqa: E402
+from baton.service.net import server as grpc_server  # noqa: E402
 from baton.v1 import inference_pb2, worker_pb2_grpc  # noqa: E402
 from baton.v1 import worker_pb2 as pb  # noqa: E402
 

@@ -21,14 +21,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from gateway import access_log  # noqa: E402
-from gateway.meters import Meters  # noqa: E402
-from gateway.slo_classes import BUILT_IN  # noqa: E402
 from load import Job, LoadGenerator  # noqa: E402
 from report import Report, finish, start  # noqa: E402
-from tests.gateway.test_meters import ANSWERED, record  # noqa: E402
-from tests.process import Process  # noqa: E402
-from tests.stack import Stack  # noqa: E402
+
+from gateway.config.slo_classes import BUILT_IN  # noqa: E402
+from gateway.observe import access_log  # noqa: E402
+from gateway.observe.meters import GatewayMeters  # noqa: E402
+from tests.gateway.observe.test_meters import ANSWERED, record  # noqa: E402
+from tests.support.process import Process  # noqa: E402
+from tests.support.stack import Stack  # noqa: E402
 
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read where they are answered
@@ -131,7 +132,7 @@ def _quick(values: dict[str, list[float]]) -> dict[str, float]:
 
 def after_the_last_token(report: Report, num_requests: int) -> None:
     """What the gateway does for a request that has ended: its metrics, its log line."""
-    meters = Meters("tiny", BUILT_IN, lambda: 0, lambda: 0)
+    meters = GatewayMeters("tiny", BUILT_IN, lambda: 0, lambda: 0)
     ended = record(**ANSWERED)
     for name, work in (("metrics", meters.ended), ("log line, without its writing", access_log.line)):
         begun = time.perf_counter()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, SamplingParams, TokenRun
 from baton.engine.engine import Engine
-from baton.engine.request import Key, PrefillDone, Request, RequestEnded, SamplingParams, TokenRun
 
 PROMPTS = ("def read_lines(path):", "class Stack:")
 

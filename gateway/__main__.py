@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.service import logs
-from baton.service.server import ListenError, run
+from baton.service.net.server import ListenError, run
 from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
-from gateway.settings import GatewaySettings
+from gateway.config.settings import GatewaySettings
 
 FAILED, WRONG_USE = 1, 2
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, WRONG_USE)
     logs.setup("gateway", settings.log_level)
 
-    from gateway.gateway import serve
+    from gateway.app import serve
 
     try:
         return run(lambda stop: serve(settings, stop), use_uvloop=True)

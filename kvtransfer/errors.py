@@ -69,7 +69,7 @@ class TransportBroken(PeerLost):
         self.transport = transport
 
 
-class DeadlineExceeded(TransferFailed):
+class TransferTimedOut(TransferFailed):
     """The time that the caller gave is over."""
 
     status = "deadline_exceeded"
@@ -79,7 +79,7 @@ _BY_STATUS = {
     cls.status: cls
     for cls in (
         LayoutMismatch, TicketRefused, LeaseExpired, TransferCancelled, DigestMismatch, StaleBlocks, ProtocolError,
-        TransferFailed, PeerLost, DeadlineExceeded,
+        TransferFailed, PeerLost, TransferTimedOut,
     )
 }  # fmt: skip
 

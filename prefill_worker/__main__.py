@@ -2,7 +2,7 @@
 
 import sys
 
-from baton.worker.role import main
+from baton.worker.main import main
 from prefill_worker.settings import ROLE
 
 if __name__ == "__main__":

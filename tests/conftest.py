@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from baton.engine.reproducible import fix_order_of_sums
-from tests import pace
+from baton.engine.core.reproducible import fix_order_of_sums
 from tests.faults.table import lines
+from tests.support import pace
 
 fix_order_of_sums()  # before any test multiplies
 

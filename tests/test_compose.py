@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.service import telemetry
+from baton.service.observe import telemetry
 from baton.worker.settings import WorkerSettings
-from gateway.settings import GatewaySettings
+from gateway.config.settings import GatewaySettings
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())

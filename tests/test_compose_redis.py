@@ -11,13 +11,13 @@ import pytest
 import redis
 import yaml
 
-from gateway.quotas import Quota, Quotas
-from gateway.redis_index import RedisIndex
-from gateway.roster import RedisRoster
-from gateway.shared_usage import SharedUsage
-from gateway.timing import now
-from tests.gateway.test_redis_index import SPANS, WORKER, finds, index, snapshot
-from tests.redis_server import RedisServer, redis_path
+from baton.service.clock import now
+from gateway.discovery.redis_registry import RedisRoster
+from gateway.prefix.redis_index import RedisIndex
+from gateway.queue.quota_sync import SharedUsage
+from gateway.queue.quotas import Quota, Quotas
+from tests.gateway.prefix.test_redis_index import SPANS, WORKER, finds, index, snapshot
+from tests.support.redis_server import RedisServer, redis_path
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,4 +1,4 @@
-"""The house: imports point down and never sideways, no circle, no file beyond 400 lines, no code in data."""
+"""The house: imports point down and never sideways, no circle among files or folders, both small, no code in data."""
 
 import ast
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
+MAX_FILES = 12  # of a folder, `__init__` and `__main__` aside
 
 # room -> what it may import from the repository. Rooms are matched longest prefix first.
 ROOMS = {
@@ -45,6 +46,88 @@ WITHOUT = {
 # Standard library only.
 PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.tasks", "baton.fairness")
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
+
+# room -> its folders, lowest first -> what each may import of its own room (".": the room's own files).
+FOLDERS = {
+    "kvtransfer": {
+        ".": "",
+        "memory": ".",
+        "transports": ". memory",
+        "transfer": ". memory transports",
+    },
+    "gateway": {
+        "store": "",
+        "model": "",
+        "config": "model",
+        "routing": "",
+        "text": "",
+        "prefix": "store text",
+        "queue": "store routing",
+        "link": "routing",
+        "discovery": "store config link",
+        "request": "model config routing text queue link",
+        "answer": "text request",
+        "fleet": "model config routing prefix link discovery",
+        "observe": "request",
+        "orchestration": "config routing text prefix queue link request answer fleet",
+        "api": "config queue request answer fleet observe orchestration",
+        ".": "store model config text prefix queue link discovery request fleet observe orchestration api",
+    },
+    "baton.engine": {
+        "native": "",
+        "native.attention": "",
+        "native.linear": "",
+        "speculation": "",
+        "weights": "",
+        "core": "native",
+        "kv": "",
+        "kernels": "kv",
+        "sampling": "core",
+        "attention": "native core kv kernels",
+        "layers.linear": "native weights kernels",
+        "schedule": "core kv sampling",
+        "layers": "core layers.linear",
+        "weights.formats": "weights core layers",
+        "models": "native weights core kv kernels attention layers.linear layers weights.formats",
+        "speculation.proposers": (
+            "native weights core kv sampling attention layers.linear layers weights.formats models"
+        ),
+        "speculation.control": "core sampling schedule speculation.proposers",
+        "execute": "native core kv sampling schedule models speculation.proposers speculation.control",
+        ".": "core kv sampling schedule models speculation.proposers speculation.control execute",
+    },
+    "baton.service": {
+        ".": "",
+        "security": ".",
+        "net": ". security",
+        "observe": "net",
+    },
+    "baton.worker": {
+        "wire": "",
+        "legs": "wire",
+        "kv": "wire legs",
+        "session": "wire legs kv",
+        "observe": "wire legs kv session",
+        ".": "wire legs kv session observe",
+    },
+    "baton.training": {
+        "data": "",
+        "model": "data",
+        "heads": "data model",
+        ".": "data model heads",
+    },
+    "baton.quantization": {
+        "core": "",
+        "methods": "core",
+        ".": "core methods",
+    },
+    "baton.cli": {
+        ".": "",
+        "client": "",
+        "models": "",
+        "cluster": "",
+    },
+}
 
 
 def sources() -> dict[str, Path]:
@@ -92,6 +175,13 @@ def is_module(name: str) -> bool:
 
 
 SOURCES = sources()
+# C++ too.
+FILES = [
+    path.relative_to(ROOT)
+    for top in ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker")
+    for path in (ROOT / top).rglob("*")
+    if path.suffix in {".py", ".cpp", ".h"} and not path.stem.endswith(("_pb2", "_pb2_grpc"))
+]
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
@@ -131,14 +221,62 @@ def test_no_import_circle():
         visit(module, [])
 
 
-@pytest.mark.parametrize("module", sorted(SOURCES))
-def test_a_file_owns_one_noun(module):
-    num_lines = len(SOURCES[module].read_text().splitlines())
-    assert num_lines <= MAX_LINES, f"{SOURCES[module].relative_to(ROOT)} has {num_lines} lines, at most {MAX_LINES}"
+@pytest.mark.parametrize("path", sorted(FILES), ids=str)
+def test_a_file_owns_one_noun(path):
+    num_lines = len((ROOT / path).read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{path} has {num_lines} lines, at most {MAX_LINES}"
 
 
-def test_kvtransfer_init_is_empty():
-    assert (ROOT / "kvtransfer" / "__init__.py").read_text().strip() == ""
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=str)
+def test_a_folder_has_few_files_and_says_what_they_are(folder):
+    files = [path.name for path in FILES if path.parent == folder and not path.name.startswith("__")]
+    assert len(files) <= MAX_FILES, f"{folder} has {len(files)} files, at most {MAX_FILES}: open a folder below"
+    doc = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+    assert doc, f"{folder}/__init__.py has no docstring"
+
+
+@pytest.mark.parametrize("room", FOLDERS)
+def test_folders_of_a_room_import_what_their_row_says(room):
+    rows = FOLDERS[room]
+    for place, (folder, needs) in enumerate(rows.items()):
+        below = list(rows)[:place]
+        assert set(needs.split()) <= set(below), f"{room}: {folder} names a folder that stands below it"
+    for module, path in SOURCES.items():
+        if not within(module, [room]):
+            continue
+        own = folder_in(room, module)
+        assert own in rows, f"{room}: {own} has no row in FOLDERS"
+        for name in imports(path):
+            if name in SOURCES and within(name, [room]) and not is_package_of(name, module):
+                other = folder_in(room, name)
+                allowed = {own, *rows[own].split()}
+                assert other in allowed, f"{module} may not import {name}: {own} of {room} has no {other}"
+
+
+def folder_in(room: str, module: str) -> str:
+    """The folder of a module below its room, "." for the room's own files."""
+    package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+    return package[len(room) + 1 :] or "."
+
+
+def is_package_of(name: str, module: str) -> bool:
+    return SOURCES[name].name == "__init__.py" and module.startswith(name + ".")
+
+
+def test_a_class_name_stands_once():
+    found: dict[str, list[str]] = {}
+    for module, path in SOURCES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
+@pytest.mark.parametrize("module", sorted(name for name in SOURCES if within(name, ["kvtransfer"])))
+def test_importing_kvtransfer_runs_nothing(module):
+    if SOURCES[module].name == "__init__.py":
+        (doc,) = ast.parse(SOURCES[module].read_text()).body
+        assert isinstance(doc, ast.Expr), f"{module} holds more than its docstring"
 
 
 @pytest.mark.parametrize("module", sorted(SOURCES))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.service import bound
+from baton.service.observe import bound
 from baton.service.slo import Slo
-from gateway.meters import _OBJECTIVES
-from gateway.timing import PHASES
-from gateway.worker_breaker import BreakerState
-from gateway.workers import LinkState
-from tests.observed import metrics
+from gateway.link.worker_breaker import BreakerState
+from gateway.link.worker_link import LinkState
+from gateway.observe.meters import _OBJECTIVES
+from gateway.request.timing import PHASES
+from tests.support.observed import metrics
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))

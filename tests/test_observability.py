@@ -6,10 +6,10 @@ import re
 import pytest
 import yaml
 
-from gateway.access_log import line
-from gateway.timing import PHASES
-from tests.gateway.test_meters import ANSWERED, record
-from tests.observed import ROOT, attributes, event_names, metrics, span_names
+from gateway.observe.access_log import line
+from gateway.request.timing import PHASES
+from tests.gateway.observe.test_meters import ANSWERED, record
+from tests.support.observed import ROOT, attributes, event_names, metrics, span_names
 
 PAGE = (ROOT / "docs" / "observability.md").read_text()
 
@@ -33,7 +33,7 @@ def test_metrics():
 
 
 def test_metrics_over_otlp():
-    source = (ROOT / "baton/service/genai_metrics.py").read_text()
+    source = (ROOT / "baton/service/observe/genai_metrics.py").read_text()
     names = re.findall(r'histogram\("([\w.]+)"', source)
     assert set(re.findall(r"`gen_ai\.server\.([\w.]+)`", section("Metrics"))) == set(names) and len(names) == 3
 
@@ -78,4 +78,4 @@ def rules_of(path) -> list[dict]:
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_METRICS_EXPORTER"])
 def test_environment(name):
-    assert name in PAGE and name in (ROOT / "baton/service/genai_metrics.py").read_text()
+    assert name in PAGE and name in (ROOT / "baton/service/observe/genai_metrics.py").read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests import pace
+from tests.support import pace
 
 
 @pytest.mark.parametrize("measured_s, factor", [(0.01, 1.0), (0.05, 1.0), (0.1, 2.0), (0.5, 10.0), (60.0, 20.0)])

@@ -10,10 +10,11 @@ from importlib import import_module
 
 from baton.service.settings import add_version, make_parser
 
-
-COMMANDS = (
-    "up", "certs", "generate", "quantize", "eval", "bench", "top", "doctor", "drain", "train-demo", "train-draft",
-)  # fmt: skip
+COMMANDS = {  # and where each stands below baton.cli
+    "up": "cluster.up", "certs": "cluster.certs", "generate": "client.generate", "quantize": "models.quantize",
+    "eval": "models.eval", "bench": "client.bench", "top": "cluster.top", "doctor": "cluster.doctor",
+    "drain": "cluster.drain", "train-demo": "models.train_demo", "train-draft": "models.train_draft",
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # The command that is called alone: what the others import would keep it waiting.
     for name in argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS:
-        import_module(f"baton.cli.{name.replace('-', '_')}").add_parser(subparsers)
+        import_module(f"baton.cli.{COMMANDS[name]}").add_parser(subparsers)
     for subparser in subparsers.choices.values():
         add_version(subparser)
     args = parser.parse_args(argv)

@@ -1,0 +1,1 @@
+"""Inference on one device: models, paged KV, continuous batching, sampling and speculation."""

@@ -2,7 +2,7 @@
 
 any thread   admit set_aside verified fetch_settled   accept offer release_lease   cancel   at once   (admission.py)
 any thread   submit start park resume                                                       posted    (inbox.py)
-the loop     step: commands, schedule (scheduler.py), run (runner.py), results (results.py)           (loop.py)
+the loop     step: commands, schedule (scheduler.py), run (runner.py), results (collect.py)           (loop.py)
 """
 
 import logging
@@ -11,28 +11,28 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from baton.engine.admission import Admission
-from baton.engine.config import EngineConfig
-from baton.engine.device import scope
-from baton.engine.inbox import Command, Enter, Inbox, Park, Resume, Start, Stop
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import scope
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.core.request import Acceptance, FirstToken, Key, LoadReport, Output, Request, RequestEnded, State
+from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
+from baton.engine.execute.collect import Results
+from baton.engine.execute.launcher import Launcher
+from baton.engine.execute.runner import Flight, Runner, can_launch
+from baton.engine.execute.throughput import Rate
+from baton.engine.execute.watermark import layer_watermark
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
-from baton.engine.launcher import Launcher
 from baton.engine.models.llama import Model
 from baton.engine.models.loader import model_identity
-from baton.engine.models.spec import ModelSpec
-from baton.engine.parts import GpuMemoryFor, MemoryFor, load_parts
-from baton.engine.rate import Rate
-from baton.engine.request import Acceptance, FirstToken, Key, LoadReport, Output, Request, RequestEnded, State
-from baton.engine.results import Results
-from baton.engine.runner import Flight, Runner, can_launch
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import Scheduler, Slice
-from baton.engine.sequence import Group
-from baton.engine.speculation.proposer import Proposer
-from baton.engine.speculation.speculator import Speculator, clock_for
-from baton.engine.watermark import layer_watermark
-from baton.engine.work import Work
+from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.inbox import Command, Enter, Inbox, Park, Resume, Start, Stop
+from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.step_work import StepWork
+from baton.engine.speculation.control.speculator import Speculator, clock_for
+from baton.engine.speculation.proposers.proposer import Proposer
 from kvtransfer.layout import BlockRef, KVLayout, NumericsClass
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Engine:
         self._outputs: list[Output] = []  # of the call of `step` that runs
         self._computing: list[Slice] = []  # by it, and not collected yet
         self._flight: Flight | None = None  # a step that was launched and not read
-        self.work = Work()
+        self.work = StepWork()
         self._rate = Rate()
         self._stepping = threading.Lock()
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from baton import failpoints
+from baton.engine.core.request import Output
 from baton.engine.engine import Engine
-from baton.engine.request import Output
 
 IDLE_BEAT_S = 0.25  # an idle loop still looks at deadlines and says that it lives
 

@@ -1,0 +1,1 @@
+"""A load that people trust: traces, arrivals, sender processes, summaries, the report."""

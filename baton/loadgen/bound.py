@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from baton.loadgen.outcome import Outcome
-from baton.service.bound import LEVERS, Bound, bound_of, worded
+from baton.service.observe.bound import LEVERS, Bound, bound_of, worded
 
 BUSY_SENDER = 0.9  # of a core: the sender is as fast as it can be
 FREE_SENDER = 0.5  # with less it is not its own work that makes it late

@@ -8,8 +8,8 @@ import grpc
 
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.workload import Job, prompt_ids
-from baton.service.access import Access
-from baton.service.phases import PHASES
+from baton.service.observe.phases import PHASES
+from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from baton.loadgen.client import Sender
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.workload import Job, shares
-from baton.service.access import Access
+from baton.service.security.access import Access
 
 _HEAD_START_S = 0.2  # between the last process being ready and the first request
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """`concurrency` None: an open loop, each job at its time."""
 
     target: str
@@ -37,7 +37,7 @@ class Ran:
     cpu_share: float  # of the busiest sender process, of one core: near 1 it is the sender that is measured
 
 
-def run_jobs(plan: Plan, jobs: Sequence[Job], on_end: Callable[[int], None] = lambda num: None) -> Ran:
+def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: Callable[[int], None] = lambda num: None) -> Ran:
     """Sends all jobs and waits for all ends. `on_end(num)`: as many more have ended (from a thread of its own)."""
     if plan.num_processes == 1:
         outcomes, cpu_share = _send(
@@ -66,7 +66,7 @@ def _send(plan, jobs, concurrency, begin_when_ready: Callable[[], float], on_end
     return asyncio.run(send())
 
 
-def _in_processes(plan: Plan, jobs, on_end) -> tuple[list[Outcome], list[float]]:
+def _in_processes(plan: RunPlan, jobs, on_end) -> tuple[list[Outcome], list[float]]:
     context = multiprocessing.get_context("spawn")  # grpc does not survive a fork
     parts = shares(jobs, plan.num_processes)
     ended, begin = context.Value("q", 0), context.Value("d", 0.0)
@@ -100,7 +100,7 @@ def _prepare(*shared) -> None:
     _shared = shared
 
 
-def _process(plan: Plan, jobs: list[Job], concurrency: int | None) -> tuple[list[Outcome], float]:
+def _process(plan: RunPlan, jobs: list[Job], concurrency: int | None) -> tuple[list[Outcome], float]:
     ended, begin, ready = _shared
 
     def begin_when_ready() -> float:

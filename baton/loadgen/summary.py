@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from baton.loadgen.bound import name_bound
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.run import Ran
-from baton.service.phases import PHASES
+from baton.service.observe.phases import PHASES
 from baton.service.slo import Slo
 
 LARGEST_LAG_S = 0.005  # p99 of sent - intended beyond this: what was measured is not what was asked for

@@ -20,7 +20,7 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TraceEntry:
     """One request. Equal `hash_ids` at the same places are equal prefixes, MOONCAKE_BLOCK tokens each; empty: unknown,
     the prompt shares nothing."""
 
@@ -30,7 +30,7 @@ class Entry:
     hash_ids: tuple[int, ...] = ()
 
 
-def read_trace(path: Path) -> list[Entry]:
+def read_trace(path: Path) -> list[TraceEntry]:
     """All entries in order of time; a name that ends with .gz is unpacked. Raises TraceError."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
@@ -50,7 +50,7 @@ def read_trace(path: Path) -> list[Entry]:
     if not entries:
         raise TraceError(f"{path}: no requests in it")
     first = entries[0].at_s
-    return [Entry(entry.at_s - first, entry.num_prompt, entry.num_output, entry.hash_ids) for entry in entries]
+    return [TraceEntry(entry.at_s - first, entry.num_prompt, entry.num_output, entry.hash_ids) for entry in entries]
 
 
 class _BadLine(Exception):
@@ -59,14 +59,14 @@ class _BadLine(Exception):
         self.number, self.what = number, what
 
 
-def _mooncake(lines: Iterable[str]) -> Iterator[Entry]:
+def _mooncake(lines: Iterable[str]) -> Iterator[TraceEntry]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
             hash_ids = tuple(map(int, fields.get("hash_ids", ())))
-            entry = Entry(
+            entry = TraceEntry(
                 fields["timestamp"] / 1000, int(fields["input_length"]), int(fields["output_length"]), hash_ids
             )
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
@@ -74,7 +74,7 @@ def _mooncake(lines: Iterable[str]) -> Iterator[Entry]:
         yield _checked(entry, number)
 
 
-def _azure(lines: Iterable[str]) -> Iterator[Entry]:
+def _azure(lines: Iterable[str]) -> Iterator[TraceEntry]:
     reader = csv.DictReader(lines)
     missing = [column for column in _AZURE_COLUMNS if column not in (reader.fieldnames or ())]
     if missing:
@@ -83,13 +83,13 @@ def _azure(lines: Iterable[str]) -> Iterator[Entry]:
         try:
             # The published stamps have 7 digits behind the second, Python reads 6.
             at_s = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            entry = Entry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+            entry = TraceEntry(at_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
         except (ValueError, TypeError) as error:
             raise _BadLine(number, f"not an Azure request ({_words(error)})") from None
         yield _checked(entry, number)
 
 
-def _checked(entry: Entry, number: int) -> Entry:
+def _checked(entry: TraceEntry, number: int) -> TraceEntry:
     if not math.isfinite(entry.at_s):
         raise _BadLine(number, f"arrives at {entry.at_s}")
     if entry.num_prompt < 1 or entry.num_output < 0:

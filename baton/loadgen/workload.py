@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.loadgen.trace import MOONCAKE_BLOCK, Entry
+from baton.loadgen.trace import MOONCAKE_BLOCK, TraceEntry
 
 FIRST_TOKEN = 5  # ids below are special in the models that we know of
 _SHARED_STREAM, _OWN_STREAM = 1, 2  # of random numbers: blocks of hash ids, and what belongs to one job alone
@@ -43,7 +43,7 @@ def _draw(seed: str, num: int, vocab_size: int) -> list[int]:
     return (words % (vocab_size - FIRST_TOKEN) + FIRST_TOKEN).tolist()
 
 
-def from_trace(entries: Sequence[Entry], rate_scale: float, length_scale: float, limit: int | None) -> list[Job]:
+def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: float, limit: int | None) -> list[Job]:
     """The trace, `rate_scale` times as fast, its lengths times `length_scale` (blocks too, so that sharing stays)."""
     block = max(1, round(MOONCAKE_BLOCK * length_scale))
     return [

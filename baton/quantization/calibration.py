@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from baton.quantization.errors import QuantizeError
+from baton.quantization.core.errors import QuantizeError
 
 DEFAULT = Path(__file__).with_name("calibration.jsonl")
 NUM_SAMPLES = 64

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.quantization.errors import QuantizeError
+from baton.quantization.core.errors import QuantizeError
 
 SHARD_BYTES = 2 << 30  # what is held before it is written
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

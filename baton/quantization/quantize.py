@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
+from baton.engine.core.model_errors import read_json
+from baton.engine.core.model_spec import ModelSpec
 from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
-from baton.engine.models.errors import read_json
-from baton.engine.models.spec import ModelSpec
-from baton.engine.quant.formats.registry import quantization_config
-from baton.quantization.block import STAGES, Block, Stage, linear_shapes
-from baton.quantization.errors import QuantizeError
+from baton.engine.weights.formats.registry import quantization_config
+from baton.quantization.core.block import STAGES, Block, Stage, linear_shapes
+from baton.quantization.core.errors import QuantizeError
 from baton.quantization.folder import FolderWriter, new_folder
 from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
 from baton.quantization.stored import config_of, tensors_of
@@ -29,7 +29,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
-class Job:
+class QuantizeJob:
     """A model, a scheme and a group size that fit each other."""
 
     spec: ModelSpec
@@ -42,7 +42,7 @@ class Job:
         return self.scheme.grouped or self.scheme.name == "int8-weight-only"
 
 
-def plan(model: Path, scheme: str, group: int | None = None) -> Job:
+def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
     """All that can be checked before any weight is read. Raises QuantizeError, ModelError."""
     if scheme not in SCHEMES:
         raise QuantizeError(f"scheme {scheme!r}: one of {', '.join(SCHEMES)}")
@@ -52,10 +52,10 @@ def plan(model: Path, scheme: str, group: int | None = None) -> Job:
     if (found := quantization_config(model)) is not None:
         method = found.get("quant_method", "unknown")
         raise QuantizeError(f"{model}: already quantized ({method}); give the float model")
-    return Job(spec, SCHEMES[scheme], Settings(_group(spec, SCHEMES[scheme], group), DTYPES[spec.dtype]))
+    return QuantizeJob(spec, SCHEMES[scheme], Settings(_group(spec, SCHEMES[scheme], group), DTYPES[spec.dtype]))
 
 
-def quantize(job: Job, out: Path, samples: list[Tensor] | None = None, progress: bool = False) -> None:
+def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, progress: bool = False) -> None:
     """Write the quantized folder. `samples`: token ids of the calibration set, needed if job.scheme.calibrated.
 
     `out` appears whole or not at all, whatever happens in between. Raises QuantizeError where it exists, ModelError for
@@ -77,7 +77,7 @@ def quantize(job: Job, out: Path, samples: list[Tensor] | None = None, progress:
 
 
 def _quantize_layer(
-    job: Job, index: int, weights: Weights, rope: Rope, activations: list[Tensor], writer: FolderWriter
+    job: QuantizeJob, index: int, weights: Weights, rope: Rope, activations: list[Tensor], writer: FolderWriter
 ) -> tuple[Form, list[Tensor]]:
     """Round and write one layer: the form of one of its linears, and what the rounded layer makes of the calibration
     set."""
@@ -103,7 +103,7 @@ def _quantize_layer(
     return forms[STAGES[0][0]], activations
 
 
-def _write(job: Job, block: Block, forms: dict[str, Form], writer: FolderWriter) -> None:
+def _write(job: QuantizeJob, block: Block, forms: dict[str, Form], writer: FolderWriter) -> None:
     prefix, dtype = f"model.layers.{block.index}.", job.settings.dtype
     for name, form in forms.items():
         writer.add(tensors_of(prefix + name, form, dtype, job.packed))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton.engine.quant.weights import Fp8Weight, IntWeight
-from baton.quantization import awq, gptq, outliers, smoothquant
-from baton.quantization.block import Block, Stage
-from baton.quantization.grid import fit
+from baton.engine.weights.forms import Fp8Weight, IntWeight
+from baton.quantization.core.block import Block, Stage
+from baton.quantization.core.grid import fit
+from baton.quantization.methods import awq, gptq, outliers, smoothquant
 
 GROUPS = (32, 64, 128)
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max

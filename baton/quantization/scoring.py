@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from baton.engine.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.llama import Model
 from kvtransfer.layout import KVLayout

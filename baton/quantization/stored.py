@@ -4,7 +4,7 @@ for int8 with bf16 columns, which nobody else stores, our own."""
 import torch
 from torch import Tensor
 
-from baton.engine.quant.weights import Fp8Weight, IntWeight
+from baton.engine.weights.forms import Fp8Weight, IntWeight
 
 OWN_METHOD = "baton"  # quant_method of what compressed-tensors has no layout for
 

@@ -1,3 +1,5 @@
+"""What makes an object a process: settings, errors, logs and clocks."""
+
 import os
 
 # For each connection or call that it refuses gRPC's library writes an error to stderr: whoever reaches a port could fill

@@ -1,4 +1,5 @@
-"""Clocks of two hosts, compared over messages that pass anyway: each exchange has the four stamps of NTP (RFC 5905 §8).
+"""The clock of this process; and clocks of two hosts, compared over messages that pass anyway: each exchange has the
+four stamps of NTP (RFC 5905 §8).
 
     ours    sent ──────────────────────────────► received        offset = ((arrived - sent) + (answered - received)) / 2
                  ╲                             ╱                 delay = (received - sent) - (answered - arrived)
@@ -7,6 +8,7 @@
 Of the last eight exchanges the one with the least error counts, which grows with its age (15 ppm, PHI of RFC 5905).
 """
 
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -14,6 +16,10 @@ BEAT_INTERVAL_S = 1.0
 FIRST_INTERVAL_S = 0.1  # until there are eight to choose from
 _KEPT = 8
 _DRIFT = 15e-6
+
+
+def now() -> float:
+    return time.monotonic()
 
 
 class Offset(NamedTuple):

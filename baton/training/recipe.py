@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.speculation.heads_folder import KINDS
-from baton.training.batches import Batches
-from baton.training.corpus import HELD_OUT, Corpus, gather
-from baton.training.evaluate import evaluate
-from baton.training.export import export, load
-from baton.training.files import save_atomically, save_text
-from baton.training.heads import FIGURES, train_heads
-from baton.training.model import Llama, ModelConfig
-from baton.training.tokenizer import load_tokenizer, train_tokenizer
-from baton.training.trainer import Loss, Plan, Trainer, distillation_loss, next_token_loss
+from baton.engine.speculation.proposers.heads_folder import KINDS
+from baton.training.data.batches import Batches
+from baton.training.data.corpus import HELD_OUT, Corpus, gather
+from baton.training.data.files import save_atomically, save_text
+from baton.training.data.tokenizer import load_tokenizer, train_tokenizer
+from baton.training.heads.heads import FIGURES, train_heads
+from baton.training.model.evaluate import evaluate
+from baton.training.model.export import export, load
+from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.trainer import Loss, Trainer, TrainingPlan, distillation_loss, next_token_loss
 
 TARGET = ModelConfig(4096, 256, 704, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=64)
 """6.2 M parameters, 1.0 M of them the embedding."""
@@ -37,9 +37,9 @@ class Recipe:
 
     target: ModelConfig
     draft: ModelConfig
-    target_plan: Plan
-    draft_plan: Plan
-    distill_plan: Plan
+    target_plan: TrainingPlan
+    draft_plan: TrainingPlan
+    distill_plan: TrainingPlan
     heads_minutes: float
     num_function_heads: int = 50
     max_corpus_bytes: int | None = None
@@ -51,15 +51,15 @@ def full(minutes: float) -> Recipe:
     return Recipe(
         TARGET,
         DRAFT,
-        target_plan=Plan(minutes=0.65 * minutes, max_tokens=30_000_000),
-        draft_plan=Plan(
+        target_plan=TrainingPlan(minutes=0.65 * minutes, max_tokens=30_000_000),
+        draft_plan=TrainingPlan(
             minutes=0.06 * minutes,
             max_tokens=30_000_000,
             batch_tokens=4096,
             decay_from=0.8,
             lengths=((0.0, 512), (0.75, 2048)),
         ),
-        distill_plan=Plan(
+        distill_plan=TrainingPlan(
             minutes=0.11 * minutes,
             max_tokens=30_000_000,
             batch_tokens=4096,
@@ -81,9 +81,9 @@ def quick(minutes: float = 0.6) -> Recipe:
     return Recipe(
         ModelConfig(hidden_size=64, intermediate_size=176, num_layers=2, **shape),
         ModelConfig(hidden_size=32, intermediate_size=96, num_layers=1, **shape),
-        target_plan=Plan(minutes=0.7 * minutes, **plan),
-        draft_plan=Plan(minutes=0.1 * minutes, **plan),
-        distill_plan=Plan(minutes=0.1 * minutes, **plan),
+        target_plan=TrainingPlan(minutes=0.7 * minutes, **plan),
+        draft_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
+        distill_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         heads_minutes=0.05 * minutes,
         num_function_heads=5,
         max_corpus_bytes=200_000,
@@ -162,7 +162,7 @@ class Run:
         loss = next_token_loss(model)
         return torch.compile(loss, dynamic=False) if self.recipe.compiled else loss
 
-    def _train(self, name: str, model: Llama, plan: Plan, loss: Loss) -> dict:
+    def _train(self, name: str, model: Llama, plan: TrainingPlan, loss: Loss) -> dict:
         figures = Trainer(model, loss, self.batches, plan, self.work / f"{name}.safetensors").run(name)
         return {"num_parameters": model.num_parameters(), **figures}
 

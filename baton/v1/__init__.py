@@ -1,0 +1,1 @@
+"""Code generated from protos/baton/v1; never edited."""

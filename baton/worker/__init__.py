@@ -1,0 +1,1 @@
+"""What a GPU worker is: the process that both roles start."""

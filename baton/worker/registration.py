@@ -7,9 +7,9 @@ from functools import partial
 import grpc
 
 from baton import tasks
-from baton.service.access import Access
-from baton.service.client import open_channel
 from baton.service.logs import fields
+from baton.service.net.client import open_channel
+from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 

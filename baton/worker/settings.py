@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.engine.config import DEVICES, KV_DTYPES, MAX_DRAFT_TOKENS, QUANTIZATIONS, SPECULATORS
-from baton.service.exposure import Exposure, is_loopback
+from baton.engine.core.config import DEVICES, KV_DTYPES, MAX_DRAFT_TOKENS, QUANTIZATIONS, SPECULATORS
+from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
-from kvtransfer.cuda_runtime import find_runtime
+from kvtransfer.memory.cuda_runtime import find_runtime
 
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
 IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover

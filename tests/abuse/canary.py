@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.service.access import Access
+from baton.service.security.access import Access
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
-from tests.client import make_request
+from tests.support.client import make_request
 
 GENERATES = "Generate", "Generate, new connection"
 _FRESH = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own

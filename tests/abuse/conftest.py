@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.models import make_model
+from tests.support.models import make_model
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baton.cli.certs import CREDENTIALS, SECRET
-from baton.service.access import Access
-from baton.service.credentials import new_key
-from baton.service.tls import WORKER_NAME
+from baton.cli.cluster.certs import CREDENTIALS, SECRET
+from baton.service.security.access import Access
+from baton.service.security.credentials import new_key
+from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
-from kvtransfer.folder import default_parent, socket_path
+from kvtransfer.transports.socket_folder import default_parent, socket_path
 from tests.abuse.canary import GENERATES, Canary
 from tests.abuse.catalogue import FLOOD_TENANT, GRPC, QUIET_TENANT, Caller, Cell, Port
 from tests.abuse.levels import levels, stayed
-from tests.process import ROOT, Process
 from tests.security.conftest import install
-from tests.stack import Stack
+from tests.support.process import ROOT, Process
+from tests.support.stack import Stack
 
 # Smaller than the least attack: what is held to all of them together is held to, in the test of a minute too.
 GATEWAY_OPTIONS = (

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.pace import patience
-from tests.process import Process
+from tests.support.pace import patience
+from tests.support.process import Process
 
 DESCRIPTORS = 8  # the canary's own connections come and go
 _ANONYMOUS = re.compile(r"^Anonymous: +(\d+) kB", re.MULTILINE)

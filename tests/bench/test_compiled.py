@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.quant.weights import IntWeight
+from baton.engine.weights.forms import IntWeight
 
 ROOT = Path(__file__).resolve().parents[2]
 

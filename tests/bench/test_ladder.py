@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import make_model
+from tests.support.models import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT, BLOCK, PLACES, RESERVED = 512, 16, 8, 3

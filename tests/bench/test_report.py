@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import cpu
+from baton.engine.core import cpu
 from baton.engine.native.tier import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from baton.loadgen.trace import Entry, read_trace
+from baton.loadgen.trace import TraceEntry, read_trace
 from baton.service.slo import Slo
-from tests.process import ROOT
+from tests.support.process import ROOT
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: bench/gateway.py is not the gateway
 from routing_fleet import BLOCK, Fleet, Machine, copies, oracle_hits  # noqa: E402
@@ -32,24 +32,24 @@ def test_everything_is_served_once(split):
 
 
 def test_one_request_takes_as_long_as_the_machine_says():
-    (request,) = Fleet(2, MACHINE, "always", SLO).run([Entry(0.0, 2000, 101)])
+    (request,) = Fleet(2, MACHINE, "always", SLO).run([TraceEntry(0.0, 2000, 101)])
     assert request.ttft_s == pytest.approx(MACHINE.prompt_s + 2000 * MACHINE.token_s + MACHINE.hop_s)
     assert request.tpot_s == pytest.approx(MACHINE.step_s + MACHINE.sequence_s, rel=0.01)
-    (local,) = Fleet(2, MACHINE, "never", SLO).run([Entry(0.0, 2000, 101)])
+    (local,) = Fleet(2, MACHINE, "never", SLO).run([TraceEntry(0.0, 2000, 101)])
     assert local.ttft_s == pytest.approx(MACHINE.prompt_s + 2000 * MACHINE.token_s)
 
 
 def test_a_prompt_that_was_read_is_found_again():
-    entry = Entry(0.0, 4 * BLOCK, 10, (1, 2, 3, 4))
-    again = Entry(60.0, 5 * BLOCK, 10, (1, 2, 3, 4, 5))
+    entry = TraceEntry(0.0, 4 * BLOCK, 10, (1, 2, 3, 4))
+    again = TraceEntry(60.0, 5 * BLOCK, 10, (1, 2, 3, 4, 5))
     first, second = Fleet(8, MACHINE, "always", SLO).run([entry, again])
     assert first.num_cached == 0 and second.num_cached == 4 * BLOCK
 
 
 def test_a_cache_forgets_the_oldest():
     small = Machine(cached_tokens=4 * BLOCK)
-    entries = [Entry(60.0 * i, 4 * BLOCK, 2, tuple(range(4 * i, 4 * i + 4))) for i in range(3)]
-    entries.append(Entry(600.0, 4 * BLOCK, 2, entries[0].hash_ids))
+    entries = [TraceEntry(60.0 * i, 4 * BLOCK, 2, tuple(range(4 * i, 4 * i + 4))) for i in range(3)]
+    entries.append(TraceEntry(600.0, 4 * BLOCK, 2, entries[0].hash_ids))
     assert Fleet(2, small, "never", SLO, prefill_share=0.5).run(entries)[-1].num_cached == 0
     assert oracle_hits(entries, 4 * BLOCK) == 0 and oracle_hits(entries, None) == 4 * BLOCK - 1
 
@@ -68,6 +68,6 @@ def test_copies_share_the_first_block_and_nothing_else():
 
 
 def test_what_is_predicted_comes_true_where_nothing_comes_between():
-    requests = Fleet(8, MACHINE, "always", SLO).run([Entry(10.0 * i, 4000, 20) for i in range(40)])
+    requests = Fleet(8, MACHINE, "always", SLO).run([TraceEntry(10.0 * i, 4000, 20) for i in range(40)])
     off = [abs(request.predicted_s - request.ttft_s) / request.ttft_s for request in requests[10:]]
     assert statistics.median(off) < 0.1

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.client import Client
-from tests.models import make_model
-from tests.otlp import Receiver
-from tests.probe import Probe
-from tests.stack import SLOW_STEPS, Stack
+from tests.support.client import Client
+from tests.support.models import make_model
+from tests.support.otlp import Receiver
+from tests.support.probe import Probe
+from tests.support.stack import SLOW_STEPS, Stack
 
 _running: list[Stack] = []
 

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2 as pb
-from tests.client import make_request, read_error
+from tests.support.client import make_request, read_error
 
 PROMPT = [10, 20, 30]
 CONTEXT = 1024

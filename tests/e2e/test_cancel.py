@@ -5,7 +5,7 @@ import time
 import grpc
 import pytest
 
-from tests.client import Client, gather, make_request
+from tests.support.client import Client, gather, make_request
 
 LONG = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True}
 

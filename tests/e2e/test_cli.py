@@ -12,10 +12,10 @@ import psutil
 import pytest
 from grpc import RpcError
 
-from tests.client import Client
-from tests.pace import patience
-from tests.process import ROOT, Process
-from tests.stack import SLOW_STEPS
+from tests.support.client import Client
+from tests.support.pace import patience
+from tests.support.process import ROOT, Process
+from tests.support.stack import SLOW_STEPS
 
 BATON = str(Path(sys.executable).with_name("baton"))
 

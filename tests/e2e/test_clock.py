@@ -9,11 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from baton.cli.main import main
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
-from tests.client import Client
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.e2e.test_trace import CLOCK_TOLERANCE_NS, Traced
-from tests.pace import patience
-from tests.stack import Stack
+from tests.support.client import Client
+from tests.support.pace import patience
+from tests.support.stack import Stack
 
 AHEAD_S = 90
 # Loaded by every interpreter that has it on its path; what it does, it does to decode workers only.

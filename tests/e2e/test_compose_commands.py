@@ -10,11 +10,11 @@ import grpc
 import pytest
 import yaml
 
-from baton.service.access import Access
+from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.models import make_model
-from tests.process import Process
+from tests.support.models import make_model
+from tests.support.process import Process
 from tests.test_compose_redis import ComposeRedis
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,9 @@ import sys
 
 from tokenizers import Tokenizer
 
-from baton.cli import demo
-from tests import bare
-from tests.process import ROOT
+from baton.cli.cluster import demo
+from tests.support import bare
+from tests.support.process import ROOT
 
 MODEL = ROOT / "demo" / "target"
 PROMPT = 'def parse_version(text):\n    """Split a version like 1.2.3 into a tuple of numbers."""\n' * 3
@@ -16,7 +16,7 @@ MAX_TOKENS = 24
 
 
 def test_demo():
-    argv = [sys.executable, "-m", "baton.cli.demo", "--prompt", PROMPT, "--max-tokens", str(MAX_TOKENS)]
+    argv = [sys.executable, "-m", "baton.cli.cluster.demo", "--prompt", PROMPT, "--max-tokens", str(MAX_TOKENS)]
     ran = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr

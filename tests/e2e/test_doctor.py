@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from tests.models import make_model
-from tests.stack import Stack
+from tests.support.models import make_model
+from tests.support.stack import Stack
 
 NOBODY = "127.0.0.1:9"
 

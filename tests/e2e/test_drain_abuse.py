@@ -9,10 +9,10 @@ import pytest
 
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from tests.client import Client, read_error
 from tests.e2e.test_recovery import await_workers
-from tests.pace import patience
-from tests.probe import Probe
+from tests.support.client import Client, read_error
+from tests.support.pace import patience
+from tests.support.probe import Probe
 
 OPTIONS = ("--num-blocks", "160", "--threads", "1", "--drain-grace-s", "0.3", "--lease-ttl-s", "2")
 ANSWER = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}

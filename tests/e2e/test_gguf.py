@@ -7,10 +7,10 @@ import transformers
 from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2 as pb
-from tests.client import Client
-from tests.engine.quant.gguf_files import write_gguf
-from tests.gguf_vocabulary import add_vocabulary
-from tests.stack import Stack
+from tests.support.client import Client
+from tests.support.engine.gguf_files import write_gguf
+from tests.support.gateway.gguf_vocabulary import add_vocabulary
+from tests.support.stack import Stack
 
 SHIPPED = Path(__file__).resolve().parents[2] / "demo" / "target"
 PROMPT = "A list is a sequence of"

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from kvtransfer.cuda_runtime import find_runtime
-from tests.client import Client
-from tests.stack import Stack
+from kvtransfer.memory.cuda_runtime import find_runtime
+from tests.support.client import Client
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(find_runtime() is None, reason="needs a CUDA device")]
 OPTIONS = ("--device", "cuda", "--gpu-memory-utilization", "0.2", "--num-blocks", "160")

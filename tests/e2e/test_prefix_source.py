@@ -3,9 +3,9 @@
 import sys
 from contextlib import contextmanager
 
-from tests.client import Client
 from tests.e2e.conftest import GATEWAY_OPTIONS
-from tests.process import Process
+from tests.support.client import Client
+from tests.support.process import Process
 
 # Reading a prompt takes far longer than any delay of a busy machine could make pulling it look.
 SLOW_READING = "engine.step=sleep:0.1"

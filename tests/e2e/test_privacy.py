@@ -10,7 +10,7 @@ import pytest
 
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from tests.e2e.test_trace import Traced
-from tests.pace import patience
+from tests.support.pace import patience
 
 CANARY = "Xyzzy-plugh-canary"
 LONG = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}

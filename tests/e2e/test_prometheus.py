@@ -12,8 +12,8 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
-from tests.pace import patience
-from tests.process import Process
+from tests.support.pace import patience
+from tests.support.process import Process
 from tests.test_monitoring import ALL_RULES, DASHBOARDS, DEPLOY, panels
 
 pytestmark = pytest.mark.long

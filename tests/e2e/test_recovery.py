@@ -17,11 +17,11 @@ import grpc
 import pytest
 
 from baton.loadgen.summary import percentile
-from tests.client import Choice, Client, Reply, read_error
-from tests.pace import patience
-from tests.probe import Probe
-from tests.process import ROOT
-from tests.stack import Stack
+from tests.support.client import Choice, Client, Reply, read_error
+from tests.support.pace import patience
+from tests.support.probe import Probe
+from tests.support.process import ROOT
+from tests.support.stack import Stack
 
 MAX_TOKENS = 50
 SAMPLINGS = {

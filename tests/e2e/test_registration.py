@@ -7,9 +7,9 @@ import time
 import grpc
 import pytest
 
-from tests.client import Client
-from tests.pace import patience
-from tests.process import Process
+from tests.support.client import Client
+from tests.support.pace import patience
+from tests.support.process import Process
 
 
 @pytest.fixture

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tests import bare
-from tests.client import Reply, make_request
+from tests.support import bare
+from tests.support.client import Reply, make_request
 
-EOS = (0, 4)  # <|endoftext|>, <|end|>: the generation_config of tests/models.py
+EOS = (0, 4)  # <|endoftext|>, <|end|>: the generation_config of tests/support/models.py
 LENGTHS = (1, 31, 64, 65, 150, 300)  # less than a block, a block, a span, one over, with a tail, several chunks
 SAMPLING = {
     "greedy": {"temperature": 0.0},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import ROOT
+from tests.support.process import ROOT
 
 ROLES = ("prefill_worker", "decode_worker")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.e2e.test_start_errors import assert_one_line, start
-from tests.engine.quant import published
+from tests.support.engine import published
 
 PROJECTION = "model.layers.1.mlp.up_proj"
 

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2_grpc
-from tests.client import make_request
-from tests.probe import Probe
+from tests.support.client import make_request
+from tests.support.probe import Probe
 
 NUM_REQUESTS, CONCURRENCY, CANCELLED = 10_000, 24, 0.1
 pytestmark = pytest.mark.long

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.client import Client
+from tests.support.client import Client
 
 EOS = 0  # <|endoftext|>
 

@@ -8,10 +8,10 @@ from urllib.request import urlopen
 import grpc
 import pytest
 
-from gateway.timing import PHASES
-from tests.client import Client, read_error
-from tests.otlp import Receiver, Span
-from tests.stack import SLOW_STEPS
+from gateway.request.timing import PHASES
+from tests.support.client import Client, read_error
+from tests.support.otlp import Receiver, Span
+from tests.support.stack import SLOW_STEPS
 
 PARENTS = {
     "route": "root",

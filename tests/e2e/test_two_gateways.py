@@ -5,9 +5,9 @@ import time
 import pytest
 import redis
 
-from tests.client import Client
-from tests.pace import patience
-from tests.redis_server import RedisServer
+from tests.support.client import Client
+from tests.support.pace import patience
+from tests.support.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module")

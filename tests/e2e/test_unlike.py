@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from tests import bare
-from tests.client import Client
 from tests.e2e.conftest import GATEWAY_OPTIONS
-from tests.process import Process
+from tests.support import bare
+from tests.support.client import Client
+from tests.support.process import Process
 
 MAX_TOKENS = 10
 EOS = (0, 4)

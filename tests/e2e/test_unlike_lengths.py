@@ -3,8 +3,8 @@
 import grpc
 import pytest
 
-from tests.client import Client, read_error
 from tests.e2e.test_recovery import add, read_some
+from tests.support.client import Client, read_error
 
 ANSWER = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
 THREADS = ("--threads", "1")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_spec import ModelError
+from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
-from baton.engine.models.spec import ModelError
-from baton.engine.request import Refusal
 from kvtransfer.layout import NumericsClass
-from tests.engine.folders import save_tiny
-from tests.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.engine.folders import save_tiny
+from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
 VOCAB = 256
 

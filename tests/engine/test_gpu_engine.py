@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineConfig
 from baton.engine.engine import Engine
-from tests import bare
-from tests.engine.folders import make_folder, random_ids
+from tests.support import bare
+from tests.support.engine.folders import make_folder, random_ids
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 SAMPLED = dict(temperature=0.8, seed=7)

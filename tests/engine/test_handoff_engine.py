@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from baton.engine.request import FinishReason, Key, PrefillDone, Refusal, RequestEnded
-from tests.engine.test_scheduling import check, prompt
-from tests.engine.toys import Collector, copy_kv, going_on, make_request, run, toy_answer, toy_engine
+from baton.engine.core.request import FinishReason, Key, PrefillDone, Refusal, RequestEnded
+from tests.engine.schedule.test_scheduling import check, prompt
+from tests.support.engine.toys import Collector, copy_kv, going_on, make_request, run, toy_answer, toy_engine
 
 
 class Pair:

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
+from baton.engine.core.request import PrefillDone, Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
-from baton.engine.request import PrefillDone, Refusal, RequestEnded
-from tests.engine.test_scheduling import prompt
-from tests.engine.toys import Collector, copy_kv, going_on, make_request, toy_answer, toy_engine
-from tests.pace import patience
+from tests.engine.schedule.test_scheduling import prompt
+from tests.support.engine.toys import Collector, copy_kv, going_on, make_request, toy_answer, toy_engine
+from tests.support.pace import patience
 
 PATIENCE_S = patience(30)
 

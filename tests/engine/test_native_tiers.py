@@ -13,15 +13,15 @@ from baton.engine import native
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.native import build
 from baton.engine.native.tier import TIERS, available, tiers_of
-from tests.engine.weight_forms import FORMS
-from tests.process import ROOT
+from tests.support.engine.weight_forms import FORMS
+from tests.support.process import ROOT
 
 SUITES = (
-    "tests/engine/test_linear_kernels.py",
-    "tests/engine/test_row_invariance.py",
-    "tests/engine/test_attention.py",
-    "tests/engine/test_kv_forms.py",
-    "tests/engine/test_parity_models.py",
+    "tests/engine/layers/test_linear_kernels.py",
+    "tests/engine/layers/test_row_invariance.py",
+    "tests/engine/attention/test_attention.py",
+    "tests/engine/kv/test_stored_forms.py",
+    "tests/engine/models/test_parity_models.py",
     "tests/engine/speculation/test_heads.py",
 )
 NAMES = [tier.name for tier in TIERS]

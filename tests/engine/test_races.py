@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import pytest
 
+from baton.engine.core.request import Refusal
 from baton.engine.loop import EngineLoop
-from baton.engine.request import Refusal
-from tests.engine.test_scheduling import prompt
-from tests.engine.toys import Collector, copy_kv, make_request, toy_engine
+from tests.engine.schedule.test_scheduling import prompt
+from tests.support.engine.toys import Collector, copy_kv, make_request, toy_engine
 
 PATIENCE_S = 60
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults.reference import Reference
 from tests.faults.world import World
-from tests.models import make_model
+from tests.support.models import make_model
 
 _running: list[World] = []
 

@@ -16,22 +16,23 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
 
-from baton.engine.request import Key
+from baton.engine.core.request import Key
 from baton.gguf import TEXT, GGUFError, GGUFHeader
 from baton.service.errors import BatonError
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
-from baton.worker import codec
-from gateway.limits import ServedModel, check
-from gateway.model_folder import Defaults
-from gateway.matches import Matches
-from gateway.roster import _read as read_member
-from gateway.shared_usage import read_told
-from gateway.slots import bit_sets, places_of
+from baton.worker.wire import messages
+from gateway.config.served_model import ServedModel
+from gateway.discovery.redis_registry import _read as read_member
+from gateway.model.model_folder import Defaults
+from gateway.prefix.prefix_matches import Matches
+from gateway.prefix.worker_bitmap import bit_sets, places_of
+from gateway.queue.quota_sync import read_told
+from gateway.request.validation import check
 from kvtransfer.errors import KVError
-from kvtransfer.ticket import parse_ticket
+from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.wire import decode_frame, decode_handle, frame_length, layout_from_proto, taker_from_proto
-from tests.client import make_request
+from tests.support.client import make_request
 
 _MODEL = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults())
 _NUMBERS = (0, 1, 2, 7, 8, 63, 64, 255, 400, 1023, 1024, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)
@@ -67,7 +68,7 @@ def a_spec(draw: random.Random) -> None:
                           max_tokens=4, budget_ms=1000)  # fmt: skip
     spec.sampling.MergeFrom(pb.WorkerSampling(top_p=1.0, repetition_penalty=1.0, n=1))
     try:
-        codec.request_of(Key("fuzz"), _damaged(draw, spec), 400)
+        messages.request_of(Key("fuzz"), _damaged(draw, spec), 400)
     except ValueError:  # how a worker says BAD_COMMAND
         pass
 

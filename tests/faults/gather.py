@@ -27,9 +27,9 @@ from tests.fuzz import fuzzers
 from tests.fuzz.fuzzer import Fuzzer, words
 from tests.fuzz.fuzzer import run as run_fuzzer
 from tests.fuzz.stacks import Stacks, stack_plan
-from tests.models import make_model
-from tests.process import Process
-from tests.stack import SLOW_STEPS
+from tests.support.models import make_model
+from tests.support.process import Process
+from tests.support.stack import SLOW_STEPS
 
 NUM_STREAMS, MAX_TOKENS = 6, 60
 KILLS_A_CHECK = 5

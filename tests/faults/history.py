@@ -14,7 +14,7 @@ import grpc
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.client import Prompt, make_request, read_error
+from tests.support.client import Prompt, make_request, read_error
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from tests.process import Process
+from tests.support.process import Process
 
 
 @contextmanager

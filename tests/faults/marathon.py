@@ -28,8 +28,8 @@ from tests.faults.load import Load
 from tests.faults.reference import Reference
 from tests.faults.samples import WARM_S, Samples
 from tests.faults.world import World
-from tests.models import make_model
-from tests.process import ROOT
+from tests.support.models import make_model
+from tests.support.process import ROOT
 
 NUM_CLIENTS, NUM_IN_BURST = 32, 128
 BURST_S, BURST_EVERY_S = 60.0, 480.0

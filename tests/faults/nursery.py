@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from tests.faults.world import ProxiedStack
-from tests.process import Process
+from tests.support.process import Process
 
 _PACKAGES = ("torch", "numpy", "grpc", "grpc.aio", "google.protobuf", "safetensors", "prometheus_client")
 _SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl(2)
@@ -54,7 +54,7 @@ class Nursery:
 
 
 class Child:
-    """As much of subprocess.Popen as tests/process.py uses."""
+    """As much of subprocess.Popen as tests/support/process.py uses."""
 
     def __init__(self, pid: int):
         self.pid, self.returncode = pid, None

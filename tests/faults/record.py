@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.process import ROOT
+from tests.support.process import ROOT
 
 FOLDER = ROOT / "bench" / "results"
 # What a line may count; the rest of it is told as it is.

@@ -3,9 +3,9 @@
 import itertools
 from pathlib import Path
 
-from tests import bare
-from tests.client import Prompt
 from tests.faults.history import prompt_hash
+from tests.support import bare
+from tests.support.client import Prompt
 
 
 class Reference:

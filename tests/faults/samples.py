@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
-from tests.process import Process
+from tests.support.process import Process
 
 WARM_S = 20 * 60.0  # before it a slope says nothing
 MAX_RSS_SLOPE = 1.0  # MiB/h

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.process import ROOT
+from tests.support.process import ROOT
 
 NUM_CASES = {"A": 15, "B": 10, "C": 11, "D": 14, "E": 14, "F": 12, "G": 11, "H": 14, "S": 14, "J": 5}
 

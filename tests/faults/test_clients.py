@@ -9,10 +9,10 @@ import psutil
 import pytest
 
 from baton.v1 import inference_pb2_grpc
-from tests.client import make_request
 from tests.faults.limits import limited
 from tests.faults.proxy import FaultProxy
-from tests.stack import SLOW_STEPS
+from tests.support.client import make_request
+from tests.support.stack import SLOW_STEPS
 
 GIVES_BACK = "all blocks come back on both workers"
 POISON = 1021  # beyond the ids that prompts are drawn from

@@ -17,7 +17,7 @@ import redis
 from tests.faults.checker import Counters
 from tests.faults.limits import full_disk, limited
 from tests.faults.test_redis import A_HINT, ask_some, known
-from tests.process import ROOT
+from tests.support.process import ROOT
 
 KIB = 1 << 10
 

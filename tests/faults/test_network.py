@@ -1,6 +1,6 @@
 """C: the network between gateway and workers, between workers, and to Redis. D: what it does to KV.
 
-Transfers frame by frame (D1-D14): tests/kvtransfer/test_faults.py and test_transports_*.py.
+Transfers frame by frame (D1-D14): tests/kvtransfer/transfer/test_faults.py and test_transports_*.py.
 """
 
 import asyncio

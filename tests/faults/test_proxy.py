@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.faults.proxy import FaultProxy
-from tests.pace import patience
+from tests.support.pace import patience
 
 PATIENCE_S = patience(20)
 

@@ -1,6 +1,6 @@
 """E: a Redis that dies, freezes, forgets, fills up or lies. It is a hint: no request fails, no token changes.
 
-The index alone, call by call: tests/gateway/test_redis_index.py (E2, E7, E11, E14 among others).
+The index alone, call by call: tests/gateway/prefix/test_redis_index.py (E2, E7, E11, E14 among others).
 """
 
 import asyncio

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from baton.v1 import worker_pb2 as pb
 from tests.faults.proxy import FaultProxy
 from tests.faults.world import ProxiedStack
-from tests.process import Process
+from tests.support.process import Process
 
 _SESSION = "/baton.v1.Worker/Session"
 _FIRST_LATER_FIELD = 20  # of worker.proto: what has been added since the first contract is numbered from here

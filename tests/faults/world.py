@@ -20,11 +20,11 @@ from tests.faults.checker import CANARY, Counters, check_counters, check_history
 from tests.faults.history import Ask, History
 from tests.faults.proxy import FaultProxy
 from tests.faults.reference import Reference
-from tests.pace import patience
-from tests.probe import Probe
-from tests.process import Process
-from tests.redis_server import RedisServer
-from tests.stack import SLOW_STEPS, Stack
+from tests.support.pace import patience
+from tests.support.probe import Probe
+from tests.support.process import Process
+from tests.support.redis_server import RedisServer
+from tests.support.stack import SLOW_STEPS, Stack
 
 LEASE_S = 2.0  # a fraction of the default, as are the waits of the cases
 OPTIONS = ("--num-blocks", "96", "--threads", "1", "--lease-ttl-s", f"{LEASE_S:g}")

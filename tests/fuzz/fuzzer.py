@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.fuzz.shrink import Plan, Shrinker
-from tests.process import ROOT
+from tests.support.process import ROOT
 
 SEED_STEP = 1 << 20  # of one seed's plans to those of the next
 MAX_TRIES = 2000

@@ -11,7 +11,7 @@ from tests.fuzz.shrink import Plan
 from tests.fuzz.stacks import Stacks, stack_plan
 from tests.fuzz.toy import Toy
 from tests.fuzz.world import World
-from tests.models import make_model
+from tests.support.models import make_model
 
 
 def _on_a_stack(plan: Plan) -> Counter[str]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
-from baton.engine.engine import Engine
-from baton.engine.request import (
+from baton.engine.core.request import (
     FinishReason,
     Key,
     Output,
@@ -25,9 +24,10 @@ from baton.engine.request import (
     TokenLogprobs,
     TokenRun,
 )
+from baton.engine.engine import Engine
 from kvtransfer.naming import chain_hashes
-from tests.engine.toys import ROOT, going_on
 from tests.fuzz.carrier import Lease
+from tests.support.engine.toys import ROOT, going_on
 
 MAX_REFUSALS = 1000  # then it is refused, as a gateway would
 REFUSALS_HOLDING = 20  # then what it holds meanwhile is given back: two may wait for each other

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Key, Request
 from baton.engine.engine import Engine
-from baton.engine.request import Key, Request
-from kvtransfer.region import Region
-from tests.engine.toys import Collector
+from kvtransfer.memory.region import Region
 from tests.fuzz.shrink import Plan
 from tests.fuzz.toy import request_of
 from tests.fuzz.wires import Wires
 from tests.fuzz.world import Answers, Whole
-from tests.process import ROOT
+from tests.support.engine.toys import Collector
+from tests.support.process import ROOT
 
 DEMO = ROOT / "demo"
 VOCAB = 4096

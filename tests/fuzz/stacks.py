@@ -24,13 +24,13 @@ from tokenizers import Tokenizer
 
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc, worker_pb2, worker_pb2_grpc
-from tests import bare
-from tests.client import make_request, read_error
 from tests.faults.nursery import NurseryStack
 from tests.faults.world import World
 from tests.fuzz.shrink import Plan
-from tests.pace import patience
-from tests.process import Process
+from tests.support import bare
+from tests.support.client import make_request, read_error
+from tests.support.pace import patience
+from tests.support.process import Process
 
 # Two workers of each role, as unlike as they may be: (block size, blocks, context).
 UNLIKE = ((16, 160, 1024), (64, 40, 640), (32, 80, 1024), (128, 12, 640))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.fuzz.fuzzer import Fuzzer, run, words
 from tests.fuzz.stacks import Stacks, stack_plan
-from tests.models import make_model
+from tests.support.models import make_model
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from baton.engine.core.request import Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
-from baton.engine.request import Refusal, RequestEnded
-from tests.engine.test_scheduling import prompt
-from tests.engine.toys import Collector, make_request, toy_answer, toy_engine
+from tests.engine.schedule.test_scheduling import prompt
+from tests.support.engine.toys import Collector, make_request, toy_answer, toy_engine
 
 NUM_THREADS = 3
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.engine.admission import Admission
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
+from baton.engine.schedule.admission import Admission
 from tests.fuzz import fuzzers
 from tests.fuzz.fuzzer import run, words
 

@@ -4,16 +4,16 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from baton.engine.core.request import FinishReason, Request, Speculation
 from baton.engine.engine import Engine
-from baton.engine.request import FinishReason, Request, Speculation
 from baton.engine.sampling.penalties import changes
 from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
-from baton.engine.speculation.ngram import NgramProposer
-from tests.engine.speculation.forced import ForcedProposer
-from tests.engine.test_launcher_overlap import LateLauncher
-from tests.engine.toys import VOCAB, make_request, toy_engine, toy_logits
+from baton.engine.speculation.proposers.ngram import NgramProposer
+from tests.engine.execute.test_launcher_overlap import LateLauncher
 from tests.fuzz.shrink import Plan
 from tests.fuzz.world import Answers, Whole
+from tests.support.engine.forced import ForcedProposer
+from tests.support.engine.toys import VOCAB, make_request, toy_engine, toy_logits
 
 
 class Toy:

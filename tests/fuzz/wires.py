@@ -3,18 +3,18 @@
 import asyncio
 from collections.abc import Sequence
 
+from baton.engine.core.request import Key
 from baton.engine.engine import Engine
-from baton.engine.request import Key
-from baton.worker.intake import EngineBlocks
-from baton.worker.kv_codec import convert_rows
-from kvtransfer.endpoints import Address
+from baton.worker.kv.convert import convert_rows
+from baton.worker.kv.intake import EngineBlocks
 from kvtransfer.errors import DigestMismatch, LayoutMismatch, ProtocolError
-from kvtransfer.fetcher import Fetcher
 from kvtransfer.layout import BlockRef
+from kvtransfer.memory.region import Region
 from kvtransfer.naming import SPAN_TOKENS
-from kvtransfer.region import Region
-from kvtransfer.source import Source, SourceIdentity
-from kvtransfer.transport import local_host_id
+from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.source import Source, SourceIdentity
+from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports.transport import local_host_id
 
 NEVER = (DigestMismatch, ProtocolError, LayoutMismatch)  # whatever happens to a key
 LEASE_S = 600.0  # leases end when the plan says so

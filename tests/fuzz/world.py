@@ -14,14 +14,16 @@ from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 from unittest import mock
 
-from baton.engine import admission, engine, results, scheduler, sequence, shares
+from baton.engine import engine
+from baton.engine.core.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
 from baton.engine.engine import Engine
-from baton.engine.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
+from baton.engine.execute import collect
+from baton.engine.schedule import admission, scheduler, sequence, tenant_shares
 from tests.fuzz.journey import Journey
 from tests.fuzz.shrink import Plan
 from tests.fuzz.wires import Wires
 
-CLOCKED = (admission, engine, results, scheduler, sequence, shares)  # modules that read the time
+CLOCKED = (admission, engine, collect, scheduler, sequence, tenant_shares)  # modules that read the time
 MAX_ROUNDS = 2000  # of both engines, until everything has ended
 BEGAN_S, AGES_S = 1000.0, 1e6
 ROUND_S = 0.002

@@ -12,17 +12,17 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton.service.clock import now
 from baton.v1 import inference_pb2_grpc
-from gateway.doors import open_doors
-from gateway.gateway import Gateway
-from gateway.limits import check
-from gateway.model_folder import read_folder
-from gateway.settings import GatewaySettings
-from gateway.spec import make_spec
-from gateway.timing import now
-from tests.client import make_request
-from tests.gateway.fake_worker import FakeWorker
-from tests.pace import patience
+from gateway.api.ports import open_ports
+from gateway.app import Gateway
+from gateway.config.settings import GatewaySettings
+from gateway.model.model_folder import read_folder
+from gateway.request.request_spec import make_spec
+from gateway.request.validation import check
+from tests.support.client import make_request
+from tests.support.gateway.fake_worker import FakeWorker
+from tests.support.pace import patience
 
 CONTROLS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TEMPLATE = (
@@ -125,7 +125,7 @@ def cluster(folder, digest):
         }
         values.setdefault("split", "always" if prefill else "auto")
         settings = GatewaySettings(**values)
-        doors = open_doors(settings)
+        doors = open_ports(settings)
         port = doors.port
         gateway = Gateway(settings, read_folder(folder), doors)
         stop = asyncio.Event()

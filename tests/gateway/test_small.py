@@ -9,16 +9,16 @@ import pytest
 
 from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
-from gateway.embedded_index import EmbeddedIndex
-from gateway.model_folder import Defaults, read_folder
-from gateway.secret import derived_secret, fingerprint, read_secret
-from gateway.settings import GatewaySettings
-from gateway.timing import Measured, Stamps, timing
-from tests.process import ROOT
+from gateway.config.settings import GatewaySettings
+from gateway.model.model_folder import Defaults, read_folder
+from gateway.prefix.cluster_secret import derived_secret, fingerprint, read_secret
+from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.request.timing import Measured, Stamps, timing
+from tests.support.process import ROOT
 
 
 def test_import_loads_no_torch():
-    code = "import sys, gateway.__main__, gateway.gateway, gateway.redis_index; print(sorted(sys.modules))"
+    code = "import sys, gateway.__main__, gateway.app, gateway.prefix.redis_index; print(sorted(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     for module in ("torch", "transformers", "numpy", "baton.engine"):
         assert f"'{module}'" not in ran.stdout, module

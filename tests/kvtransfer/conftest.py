@@ -1,7 +1,8 @@
 import pytest
 
-from kvtransfer import dialogue, transport
-from tests.kvtransfer.rig import TRANSPORTS
+from kvtransfer.transfer import dialogue
+from kvtransfer.transports import transport
+from tests.support.kvtransfer.rig import TRANSPORTS
 
 
 @pytest.fixture(params=TRANSPORTS)

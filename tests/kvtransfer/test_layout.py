@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from kvtransfer.blocks import BlockMemory, Cells, Piece, check_movable, pieces_of, selections
 from kvtransfer.errors import LayoutMismatch, ProtocolError
 from kvtransfer.layout import KVGroup, KVLayout, NumericsClass
+from kvtransfer.memory.blocks import BlockMemory, Cells, Piece, check_movable, pieces_of, selections
 from kvtransfer.wire import Range
-from tests.kvtransfer.rig import layout
+from tests.support.kvtransfer.rig import layout
 
 
 def test_bytes_of_a_block():

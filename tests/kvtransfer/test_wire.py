@@ -6,8 +6,8 @@ from baton.v1 import kv_pb2
 from kvtransfer import wire
 from kvtransfer.errors import KVError, LayoutMismatch, ProtocolError
 from kvtransfer.layout import BlockRef, Endpoint, KVHandle, Part
-from kvtransfer.ticket import parse_ticket
-from tests.kvtransfer.rig import layout
+from kvtransfer.transfer.ticket import parse_ticket
+from tests.support.kvtransfer.rig import layout
 
 UINT32 = st.integers(0, 2**32 - 1)
 HANDLE = KVHandle(

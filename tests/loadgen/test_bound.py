@@ -6,8 +6,8 @@ import json
 import pytest
 
 from baton.cli.main import main
-from baton.service.bound import LEVERS
-from tests.loadgen.stub import StubGateway, serving
+from baton.service.observe.bound import LEVERS
+from tests.support.gateway.gateway_stub import StubGateway, serving
 
 CLOSED = ("--closed", "4", "--num-requests", "12")
 SHORT = ("--prompt-tokens", "16", "--output-tokens", "4")

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from baton.service.slo import Slo, parse_slo
-from baton.loadgen.trace import Entry, TraceError, read_trace
+from baton.loadgen.trace import TraceEntry, TraceError, read_trace
 from baton.loadgen.workload import FIRST_TOKEN, Job, arrivals, drawn, fitted, from_trace, prompt_ids, shares
+from baton.service.slo import Slo, parse_slo
 
 MOONCAKE = '{"timestamp": 500, "input_length": 1000, "output_length": 5, "hash_ids": [3, 9]}\n'
 AZURE = (
@@ -27,8 +27,8 @@ def write(folder, name: str, text: str):
 def test_mooncake(tmp_path, name):
     later = MOONCAKE.replace("500", "2500")
     assert read_trace(write(tmp_path, name, later + "\n" + MOONCAKE)) == [
-        Entry(0.0, 1000, 5, (3, 9)),
-        Entry(2.0, 1000, 5, (3, 9)),
+        TraceEntry(0.0, 1000, 5, (3, 9)),
+        TraceEntry(2.0, 1000, 5, (3, 9)),
     ]
 
 
@@ -77,7 +77,9 @@ def test_objectives():
 
 
 def test_equal_hash_ids_are_equal_prefixes_and_nothing_else_is():
-    jobs = from_trace([Entry(0, 1200, 4, (1, 2, 3)), Entry(1, 1100, 4, (1, 2, 9)), Entry(2, 600, 4)], 1.0, 1.0, None)
+    jobs = from_trace(
+        [TraceEntry(0, 1200, 4, (1, 2, 3)), TraceEntry(1, 1100, 4, (1, 2, 9)), TraceEntry(2, 600, 4)], 1.0, 1.0, None
+    )
     a, b, c = (prompt_ids(job, 1000, seed=0) for job in jobs)
     assert [len(ids) for ids in (a, b, c)] == [1200, 1100, 600]
     shared = next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
@@ -87,7 +89,7 @@ def test_equal_hash_ids_are_equal_prefixes_and_nothing_else_is():
 
 
 def test_scales_keep_what_is_shared():
-    jobs = from_trace([Entry(10, 1024, 100, (1, 2)), Entry(20, 1536, 100, (1, 2, 5))], 2.0, 0.125, None)
+    jobs = from_trace([TraceEntry(10, 1024, 100, (1, 2)), TraceEntry(20, 1536, 100, (1, 2, 5))], 2.0, 0.125, None)
     assert [job.at_s for job in jobs] == [5, 10] and [job.num_prompt for job in jobs] == [128, 192]
     a, b = (prompt_ids(job, 500, 0) for job in jobs)
     assert a == b[:128]

@@ -12,11 +12,11 @@ from baton.loadgen.bound import LEVERS, name_bound
 from baton.loadgen.compare import compared
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.report import page
-from baton.loadgen.run import Plan, Ran, run_jobs
-from baton.service.slo import Slo
+from baton.loadgen.run import Ran, RunPlan, run_jobs
 from baton.loadgen.summary import percentile, summarize, table
 from baton.loadgen.workload import Job
-from tests.loadgen.stub import StubGateway, serving
+from baton.service.slo import Slo
+from tests.support.gateway.gateway_stub import StubGateway, serving
 
 
 def jobs(num: int, gap_s: float = 0.01, num_output: int = 3) -> list[Job]:
@@ -27,7 +27,7 @@ def jobs(num: int, gap_s: float = 0.01, num_output: int = 3) -> list[Job]:
 def test_every_job_is_sent_once_and_told(num_processes, concurrency):
     stub, told = StubGateway(), []
     with serving(stub) as target:
-        ran = run_jobs(Plan(target, 1000, concurrency, num_processes), jobs(12), told.append)
+        ran = run_jobs(RunPlan(target, 1000, concurrency, num_processes), jobs(12), told.append)
     assert [outcome.index for outcome in ran.outcomes] == list(range(12)) and sum(told) == 12
     assert len(set(stub.prompts)) == 12 and {len(prompt) for prompt in stub.prompts} == {20}
     for outcome in ran.outcomes:
@@ -37,13 +37,13 @@ def test_every_job_is_sent_once_and_told(num_processes, concurrency):
 
 def test_an_open_loop_does_not_wait_for_answers():
     with serving(StubGateway(delay_s=1.0)) as target:
-        ran = run_jobs(Plan(target, 1000), jobs(10, num_output=1))
+        ran = run_jobs(RunPlan(target, 1000), jobs(10, num_output=1))
     assert max(outcome.sent_s for outcome in ran.outcomes) < min(outcome.first_s for outcome in ran.outcomes)
 
 
 def test_a_closed_loop_keeps_its_number():
     with serving(StubGateway(delay_s=0.05)) as target:
-        ran = run_jobs(Plan(target, 1000, concurrency=2), jobs(8, num_output=1))
+        ran = run_jobs(RunPlan(target, 1000, concurrency=2), jobs(8, num_output=1))
     for outcome in ran.outcomes:
         at_once = [o for o in ran.outcomes if o.sent_s < outcome.last_s and o.last_s > outcome.sent_s]
         assert len([o for o in at_once if o.sent_s <= outcome.sent_s]) <= 2
@@ -51,7 +51,7 @@ def test_a_closed_loop_keeps_its_number():
 
 def test_refusals_are_outcomes():
     with serving(StubGateway(refuse_every=3)) as target:
-        ran = run_jobs(Plan(target, 1000), jobs(9))
+        ran = run_jobs(RunPlan(target, 1000), jobs(9))
     summary = summarize(ran, Slo(), is_open=True)
     assert summary["statuses"] == {"OK": 6, "RESOURCE_EXHAUSTED": 3}
     assert summary["num_answered"] == 6 and summary["slo_met_share"] == pytest.approx(6 / 9)
@@ -68,7 +68,7 @@ def test_a_late_sender_is_not_valid(monkeypatch):
 
     monkeypatch.setattr(client.Sender, "_request", slow)
     with serving(StubGateway()) as target:
-        ran = run_jobs(Plan(target, 1000), jobs(8, gap_s=0.001))
+        ran = run_jobs(RunPlan(target, 1000), jobs(8, gap_s=0.001))
     summary = summarize(ran, Slo(), is_open=True)
     assert not summary["valid"] and summary["bound"]["name"] == "client"
     # What the sender lost counts: latency is from the intended time.

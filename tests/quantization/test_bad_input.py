@@ -7,12 +7,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from baton.engine.models.spec import ModelError
+from baton.engine.core.model_spec import ModelError
 from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, SAMPLE_TOKENS, make_samples, read_prompts
-from baton.quantization.errors import QuantizeError
+from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize
-from tests.engine.folders import make_folder
-from tests.quantization.models import make_demo_like
+from tests.support.engine.folders import make_folder
+from tests.support.engine.hard_models import make_demo_like
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from baton.engine.core.model_spec import ModelError, ModelSpec
 from baton.engine.models.loader import Weights, load_model
-from baton.engine.models.spec import ModelError, ModelSpec
-from baton.engine.quant.formats.registry import open_source
+from baton.engine.weights.formats.registry import open_source
 from baton.quantization import folder as folders
 from baton.quantization import quantize as module
-from baton.quantization.block import linear_shapes
+from baton.quantization.core.block import linear_shapes
 from baton.quantization.quantize import plan, quantize
 from baton.quantization.schemes import SCHEMES
-from tests.engine.folders import Hand, random_ids
-from tests.quantization.models import blocks, make_family, samples
+from tests.support.engine.folders import Hand, random_ids
+from tests.support.engine.hard_models import blocks, make_family, samples
 
 PUBLISHED = [name for name in SCHEMES if name != "int8-outlier"]
 IDS = random_ids(40, 7)

@@ -8,13 +8,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2_grpc
 
-from baton.cli.certs import Authority
+from baton.cli.cluster.certs import Authority
 from baton.cli.main import main as baton
-from baton.service import server as grpc_server
-from baton.service.access import Access
-from baton.service.credentials import Credentials
-from baton.service.guard import Guard
-from baton.service.tls import Tls
+from baton.service.net import server as grpc_server
+from baton.service.security.access import Access
+from baton.service.security.credentials import Credentials
+from baton.service.security.guard import Guard
+from baton.service.security.tls import Tls
 from baton.v1 import fleet_pb2_grpc, inference_pb2_grpc, worker_pb2_grpc
 
 

@@ -10,18 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.models.errors import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.service.errors import InvalidRequest
 from baton.service.settings import SettingsError
-from gateway.limits import PRESETS, ServedModel, check
-from gateway.model_folder import Defaults
-from gateway.stop_strings import StopMatcher, StopStrings
-from gateway.templates import ChatMessage, ChatTemplate
-from gateway.tokenizer import CannotEncode, Tokenizer
-from tests.client import make_request
-from tests.engine.folders import make_folder
-from tests.gateway.tokenizers_for_tests import byte_level, sentencepiece
+from gateway.answer.stop_strings import StopMatcher, StopStrings
+from gateway.config.served_model import PRESETS, ServedModel
+from gateway.model.model_folder import Defaults
+from gateway.request.validation import check
+from gateway.text.templates import ChatMessage, ChatTemplate
+from gateway.text.tokenizer import CannotEncode, Tokenizer
+from tests.support.client import make_request
+from tests.support.engine.folders import make_folder
+from tests.support.gateway.small_tokenizers import byte_level, sentencepiece
 
 MOST_CPU_S = 60
 MOST_BYTES = 600 << 20

@@ -4,10 +4,10 @@ import subprocess
 
 import pytest
 
-from baton.cli.certs import NAMES
+from baton.cli.cluster.certs import NAMES
 from baton.cli.main import main as baton
-from baton.service.credentials import Credentials
-from gateway.secret import read_secret
+from baton.service.security.credentials import Credentials
+from gateway.prefix.cluster_secret import read_secret
 from tests.security.conftest import install
 
 FILES = {"ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"} | {

@@ -14,9 +14,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from baton.service import credentials as module
-from baton.service.credentials import Credentials, new_key
 from baton.service.errors import Unauthenticated
+from baton.service.security import credentials as module
+from baton.service.security.credentials import Credentials, new_key
 from baton.service.settings import SettingsError
 
 NOW = int(time.time())

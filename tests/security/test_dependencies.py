@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from tests.process import ROOT
+from tests.support.process import ROOT
 from tests.test_house import sources
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

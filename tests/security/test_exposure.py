@@ -7,7 +7,7 @@ import pytest
 
 from baton.service.settings import SettingsError, load_settings
 from baton.worker.settings import WorkerSettings
-from gateway.settings import GatewaySettings
+from gateway.config.settings import GatewaySettings
 
 GATEWAY = {"model": "m", "decode_workers": "127.0.0.1:1"}
 WORKER = {"model": "m"}

@@ -11,11 +11,11 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from baton.service.guard import ANYONE, METHODS, TENANT
-from baton.service.tls import ROLES
+from baton.service.security.guard import ANYONE, METHODS, TENANT
+from baton.service.security.tls import ROLES
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
-from kvtransfer import grpc_stream
-from tests.client import read_error
+from kvtransfer.transports import grpc_stream
+from tests.support.client import read_error
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 FILES = (inference_pb2, fleet_pb2, worker_pb2, kv_pb2, health_pb2, reflection_pb2)

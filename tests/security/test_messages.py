@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2 as pb
-from tests.client import make_request
 from tests.gateway.conftest import cluster, digest, folder  # noqa: F401  fixtures
+from tests.support.client import make_request
 
 GENERATE = "/baton.v1.Inference/Generate"
 GOOD = make_request([20, 21, 22], max_tokens=2)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.core.model_spec import ModelError
 from baton.engine.models.loader import load_model
-from baton.engine.models.spec import ModelError
 from baton.service.settings import SettingsError
-from gateway.model_folder import read_folder
-from gateway.templates import ChatMessage, ChatTemplate, TemplateFailed
-from gateway.tokenizer import Tokenizer
-from tests.engine.folders import make_folder
+from gateway.model.model_folder import read_folder
+from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
+from gateway.text.tokenizer import Tokenizer
+from tests.support.engine.folders import make_folder
 
 
 class Bomb:

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from baton.cli.main import main as baton
-from baton.service.access import Access
-from baton.service.credentials import new_key
+from baton.service.security.access import Access
+from baton.service.security.credentials import new_key
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
-from tests.client import gather, make_request
-from tests.models import make_model
-from tests.process import ROOT, Process
 from tests.security.conftest import Installation
+from tests.support.client import gather, make_request
+from tests.support.models import make_model
+from tests.support.process import ROOT, Process
 
 ENV = {"OMP_NUM_THREADS": "1"}
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from baton.service.errors import BatonError, InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
-from gateway.limits import PRESETS, ServedModel, check, resolve_max_tokens
-from gateway.model_folder import Defaults
-from gateway.workers import WorkerLink
+from gateway.config.served_model import PRESETS, ServedModel
+from gateway.link.worker_link import WorkerLink
+from gateway.model.model_folder import Defaults
+from gateway.request.validation import check, resolve_max_tokens
 
 EDGES = (
     -1,

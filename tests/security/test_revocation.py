@@ -8,12 +8,12 @@ import time
 import grpc
 import pytest
 
-from baton.service.credentials import new_key
+from baton.service.security.credentials import new_key
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.client import gather, make_request
 from tests.gateway.conftest import cluster, digest, folder  # noqa: F401  fixtures
-from tests.gateway.fake_worker import tokens_of
+from tests.support.client import gather, make_request
+from tests.support.gateway.fake_worker import tokens_of
 
 PROMPT = list(range(20, 60))
 

@@ -6,16 +6,16 @@ from functools import partial
 
 import pytest
 
-from baton.service.credentials import new_key
-from baton.service.guard import METHODS
+from baton.service.security.credentials import new_key
+from baton.service.security.guard import METHODS
 from baton.v1 import inference_pb2 as pb
-from gateway.public_prefixes import read_public_prefixes
-from gateway.span_names import SpanNames
+from gateway.prefix.prefix_hashes import PrefixHashes
+from gateway.prefix.public_prefixes import read_public_prefixes
 from kvtransfer.naming import chain_hashes, root_hash
-from tests.client import make_request
 from tests.gateway.conftest import cluster, digest, folder  # noqa: F401  fixtures
-from tests.gateway.fake_worker import tokens_of
-from tests.gateway.test_answers import read
+from tests.gateway.orchestration.test_answers import read
+from tests.support.client import make_request
+from tests.support.gateway.fake_worker import tokens_of
 
 PROMPT = list(range(20, 320))
 IDENTITY = b"i" * 32
@@ -121,8 +121,8 @@ class Known:
         return IDENTITY
 
 
-def names(public=()) -> SpanNames:
-    made = SpanNames(Known())
+def names(public=()) -> PrefixHashes:
+    made = PrefixHashes(Known())
     made.make_public(public)
     return made
 

@@ -13,14 +13,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.cli.certs import NAMES, Authority
-from baton.service import server as grpc_server
-from baton.service.access import Access
-from baton.service.server import Health
+from baton.cli.cluster.certs import NAMES, Authority
+from baton.service.net import server as grpc_server
+from baton.service.net.server import Health
+from baton.service.security.access import Access
+from baton.service.security.tls import WORKER_NAME, Tls
 from baton.service.settings import SettingsError
-from baton.service.tls import WORKER_NAME, Tls
 from baton.v1 import kv_pb2
-from kvtransfer import grpc_stream
+from kvtransfer.transports import grpc_stream
 from tests.security.conftest import Installation, install
 
 
@@ -331,7 +331,7 @@ def test_files_are_named(installation, stranger, tmp_path):
 
 
 async def test_kv_streams_are_for_workers(installation, stranger):
-    from baton.service.guard import Guard
+    from baton.service.security.guard import Guard
 
     lines = []
     security = grpc_stream.Security(installation.tls("prefill").server(True), (Guard(None),))

@@ -4,11 +4,11 @@ import grpc
 import pytest
 
 from baton.service import errors
-from baton.service.client import open_channel
-from baton.service.server import bind, make_server
+from baton.service.net.client import open_channel
+from baton.service.net.server import bind, make_server
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.client import read_error
+from tests.support.client import read_error
 
 
 class Refusing(inference_pb2_grpc.InferenceServicer):

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from baton.service import codec, logs, probe
-from baton.service.server import Health, bind, make_server
+from baton.service import codec, logs
+from baton.service.net import probe
+from baton.service.net.server import Health, bind, make_server
 
 
 def test_key_both_ways():
@@ -130,12 +131,12 @@ async def test_probe(capsys):
 
 @pytest.mark.parametrize("argv", [[], ["h:1", "--what"]])
 def test_probe_wrong_use(argv):
-    done = subprocess.run([sys.executable, "-m", "baton.service.probe", *argv], capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "baton.service.net.probe", *argv], capture_output=True)
     assert done.returncode == 2
 
 
 def test_service_loads_no_torch():
-    names = "errors server client codec telemetry logs settings probe".split()
+    names = "errors net.server net.client codec observe.telemetry logs settings net.probe".split()
     program = f"import sys; {'; '.join(f'import baton.service.{name}' for name in names)}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "redis", "opentelemetry", "transformers", "numpy"} & set(loaded)

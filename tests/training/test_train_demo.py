@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from baton.cli import train_demo
+from baton.cli.models import train_demo
 from baton.training import recipe
 
 

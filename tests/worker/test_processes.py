@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.v1 import worker_pb2 as pb
-from tests.models import make_model
-from tests.otlp import Receiver
-from tests.process import Process
-from tests.stack import SLOW_STEPS
-from tests.worker.scripted import LegEnded, Pair, Session, make_spec, run
+from tests.support.models import make_model
+from tests.support.otlp import Receiver
+from tests.support.process import Process
+from tests.support.stack import SLOW_STEPS
+from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run
 
 OPTIONS = ("--num-blocks", "200", "--threads", "1", "--max-num-seqs", "16")
 PHASES = ("admitted", "accepted", "fetching", "done", "started", "row", "never")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.quant import published
+from tests.support.engine import published
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,8 @@ import pytest
 
 from baton.v1 import inference_pb2
 from baton.worker.settings import WorkerSettings
-from tests.models import make_model
-from tests.worker.scripted import make_spec, run, run_pair
+from tests.support.models import make_model
+from tests.support.worker.scripted import make_spec, run, run_pair
 from tests.worker.test_two_workers import bare_answer, prompt
 
 

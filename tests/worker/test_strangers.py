@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from tests.client import Client
-from tests.models import make_model
-from tests.pace import patience
-from tests.probe import Probe
-from tests.stack import Stack
+from tests.support.client import Client
+from tests.support.models import make_model
+from tests.support.pace import patience
+from tests.support.probe import Probe
+from tests.support.stack import Stack
 
 NUM_STRANGERS = 1024
 

@@ -9,13 +9,13 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import failpoints
-from baton.engine.request import Key, Request, SamplingParams
+from baton.engine.core.request import Key, Request, SamplingParams
 from baton.v1 import worker_pb2 as pb
-from baton.worker.states import State
-from tests import bare
-from tests.models import make_model
-from tests.stack import SLOW_STEPS
-from tests.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
+from baton.worker.legs.states import KeyState
+from tests.support import bare
+from tests.support.models import make_model
+from tests.support.stack import SLOW_STEPS
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
 
 VOCAB = 1024
 
@@ -302,7 +302,7 @@ def test_a_lost_stream_gives_everything_back(model, slow):
                 assert not watcher.ended, "another gateway heard of it"
                 await watcher.close()
             assert not prefill.commands.legs
-            assert {leg.state for leg in decode.commands.legs.values()} <= {State.ORPHANED}
+            assert {leg.state for leg in decode.commands.legs.values()} <= {KeyState.ORPHANED}
 
     run(main)
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from baton.v1 import worker_pb2 as pb
-from tests.models import make_model
-from tests.worker.scripted import LegEnded, make_spec, run, run_pair, run_worker, Session
+from tests.support.models import make_model
+from tests.support.worker.scripted import LegEnded, Session, make_spec, run, run_pair, run_worker
 from tests.worker.test_two_workers import bare_answer, prompt
 
 
@@ -37,7 +37,7 @@ def test_other_block_sizes_are_exact(model, transport, sizes):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_lossier_form_is_fed_and_called_mixed(model, transport, caplog):
-    caplog.set_level("INFO", "baton.worker.intake")
+    caplog.set_level("INFO", "baton.worker.kv.intake")
 
     async def main():
         decode = {"kv_dtype": "int8", "block_size": 64, "num_blocks": 80}

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from baton.engine import cpu
-from tests.models import make_model
-from tests.process import Process
+from baton.engine.core import cpu
+from tests.support.models import make_model
+from tests.support.process import Process
 
 FAST = "bf16" if cpu.multiplies_bf16() else "fp32"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.batch import ForwardBatch
+from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.pool import KVPool
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
-from baton.engine.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
 from baton.engine.kv.pool import DTYPES, KVPool
 
 FEW_QUERIES = 32  # of a sequence, for flash_attn_with_kvcache
@@ -23,7 +23,7 @@ HEAD_DIM_MULTIPLE, MAX_HEAD_DIM = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FlashCall:
     """Sequences of one call. `rows`: theirs of the batch, None: all."""
 
     rows: Tensor | None
@@ -34,8 +34,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    parts: tuple[Part, ...]
+class FlashPlan:
+    parts: tuple[FlashCall, ...]
     pool: KVPool
 
 
@@ -60,24 +60,24 @@ class FlashAttention2(Attention):
             return f"block_size {shape.block_size} is not a multiple of {PAGE_MULTIPLE}"
         return ""
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashPlan:
         table = batch.table or SeqTable.of(batch.seqs, pool.bytes.device)
         if all(seq.query_len == table.max_query_len for seq in batch.seqs):
             few = table.max_query_len <= FEW_QUERIES
             starts = None if few else F.pad(table.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
-            return Plan((Part(None, table, starts),), pool)
+            return FlashPlan((FlashCall(None, table, starts),), pool)
         one = [i for i, seq in enumerate(batch.seqs) if seq.query_len == 1]
         more = [i for i, seq in enumerate(batch.seqs) if seq.query_len > 1]
-        return Plan(tuple(part_of(batch.seqs, members, table) for members in (one, more) if members), pool)
+        return FlashPlan(tuple(part_of(batch.seqs, members, table) for members in (one, more) if members), pool)
 
-    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+    def __call__(self, plan: FlashPlan, layer: int, q: Tensor, out: Tensor) -> None:
         for part in plan.parts:
             if part.rows is None:
                 out.copy_(self._part(plan.pool, layer, part, q))
             else:
                 out[part.rows] = self._part(plan.pool, layer, part, q[part.rows])
 
-    def _part(self, pool: KVPool, layer: int, part: Part, q: Tensor) -> Tensor:
+    def _part(self, pool: KVPool, layer: int, part: FlashCall, q: Tensor) -> Tensor:
         table = part.table
         k, v = pages(pool, layer)
         options = {"softmax_scale": self.shape.scale, "causal": True, "window_size": self._window(layer)}
@@ -110,10 +110,10 @@ class FlashAttention3(FlashAttention2):
         reason = unfit_cuda(shape.device, (9, 0), below=(10, 0))
         return reason or missing("flash_attn_interface") or unfit_rows(shape)
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
-        return Plan((Part(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashPlan:
+        return FlashPlan((FlashCall(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
 
-    def _part(self, pool: KVPool, layer: int, part: Part, q: Tensor) -> Tensor:
+    def _part(self, pool: KVPool, layer: int, part: FlashCall, q: Tensor) -> Tensor:
         table = part.table
         return self._cached(
             q, *pages(pool, layer), cache_seqlens=table.kv_lens, page_table=table.block_ids,
@@ -127,7 +127,7 @@ def pages(pool: KVPool, layer: int) -> tuple[Tensor, Tensor]:
     return pool.blocks[:, layer, 0].transpose(1, 2), pool.blocks[:, layer, 1].transpose(1, 2)
 
 
-def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> Part:
+def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> FlashCall:
     """Some sequences of a step, their rows side by side."""
     device = table.kv_lens.device
     chosen = [seqs[i] for i in members]
@@ -137,7 +137,7 @@ def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> Part:
     query_len, kv_len = lens.amax(1).tolist()
     index = torch.tensor(members).to(device)
     own = SeqTable(starts[0], table.kv_lens[index], table.block_ids[index], query_len, kv_len)
-    return Part(torch.tensor(rows).to(device), own, starts[1] if query_len > 1 else None)
+    return FlashCall(torch.tensor(rows).to(device), own, starts[1] if query_len > 1 else None)
 
 
 def unfit_rows(shape: AttentionShape) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
 from baton.engine.attention.flash import load, missing, unfit_rows
-from baton.engine.batch import ForwardBatch, SeqTable
+from baton.engine.core.batch import ForwardBatch, SeqTable
 from baton.engine.kv.pool import KVPool
 
 HEAD_DIMS = (64, 128, 256)
@@ -21,7 +21,7 @@ WORKSPACE_BYTES = 256 << 20  # of partial results; its own examples take 128 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FlashInferPlan:
     """The wrappers hold what was planned: one step at a time."""
 
     pool: KVPool
@@ -48,7 +48,7 @@ class FlashInferAttention(Attention):
             return f"head_dim {shape.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
         return ""
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashInferPlan:
         shape, size, seqs = self.shape, pool.block_size, batch.seqs
         table = batch.table or SeqTable.of(seqs, shape.device)
         counts = [pool.layout.num_blocks(seq.kv_len) for seq in seqs]
@@ -64,9 +64,9 @@ class FlashInferAttention(Attention):
                 causal=True, sm_scale=shape.scale, window_left=-1 if window is None else window - 1,
                 q_data_type=shape.dtype, kv_data_type=shape.dtype,
             )  # fmt: skip
-        return Plan(pool)
+        return FlashInferPlan(pool)
 
-    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+    def __call__(self, plan: FlashInferPlan, layer: int, q: Tensor, out: Tensor) -> None:
         k, v = plan.pool.blocks[:, layer, 0], plan.pool.blocks[:, layer, 1]
         self._wrappers[self.shape.windows[layer]].run(q, (k, v), out=out)
 

@@ -1,4 +1,5 @@
-"""Attention in C++ (native/attention.cpp): reads the pool where it lies, in any stored form, on all threads."""
+"""Attention in C++ (native/attention/attention.cpp): reads the pool where it lies, in any stored form, on all
+threads."""
 
 import ctypes
 from array import array
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from baton.engine import native
 from baton.engine.attention.base import Attention, AttentionShape
-from baton.engine.batch import ForwardBatch
+from baton.engine.core.batch import ForwardBatch
 from baton.engine.kv.native import HEAD_DIM_MULTIPLE, NativePool, native_pool
 from baton.engine.kv.pool import KVPool
 
@@ -18,7 +19,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NativePlan:
     """The sequences of a step as the kernel takes them: four int64 each."""
 
     batch: ForwardBatch  # held: the kernel reads its block tables
@@ -57,15 +58,15 @@ class NativeAttention(Attention):
             return f"head_dim {shape.head_dim} is not a multiple of {HEAD_DIM_MULTIPLE}"
         return ""
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> NativePlan:
         if pool is not self._pool:
             self._pool, self._native_pool = pool, native_pool(pool)
         seqs = array("q")
         for seq in batch.seqs:
             seqs.extend((seq.query_start, seq.query_len, seq.kv_len, seq.block_ids.data_ptr()))
-        return Plan(batch, seqs, self._native_pool)
+        return NativePlan(batch, seqs, self._native_pool)
 
-    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+    def __call__(self, plan: NativePlan, layer: int, q: Tensor, out: Tensor) -> None:
         if q.stride(1) != q.shape[2] or q.stride(2) != 1 or not out.is_contiguous():
             raise ValueError("native attention takes the heads of a token side by side, and a contiguous output")
         self._attend(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import Attention, AttentionShape, visible
-from baton.engine.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 
 SPAN = 64
@@ -19,7 +19,7 @@ ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReferencePlan:
     batch: ForwardBatch
     pool: KVPool
 
@@ -33,10 +33,10 @@ class ReferenceAttention(Attention):
         super().__init__(shape)
         self.batch_invariant = shape.device.type == "cpu"
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
-        return Plan(batch, pool)
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> ReferencePlan:
+        return ReferencePlan(batch, pool)
 
-    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+    def __call__(self, plan: ReferencePlan, layer: int, q: Tensor, out: Tensor) -> None:
         for seq in plan.batch.seqs:
             rows = slice(seq.query_start, seq.query_start + seq.query_len)
             out[rows] = self._sequence(plan.pool, layer, seq, q[rows].float())

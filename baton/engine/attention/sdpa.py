@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.engine.attention.base import Attention, AttentionShape, visible
-from baton.engine.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 
 TILE = {torch.float32: 32, torch.bfloat16: 32, torch.float16: 8}
@@ -41,7 +41,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TileGroup:
     """Decode tokens of several sequences, a tile each; or the chunk of one sequence, cut into tiles."""
 
     rows: slice | Tensor  # of the batch
@@ -53,9 +53,9 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SdpaPlan:
     pool: KVPool
-    groups: tuple[Group, ...]
+    groups: tuple[TileGroup, ...]
 
 
 class SdpaAttention(Attention):
@@ -73,15 +73,15 @@ class SdpaAttention(Attention):
         self._before: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # by block table: tails in the last step
         self._now: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # and in this one
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> SdpaPlan:
         self._before, self._now = self._now, {}
         one_tile = self.shape.group_size <= self.tile
         decode = [seq for seq in batch.seqs if seq.query_len == 1 and one_tile]
         groups = [self._decode_group(seqs, pool) for seqs in similar(decode)]
         groups += [self._chunk_group(seq, pool) for seq in batch.seqs if seq.query_len > 1 or not one_tile]
-        return Plan(pool, tuple(groups))
+        return SdpaPlan(pool, tuple(groups))
 
-    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+    def __call__(self, plan: SdpaPlan, layer: int, q: Tensor, out: Tensor) -> None:
         window = self.shape.windows[layer]
         for group in plan.groups:
             tiles = self._tiles(q[group.rows], group)
@@ -120,7 +120,7 @@ class SdpaAttention(Attention):
         whole, tail = divmod(kv_len, KV_BLOCK)
         return whole * KV_BLOCK + next(safe for safe in (0, *self.tails, KV_BLOCK) if safe >= tail)
 
-    def _decode_group(self, seqs: list[SeqSlice], pool: KVPool) -> Group:
+    def _decode_group(self, seqs: list[SeqSlice], pool: KVPool) -> TileGroup:
         """`seqs`: longest first."""
         kv_len = self._padded(seqs[0].kv_len)
         kv_lens = torch.tensor([seq.kv_len for seq in seqs])
@@ -133,9 +133,9 @@ class SdpaAttention(Attention):
         rows = slice(start, start + 1) if len(seqs) == 1 else torch.tensor([seq.query_start for seq in seqs])
         table = self._block_table(seqs, pool, kv_len)
         stale = self._stale(seqs, pool, table.shape[1] * pool.block_size)
-        return Group(rows, 0, self.decode_rows, table, stale, (Call(0, len(seqs), kv_len, masks),))
+        return TileGroup(rows, 0, self.decode_rows, table, stale, (Call(0, len(seqs), kv_len, masks),))
 
-    def _chunk_group(self, seq: SeqSlice, pool: KVPool) -> Group:
+    def _chunk_group(self, seq: SeqSlice, pool: KVPool) -> TileGroup:
         size = self.shape.group_size
         positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len).repeat_interleave(size)
         # Rows of padding stand at the last position: they are computed and thrown away.
@@ -153,7 +153,7 @@ class SdpaAttention(Attention):
         rows = slice(seq.query_start, seq.query_start + seq.query_len)
         table = self._block_table([seq], pool, calls[-1].kv_len)
         stale = self._stale([seq], pool, table.shape[1] * pool.block_size)
-        return Group(rows, seq.query_len, self.tile, table, stale, tuple(calls))
+        return TileGroup(rows, seq.query_len, self.tile, table, stale, tuple(calls))
 
     def _block_table(self, seqs: list[SeqSlice], pool: KVPool, kv_len: int) -> Tensor:
         """Blocks for `kv_len` positions; beyond a sequence's own it repeats its first one, finite and masked."""
@@ -169,7 +169,7 @@ class SdpaAttention(Attention):
 
     # ---- a layer ----
 
-    def _gather(self, pool: KVPool, layer: int, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _gather(self, pool: KVPool, layer: int, group: TileGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """K and V [sequences, kv_heads, positions, head_dim], in memory that is kept: fresh pages cost more."""
         heads, num_rows = 2 * self.shape.num_kv_heads, group.block_table.numel() * pool.block_size
         needed = heads * num_rows * self.shape.head_dim
@@ -177,7 +177,7 @@ class SdpaAttention(Attention):
             self._scratch = torch.empty(needed, dtype=pool.dtype, device=pool.device)
         return pool.gather_padded(layer, group.block_table, dtype, group.stale, self._scratch)
 
-    def _tiles(self, q: Tensor, group: Group) -> Tensor:
+    def _tiles(self, q: Tensor, group: TileGroup) -> Tensor:
         """[tokens, num_heads, head_dim] -> [tiles, kv_heads, tile, head_dim]."""
         shape = self.shape
         rows = q.unflatten(1, (shape.num_kv_heads, shape.group_size))
@@ -188,7 +188,7 @@ class SdpaAttention(Attention):
         missing = group.tile - shape.group_size
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
-    def _tokens(self, tiles: Tensor, group: Group) -> Tensor:
+    def _tokens(self, tiles: Tensor, group: TileGroup) -> Tensor:
         """The way back, padding left out."""
         shape = self.shape
         if group.chunk_len:

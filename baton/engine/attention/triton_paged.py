@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton.engine import kernels
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
-from baton.engine.batch import ForwardBatch, SeqSlice, SeqTable
+from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
 from baton.engine.kv.pool import KVPool
 
 BLOCK_N = 64  # positions a program reduces at a time
@@ -49,7 +49,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TritonPlan:
     table: SeqTable
     launches: tuple[Launch, ...]
     layers: list[tuple[Tensor, Tensor, Tensor, Tensor]]  # k, v and their scales
@@ -91,7 +91,7 @@ class TritonAttention(Attention):
 
     # ---- the plan ----
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> Plan:
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> TritonPlan:
         if pool is not self._pool:
             self._pool, self._layers = pool, layers_of(pool)
         table = batch.table or SeqTable.of(batch.seqs, pool.bytes.device)
@@ -101,7 +101,7 @@ class TritonAttention(Attention):
             few = [i for i, seq in enumerate(batch.seqs) if seq.query_len <= FEW_QUERIES]
             many = [i for i, seq in enumerate(batch.seqs) if seq.query_len > FEW_QUERIES]
             launches = tuple(self._launch(batch.seqs, members, table) for members in (few, many) if members)
-        return Plan(table, launches, self._layers, pool)
+        return TritonPlan(table, launches, self._layers, pool)
 
     def _uniform_launch(self, table: SeqTable) -> Launch:
         """Made of bounds alone, as a CUDA graph needs it."""
@@ -144,7 +144,7 @@ class TritonAttention(Attention):
 
     # ---- a layer ----
 
-    def __call__(self, plan: Plan, layer: int, q: Tensor, out: Tensor) -> None:
+    def __call__(self, plan: TritonPlan, layer: int, q: Tensor, out: Tensor) -> None:
         if q.stride(2) != 1 or out.stride(1) != out.shape[2] or out.stride(2) != 1:
             raise ValueError(
                 "triton attention takes queries with contiguous heads, and an output with its heads in a row"
@@ -155,7 +155,9 @@ class TritonAttention(Attention):
             if launch.num_splits > 1:
                 self._combine(plan, launch, out, window)
 
-    def _attend(self, plan: Plan, launch: Launch, layer: tuple, q: Tensor, out: Tensor, window: int | None) -> None:
+    def _attend(
+        self, plan: TritonPlan, launch: Launch, layer: tuple, q: Tensor, out: Tensor, window: int | None
+    ) -> None:
         k, v, k_scales, v_scales = layer
         shape, group, table = self.shape, plan.pool.group, plan.table
         self._kernels.attend[(launch.num_tiles, shape.num_kv_heads, launch.num_programs)](
@@ -170,7 +172,7 @@ class TritonAttention(Attention):
             num_warps=8 if launch.tile * self._block_d > 64 * 128 else 4, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
-    def _combine(self, plan: Plan, launch: Launch, out: Tensor, window: int | None) -> None:
+    def _combine(self, plan: TritonPlan, launch: Launch, out: Tensor, window: int | None) -> None:
         kv_lens = plan.table.kv_lens
         self._kernels.combine[(launch.num_tokens, self.shape.num_heads)](
             launch.partials, launch.stats, _or(launch.tokens, kv_lens), kv_lens, out, out.stride(0), window or 0,

@@ -22,7 +22,7 @@ ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it rounds 
 @triton.jit
 def load_rows(rows, scales, offsets, scale_offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
               FORM: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Rows of one token and head at element `offsets` [N], decoded as kv/quant.py's `decode` does:
+    """Rows of one token and head at element `offsets` [N], decoded as kv/stored_forms.py's `decode` does:
     [N, BLOCK_D] in DTYPE, zero where not `seen` [N]; not MASKED: all are."""
     if FORM == "int4":
         halves = tl.arange(0, BLOCK_D // 2)

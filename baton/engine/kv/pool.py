@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.kv.quant import STORED, decode, encode, num_elements
+from baton.engine.kv.stored_forms import STORED, decode, encode, num_elements
 from kvtransfer.layout import SCALE_BYTES, KVLayout
 
 CPU = torch.device("cpu")

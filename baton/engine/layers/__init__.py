@@ -1,0 +1,1 @@
+"""Layers that a decoder is made of: norm, rope, embedding, activation; linear layers have a folder of their own."""

@@ -15,8 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.models.spec import RopeSpec
-
+from baton.engine.core.model_spec import RopeSpec
 
 BLOCK = 64  # rows of the tables computed at a time
 

@@ -1,0 +1,1 @@
+"""Decoder models: the Llama family, its layers fused for CPU and GPU, and loading them."""

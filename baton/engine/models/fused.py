@@ -9,14 +9,14 @@ from torch import Tensor
 from baton.engine import native
 from baton.engine.attention.base import Attention
 from baton.engine.attention.native import KINDS, NativeAttention
-from baton.engine.batch import ForwardBatch
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.gpu_layers import INTERPRETED, GpuLayers
 from baton.engine.models.layer import Layer
-from baton.engine.models.spec import ModelSpec
 
 ROW_MULTIPLE = 16  # a row of the residual stream is whole vectors
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from baton.engine import kernels
 from baton.engine.attention.base import Attention
-from baton.engine.batch import ForwardBatch
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.rope import Rope
 from baton.engine.models.layer import Layer
-from baton.engine.models.spec import ModelSpec
 
 INTERPRETED = ("triton", "triton-fast")  # attention with which the interpreter runs the layers too, on a CPU
 

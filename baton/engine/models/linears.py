@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.layers.linear import JoinedLinear, LinearKernel
-from baton.engine.quant.formats.base import Source
-from baton.engine.quant.merge import merge, pad
-from baton.engine.quant.weights import Weight, form_name
+from baton.engine.weights.formats.base import WeightSource
+from baton.engine.weights.forms import Weight, form_name
+from baton.engine.weights.merge import merge, pad
 
 Make = Callable[[Weight, Tensor | None], LinearKernel]  # (weight, bias) -> kernel
 
@@ -34,7 +34,7 @@ class WeightReport:
 class Linears:
     """Makes kernels of the modules of one source, and keeps count."""
 
-    def __init__(self, source: Source, make: Make):
+    def __init__(self, source: WeightSource, make: Make):
         self._source, self._make = source, make
         self._forms: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import Attention
-from baton.engine.batch import ForwardBatch
-from baton.engine.device import instruction_set
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.device import instruction_set
+from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE, swiglu
 from baton.engine.layers.embedding import tied
@@ -18,8 +19,7 @@ from baton.engine.layers.rope import Rope
 from baton.engine.models.fused import fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
-from baton.engine.models.spec import ModelSpec
-from baton.engine.quant.formats.base import HEAD, Source
+from baton.engine.weights.formats.base import HEAD, WeightSource
 from kvtransfer.layout import KVGroup
 
 
@@ -27,7 +27,7 @@ class Model:
     """A loaded model. One thread at a time may call `forward`: it owns the scratch memory of its attention backend."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, source: Source, make: Make, attention: Attention, rope: Rope
+        self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention, rope: Rope
     ):
         """`make(weight, bias)` gives the kernel that applies a weight of any form."""
         self.spec, self.dtype, self.attention, self.rope = spec, dtype, attention, rope
@@ -113,7 +113,7 @@ class Model:
         return q
 
 
-def _layer(spec: ModelSpec, index: int, source: Source, linears: Linears) -> Layer:
+def _layer(spec: ModelSpec, index: int, source: WeightSource, linears: Linears) -> Layer:
     prefix = f"model.layers.{index}."
     hidden, size = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

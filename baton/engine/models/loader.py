@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.base import AttentionShape
-from baton.engine.attention.choice import choose as choose_attention
-from baton.engine.device import UTILIZATION, Memory, check_weights
+from baton.engine.attention.selection import choose as choose_attention
+from baton.engine.core.device import UTILIZATION, Memory, check_weights
+from baton.engine.core.model_spec import WRONG_VALUE, ModelError, ModelSpec
 from baton.engine.kv.pool import CPU, DTYPES
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.llama import Model
-from baton.engine.models.spec import WRONG_VALUE, ModelError, ModelSpec
-from baton.engine.quant.formats.placed import PlacedSource
-from baton.engine.quant.formats.registry import open_source
-from baton.engine.quant.formats.tensors import Weights, weight_files
-from baton.engine.quant.weights import Weight
+from baton.engine.weights.formats.placed import PlacedSource
+from baton.engine.weights.formats.registry import open_source
+from baton.engine.weights.formats.tensors import Weights, weight_files
+from baton.engine.weights.forms import Weight
 from baton.gguf import is_gguf
 from kvtransfer.naming import ModelIdentity
 from kvtransfer.naming import model_identity as identity_of

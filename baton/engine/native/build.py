@@ -77,7 +77,7 @@ def cache_folder() -> Path:
 
 def built(compiler: str, tier: Tier) -> Path:
     """The library of a tier, compiled where the cache has none."""
-    sources = sorted(SOURCES.glob("*.cpp"))
+    sources = sorted(SOURCES.rglob("*.cpp"))
     path = cache_folder() / f"native-{tier.name}-{_digest(compiler, tier, sources)}.so"
     if path.exists():
         return path
@@ -113,6 +113,6 @@ def _openmp_of_torch() -> list[Path]:
 
 def _digest(compiler: str, tier: Tier, sources: list[Path]) -> str:
     digest = hashlib.sha256(repr((compiler, FLAGS, tier.flags, torch.__version__)).encode())
-    for path in (*sources, *sorted(SOURCES.glob("*.h"))):
+    for path in (*sources, *sorted(SOURCES.rglob("*.h"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -5,7 +5,7 @@
 namespace baton {
 namespace {
 
-// Python fills these: baton/engine/speculation/passes.py.
+// Python fills these: baton/engine/speculation/proposers/native_draft.py.
 struct Draft {
   const Model* model;
   int64_t num_layers;

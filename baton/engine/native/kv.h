@@ -1,4 +1,4 @@
-// How KV lies in a pool, and its rows as they are stored: the bytes that kv/quant.py describes, read and written.
+// How KV lies in a pool, and its rows as they are stored: the bytes that kv/stored_forms.py describes, read and written.
 
 #pragma once
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.request import Request
+from baton.engine.core.request import Request
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow, has_filters
 

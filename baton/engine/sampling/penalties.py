@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.request import SamplingParams
+from baton.engine.core.request import SamplingParams
 
 
 def changes(params: SamplingParams, banned: frozenset[int]) -> bool:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.request import Request, SamplingParams, TokenLogprobs
+from baton.engine.core.request import Request, SamplingParams, TokenLogprobs
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.penalties import changes, penalize
 

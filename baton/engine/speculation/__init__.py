@@ -1,0 +1,1 @@
+"""Speculative decoding: proposers of tokens, and the control that verifies and paces them."""

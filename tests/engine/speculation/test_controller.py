@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from baton.engine.speculation.acceptance import Acceptance
-from baton.engine.speculation.controller import GAIN, Controller, Refill, limit_of
-from baton.engine.speculation.costs import Curve, Typical
-from baton.engine.speculation.standing import VAIN_INTERVAL, VAIN_LOOKS
+from baton.engine.speculation.control.acceptance import AcceptanceRate
+from baton.engine.speculation.control.controller import GAIN, Controller, Refill, limit_of
+from baton.engine.speculation.control.costs import Curve, Typical
+from baton.engine.speculation.control.proposer_state import VAIN_INTERVAL, VAIN_LOOKS
 
 
 class World:
@@ -22,7 +22,7 @@ class World:
         self.controller, self.chance = Controller(), random.Random(seed)
         self.controller.refill.rate = refill
         self.hidden_cost = hidden_cost
-        self.own = [Acceptance() for _ in range(num_seqs)]
+        self.own = [AcceptanceRate() for _ in range(num_seqs)]
         self.made = [0] * num_seqs
         self.time = self.plain_time = self.tokens = 0.0
         self.widths: list[list[int]] = []
@@ -117,7 +117,7 @@ def test_short_answers_of_texts_that_differ(acceptances, draft_slope):
     world.run(200)
     time = plain_time = tokens = best = 0.0
     for _ in range(20):
-        world.acceptance, world.own = chance.choice(acceptances), [Acceptance()]
+        world.acceptance, world.own = chance.choice(acceptances), [AcceptanceRate()]
         world.run(128)
         time, plain_time, tokens = time + world.time, plain_time + world.plain_time, tokens + world.tokens
         best += world.best() / 20
@@ -170,7 +170,7 @@ def test_what_is_to_be_read_first_is_part_of_the_price():
 def test_widths_grow_step_by_step():
     """Of a width far beyond those that were measured nothing is said."""
     controller, widest = Controller(), 0
-    own = Acceptance()
+    own = AcceptanceRate()
     for _ in range(60):
         controller.begin(1)
         widths = [0] if controller.wants_plain(1) else controller.widths("draft", 1, [own], [16])
@@ -209,7 +209,7 @@ def test_looking_in_vain_is_rare():
 
 
 def test_it_learns_what_verifying_costs_though_it_has_long_looked_in_vain():
-    controller, own, on = Controller(), Acceptance(), 0
+    controller, own, on = Controller(), AcceptanceRate(), 0
     for step in range(3000):
         controller.begin(1)
         widths = [0]
@@ -253,7 +253,7 @@ def test_tiles_of_rows_are_found():
 
 
 def test_behind_the_first_wrong_proposal_nothing_is_known():
-    acceptance = Acceptance()
+    acceptance = AcceptanceRate()
     acceptance.add(8, 2)
     assert (acceptance.accepted, acceptance.trials) == (2, 3)
     acceptance.add(2, 2)

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.engine.request import Refusal, Speculation
-from tests.engine.speculation.models import load, make_folders, mixed
-from tests.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from baton.engine.core.request import Refusal, Speculation
+from tests.support.engine.draft_models import load, make_folders, mixed
+from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine import native
-from baton.engine.config import EngineConfig
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_spec import ModelError
+from baton.engine.core.request import SamplingParams
 from baton.engine.engine import Engine
-from baton.engine.models.spec import ModelError
-from baton.engine.request import SamplingParams
-from baton.training.tokenizer import load_tokenizer
-from tests import bare
-from tests.heads import TEXT, make_heads, make_learned_model
-from tests.models import make_model
+from baton.training.data.tokenizer import load_tokenizer
+from tests.support import bare
+from tests.support.heads import TEXT, make_heads, make_learned_model
+from tests.support.models import make_model
 
 KINDS = ("medusa", "eagle")
 
@@ -88,7 +88,7 @@ def test_more_sequences_than_slots_never_wait_for_each_other(kind, model, heads)
 
 def test_eagle_goes_on_beyond_its_window(model, heads, monkeypatch):
     """Its context moves down in its slot, and rows that were never asked for are dropped."""
-    monkeypatch.setattr("baton.engine.speculation.eagle.WINDOW", 24)
+    monkeypatch.setattr("baton.engine.speculation.proposers.eagle.WINDOW", 24)
     token_ids = load_tokenizer(model).encode(TEXT).ids
     request = bare.make_request("a", token_ids[:10], max_tokens=200)
     engine = bare.load_engine(model, speculator="eagle", draft_model=heads["eagle"], num_draft_tokens=3)
@@ -179,7 +179,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(values, message, mode
 
 
 def test_heads_of_another_model_of_the_same_shape_are_refused(heads, tmp_path):
-    from tests.heads import SHAPE
+    from tests.support.heads import SHAPE
 
     other = make_model(tmp_path / "other", SHAPE, seed=5)
     for kind in KINDS:

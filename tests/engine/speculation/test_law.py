@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from baton.engine.request import PrefillDone, TokenRun
-from tests.engine.speculation.models import VOCAB, load, make_folders
-from tests.engine.toys import make_request
+from baton.engine.core.request import PrefillDone, TokenRun
+from tests.support.engine.draft_models import VOCAB, load, make_folders
+from tests.support.engine.toys import make_request
 
 PROMPT = [5, 17, 40]
 SETTINGS = {

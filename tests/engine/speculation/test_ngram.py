@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from baton.engine.speculation import ngram
-from baton.engine.speculation.ngram import MAX_MATCH, MIN_MATCH, NgramProposer
-from baton.engine.speculation.proposer import Ask, Draftee
-from tests.engine.toys import make_request
+from baton.engine.speculation.proposers import ngram
+from baton.engine.speculation.proposers.ngram import MAX_MATCH, MIN_MATCH, NgramProposer
+from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
+from tests.support.engine.toys import make_request
 
 
 def proposer_and_draftee(token_ids):
@@ -39,7 +39,7 @@ def test_finds_the_longest_match(alphabet, seed, monkeypatch):
     for _ in range(250):
         tokens += [chance.randrange(alphabet) for _ in range(chance.randint(1, 4))]
         width = chance.randint(1, 16)
-        (draft,) = proposer.propose([Ask(draftee, width)])
+        (draft,) = proposer.propose([DraftRequest(draftee, width)])
         begin, length = longest_match(tokens)
         if begin < 0:
             assert draft == []
@@ -54,10 +54,10 @@ def test_finds_the_longest_match(alphabet, seed, monkeypatch):
 def test_a_long_prompt_is_read_a_piece_at_a_time():
     tokens = list(range(5000)) + [7, 8, 9]
     proposer, draftee = proposer_and_draftee(tokens)
-    assert proposer.propose([Ask(draftee, 4)]) == [[]]
+    assert proposer.propose([DraftRequest(draftee, 4)]) == [[]]
     assert draftee.state.num_tokens == ngram.READ_TOKENS
-    proposer.propose([Ask(draftee, 4)])
-    assert proposer.propose([Ask(draftee, 4)]) == [[10, 11, 12, 13]]
+    proposer.propose([DraftRequest(draftee, 4)])
+    assert proposer.propose([DraftRequest(draftee, 4)]) == [[10, 11, 12, 13]]
     proposer.close(draftee)
     assert draftee.state is None
 
@@ -68,6 +68,6 @@ def test_a_sequence_beyond_the_window_is_read_anew(monkeypatch):
     proposer, draftee = proposer_and_draftee(tokens)
     for index in range(150, 600):
         tokens.append(index % 50)
-        assert proposer.propose([Ask(draftee, 2)]) == [[(index + 1) % 50, (index + 2) % 50]]
+        assert proposer.propose([DraftRequest(draftee, 2)]) == [[(index + 1) % 50, (index + 2) % 50]]
         assert len(draftee.state.links) <= 200
     assert proposer.num_bytes > 0

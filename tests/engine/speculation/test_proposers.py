@@ -7,17 +7,17 @@ import shutil
 import pytest
 import torch
 
-from baton.engine.batch import ForwardBatch, SeqSlice
-from baton.engine.config import EngineConfig
-from baton.engine.models.spec import ModelError
-from baton.engine.request import Speculation
-from baton.engine.speculation.acceptance import Acceptance
-from baton.engine.speculation.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
-from baton.engine.speculation.proposer import Ask, Draftee
-from baton.engine.speculation.speculator import Track
-from tests.engine.speculation.forced import ForcedProposer, answers_of
-from tests.engine.speculation.models import VOCAB, load, make_folders, mixed
-from tests.engine.toys import Collector, make_request, run
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_spec import ModelError
+from baton.engine.core.request import Speculation
+from baton.engine.speculation.control.acceptance import AcceptanceRate
+from baton.engine.speculation.control.speculator import Track
+from baton.engine.speculation.proposers.draft_model import CHUNK_TOKENS, LAG_TOKENS, WINDOW_TOKENS
+from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest
+from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
+from tests.support.engine.forced import ForcedProposer, answers_of
+from tests.support.engine.toys import Collector, make_request, run
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +107,14 @@ def test_a_draft_reads_a_long_prompt_chunk_by_chunk(folders):
     draftee = Draftee(make_request("a", [1] * 300, 9), 0, [chance.randrange(VOCAB) for _ in range(300)])
     proposer.open(draftee)
     assert draftee.state.begin == 300 - min(WINDOW_TOKENS, 512 // 2)
-    assert proposer.propose([Ask(draftee, 4)]) == [[]]
+    assert proposer.propose([DraftRequest(draftee, 4)]) == [[]]
     assert proposer.num_unread(draftee.token_ids, None) == proposer.num_unread(draftee.token_ids, draftee) == 256
     used = []
     while proposer._lack(draftee) > LAG_TOKENS:
         used.append(proposer.prepare([draftee], 100))
     assert used and all(0 < num <= min(100, CHUNK_TOKENS) for num in used)
     assert proposer.prepare([draftee], 100) == 0
-    (draft_ids,) = proposer.propose([Ask(draftee, 4)])
+    (draft_ids,) = proposer.propose([DraftRequest(draftee, 4)])
     assert len(draft_ids) == 4
     assert proposer.num_unread(draftee.token_ids, draftee) == 0
     proposer.close(draftee)
@@ -123,7 +123,7 @@ def test_a_draft_reads_a_long_prompt_chunk_by_chunk(folders):
 
 def test_guesses_that_were_not_verified_are_judged_by_what_came():
     draftee = Draftee(make_request("a", [1, 2, 3], 9), 0, [1, 2, 3, 4, 5, 6])
-    track = Track(Acceptance(), draftee, unverified=[4, 5, 9, 9], unverified_at=3)
+    track = Track(AcceptanceRate(), draftee, unverified=[4, 5, 9, 9], unverified_at=3)
     assert track.judge() == (3, 2)  # the fourth has not come
     assert not track.unverified
 

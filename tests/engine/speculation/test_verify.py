@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.engine.request import FinishReason, Refusal, Speculation
-from baton.engine.speculation.controller import PLAIN_RUN
-from tests.engine.speculation.forced import ForcedProposer
-from tests.engine.test_scheduling import check, prompt
-from tests.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine
+from baton.engine.core.request import FinishReason, Refusal, Speculation
+from baton.engine.speculation.control.controller import PLAIN_RUN
+from tests.engine.schedule.test_scheduling import check, prompt
+from tests.support.engine.forced import ForcedProposer
+from tests.support.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine
 
 
 def forced(requests, probability: float) -> ForcedProposer:
@@ -165,7 +165,7 @@ def test_the_speedup_is_that_of_the_clock(monkeypatch):
     of 1.75 s. From the first step on, also of those before a plain step was measured."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
-    for module in ("engine", "results", "sequence"):
+    for module in ("engine", "execute.collect", "schedule.sequence"):
         monkeypatch.setattr(f"baton.engine.{module}.time", clock)
     request = make_request("a", prompt(40), 400)
     proposer = forced([request], 1.0)

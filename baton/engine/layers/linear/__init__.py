@@ -1,7 +1,7 @@
 """Linear layers: one kernel for every form a weight can have, and the choice between them."""
 
 from baton.engine.layers.linear.base import LinearKernel
-from baton.engine.layers.linear.choice import KERNELS, choose
 from baton.engine.layers.linear.joined import JoinedLinear
+from baton.engine.layers.linear.selection import KERNELS, choose
 
 __all__ = ["KERNELS", "JoinedLinear", "LinearKernel", "choose"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.rounding import rounded_to_e4m3
-from baton.engine.quant.weights import DenseWeight, Fp8Weight, Weight
+from baton.engine.weights.forms import DenseWeight, Fp8Weight, Weight
 
 # Rows are padded to a multiple of this, by dtype.
 ROW_MULTIPLE = {torch.float32: 8, torch.bfloat16: 2, torch.float16: 2}

@@ -6,7 +6,7 @@ from torch import Tensor
 from baton.engine import kernels
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.dense import FastLinear
-from baton.engine.quant.weights import DenseWeight, Weight
+from baton.engine.weights.forms import DenseWeight, Weight
 
 KERNELS = ("triton", "fast")
 

@@ -22,13 +22,13 @@ from baton.engine import native
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.panels import PANEL, SCALE_KINDS, Panels, pack
 from baton.engine.layers.linear.panels import refusal as refusal_of_form
-from baton.engine.quant.weights import Weight
+from baton.engine.weights.forms import Weight
 
 X_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class _Linear(ctypes.Structure):
-    """struct Linear of native/linear.h."""
+    """struct Linear of native/linear/linear.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "bias", "order")),

@@ -1,4 +1,5 @@
-"""Weights in the order that the native kernels read them: panels of 64 outputs (native/linear.h draws the layouts)."""
+"""Weights in the order that the native kernels read them: panels of 64 outputs (native/linear/linear.h draws the
+layouts)."""
 
 import mmap
 from contextlib import suppress
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.quant.weights import DenseWeight, Fp8Weight, IntWeight, Weight
+from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 
 PANEL = 64  # outputs
 ROW_BLOCK = 128  # inputs that share an activation scale where the weight itself has no groups

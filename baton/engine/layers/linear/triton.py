@@ -16,7 +16,7 @@ from baton.engine.kernels import linear as kernels
 from baton.engine.layers.linear import tinygemm
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.rounding import E4M3_MAX, rounded_to_e4m3
-from baton.engine.quant.weights import DenseWeight, Fp8Weight, IntWeight, Weight
+from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 
 EXACT_TILE = 64  # rows: the least that a warp group multiplies on Hopper
 FAST_TILES = (16, 64, 128)

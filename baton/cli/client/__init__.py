@@ -1,0 +1,1 @@
+"""Commands that ask a running gateway for text: generate, bench."""

@@ -1,0 +1,252 @@
+"""`baton bench`: a load that people trust, against a running gateway, and a report that says what bounds it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import math
+import os
+import random
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from baton.loadgen import report, workload
+from baton.loadgen.client import Unreachable, model_info
+from baton.loadgen.compare import compared, read_summary
+from baton.loadgen.run import Ran, RunPlan, run_jobs
+from baton.loadgen.summary import summarize, table
+from baton.loadgen.trace import TraceError, read_trace
+from baton.loadgen.workload import Job
+from baton.service.arguments import positive, whole
+from baton.service.security.access import add_access_flags, read_access
+from baton.service.settings import SettingsError
+from baton.service.slo import Slo, parse_slo
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+_WARM_UP = 4
+_MET_SHARE = 0.99  # of the requests within the SLO: that rate is one that the stack sustains
+_NUM_REQUESTS = 200  # where nothing is said
+_SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most so many; the answer's upper bound
+_SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure a running gateway under load",
+        usage="baton bench [--rate R | --closed N | --trace FILE | --sweep | --compare A B] [--slo S] [--out DIR] ...",
+        description="Sends requests by rate, by trace, or N at a time; writes summary.json, requests.csv, report.html.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--rate", type=positive, metavar="R", help="requests a second, open loop (default: 4)")
+    load.add_argument("--closed", type=whole, metavar="N", help="N requests at a time, closed loop")
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="replay a Mooncake .jsonl or an Azure .csv, .gz or not"
+    )
+    load.add_argument("--sweep", action="store_true", help="raise the rate until the SLO is missed (needs --slo)")
+    load.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --out folders side by side")
+    parser.add_argument("--arrivals", choices=("poisson", "constant", "burst"), default="poisson", help="of --rate")
+    parser.add_argument(
+        "--rate-scale", type=positive, default=1.0, metavar="X", help="replay the trace X times as fast"
+    )
+    parser.add_argument("--length-scale", type=positive, default=1.0, metavar="X", help="lengths of the trace times X")
+    parser.add_argument("--num-requests", type=whole, metavar="N", help="requests (default: 200; of a trace: all)")
+    parser.add_argument("--prompt-tokens", type=whole, default=256, metavar="N", help="mean (default: %(default)s)")
+    parser.add_argument("--output-tokens", type=whole, default=32, metavar="N", help="mean (default: %(default)s)")
+    parser.add_argument("--slo", type=_slo, default=Slo(), metavar="S", help="for instance ttft=300ms,tpot=50ms")
+    parser.add_argument("--processes", type=whole, default=1, metavar="N", help="that send (default: 1)")
+    parser.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="of one request (default: 120)")
+    parser.add_argument(
+        "--seed", type=int, help="of lengths, arrivals and prompts (default: drawn, so that nothing is cached)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the results; made, never overwritten")
+    add_access_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 a valid run, 1 not reached or not valid, 2 wrong use."""
+    try:
+        if args.compare:
+            print(compared(*map(read_summary, args.compare)))
+            return 0
+        if args.sweep and args.slo == Slo():
+            raise ValueError("--sweep needs --slo: without one no rate is too high")
+        entries = read_trace(args.trace) if args.trace else None
+        with _results(args.out) as folder:
+            info = asyncio.run(model_info(args.target, read_access(args)))
+            bench = _Bench(args, info)
+            summary, ran, steps = bench.sweep() if args.sweep else bench.once(entries)
+            print(screen(summary))
+            if folder:
+                _write(folder, summary, ran, steps)
+    except (ValueError, TraceError, SettingsError) as error:
+        return _fail(str(error), 2)
+    except Unreachable as error:
+        return _fail(str(error), 1)
+    except OSError as error:
+        return _fail(f"--out {args.out}: {error.strerror}", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; nothing was written", 1)
+    if args.out:
+        print(f"{args.out / 'report.html'}")
+    return 0 if summary["valid"] and summary["num_answered"] else 1
+
+
+@contextlib.contextmanager
+def _results(out: Path | None) -> Iterator[Path | None]:
+    """A folder of another name, which becomes `out` when everything is in it, and is gone when not. It is made before
+    the run, so that a place where nothing can be written costs no run. Raises ValueError, OSError."""
+    if out is None:
+        yield None
+        return
+    if out.exists():
+        raise ValueError(f"--out {out} exists; choose another folder")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class _Bench:
+    """One command's runs. `info`: what the gateway says of its model."""
+
+    def __init__(self, args: argparse.Namespace, info):
+        self._args, self._info = args, info
+        self._seed = secrets.randbits(31) if args.seed is None else args.seed
+        self._plan = RunPlan(
+            args.target,
+            info.vocab_size,
+            args.closed,
+            args.processes,
+            timeout_s=args.timeout,
+            seed=self._seed,
+            access=read_access(args),
+        )
+        self._warmed = False
+
+    def once(self, entries) -> tuple[dict, Ran, list[dict]]:
+        args = self._args
+        if entries is not None:
+            jobs = workload.from_trace(entries, args.rate_scale, args.length_scale, args.num_requests)
+            name = f"trace {args.trace.name}, rate x {args.rate_scale:g}, lengths x {args.length_scale:g}"
+        elif args.closed:
+            jobs, name = self._drawn(None), f"closed loop of {args.closed}"
+        else:
+            rate = args.rate or 4.0
+            jobs, name = self._drawn(rate), f"{args.arrivals} arrivals, {rate:g} requests/s"
+        summary, ran = self._measure(jobs, name)
+        return summary, ran, []
+
+    def sweep(self) -> tuple[dict, Ran, list[dict]]:
+        """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run."""
+        steps, best, within, beyond = [], None, 0.0, math.inf
+        while len(steps) < _SWEEP_STEPS and beyond > _SWEEP_RESOLUTION * within:
+            rate = 2 * within or _SWEEP_FROM if beyond == math.inf else (within + beyond) / 2
+            summary, ran = self._step(rate, len(steps))
+            steps.append({**summary, "rate": rate})
+            if summary["valid"] and (summary["slo_met_share"] or 0.0) >= _MET_SHARE:
+                best, within = (summary, ran), rate
+            elif not within:
+                break
+            else:
+                beyond = rate
+        summary, ran = best or (summary, ran)
+        summary["highest_rate_within_slo"] = within or None
+        summary["lowest_rate_beyond_slo"] = min((step["rate"] for step in steps if step["rate"] > within), default=None)
+        return summary, ran, sorted(steps, key=lambda step: step["rate"])
+
+    def _step(self, rate: float, number: int) -> tuple[dict, Ran]:
+        """Of a sweep: prompts of its own, or it would find those of the last one in the cache."""
+        self._plan = replace(self._plan, seed=self._seed + 2 + number)
+        num = min(self._args.num_requests or _NUM_REQUESTS, max(_LEAST_REQUESTS, round(_SWEEP_STEP_S * rate)))
+        return self._measure(self._drawn(rate, num), f"sweep, {self._args.arrivals} arrivals, {rate:.3g} requests/s")
+
+    def _drawn(self, rate: float | None, num: int | None = None) -> list[Job]:
+        args = self._args
+        rng = random.Random(self._seed)
+        times = workload.arrivals(args.arrivals, rate, rng) if rate else iter(lambda: 0.0, None)
+        num = num or args.num_requests or _NUM_REQUESTS
+        return workload.drawn(rng, times, num, args.prompt_tokens, args.output_tokens)
+
+    def _measure(self, jobs: Sequence[Job], name: str) -> tuple[dict, Ran]:
+        jobs, num_cut = workload.fitted(jobs, self._info.context)
+        if not self._warmed:
+            self._warm_up(jobs)
+        with tqdm(total=len(jobs), desc="requests", unit="", file=sys.stderr, disable=None) as bar:  # on a terminal
+            ran = run_jobs(self._plan, jobs, bar.update)
+        summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
+        facts = {
+            "workload": name,
+            "target": self._args.target,
+            "model": f"{self._info.name}, {self._info.dtype}, weights {self._info.quantization}, kv {self._info.kv_dtype}",
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "num_cut_to_context": num_cut,
+            "seed": self._seed,
+        }
+        return {**facts, **summary}, ran
+
+    def _warm_up(self, jobs: Sequence[Job]) -> None:
+        """The first requests of a process pay for imports, compilation and connections. They share no prompt with the
+        run's: another seed."""
+        self._warmed = True
+        plan = replace(self._plan, concurrency=_WARM_UP, num_processes=1, seed=self._plan.seed + 1)
+        run_jobs(plan, jobs[:_WARM_UP])
+
+
+def screen(summary: dict) -> str:
+    """What stands on the terminal."""
+    lines = [summary["workload"]]
+    for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("end to end", "e2e_s")):
+        figures = summary[key]
+        cells = (f"{point} {1e3 * figures[point]:.1f}" for point in ("p50", "p95", "p99") if figures[point] is not None)
+        lines.append(f"  {name:11} {'  '.join(cells)} ms")
+    lines.append(
+        f"  {summary['num_answered']} of {summary['num_requests']} answered, {summary['requests_per_s']:.2f} requests/s, "
+        f"{summary['output_tokens_per_s']:.0f} output tokens/s, {summary['cached_share'] or 0:.0%} cached"
+    )
+    if summary["slo"]:
+        lines.append(
+            f"  goodput {summary['goodput_per_s']:.2f}/s: {summary['slo_met_share'] or 0:.1%} within {summary['slo']}"
+        )
+    if "highest_rate_within_slo" in summary:
+        rate = summary["highest_rate_within_slo"]
+        beyond = summary["lowest_rate_beyond_slo"]
+        next_one = "" if beyond is None else f"; {beyond:.3g}/s was not"
+        lines.append(f"  highest rate within the SLO: {'none' if rate is None else f'{rate:.3g}/s'}{next_one}")
+    if set(summary["statuses"]) - {"OK"}:
+        lines.append("  " + ", ".join(f"{status} {num}" for status, num in summary["statuses"].items()))
+    return "\n".join([*lines, report.verdict(summary)])
+
+
+def _write(folder: Path, summary: dict, ran: Ran, steps: list[dict]) -> None:
+    (folder / "summary.json").write_text(json.dumps({**summary, "sweep": steps}, indent=1) + "\n")
+    (folder / "requests.csv").write_text(table(ran.outcomes))
+    (folder / "report.html").write_text(report.page(summary, ran.outcomes, steps))
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"baton bench: {message}", file=sys.stderr)
+    return status
+
+
+def _slo(text: str) -> Slo:
+    try:
+        return parse_slo(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

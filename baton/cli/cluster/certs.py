@@ -1,0 +1,195 @@
+"""`baton certs`: an authority, certificates by role, an API key and a cluster secret, for one installation."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import ipaddress
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.service.arguments import whole
+from baton.service.security.credentials import check_tenant, new_key
+from baton.service.security.tls import DECODE, DOMAIN, GATEWAY, OPERATOR, PREFILL, WORKER_NAME
+
+NAMES = {
+    GATEWAY: (f"gateway.{DOMAIN}",),
+    PREFILL: (f"prefill.{DOMAIN}", WORKER_NAME),
+    DECODE: (f"decode.{DOMAIN}", WORKER_NAME),
+    OPERATOR: (f"operator.{DOMAIN}",),
+}
+CA_CERT, CA_KEY, CREDENTIALS, API_KEY, SECRET = "ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "certs",
+        help="write certificates, an API key and a cluster secret",
+        description="Writes what `baton up --certs DIR` reads. Keep ca.key elsewhere: whoever has it can issue any certificate.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; made, never overwritten")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another host name or address of the gateway (repeatable; localhost and 127.0.0.1 are always included)",
+    )
+    parser.add_argument("--tenant", default="main", metavar="NAME", help="tenant of the API key (default: %(default)s)")
+    parser.add_argument("--days", type=whole, default=365, metavar="N", help="days of validity (default: %(default)s)")
+    parser.add_argument("--renew", type=Path, metavar="DIR", help="only new certificates, signed by DIR's authority")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 written, 1 the folder exists or cannot be written, 2 wrong use."""
+    try:
+        check_tenant(args.tenant)
+    except ValueError as error:
+        return _fail(f"--tenant {args.tenant}: {error}", 2)
+    if args.out.exists():
+        return _fail(f"--out {args.out} exists; choose another folder", 1)
+    temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True, mode=0o700)
+        _write_all(temporary, args)
+        temporary.rename(args.out)
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}", 1)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    print(args.out)
+    return 0
+
+
+def _write_all(folder: Path, args: argparse.Namespace) -> None:
+    authority = Authority.read(args.renew) if args.renew else Authority.make(args.days)
+    write(folder / CA_CERT, authority.certificate)
+    for role, names in NAMES.items():
+        hosts = ["localhost", "127.0.0.1", *args.host] if role == GATEWAY else []
+        certificate, key = authority.issue(role, [*names, *hosts], args.days)
+        write(folder / f"{role}.crt", certificate)
+        write(folder / f"{role}.key", key)
+    if args.renew:
+        return
+    write(folder / CA_KEY, authority.key)
+    key, key_id, digest = new_key()
+    write(folder / API_KEY, f"{key}\n".encode())
+    write(folder / CREDENTIALS, f'[keys.{key_id}]\ntenant = "{args.tenant}"\nsha256 = "{digest}"\n'.encode())
+    write(folder / SECRET, f"{secrets.token_hex(32)}\n".encode())
+
+
+class Authority:
+    """Signs certificates of its own installation."""
+
+    def __init__(self, certificate: bytes, key: bytes):
+        """Both PEM. Raises ValueError."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+
+        self.certificate, self.key = certificate, key
+        self._issuer = x509.load_pem_x509_certificate(certificate)
+        self._signer = serialization.load_pem_private_key(key, None)
+
+    @classmethod
+    def read(cls, folder: Path) -> Authority:
+        """Raises OSError, ValueError."""
+        return cls((folder / CA_CERT).read_bytes(), (folder / CA_KEY).read_bytes())
+
+    @classmethod
+    def make(cls, days: int) -> Authority:
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key, name = ec.generate_private_key(ec.SECP256R1()), _name(f"Baton authority {secrets.token_hex(4)}")
+        usage = _usage(key_cert_sign=True, crl_sign=True)
+        builder = _builder(name, name, key, days)
+        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        builder = builder.add_extension(usage, critical=True)
+        return cls(*_signed(builder, key, key))
+
+    def issue(self, role: str, names: Sequence[str], days: int) -> tuple[bytes, bytes]:
+        """(certificate, key), PEM, for DNS names and IP addresses; good for servers and for clients."""
+        from cryptography import x509
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID as Use
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = _builder(_name(f"baton {role}"), self._issuer.subject, key, days)
+        for extension, critical in (
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (_usage(digital_signature=True), True),
+            (x509.ExtendedKeyUsage([Use.SERVER_AUTH, Use.CLIENT_AUTH]), False),
+            (x509.SubjectAlternativeName([_general_name(name) for name in names]), False),
+            (x509.AuthorityKeyIdentifier.from_issuer_public_key(self._signer.public_key()), False),
+        ):
+            builder = builder.add_extension(extension, critical=critical)
+        return _signed(builder, key, self._signer)
+
+
+def write(path: Path, content: bytes) -> None:
+    """A file that only its owner reads."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _builder(subject, issuer, key, days: int):
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _signed(builder, key, signer) -> tuple[bytes, bytes]:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    certificate = builder.sign(signer, hashes.SHA256())
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return certificate.public_bytes(Encoding.PEM), pem
+
+
+def _usage(**given: bool):
+    from cryptography import x509
+
+    names = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+             "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")  # fmt: skip
+    return x509.KeyUsage(**{name: given.get(name, False) for name in names})
+
+
+def _name(common_name: str):
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _general_name(name: str):
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"baton certs: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,383 @@
+"""`baton doctor`: would a request work, and if not, what is the one thing to do? Moves real blocks to find out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.cli.cluster.handover import Handover, HandoverFailed, Session, hand_over
+from baton.service.logs import printable
+from baton.service.net.client import open_channel
+from baton.service.net.server import ListenError, split_address
+from baton.service.security.access import Access, add_access_flags, read_access
+from baton.service.security.tls import WORKER_NAME
+from baton.service.settings import SettingsError
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+_ANSWER_S = 3.0
+_REQUEST_S = 60.0
+_NUM_PINGS = 5
+_NUM_RUNS = 3
+_COPY_BYTES = 64 << 20
+
+
+@dataclass
+class Report:
+    """Lines as they come, and how many of them are failures."""
+
+    num_failures: int = 0
+
+    def say(self, what: str, where: str, text: str) -> None:
+        self._line("  ok  ", what, where, text)
+
+    def note(self, what: str, where: str, text: str) -> None:
+        self._line("   -  ", what, where, text)
+
+    def fail(self, what: str, where: str, text: str, advice: str) -> None:
+        self.num_failures += 1
+        self._line("  FAIL", what, where, f"{text}: {advice}")
+
+    @staticmethod
+    def _line(mark: str, what: str, where: str, text: str) -> None:
+        print(printable(f"{mark}  {what:<9} {where:<33} {text}"), flush=True)
+
+
+@dataclass
+class Found:
+    """What there is to look at: addresses by role, and what stands around them."""
+
+    prefill: list[str] = field(default_factory=list)
+    decode: list[str] = field(default_factory=list)
+    redis: str = ""
+    collector: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check a running stack, part by part, by moving real blocks",
+        description="Checks gateway, workers, KV transfer, Redis and collector. Exit 0 only if a request would work.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--target", metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)")
+    for role in ("prefill", "decode"):
+        parser.add_argument(f"--{role}-workers", type=_addresses, default=[], metavar="A,B", help="without a gateway")
+    parser.add_argument("--redis", default="", metavar="URL", help="prefix index (default: the gateway's)")
+    parser.add_argument("--collector", default="", metavar="URL", help="OTLP endpoint (default: the gateway's)")
+    add_access_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 a request would work, 1 it would not."""
+    report = Report()
+    try:
+        asyncio.run(_examine(args, read_access(args), report))
+    except KeyboardInterrupt:
+        return 1
+    except SettingsError as error:
+        print(f"baton doctor: {error}", file=sys.stderr)
+        return 2
+    num = report.num_failures
+    print("a request would work" if not num else f"{num} {'fault' if num == 1 else 'faults'} found")
+    return 1 if num else 0
+
+
+async def _examine(args: argparse.Namespace, access: Access, report: Report) -> None:
+    found = Found(args.prefill_workers, args.decode_workers, args.redis, args.collector)
+    target = args.target or (None if found.prefill or found.decode else DEFAULT_TARGET)
+    if target:
+        await _gateway(target, access, found, report)
+    if found.redis:
+        await _redis(found.redis, report)
+    if found.collector:
+        await _collector(found.collector, report)
+    async with _Channels(access) as channels:
+        hellos = await _workers(channels, found, report)
+        prefill = [address for address in found.prefill if address in hellos]
+        decode = [address for address in found.decode if address in hellos]
+        _same_model({address: hellos[address] for address in (*prefill, *decode)}, report)
+        copy_rate = await asyncio.to_thread(_copy_rate) if prefill and decode else 0.0
+        for source in prefill:
+            for taker in decode:
+                await _handoff(channels, source, taker, copy_rate, report)
+    if target and not report.num_failures:
+        await _request(target, access, report)
+
+
+# ---- the parts ----
+
+
+async def _gateway(target: str, access: Access, found: Found, report: Report) -> None:
+    """Says whether it serves; its workers, Redis and collector join what was given."""
+    async with open_channel(target, access) as channel:
+        try:
+            stub = fleet_pb2_grpc.FleetStub(channel)
+            fleet = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
+        except grpc.aio.AioRpcError as error:
+            report.fail("gateway", target, *_unreachable(error, "gateway", "--target"))
+            return
+    if fleet.not_ready:
+        report.fail("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
+    else:
+        report.say("gateway", target, f"ready, {len(fleet.workers)} workers")
+    for view in fleet.workers:
+        addresses = found.prefill if view.role == "prefill" else found.decode
+        if view.address not in addresses:
+            addresses.append(view.address)
+        if view.state == "refused":
+            report.fail("gateway", target, f"refuses {view.address}, which {view.reason}", "start it as its list says")
+    found.redis = found.redis or fleet.redis_url
+    found.collector = found.collector or fleet.collector
+    if fleet.redis_down:
+        report.fail("gateway", target, f"index not in use, {fleet.redis_down}", "see redis below")
+
+
+async def _redis(url: str, report: Report) -> None:
+    import redis.asyncio
+
+    begun = time.monotonic()
+    try:
+        client = redis.asyncio.from_url(url, socket_connect_timeout=_ANSWER_S, socket_timeout=_ANSWER_S)
+        try:
+            await client.ping()
+        finally:
+            await client.aclose()
+    except (redis.RedisError, OSError, ValueError) as error:
+        words = " ".join(str(error).split()) or type(error).__name__
+        report.fail("redis", url, words, "start it, correct --redis, or leave it out")
+    else:
+        report.say("redis", url, f"answers, {1e3 * (time.monotonic() - begun):.1f} ms with connecting")
+
+
+async def _collector(url: str, report: Report) -> None:
+    address = url.partition("://")[2] or url
+    try:
+        host, port = split_address(address.rstrip("/"))
+        async with asyncio.timeout(_ANSWER_S):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    except (OSError, TimeoutError, ListenError, ValueError) as error:
+        words = getattr(error, "strerror", None) or str(error) or "no answer"
+        report.fail("collector", url, words, "start it, or unset OTEL_EXPORTER_OTLP_ENDPOINT")
+    else:
+        report.say("collector", url, "accepts connections")
+
+
+async def _workers(channels: _Channels, found: Found, report: Report) -> dict[str, pb.Hello]:
+    """What each worker says of itself, by address; those that say nothing are failures."""
+    hellos: dict[str, pb.Hello] = {}
+    for role, addresses in (("prefill", found.prefill), ("decode", found.decode)):
+        for address in addresses:
+            try:
+                hello, offset_s, round_trip_s = await _describe(channels.to(address))
+            except grpc.aio.AioRpcError as error:
+                report.fail(role, address, *_unreachable(error, f"{role} worker", f"--{role}-workers"))
+                continue
+            if role not in hello.roles:
+                report.fail(role, address, f"is a {'/'.join(hello.roles)} worker", f"take it out of --{role}-workers")
+                continue
+            hellos[address] = hello
+            clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
+            report.say(role, address, f"{_described(hello)}; {clock}")
+    if not found.decode:
+        report.fail("decode", "-", "no decode worker is known", "give --target or --decode-workers")
+    return hellos
+
+
+def _same_model(hellos: dict[str, pb.Hello], report: Report) -> None:
+    """Everyone is held against the first."""
+    for address, hello in list(hellos.items())[1:]:
+        first, other = next(iter(hellos.items()))
+        for name, what in (("model_identity", "model (config or weights)"), ("tokenizer_digest", "tokenizer.json")):
+            if getattr(hello, name) != getattr(other, name):
+                report.fail("model", address, f"serves another {what} than {first}", "start all with the same --model")
+                break
+
+
+async def _handoff(channels: _Channels, source: str, taker: str, copy_rate: float, report: Report) -> None:
+    """The transport that the decode worker chooses must work; the others are tried and told."""
+    from kvtransfer.capabilities import CAPABILITIES
+
+    where = f"{source} > {taker}"
+    try:
+        async with Session(channels.to(source), source) as prefill, Session(channels.to(taker), taker) as decode:
+            _layouts(prefill.hello, decode.hello, where, report)
+            runs = [await hand_over(prefill, decode, None, _REQUEST_S) for _ in range(_NUM_RUNS)]
+            chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that nobody has used yet
+            report.say("handoff", where, f"{_rate(chosen, copy_rate)}, chosen")
+            offered = set(prefill.hello.model.transports) & set(decode.hello.model.transports)
+            for name in sorted(offered - {chosen.transport}):
+                if not CAPABILITIES[name].same_process:
+                    await _try(prefill, decode, name, copy_rate, where, report)
+    except HandoverFailed as error:
+        report.fail("handoff", where, str(error), _advice(str(error)))
+    except TimeoutError:
+        report.fail("handoff", where, f"no end within {_REQUEST_S:.0f} s", "look into both workers' logs")
+    except grpc.aio.AioRpcError as error:
+        report.fail("handoff", where, f"{error.code().name}: {error.details()}", "look into both workers' logs")
+
+
+async def _try(prefill: Session, decode: Session, name: str, copy_rate: float, where: str, report: Report) -> None:
+    try:
+        report.say("handoff", where, _rate(await hand_over(prefill, decode, name, _REQUEST_S), copy_rate))
+    except HandoverFailed as error:
+        report.note("handoff", where, f"{name}: {error}")
+
+
+def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Report) -> None:
+    if prefill.numerics_class == decode.numerics_class and prefill.layout == decode.layout:
+        report.say("layouts", where, f"equal: {_layout(prefill)}")
+    else:
+        report.note("layouts", where, f"{_layout(prefill)} is converted to {_layout(decode)}")
+
+
+async def _request(target: str, access: Access, report: Report) -> None:
+    """Two tokens through the front door."""
+    async with open_channel(target, access) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        request = inference_pb2.GenerateRequest(text="Is anybody there?")
+        request.stopping.max_tokens = 2
+        begun = time.monotonic()
+        try:
+            answer = await stub.Complete(request, timeout=_REQUEST_S, metadata=access.metadata)
+        except grpc.aio.AioRpcError as error:
+            report.fail("request", target, f"{error.code().name}: {error.details()}", "look into the gateway's log")
+        else:
+            took_ms = 1e3 * (time.monotonic() - begun)
+            report.say("request", target, f"{answer.usage.output_tokens} tokens in {took_ms:.0f} ms")
+
+
+# ---- helpers ----
+
+
+class _Channels:
+    """One channel an address, closed together."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def __aenter__(self) -> _Channels:
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+    def to(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, self._access, WORKER_NAME)
+        return self._channels[address]
+
+
+async def _describe(channel: grpc.aio.Channel) -> tuple[pb.Hello, float, float]:
+    """Hello, its clock's offset to ours, and the round trip of the quickest of a few calls."""
+    stub = worker_pb2_grpc.WorkerStub(channel)
+    best: tuple[pb.Hello, float, float] | None = None
+    for _ in range(_NUM_PINGS):
+        sent_ns, begun = time.time_ns(), time.monotonic()
+        hello = await stub.Describe(pb.DescribeRequest(), timeout=_ANSWER_S)
+        round_trip_s = time.monotonic() - begun
+        if best is None or round_trip_s < best[2]:
+            best = hello, (hello.wall_time_ns - sent_ns) / 1e9 - round_trip_s / 2, round_trip_s
+    return best
+
+
+def _described(hello: pb.Hello) -> str:
+    card = hello.model
+    cache = "on" if card.prefix_cache else "off"
+    return (
+        f"{card.name} {card.family} {hello.model_identity.hex()} {card.dtype}, weights {card.quantization}, kv {card.kv_dtype}, "
+        f"attention {card.attention}, linear {card.linear}, speculator {card.speculator}, prefix cache {cache}, context {_context(hello.limits)}"
+    )
+
+
+def _context(limits: pb.Limits) -> str:
+    """How long a sequence may become there, and why no longer."""
+    if limits.max_model_len >= limits.model_context:
+        return str(limits.max_model_len)
+    is_pool = limits.max_model_len == limits.num_blocks * limits.block_size
+    why = ": its KV pool holds no more, give it more --num-blocks" if is_pool else ""
+    return f"{limits.max_model_len} of the model's {limits.model_context}{why}"
+
+
+def _layout(hello: pb.Hello) -> str:
+    groups = ", ".join(
+        f"{group.num_layers} layers x {group.num_kv_heads} heads x {group.head_dim} {group.form}"
+        for group in hello.layout.groups
+    )
+    return f"{groups}, blocks of {hello.limits.block_size}"
+
+
+def _rate(handover: Handover, copy_rate: float) -> str:
+    rate = handover.num_bytes / max(handover.transfer_s, 1e-9)
+    return (
+        f"{handover.transport}: {handover.num_bytes / 1e6:.1f} MB at {rate / 1e9:.2f} GB/s, "
+        f"{rate / copy_rate:.2f} of this machine's copy ({copy_rate / 1e9:.1f} GB/s)"
+    )
+
+
+def _copy_rate() -> float:
+    """Bytes a second of a plain copy, best of a few."""
+    import numpy as np
+
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
+    times = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        np.copyto(target, source)
+        times.append(time.perf_counter() - begun)
+    return _COPY_BYTES / min(times)
+
+
+def _unreachable(error: grpc.aio.AioRpcError, what: str, flag: str) -> tuple[str, str]:
+    """(what is wrong, what to do)."""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return f"something else than a {what} answers there", f"correct {flag}"
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return f"no {what} answers there", f"start it, or correct {flag}"
+    return f"{error.code().name}: {error.details()}", "look into its log"
+
+
+def _advice(message: str) -> str:
+    """The one thing to do about a handover that failed."""
+    for sign, advice in _ADVICE:
+        if sign in message:
+            return advice
+    return "look into both workers' logs"
+
+
+_ADVICE: Sequence[tuple[str, str]] = (
+    ("no transport", "give both workers a transport in common (--transports)"),
+    ("the source keeps", "start both workers with the same model and a --kv-dtype that can be converted"),
+    ("the source computes", "start both workers with the same model, --dtype and kernels"),
+    ("kv_full", "it has no room now: try again, or give it more --num-blocks"),
+    ("queue_full", "it has no room now: try again when it has less to do"),
+    ("draining", "it is being stopped: start it again"),
+)
+
+
+def _addresses(text: str) -> list[str]:
+    return [_address(part) for part in _parts(text)]
+
+
+def _parts(text: str) -> Iterable[str]:
+    return (part.strip() for part in text.split(",") if part.strip())
+
+
+def _address(text: str) -> str:
+    try:
+        split_address(text)
+    except (ListenError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

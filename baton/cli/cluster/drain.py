@@ -1,0 +1,102 @@
+"""`baton drain HOST:PORT`: a worker takes nothing new, what runs there ends or moves, and it goes, or changes its role."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+
+import grpc
+
+from baton.service.logs import printable
+from baton.service.net.client import open_channel
+from baton.service.security.access import add_access_flags, read_access
+from baton.service.security.tls import WORKER_NAME
+from baton.service.settings import SettingsError
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+
+_POLL_S = 0.2
+_START_S = 120.0  # a new role reads the weights again
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+class NotDrained(Exception):
+    """One line."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "drain",
+        help="empty a worker, and end it or change its role",
+        description="Requests on the worker continue for the grace period, then move to other workers. "
+        "Returns when the worker is gone, or serves in its next role.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
+    parser.add_argument(
+        "--next-role",
+        choices=("prefill", "decode"),
+        default="",
+        help="role to start in again (default: none, the worker exits)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="grace period of running requests (default: the worker's own)",
+    )
+    add_access_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 drained, 1 not, 2 wrong use."""
+    try:
+        print(asyncio.run(_drain(args)))
+    except SettingsError as error:
+        print(f"baton drain: {error}", file=sys.stderr)
+        return 2
+    except NotDrained as error:
+        print(f"baton drain: {args.target}: {error}", file=sys.stderr)
+        return 1
+    except grpc.aio.AioRpcError as error:
+        print(f"baton drain: {args.target}: {error.code().name}: {printable(str(error.details()))}", file=sys.stderr)
+        return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
+    return 0
+
+
+async def _drain(args: argparse.Namespace) -> str:
+    """What became of the worker, in one line."""
+    request = pb.DrainRequest(next_role=args.next_role, grace_s=args.grace)
+    access, begun = read_access(args), time.monotonic()
+    async with open_channel(args.target, access, WORKER_NAME) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        epoch = (await stub.Describe(pb.DescribeRequest(), timeout=5)).epoch
+        first = await stub.Drain(request, timeout=5)
+        print(f"draining: {first.role} worker, {first.num_sequences} keys run there", file=sys.stderr)
+        while (hello := await _hello(stub)) is not None and hello.epoch == epoch:
+            await asyncio.sleep(_POLL_S)
+        if not args.next_role:
+            return f"gone after {time.monotonic() - begun:.1f} s"
+        while hello is None:
+            if time.monotonic() > begun + _START_S:
+                raise NotDrained(
+                    f"it has drained, and does not answer as a {args.next_role} worker after {_START_S:g} s"
+                )
+            await asyncio.sleep(_POLL_S)
+            hello = await _hello(stub)
+    return f"{'/'.join(hello.roles)} worker after {time.monotonic() - begun:.1f} s"
+
+
+async def _hello(stub: worker_pb2_grpc.WorkerStub) -> pb.Hello | None:
+    """None: nobody answers."""
+    try:
+        return await stub.Describe(pb.DescribeRequest(), timeout=2)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in _GONE:
+            return None
+        raise

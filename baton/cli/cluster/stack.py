@@ -1,0 +1,135 @@
+"""A gateway and its workers on this machine, each a child process that is kept running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.cli.cluster.keeper import Keeper
+
+ROLES = ("prefill", "decode")
+GATEWAY_DRAIN_S, WORKER_DRAIN_S = 40.0, 15.0  # longer than they give themselves: only what hangs is killed
+SHIPPED_MODEL = Path(__file__).resolve().parents[3] / "demo" / "target"
+
+
+def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | None]) -> dict[str, int | None]:
+    """By role the threads of each worker: where `threads` has None, an equal part of the cores that the others leave.
+
+    Two workers with all cores each wait for one another's threads within every product (seen on 2 cores: 32 rows take
+    100 times as long). What OMP_NUM_THREADS says, every worker reads itself."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return dict(threads)
+    taken = sum(num_workers[role] * (each or 0) for role, each in threads.items())
+    num_sharing = sum(num_workers[role] for role, each in threads.items() if each is None)
+    share = max(1, (len(os.sched_getaffinity(0)) - taken) // max(1, num_sharing))
+    return {role: each or share for role, each in threads.items()}
+
+
+class PortError(Exception):
+    """One line: why the address cannot be listened on."""
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """What to run. `worker_options` are flags by role, `gateway_options` flags of the gateway."""
+
+    model: Path
+    listen: str = "127.0.0.1:0"
+    num_workers: Mapping[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
+    worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    gateway_options: Sequence[str] = ()
+    num_gateways: int = 1
+
+
+class Stack:
+    """`fields = await stack.start()`, then `await stack.drain()`; `stack.kill()` ends it at once."""
+
+    def __init__(self, plan: StackPlan):
+        self._plan = plan
+        self._ports: list[socket.socket] = []
+        self._gateways: list[Keeper] = []
+        self._workers: list[Keeper] = []
+
+    async def start(self) -> dict[str, str]:
+        """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
+        `gateways`, the addresses of all where there are several. Raises PortError, or keeper.StartError when a process
+        ends before it was ready."""
+        plan = self._plan
+        listens = [self._reserve(plan.listen)]
+        listens += [self._reserve(f"{plan.listen.rpartition(':')[0]}:0") for _ in range(plan.num_gateways - 1)]
+        addresses = {role: [self._reserve("127.0.0.1:0") for _ in range(plan.num_workers[role])] for role in ROLES}
+        self._workers = [Keeper(name, argv) for name, argv in self._worker_programs(addresses)]
+        self._gateways = [Keeper(*self._gateway_program(n, listen, addresses)) for n, listen in enumerate(listens)]
+        await self._all_or_first_failure()
+        fields = self._gateways[0].started.result()
+        return {**fields, "gateways": ",".join(listens)} if len(listens) > 1 else fields
+
+    async def drain(self) -> bool:
+        """Gateways first, so that running streams end well, then the workers. False when one had to be killed."""
+        well = list(await asyncio.gather(*(gateway.stop(GATEWAY_DRAIN_S) for gateway in self._gateways)))
+        well += await asyncio.gather(*(worker.stop(WORKER_DRAIN_S) for worker in self._workers))
+        self._release_ports()
+        return all(well)
+
+    async def kill(self) -> None:
+        """SIGKILL to all, at once."""
+        for keeper in self._keepers():
+            keeper.kill()
+        await asyncio.gather(*(keeper.stop(WORKER_DRAIN_S) for keeper in self._keepers()))
+        self._release_ports()
+
+    def _keepers(self) -> list[Keeper]:
+        return [*self._gateways, *self._workers]
+
+    async def _all_or_first_failure(self) -> None:
+        starts = [keeper.started for keeper in self._keepers()]
+        done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        for start in done:
+            if start.exception():
+                await self.kill()
+                raise start.exception()
+
+    def _worker_programs(self, addresses: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+        for role in ROLES:
+            options = self._plan.worker_options.get(role, ())
+            for index, address in enumerate(addresses[role]):
+                argv = [sys.executable, "-m", f"{role}_worker", "--model", str(self._plan.model), "--listen", address]
+                yield f"{role} worker {index}", [*argv, *options]
+
+    def _gateway_program(self, number: int, listen: str, addresses: Mapping[str, list[str]]) -> tuple[str, list[str]]:
+        argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]
+        for role in ROLES:
+            if addresses[role]:
+                argv += [f"--{role}-workers", ",".join(addresses[role])]
+        argv += self._plan.gateway_options
+        return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
+
+    def _reserve(self, address: str) -> str:
+        """A bound socket that never listens keeps the port ours between two lives of a process, and still lets the
+        process itself listen on it. Returns the address with its port number."""
+        host, colon, port = address.rpartition(":")
+        if not colon or not host or not port.isdecimal() or int(port) > 65535:
+            raise PortError(f"{address!r} is not HOST:PORT")
+        try:
+            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen(1)
+                where = probe.getsockname()
+            keep = socket.socket(family, kind)
+            self._ports.append(keep)
+            keep.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            keep.bind(where)
+        except OSError as error:
+            raise PortError(f"cannot listen on {address}: {error.strerror}") from None
+        return f"{host}:{where[1]}"
+
+    def _release_ports(self) -> None:
+        for held in self._ports:
+            held.close()

@@ -1,0 +1,139 @@
+"""`baton eval`: how well a model predicts held-out text, and how often it agrees with another."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.service.arguments import whole
+
+SHIPPED_TEXT = Path(__file__).resolve().parents[2] / "quantization" / "held_out.txt"
+
+
+@dataclass(frozen=True)
+class Texts:
+    name: str
+    texts: list[str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(text.encode()) for text in self.texts)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "eval",
+        help="bits per byte, perplexity and agreement of a model",
+        description="Score a model on text it was not trained on, through the engine, KV as it is stored.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder, of any weight format")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text (default: the demo's held-out modules of this machine)"
+    )
+    parser.add_argument("--kv-dtype", default="auto", metavar="F", help="how KV is stored (default: as computed in)")
+    parser.add_argument("--quantization", default="auto", metavar="S", help="round float weights as they are loaded")
+    parser.add_argument("--against", type=Path, metavar="DIR", help="the model to agree with, in bf16 with bf16 KV")
+    parser.add_argument("--threads", type=whole, metavar="N", help="CPU threads (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 done, 1 failed, 2 wrong use or input."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
+    import torch  # seconds
+
+    from baton.engine.core.model_spec import ModelError
+    from baton.quantization.core.errors import QuantizeError
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    try:
+        figures = evaluate(args)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 1)
+    except (QuantizeError, ModelError, ValueError) as error:
+        return _fail(str(error), 2)
+    except (OSError, RuntimeError) as error:
+        return _fail(str(error).splitlines()[0], 1)
+    print(json.dumps(figures) if args.json else _lines(figures))
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> dict[str, object]:
+    """All figures, as plain values. Raises QuantizeError, ModelError, ValueError."""
+    from baton.engine.models.loader import load_model
+    from baton.quantization.core.errors import QuantizeError
+    from baton.quantization.scoring import score
+
+    texts = read_texts(args.text)
+    token_ids = encode(args.model, texts)
+    if args.against is not None and encode(args.against, texts) != token_ids:
+        raise QuantizeError(f"{args.against} and {args.model} read the text as different tokens; they cannot agree")
+    model = load_model(args.model, quantization=args.quantization)
+    form = model.spec.dtype if args.kv_dtype == "auto" else args.kv_dtype
+    found = score(model, form, token_ids, texts.num_bytes, progress=True)
+    figures = {
+        "model": args.model.name,
+        "text": texts.name,
+        "num_bytes": texts.num_bytes,
+        "num_tokens": found.num_tokens,
+        "kv_form": form,
+        "bits_per_byte": round(found.bits_per_byte, 5),
+        "perplexity": round(found.perplexity, 4),
+    }
+    if args.against is not None:
+        reference = load_model(args.against, dtype="bf16")
+        agreed = score(reference, "bf16", token_ids, texts.num_bytes, progress=True)
+        figures |= {"against": args.against.name, "against_bits_per_byte": round(agreed.bits_per_byte, 5)}
+        figures["top1_agreement"] = round(found.agreement(agreed), 5)
+    return figures
+
+
+def read_texts(path: Path | None) -> Texts:
+    """The file, or the held-out modules of this machine's standard library, or where it has none the shipped text."""
+    from baton.quantization.core.errors import QuantizeError
+    from baton.training.data.corpus import HELD_OUT
+
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise QuantizeError(f"{path}: not readable as UTF-8 text ({error})") from None
+        if not text.strip():
+            raise QuantizeError(f"{path}: empty")
+        return Texts(path.name, [text])
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    modules = [stdlib / name for name in HELD_OUT if (stdlib / name).is_file()]
+    if modules:
+        return Texts(f"{len(modules)} held-out modules", [module.read_text(encoding="utf-8") for module in modules])
+    return Texts("the shipped text", [SHIPPED_TEXT.read_text(encoding="utf-8")])
+
+
+def encode(model: Path, texts: Texts) -> list[list[int]]:
+    """Token ids of each text behind the model's own beginning: what its tokenizer adds, or its bos or eos."""
+    from baton.engine.core.model_spec import ModelSpec
+    from baton.quantization.calibration import load_tokenizer
+
+    spec, tokenizer = ModelSpec.from_folder(model), load_tokenizer(model)
+    config = json.loads((model / "config.json").read_text())
+    begins = [config.get("bos_token_id"), *spec.eos_token_ids]
+    begin = next((token_id for token_id in begins if isinstance(token_id, int)), 0)
+    encoded = [tokenizer.encode(text).ids for text in texts.texts]
+    return [ids if ids[0] == begin else [begin, *ids] for ids in encoded]
+
+
+def _lines(figures: dict[str, object]) -> str:
+    return "\n".join(f"{name.replace('_', ' '):22} {value}" for name, value in figures.items())
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"baton eval: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,87 @@
+"""`baton train-draft`: train heads that guess a model's next tokens, for speculative decoding."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from baton.service.arguments import positive, whole
+
+DEFAULT_MINUTES = 12.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser("train-draft", help="train heads that guess a model's next tokens (speculation)")
+    parser.add_argument("--kind", choices=("medusa", "eagle"), required=True, help="what is trained")
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the target, a model folder")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="UTF-8 text like that to be generated; repeat for more (default: this machine's standard library, "
+        "without the demo's held-out modules)",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to fill")
+    parser.add_argument(
+        "--minutes", type=positive, default=DEFAULT_MINUTES, help="training time (default: %(default)g)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the same folder")
+    parser.add_argument("--threads", type=whole, help="CPU threads (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and export; 0 done, 1 failed, 2 wrong use."""
+    if wrong := _wrong_use(args):
+        return _fail(wrong, 2)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
+    import torch  # after the checks: importing it takes seconds
+
+    from baton.engine.core.model_spec import ModelError
+    from baton.training.heads.heads import train_heads
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    try:
+        figures = train_heads(args.kind, args.model, _documents(args.text), args.out, args.minutes, args.seed)
+    except KeyboardInterrupt:
+        return _fail("interrupted; continue with the same command and --resume", 1)
+    except (OSError, ValueError, RuntimeError, ModelError) as error:
+        return _fail(str(error).splitlines()[0], 1)
+    shares = ", ".join(f"{share:.1%}" for share in figures["agreement"])
+    print(f"{args.out}: agrees with the target on {shares} of the tokens, one ahead, two ahead and so on")
+    return 0
+
+
+def _wrong_use(args: argparse.Namespace) -> str | None:
+    """Why these arguments will not do; finished heads are never overwritten."""
+    unfinished = (args.out / ".training").exists()
+    if unfinished and not args.resume:
+        return f"{args.out} holds an unfinished run; add --resume, or choose another --out"
+    if (args.out / "model.safetensors").exists() and not unfinished:
+        return f"{args.out} already holds weights; choose another --out"
+    return None
+
+
+def _documents(paths: list[Path] | None) -> list:
+    from baton.training.data.corpus import Document, gather
+
+    if paths is None:
+        return list(gather().library)
+    documents = []
+    for path in paths:
+        try:
+            documents.append(Document(path.name, path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    return documents
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"baton train-draft: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,109 @@
+"""Every knob of the engine, and what they come to for one model."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from baton.engine.core.model_spec import ModelSpec
+from kvtransfer.layout import ELEMENT_BITS, KVLayout
+from kvtransfer.naming import SPAN_TOKENS
+
+DTYPES = ("auto", "bf16", "fp16", "fp32")
+KV_DTYPES = ("auto", *ELEMENT_BITS, "fp8")  # fp8 is fp8_e4m3
+# As weights/formats/registry.py has them, which needs torch.
+QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", "int4-g64", "int4-g128")
+DEVICES = ("auto", "cpu", "cuda")
+SPECULATORS = ("off", "auto", "draft", "ngram", "medusa", "eagle")
+MAX_DRAFT_TOKENS = 16  # proposals that a sequence may have in one step
+MAX_POOL_BYTES = 4 << 30
+POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a worker is told. Errors are ValueError, one line naming the option."""
+
+    model: Path
+    dtype: str = "auto"  # bf16 | fp16 | fp32 | auto: the checkpoint's, or cpu.compute_dtype
+    quantization: str = "auto"  # auto: what the model is | none | a rounding to nearest (weights/formats/rounded.py)
+    kv_dtype: str = "auto"  # stored form of KV; auto: as dtype
+    block_size: int = 32  # tokens
+    num_blocks: int | None = None  # None: max_num_seqs whole contexts, within a share of the memory
+    max_num_seqs: int = 64
+    max_model_len: int | None = None  # None: the model's context
+    max_num_batched_tokens: int = 512  # of one step: the chunk
+    attention: str = "auto"
+    linear: str = "auto"
+    threads: int | None = None  # None: as torch finds it
+    device: str = "auto"  # auto: a GPU where there is one | cpu | cuda
+    gpu_memory_utilization: float | None = None  # share of the GPU's memory, weights included; None: device.UTILIZATION
+    sm_share: float | None = None  # share of the GPU's multiprocessors (sm_partition.py); None: all
+    cuda_graphs: bool = True  # decode steps as graphs, where the kernels allow it
+    batch_invariant: bool = True
+    speculator: str = "off"  # auto: prompt lookup, and what draft_model holds
+    draft_model: Path | None = None  # a draft model, or heads
+    num_draft_tokens: int | None = None  # in every step; None: as many as pay
+
+    def __post_init__(self):
+        for name, known in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r}: one of {', '.join(known)}")
+        if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
+            raise ValueError(f"block_size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
+        for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} {value}: at least 1")
+        if self.device not in DEVICES:
+            raise ValueError(f"device {self.device!r}: one of {', '.join(DEVICES)}")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization {share:g}: above 0, at most 1")
+        if share is not None and self.device == "cpu":
+            raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
+        if self.sm_share is not None and not 0 < self.sm_share < 1:
+            raise ValueError(f"sm_share {self.sm_share:g}: above 0, below 1")
+        if self.sm_share is not None and self.device == "cpu":
+            raise ValueError("sm_share has no effect on a CPU; give threads")
+        self._check_speculation()
+        # Decoding goes first: what is left must always hold one span, or prompts would never be read.
+        least = self.max_num_seqs + SPAN_TOKENS
+        if (given := self.max_num_batched_tokens) < least:
+            raise ValueError(f"max_num_batched_tokens {given}: at least max_num_seqs + {SPAN_TOKENS} = {least}")
+
+    def _check_speculation(self) -> None:
+        if self.speculator not in SPECULATORS:
+            raise ValueError(f"speculator {self.speculator!r}: one of {', '.join(SPECULATORS)}")
+        needs_model = self.speculator not in ("off", "auto", "ngram")
+        if needs_model and self.draft_model is None:
+            raise ValueError(f"speculator {self.speculator}: give its folder as draft_model")
+        if self.draft_model is not None and self.speculator in ("off", "ngram"):
+            raise ValueError(f"draft_model has no effect with speculator {self.speculator}; leave it out")
+        if self.num_draft_tokens is not None:
+            if self.speculator == "off":
+                raise ValueError("num_draft_tokens has no effect without a speculator; leave it out")
+            if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
+                raise ValueError(f"num_draft_tokens {self.num_draft_tokens}: 1 to {MAX_DRAFT_TOKENS}")
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The config with nothing left open for this model. ValueError where they do not fit."""
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    kv_dtype = {"auto": dtype, "fp8": "fp8_e4m3"}.get(config.kv_dtype, config.kv_dtype)
+    max_model_len = config.max_model_len or spec.context
+    if max_model_len > spec.longest_context:
+        raise ValueError(f"max_model_len {max_model_len}: the model's context is {spec.longest_context}")
+    layout = KVLayout((spec.kv_group(kv_dtype, config.block_size),))
+    num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_model_len)
+    if num_blocks * config.block_size < max_model_len:
+        if config.max_model_len is not None:
+            needed = layout.num_blocks(max_model_len)
+            raise ValueError(f"num_blocks {num_blocks}: one context of {max_model_len} needs {needed}")
+        max_model_len = num_blocks * config.block_size  # a request that fits alone can always go on
+    return replace(config, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len, num_blocks=num_blocks)
+
+
+def default_num_blocks(layout: KVLayout, max_num_seqs: int, max_model_len: int) -> int:
+    """Whole contexts for all sequences, or what the memory budget holds."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    budget = min(int(physical * POOL_SHARE), MAX_POOL_BYTES)
+    return max(1, min(max_num_seqs * layout.num_blocks(max_model_len), budget // layout.block_bytes))

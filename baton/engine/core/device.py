@@ -1,0 +1,99 @@
+"""The device that an engine computes on: found, or refused with the reason; how much of its memory the pool gets."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from baton.engine import native
+from baton.engine.core.config import DEVICES
+
+MIN_CAPABILITY = (8, 0)  # bf16 products
+UTILIZATION = 0.9  # of the memory, where nothing is said: graphs, libraries and fragmentation take from the rest
+GIB = 1 << 30
+# Bytes a weight takes against bf16, for saying what would fit.
+SMALLER = {"fp8": 0.53, "int8": 0.53, "int4-g128": 0.31}
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of one GPU, in bytes. `free`: to anybody, what this process has cached counted as free."""
+
+    total: int
+    free: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Memory":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free)
+
+
+def find_device(name: str) -> torch.device:
+    """auto: a GPU where there is one that can be used. ValueError, one line, for one that cannot."""
+    if name not in DEVICES:
+        raise ValueError(f"device {name!r}: one of {', '.join(DEVICES)}")
+    if name == "cpu":
+        return torch.device("cpu")
+    refusal = unfit()
+    if not refusal:
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
+        raise ValueError(f"device cuda: {refusal}; leave it at auto, or give cpu")
+    return torch.device("cpu")
+
+
+def unfit() -> str:
+    """Why this process cannot compute on a GPU; empty: it can."""
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        return f"torch {torch.__version__} ({built}) sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        found, needed = (".".join(map(str, version)) for version in (capability, MIN_CAPABILITY))
+        return f"{torch.cuda.get_device_name()} has compute capability {found}, at least {needed} is needed"
+    return ""
+
+
+def instruction_set(device: torch.device) -> str:
+    """What kernels are compiled for: two of them add in different orders. On a CPU torch's and how the native ones
+    multiply."""
+    if device.type == "cpu":
+        library = native.library()
+        of_torch = torch.backends.cpu.get_cpu_capability().lower()
+        return of_torch if library is None else f"{of_torch}+{library.products}"
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def scope(device: torch.device) -> AbstractContextManager:
+    """In it, tensors are made on the device where nothing else is said; on a CPU it is free."""
+    return nullcontext() if device.type == "cpu" else device
+
+
+def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:
+    """ValueError where weights of so many bytes, as stored, leave nothing of the share; it says what would fit."""
+    share = int(memory.total * utilization)
+    room = min(memory.free, share)
+    if num_bytes < room:
+        return
+    fitting = [name for name, size in SMALLER.items() if num_bytes * size < room and quantization in ("auto", "none")]
+    advice = f"quantization {' or '.join(fitting)} would fit" if fitting else "a smaller model is needed"
+    raise ValueError(
+        f"the model's weights take {num_bytes / GIB:.1f} GiB, the GPU has {memory.free / GIB:.1f} GiB free of "
+        f"{memory.total / GIB:.1f} and {utilization:g} of it may be used; {advice}"
+    )
+
+
+def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes: int, least: int) -> int:
+    """Blocks that fit beside what is in use and a step's own `step_bytes`. ValueError where these are under `least`."""
+    in_use = memory.total - memory.free
+    left = min(int(memory.total * utilization) - in_use, memory.free) - step_bytes
+    num_blocks = left // block_bytes
+    if num_blocks >= least:
+        return num_blocks
+    raise ValueError(
+        f"out of GPU memory: {memory.total / GIB:.1f} GiB, {utilization:g} of it may be used, {in_use / GIB:.1f} are "
+        f"in use, a step takes {step_bytes / GIB:.2f}: {max(left, 0) / GIB:.2f} GiB are left for KV, at least "
+        f"{least * block_bytes / GIB:.2f} are needed; lower max_num_batched_tokens or max_model_len, or quantize"
+    )

@@ -1,0 +1,153 @@
+"""A .gguf file: its tensors, mapped, and its metadata in the words of a config.json.
+
+The `gguf` package expands what is quantized. Names and conventions are those of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+import math
+import mmap
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, dequantize
+from gguf import GGMLQuantizationType as GGMLType
+
+from baton.engine.core.model_errors import ModelError
+from baton.gguf import INTEGER, INTEGER_OR_EACH, NUMBER, TEXT, GGUFError, GGUFHeader, Kind, TensorInfo
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+EMBEDDING, OUTPUT, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+LONG_FACTORS = "rope_factors_long.weight"
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# What is computed in, where the file is asked: the type of its embedding, and bf16 for quantized ones.
+FLOATS = {GGMLType.F32: np.float32, GGMLType.F16: np.float16}
+DTYPES = {GGMLType.F32: "float32", GGMLType.F16: "float16"}
+
+
+class GGUFTensor(NamedTuple):
+    shape: tuple[int, ...]  # rows first
+    tensor_type: GGMLType
+    data: np.ndarray  # [rows, bytes or floats], mapped
+
+
+class GGUFFile:
+    """`tensors` by name; `metadata(key, kind)` as Python values."""
+
+    def __init__(self, path: Path):
+        """Raises ModelError for what is not a whole GGUF file."""
+        self.path = path
+        if not path.is_file():
+            raise ModelError(f"{path}: no such file")
+        try:
+            header = GGUFHeader(path)
+            self.metadata = header.get
+            # Copy on write: torch wants writable memory to make a tensor of, and nothing is written.
+            self._data = np.memmap(path, mode="c")
+            self.tensors = {name: _mapped(self._data, name, info) for name, info in header.tensors.items()}
+        except GGUFError as error:
+            raise ModelError(str(error)) from None
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{path}: truncated or not a GGUF file ({error})") from None
+
+    def release(self) -> None:
+        """Give back the memory of pages that were read; they come again when they are wanted."""
+        self._data._mmap.madvise(mmap.MADV_DONTNEED)
+
+    def expanded(self, name: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """fp32 values of rows of a tensor. Raises ModelError for a type that gguf does not dequantize."""
+        tensor = self.tensors[name]
+        try:
+            return dequantize(tensor.data[rows], tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise ModelError(f"{self.path}: tensor {name} is {kind}, which gguf cannot expand") from None
+
+
+def _mapped(data: np.memmap, name: str, info: TensorInfo) -> GGUFTensor:
+    """ValueError where it ends beyond the file."""
+    kind = GGMLType(info.type_id)
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    columns = info.shape[-1] if info.shape else 1
+    if columns % block:
+        raise ValueError(f"tensor {name}: blocks of {block} do not divide {columns} columns")
+    row_bytes = columns // block * block_bytes
+    num_bytes = math.prod(info.shape[:-1]) * row_bytes
+    if info.offset + num_bytes > data.size:
+        raise ValueError(f"tensor {name} ends beyond the file")
+    stored = data[info.offset : info.offset + num_bytes].view(FLOATS.get(kind, np.uint8))
+    return GGUFTensor(info.shape, kind, stored.reshape(*info.shape[:-1], -1))
+
+
+def config_of(file: GGUFFile) -> dict:
+    """What config.json would say. Raises ValueError or KeyError, as reading a config.json does, and GGUFError for a
+    value of the wrong kind."""
+    arch = file.metadata("general.architecture", TEXT)
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"architecture {arch} is not supported, one of {', '.join(ARCHITECTURES)}")
+    if (num_parts := file.metadata("split.count", INTEGER, 1)) > 1:
+        raise ValueError(f"one of {num_parts} parts of a model; join them with llama-gguf-split --merge")
+    for name in (EMBEDDING, "output_norm.weight"):
+        if name not in file.tensors:
+            raise ValueError(f"tensor {name} is missing")
+
+    def of(key: str, kind: Kind = INTEGER, default=None):
+        return file.metadata(f"{arch}.{key}", kind, default)
+
+    heads, length = _one(arch, "attention.head_count", of), of("attention.key_length")
+    hidden_size = of("embedding_length")
+    if not heads or hidden_size is None:
+        raise ValueError(f"{arch}.attention.head_count or {arch}.embedding_length is missing or 0")
+    config = {
+        "architectures": [ARCHITECTURES[arch]],
+        "vocab_size": file.tensors[EMBEDDING].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": _one(arch, "feed_forward_length", of),
+        "num_hidden_layers": of("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _one(arch, "attention.head_count_kv", of, heads),
+        "head_dim": length or hidden_size // heads,
+        "rms_norm_eps": of("attention.layer_norm_rms_epsilon", NUMBER, 1e-5),
+        "max_position_embeddings": of("context_length"),
+        "tie_word_embeddings": OUTPUT not in file.tensors,
+        "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in file.tensors,
+        "dtype": DTYPES.get(file.tensors[EMBEDDING].tensor_type, "bfloat16"),
+        "eos_token_id": [file.metadata(f"tokenizer.ggml.{key}", INTEGER, -1) for key in END_KEYS],
+        "rope_parameters": _rope(file, of),
+    }
+    config["eos_token_id"] = sorted({*config["eos_token_id"]} - {-1})
+    if window := of("attention.sliding_window"):
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window} if arch == "llama" else {}
+    if (rotary := of("rope.dimension_count", default=config["head_dim"])) != config["head_dim"]:
+        raise ValueError(f"rope.dimension_count {rotary} other than head_dim {config['head_dim']} is not supported")
+    return config
+
+
+def _one(arch: str, key: str, of, default=None) -> int | None:
+    """A count that may be given per layer, where all are the same."""
+    value = of(key, INTEGER_OR_EACH, default)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise ValueError(f"{arch}.{key} differs between layers, which is not supported")
+        value = value[0]
+    return value
+
+
+def _rope(file: GGUFFile, of) -> dict:
+    """Llama 3's scaling comes as a tensor of divisors of the frequencies: longrope with the same factors everywhere."""
+    parameters = {"rope_theta": of("rope.freq_base", NUMBER, 10_000.0), "rope_type": "default"}
+    original = of("rope.scaling.original_context_length")
+    if ROPE_FACTORS in file.tensors:
+        factors = file.expanded(ROPE_FACTORS).tolist()
+        same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+        return parameters | {"rope_type": "longrope", **same}
+    if LONG_FACTORS in file.tensors:
+        raise ValueError(f"{LONG_FACTORS}, frequencies by length, is not supported")
+    kind = of("rope.scaling.type", TEXT, "none")
+    if kind == "none":
+        return parameters
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type {kind!r} is not supported, one of none, linear, yarn")
+    parameters |= {"rope_type": kind, "factor": of("rope.scaling.factor", NUMBER, 1.0)}
+    if kind == "yarn" and original:
+        parameters["original_max_position_embeddings"] = original
+    return parameters

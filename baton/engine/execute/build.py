@@ -1,0 +1,112 @@
+"""What an engine is put together from, read from a model folder onto its device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from baton.engine import native
+from baton.engine.core import cpu
+from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.device import GIB, UTILIZATION, Memory, find_device, pool_blocks, scope
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.core.reproducible import fix_order_of_sums
+from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from baton.engine.models.loader import load_model
+from baton.engine.sampling.on_device import DeviceSampler
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.speculation.proposers.proposer import Proposer
+from baton.engine.speculation.proposers.selection import make_proposers
+from kvtransfer.layout import KVLayout
+
+MemoryFor = Callable[[int], memoryview]  # num_bytes -> host memory
+GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
+MakeProposers = Callable[[EngineConfig, Model], Sequence[Proposer]]
+UNBOUNDED = 1 << 40  # blocks
+
+
+class EngineParts(NamedTuple):
+    """As Engine takes them."""
+
+    config: EngineConfig  # resolved
+    model: Model
+    pool: KVPool
+    sampler: Sampler
+    proposers: Sequence[Proposer]
+    launcher: Launcher
+
+
+def load_parts(
+    config: EngineConfig, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
+    make: MakeProposers | None = None,
+) -> EngineParts:  # fmt: skip
+    """See Engine.load. `make`: in place of the proposers that the config names."""
+    device = find_device(config.device)
+    if device.type == "cpu" and config.gpu_memory_utilization is not None:
+        raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
+    if device.type == "cpu" and config.sm_share is not None:
+        raise ValueError("sm_share has no effect on a CPU; give threads")
+    spec, make = ModelSpec.from_folder(config.model), make or make_proposers
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if device.type == "cpu":
+        if config.batch_invariant:
+            fix_order_of_sums()
+        dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
+        config = resolve(replace(config, dtype=dtype), spec)
+        model = _load_model(config, device)
+        pool = _pool(config, model, memory_for)
+        return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
+    try:
+        return _on_gpu(config, spec, device, gpu_memory_for, make)
+    except torch.cuda.OutOfMemoryError as error:
+        memory = Memory.of(device)
+        sizes = f"{memory.free / GIB:.1f} GiB are free of {memory.total / GIB:.1f}"
+        raise ValueError(
+            f"out of GPU memory at start: {sizes}; lower gpu_memory_utilization ({_share(config):g}), "
+            f"max_num_batched_tokens or max_num_seqs, or quantize ({' '.join(str(error).split())[:160]})"
+        ) from None
+
+
+def _on_gpu(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers
+) -> EngineParts:
+    """The pool gets what is left after the weights and one step of the largest kind."""
+    # What is loaded before the pool has its size serves the longest context that it could come to.
+    widest = resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
+    model = _load_model(widest, device)
+    proposers = make(widest, model)
+    with torch.inference_mode(), scope(device):
+        if config.num_blocks is None:
+            config = replace(config, num_blocks=_num_blocks(widest, model))
+        config = resolve(config, spec)
+        pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
+        launcher = GpuLauncher(model, pool, config, bool(proposers))
+    return EngineParts(config, model, pool, DeviceSampler(), proposers, launcher)
+
+
+def _num_blocks(config: EngineConfig, model: Model) -> int:
+    used = step_bytes(model, config)
+    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
+    return pool_blocks(Memory.of(model.device), _share(config), used, layout.block_bytes, least)
+
+
+def _load_model(config: EngineConfig, device: torch.device) -> Model:
+    return load_model(
+        config.model, config.dtype, config.attention, config.linear, config.batch_invariant, config.max_model_len,
+        config.quantization, device, _share(config), config.kv_dtype, config.block_size,
+    )  # fmt: skip
+
+
+def _pool(config: EngineConfig, model: Model, memory_for: MemoryFor | None) -> KVPool:
+    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    memory = memory_for(config.num_blocks * layout.block_bytes) if memory_for is not None else None
+    return KVPool(layout, config.num_blocks, memory, model.device)
+
+
+def _share(config: EngineConfig) -> float:
+    return UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization

@@ -1,0 +1,117 @@
+"""What a step gives out: progress of held prefills, first tokens, runs of tokens, endings."""
+
+import time
+from collections.abc import Set
+
+from baton.engine.core.request import FirstToken, Output, PrefillDone, Progress, TokenRun
+from baton.engine.execute.runner import Runner
+from baton.engine.sampling.sampler import Sampled
+from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.step_draws import Drawn
+from baton.engine.speculation.control.verify import num_right
+
+
+class Results:
+    """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
+
+    def __init__(self, scheduler: Scheduler, admission: Admission, runner: Runner):
+        self.scheduler = scheduler
+        self.admission = admission
+        self.runner = runner
+        self.num_layers = runner.pool.layout.groups[0].num_layers
+        self._aloft: Set[Sequence] = frozenset()
+        self._over: set[Sequence] = set()  # ended, in a flight that has not passed
+
+    def collect(
+        self, slices: list[Slice], drawn: list[Drawn], launched_at: float, outputs: list[Output],
+        aloft: Set[Sequence] = frozenset(),
+    ) -> None:  # fmt: skip
+        """`slices` as launched at `launched_at` (time.monotonic()), `drawn` as the runner gave it back. `aloft`:
+        sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
+        collected, whose token for it is dropped."""
+        self._aloft = aloft
+        for seq, _, end in slices:
+            if seq in self._over:
+                continue
+            seq.num_computed = end
+            self.admission.seal(seq)
+            group = seq.group
+            if not group.prefilled:
+                group.num_chunks += 1
+                if group.is_held:
+                    outputs.append(Progress(group.key, end, self.num_layers))
+        stepped: dict[Group, None] = {}  # in order
+        landed: dict[Group, None] = {}
+        for seq, samples in drawn:
+            if not seq.group.prefilled:
+                self._first_tokens(seq, samples, outputs)
+                continue
+            landed[seq.group] = None
+            if seq in self._over:
+                self._over.remove(seq)
+                self._leave(seq)
+                continue
+            stepped[seq.group] = None
+            outputs.append(self._next_tokens(seq, samples))
+        for group in stepped:
+            group.stepped(launched_at)
+        outputs += filter(None, [self.admission.end(group) for group in landed if not group.live])
+
+    def forget(self) -> None:
+        """After a step that failed: nothing is aloft."""
+        self._over.clear()
+
+    def _next_tokens(self, seq: Sequence, samples: list[Sampled]) -> TokenRun:
+        """Appends what a choice goes on by, up to the token that ends it: the samples behind that are taken out."""
+        first_index, finish_reason = seq.num_output, None
+        for index, sample in enumerate(samples):
+            finish_reason = seq.finish_reason(sample.token_id)
+            seq.token_ids.append(sample.token_id)
+            if finish_reason is not None:
+                del samples[index + 1 :]
+        if seq.draft_ids:
+            seq.group.drafted.add(len(seq.draft_ids), num_right(samples, seq.draft_ids))
+        if len(samples) > 1:  # KV of what was accepted is there; that of wrong proposals is overwritten
+            seq.num_computed += len(samples) - 1
+            self.admission.seal(seq)
+        if finish_reason is not None:
+            self._finish(seq)
+        token_ids = tuple(sample.token_id for sample in samples)
+        logprobs = tuple(sample.logprobs for sample in samples if sample.logprobs is not None)
+        return TokenRun(seq.group.key, seq.choice, first_index, token_ids, logprobs, finish_reason)
+
+    def _finish(self, seq: Sequence) -> None:
+        """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""
+        self.scheduler.remove(seq)
+        self.admission.observe(seq.num_output)
+        if seq in self._aloft:
+            self._over.add(seq)
+        else:
+            self._leave(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.admission.give_back(seq)
+        seq.group.live.remove(seq)
+
+    def _first_tokens(self, trunk: Sequence, samples: list[Sampled], outputs: list[Output]) -> None:
+        """The prompt is read. A held prefill waits for its taker; any other goes on with the choices that do."""
+        group = trunk.group
+        firsts = tuple(self._first_token(trunk, choice, sample) for choice, sample in enumerate(samples))
+        prefill_s = time.monotonic() - group.launched_at
+        queue_s = group.launched_at - group.accepted_at
+        outputs.append(PrefillDone(group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks))
+        group.started()
+        if group.is_held:
+            self.scheduler.remove(trunk)
+            self.admission.hold(group)
+        elif going_on := [first for first in firsts if first.finish_reason is None]:
+            self.scheduler.fork(trunk, going_on, self.runner.copy_block)
+        else:
+            self.scheduler.remove(trunk)
+            outputs += filter(None, [self.admission.end(group)])
+
+    def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:
+        finish_reason = trunk.finish_reason(sample.token_id)
+        return FirstToken(choice, sample.token_id, sample.logprobs, finish_reason)

@@ -1,0 +1,124 @@
+"""Decode steps as CUDA graphs: one launch instead of one per kernel, for a ladder of batch sizes.
+
+A step fits where all its sequences have the same number of tokens: one, or one and as many proposals. It runs in the
+next larger graph of its width; graphs read the same buffers (inputs.py) and share one pool of memory, the largest
+captured first so that the others fit into what it took. Prefill chunks, and steps that mix widths, run eagerly.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.config import MAX_DRAFT_TOKENS
+from baton.engine.execute.inputs import StepInputs, StepShape
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+
+Outputs = tuple[Tensor, Tensor]  # hidden [T, hidden_size], logits fp32 [T, vocab_size]
+Capture = Callable[[Callable[[], Outputs]], tuple[Callable[[], None], Outputs]]
+NUM_WARM_RUNS = 2  # before a capture: kernels are compiled, libraries take their workspaces
+
+
+class DecodeGraphs:
+    """The graphs of one model and pool. Belongs to the loop's thread."""
+
+    def __init__(
+        self, model: Model, pool: KVPool, inputs: StepInputs, sizes: Sequence[int], widths: Sequence[int],
+        max_kv_len: int, capture: Capture,
+    ):  # fmt: skip
+        """`sizes`: sequences, ascending; `widths`: tokens of each; `capture(run)` -> (replay, its outputs)."""
+        self._model, self._pool, self._inputs, self._max_kv_len = model, pool, inputs, max_kv_len
+        self._sizes = tuple(sizes)
+        self._num_blocks = pool.layout.num_blocks(max_kv_len)
+        self._graphs: dict[StepShape, tuple[Callable[[], None], Outputs]] = {}
+        shapes = [self._shape(size, width) for width in widths for size in sizes]
+        for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
+            self._graphs[shape] = capture(self._step(shape))
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def shape_for(self, batch: ForwardBatch) -> StepShape | None:
+        """Of the graph that a step runs in; None: it has none."""
+        seqs = batch.seqs
+        width, num_tokens = seqs[0].query_len, len(batch.token_ids)
+        if len(seqs) > self._sizes[-1] or num_tokens != len(seqs) * width or num_tokens != len(batch.logit_rows):
+            return None
+        if any(seq.query_len != width for seq in seqs):
+            return None
+        shape = self._shape(self._sizes[bisect_left(self._sizes, len(seqs))], width)
+        return shape if shape in self._graphs else None
+
+    def run(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> Outputs:
+        """`batch` is on the host; `before`: tokens of the launch before it. The outputs last until the next run."""
+        self._inputs.send_padded(batch, shape, before)
+        replay, (hidden, logits) = self._graphs[shape]
+        replay()
+        num_tokens = len(batch.token_ids)
+        return hidden[:num_tokens], logits[:num_tokens]
+
+    def replay(self, num_seqs: int) -> None:
+        """The graph of plain decode for so many sequences, as its inputs stand."""
+        size = self._sizes[bisect_left(self._sizes, num_seqs)]
+        self._graphs[self._shape(size, 1)][0]()
+
+    def _shape(self, size: int, width: int) -> StepShape:
+        return StepShape(size * width, size * width, size, self._num_blocks)
+
+    def _step(self, shape: StepShape) -> Callable[[], Outputs]:
+        """Every call makes its views anew: what the pool remembers of a step by its tensors is made anew too."""
+        width = shape.num_tokens // shape.num_seqs
+
+        def run() -> Outputs:
+            batch = self._inputs.static(shape, width, self._max_kv_len)
+            hidden = self._model.hidden(batch, self._pool)[: shape.num_tokens]
+            return hidden, self._model.logits(hidden)
+
+        self._inputs.send_padded(first_step(width), shape)
+        return run
+
+
+def first_step(width: int) -> ForwardBatch:
+    """One sequence of `width` tokens in block 0, on the host: before anything is served nobody's."""
+    block_ids = torch.zeros(width, dtype=torch.int64, device="cpu")
+    rows = torch.arange(width, device="cpu")
+    return ForwardBatch(torch.zeros_like(rows), rows, rows, [SeqSlice(0, width, width, block_ids)], rows)
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """Batch sizes: at most an eighth of a step is padding from 8 sequences on."""
+    sizes = [1, 2, 4]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(sizes[-1] + max(4, sizes[-1] // 64 * 8, 8 if sizes[-1] >= 8 else 0))
+    return [*(size for size in sizes if size < max_num_seqs), max_num_seqs]
+
+
+def widths(speculates: bool, num_draft_tokens: int | None) -> list[int]:
+    """Tokens of a sequence in one step: its last one, and proposals."""
+    if not speculates:
+        return [1]
+    return [1, num_draft_tokens + 1] if num_draft_tokens else [1, 2, 3, 4, 5, 9, MAX_DRAFT_TOKENS + 1]
+
+
+class CudaCapture:
+    """`Capture` on the current device."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None):
+        """`stream`: to capture on, where the kernels belong to a green context; None: one is made."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = stream
+
+    def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
+        stream = self._stream or torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_RUNS):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            outputs = run()
+        return graph.replay, outputs

@@ -1,0 +1,187 @@
+"""How a step is computed: as it stands on a CPU; on a GPU sent there first, and as a graph where there is one."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.engine import native
+from baton.engine.core.batch import ForwardBatch, SeqSlice, known_ids
+from baton.engine.core.config import EngineConfig
+from baton.engine.execute.activation_memory import activations_on
+from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
+from baton.engine.execute.inputs import StepInputs, StepShape
+from baton.engine.execute.sm_partition import Partition
+from baton.engine.execute.watermark import LayerEvents
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from kvtransfer.layout import KVLayout
+
+Draw = Callable[[Tensor], Tensor]  # logits fp32 [R, vocab_size] -> token ids int64 [R], both on the device
+
+
+class LaunchedTokens:
+    """What a launch draws."""
+
+    def __init__(self, drawn: Tensor):
+        self.drawn = drawn  # int64 [R], on the device
+
+    def read(self) -> list[int]:
+        """Waits for the launch to pass."""
+        return self.drawn.tolist()
+
+
+class Launcher:
+    """The model and its pool on a CPU."""
+
+    overlaps = False  # a step is launched while the one before it computes; on a CPU both would share its cores
+    num_graphs = 0
+
+    def __init__(self, model: Model, pool: KVPool):
+        self.model, self.pool = model, pool
+        self.activations = activations_on(pool.device)
+
+    @property
+    def words(self) -> str:
+        """For the engine's start line."""
+        library = native.library()
+        return "on the CPU" if library is None else f"on the CPU ({library.tier.name})"
+
+    def run(
+        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """`batch` on the host -> the hidden rows behind the logits, where they are kept, and logits fp32
+        [R, vocab_size], on the model's device."""
+        self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
+        hidden = self.model.hidden(batch, self.pool, on_layer)
+        self.activations.look()
+        hidden = hidden[batch.logit_rows]
+        logits = self.model.logits(hidden)
+        self.activations.look()
+        return (hidden if keeps_hidden else None), logits
+
+    def launch(self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None) -> LaunchedTokens:
+        """A step whose tokens are drawn on the device; nobody waits for it. At most one launch before it has not been
+        read: `before`, where `batch` goes on from its tokens."""
+        if before is not None:
+            batch = replace(batch, token_ids=known_ids(batch.token_ids, before.drawn))
+        return LaunchedTokens(draw(self.run(batch, False, None)[1]))
+
+    def place(self) -> AbstractContextManager:
+        """Where all of a step runs, its sampling and copies too."""
+        return nullcontext()
+
+    def wait(self) -> None:
+        """Until all that was launched has passed."""
+
+
+class LandingTokens(LaunchedTokens):
+    """Tokens on their way to pinned memory of the host."""
+
+    def __init__(self, drawn: Tensor, landing: Tensor):
+        """landing: int64 on the host, at least as long."""
+        super().__init__(drawn)
+        self._landing = landing[: len(drawn)]
+        self._landing.copy_(drawn, non_blocking=True)
+        self._landed = torch.cuda.Event()
+        self._landed.record()
+
+    def read(self) -> list[int]:
+        self._landed.synchronize()
+        return self._landing.tolist()
+
+
+class GpuLauncher(Launcher):
+    """Up to two steps are in flight where the later one needs nothing of the earlier but the tokens it draws; every
+    gate of the ledger (a block sealed, announced, given back) lies behind the last write of the steps that may touch
+    the block."""
+
+    def __init__(self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool):
+        """`config` is resolved. Captures the graphs."""
+        super().__init__(model, pool)
+        # Any other plans a step in host memory that the one before may still read.
+        self.overlaps = model.attention.capturable
+        num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
+        table = pool.layout.num_blocks(config.max_model_len)
+        self._partition = None if config.sm_share is None else Partition(pool.device, config.sm_share)
+        self._inputs = StepInputs(pool.device, StepShape(num_tokens, num_tokens, num_seqs, table + 1))
+        pinned = pool.device.type == "cuda"
+        self._landings = torch.zeros(2, num_tokens, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self._turn = 0
+        self._graphs: DecodeGraphs | None = None
+        if config.cuda_graphs and model.attention.capturable:
+            fitting = [width for width in widths(speculates, config.num_draft_tokens) if width * num_seqs <= num_tokens]
+            capture = CudaCapture(self._stream)
+            with self.place():
+                self._graphs = DecodeGraphs(
+                    model, pool, self._inputs, ladder(num_seqs), fitting, config.max_model_len, capture
+                )
+
+    @property
+    def words(self) -> str:
+        share = "" if self._partition is None else f", {self._partition.words}"
+        return f"on {torch.cuda.get_device_name(self.pool.device)}{share}, {self.num_graphs} graphs"
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._graphs is None else len(self._graphs)
+
+    def run(
+        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """`on_layer` is called when all is launched, as the layers pass."""
+        if self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
+            hidden, logits = self._graphs.run(batch, shape)
+            return (hidden.clone() if keeps_hidden else None), logits
+        if on_layer is None:
+            return super().run(self._inputs.send(batch), keeps_hidden, None)
+        events = LayerEvents()
+        found = super().run(self._inputs.send(batch), keeps_hidden, events.record)
+        events.tell(on_layer)
+        return found
+
+    def launch(self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None) -> LaunchedTokens:
+        known = None if before is None else before.drawn
+        if self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
+            logits = self._graphs.run(batch, shape, known)[1]
+        else:
+            logits = super().run(self._inputs.send(batch, known), False, None)[1]
+        self._turn ^= 1
+        return LandingTokens(draw(logits), self._landings[self._turn])
+
+    def replay(self, num_seqs: int) -> None:
+        """The bare graph of a decode step of so many sequences, on whatever it read last; for measuring."""
+        with self.place():
+            self._graphs.replay(num_seqs)
+        self.wait()
+
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        return None if self._partition is None else self._partition.stream
+
+    def place(self) -> AbstractContextManager:
+        return torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        (self._stream or torch.cuda.current_stream(self.pool.device)).synchronize()
+
+
+def step_bytes(model: Model, config: EngineConfig) -> int:
+    """What the largest step takes beside weights and pool: one is run, in a pool of its own."""
+    device, block_size = model.device, config.block_size
+    num_tokens = min(config.max_num_batched_tokens, config.max_model_len)
+    layout = KVLayout((model.kv_group(config.kv_dtype, block_size),))
+    pool = KVPool(layout, layout.num_blocks(num_tokens), device=device)
+    rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
+    batch = ForwardBatch(
+        torch.zeros_like(rows), rows, rows, [SeqSlice(0, num_tokens, num_tokens, block_ids)],
+        rows[: config.max_num_seqs],
+    )  # fmt: skip
+    inputs = StepInputs(device, StepShape(num_tokens, len(batch.logit_rows), 1, pool.num_blocks))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    Launcher(model, pool).run(inputs.send(batch), False, None)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,177 @@
+"""From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens.
+
+    run             a step of any kind, to its tokens
+    launch, read    a decode step whose tokens are drawn where the logits are: the next one may be launched, from tokens
+                    that nobody has read yet, before this one is read
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton import failpoints
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.device import scope
+from baton.engine.execute.launcher import LaunchedTokens, Launcher
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from baton.engine.sampling.on_device import draw, plain_row
+from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
+from baton.engine.schedule.scheduler import Slice
+from baton.engine.schedule.sequence import Sequence
+from baton.engine.schedule.step_draws import Drawn
+from baton.engine.speculation.control.verify import verify
+
+EMPTY: Mapping[Sequence, int] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A decode step that was launched and not read."""
+
+    slices: list[Slice]
+    tokens: LaunchedTokens  # one a slice
+    launched_at: float  # time.monotonic()
+
+
+class Runner:
+    """The model and its pool. Belongs to the loop's thread."""
+
+    def __init__(self, model: Model, pool: KVPool, sampler: Sampler, launcher: Launcher | None = None):
+        """`launcher`: on a GPU."""
+        self.model = model
+        self.pool = pool
+        self.sampler = sampler
+        self.launcher = launcher or Launcher(model, pool)
+        self.keeps_hidden = False  # somebody reads `hidden` after the step
+        self.hidden: Tensor | None = None  # of the last step, the rows that its tokens were drawn from
+
+    @torch.inference_mode()
+    def run(self, slices: list[Slice], on_layer: Callable[[int], None] | None = None) -> list[Drawn]:
+        """Computes the slices; `on_layer(layer)` as each layer's KV is written.
+
+        For each sequence whose last token is among them the tokens it goes on by: proposals that are right, and one
+        more. A group at the end of its prompt draws one for each choice, from the same logits.
+        """
+        ends = [index for index, piece in enumerate(slices) if piece.end == piece.seq.num_tokens]
+        batch = self._batch(slices, ends)
+        seqs = [slices[index].seq for index in ends]
+        with scope(self.pool.device):
+            self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer)
+            if any(seq.draft_ids for seq in seqs):
+                drawn = self._verified(logits, seqs)
+            else:
+                drawn = self._drawn(logits, seqs) if seqs else []
+            self.launcher.wait()
+        return drawn
+
+    @torch.inference_mode()
+    def launch(self, slices: list[Slice], before: Flight | None = None) -> Flight:
+        """A decode step that `can_launch`. `before`: the flight whose tokens it goes on from."""
+        launched_at = time.monotonic()
+        rows = {} if before is None else {piece.seq: row for row, piece in enumerate(before.slices)}
+        batch = self._batch(slices, list(range(len(slices))), rows)
+        draws = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in slices]
+        with scope(self.pool.device):
+            tokens = self.launcher.launch(batch, lambda logits: draw(logits, draws), before and before.tokens)
+        return Flight(slices, tokens, launched_at)
+
+    def read(self, flight: Flight) -> list[Drawn]:
+        """Waits for the flight to pass."""
+        token_ids = flight.tokens.read()
+        return [(seq, [Sampled(id_, None)]) for (seq, _, _), id_ in zip(flight.slices, token_ids, strict=True)]
+
+    def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
+        """One row of logits each."""
+        counts = [1 if seq.group.prefilled else seq.group.request.sampling.n for seq in seqs]
+        if len(seqs) < sum(counts):
+            logits = logits.repeat_interleave(torch.tensor(counts), dim=0)
+        rows = []
+        for seq in seqs:
+            request = seq.group.request
+            choices = (seq.choice,) if seq.group.prefilled else range(request.sampling.n)
+            rows += [sample_row(request, request.sampling, choice, seq.token_ids) for choice in choices]
+        drawn = iter(self.sampler.sample(logits, rows))
+        return [(seq, [next(drawn) for _ in range(count)]) for seq, count in zip(seqs, counts, strict=True)]
+
+    def _verified(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
+        """Of a decoding sequence a row for its last token and one for each proposal behind it."""
+        first_rows, num_rows = {}, 0
+        for seq in seqs:
+            first_rows[seq] = num_rows
+            num_rows += 1 + len(seq.draft_ids)
+        decoding = [seq for seq in seqs if seq.group.prefilled]
+        runs = dict(zip(decoding, verify(self.sampler, logits, decoding, [first_rows[seq] for seq in decoding])))
+        if others := [seq for seq in seqs if not seq.group.prefilled]:
+            runs.update(self._drawn(logits[[first_rows[seq] for seq in others]], others))
+        return [(seq, runs[seq]) for seq in seqs]
+
+    def copy_block(self, source: int, target: int) -> None:
+        with torch.inference_mode():
+            self.pool.copy_block(source, target)
+
+    def _batch(self, slices: list[Slice], ends: list[int], rows_before: Mapping[Sequence, int] = EMPTY) -> ForwardBatch:
+        """`rows_before`: of sequences whose last token is yet to be drawn, its row in the launch before."""
+        block_size = self.pool.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        seqs: list[SeqSlice] = []
+        for seq, begin, end in slices:
+            if seq.draft_ids:
+                token_ids += seq.token_ids[begin:end]
+                token_ids += seq.draft_ids
+                end += len(seq.draft_ids)
+                positions += range(begin, end)
+                slots += chunk_slots(seq.block_ids, begin, end, block_size)
+            elif end - begin == 1:
+                known = begin < len(seq.token_ids)
+                token_ids.append(seq.token_ids[begin] if known else ~rows_before[seq])
+                positions.append(begin)
+                slots.append(seq.block_ids[begin // block_size] * block_size + begin % block_size)
+            else:
+                token_ids += seq.token_ids[begin:end]
+                positions += range(begin, end)
+                slots += chunk_slots(seq.block_ids, begin, end, block_size)
+            seqs.append(SeqSlice(len(token_ids) - (end - begin), end - begin, end, block_table(seq)))
+        failpoints.hit("engine.batch", token_ids)
+        rows: list[int] = []
+        for index in ends:
+            last_row = seqs[index].query_start + seqs[index].query_len - 1
+            rows += range(last_row - len(slices[index].seq.draft_ids), last_row + 1)
+        as_tensor = torch.tensor
+        return ForwardBatch(
+            token_ids=as_tensor(token_ids, dtype=torch.int64),
+            positions=as_tensor(positions, dtype=torch.int64),
+            slots=as_tensor(slots, dtype=torch.int64),
+            seqs=seqs,
+            logit_rows=as_tensor(rows, dtype=torch.int64),
+        )
+
+
+def can_launch(slices: list[Slice]) -> bool:
+    """Whether this is a decode step and all of its tokens are drawn where the logits are."""
+    return all(
+        end - begin == 1 and seq.group.prefilled and plain_row(seq.group.request, seq.choice, end) is not None
+        for seq, begin, end in slices
+    )
+
+
+def block_table(seq: Sequence) -> Tensor:
+    """The sequence's block ids, int64. Who changes those sets it to None."""
+    if seq.block_table is None:
+        seq.block_table = torch.tensor(seq.block_ids, dtype=torch.int64)
+    return seq.block_table
+
+
+def chunk_slots(block_ids: list[int], begin: int, end: int, block_size: int) -> list[int]:
+    """Where the KV of tokens [begin, end) goes, block by block."""
+    slots: list[int] = []
+    for index in range(begin // block_size, -(-end // block_size)):
+        first = index * block_size
+        base = block_ids[index] * block_size
+        slots += range(base + max(begin - first, 0), base + min(end - first, block_size))
+    return slots

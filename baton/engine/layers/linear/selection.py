@@ -1,0 +1,66 @@
+"""Which kernel applies a weight, and why not another."""
+
+import torch
+from torch import Tensor
+
+from baton.engine.layers.linear import packed
+from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.layers.linear.dense import DenseLinear, FastLinear
+from baton.engine.layers.linear.gpu import GpuChoice
+from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.weights.forms import Weight
+
+CPU = torch.device("cpu")
+KERNELS = {kernel.name: kernel for kernel in (PackedLinear, DenseLinear, FastLinear)}
+
+
+class LinearChoice:
+    """Makes the kernel of every weight of one model, and remembers why others were passed over."""
+
+    def __init__(self, name: str, batch_invariant: bool, dtype: torch.dtype):
+        """On a CPU. Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact."""
+        if name not in ("auto", *KERNELS):
+            raise ValueError(f"linear kernel {name!r}: one of auto, {', '.join(KERNELS)}")
+        self._name, self._dtype = name, dtype
+        self.reasons: dict[str, str] = {}  # kernel -> why it was passed over
+        if batch_invariant:
+            self.reasons["fast"] = "rows depend on the size of their batch, refused in batch-invariant mode"
+        if packed.unavailable():
+            self.reasons["native"] = packed.unavailable()
+        if name in self.reasons:
+            raise ValueError(f"linear kernel {name!r}: {self.reasons[name]}")
+
+    def __call__(self, weight: Weight, bias: Tensor | None = None) -> LinearKernel:
+        """weight [out_features, in_features] of any form, bias [out_features] -> its kernel."""
+        chosen = self._choose(weight)
+        for other in KERNELS:
+            if other != chosen:
+                self.reasons.setdefault(other, f"{chosen} was " + ("chosen" if self._name == "auto" else "asked for"))
+        return KERNELS[chosen](weight, bias, self._dtype)
+
+    def _choose(self, weight: Weight) -> str:
+        """In auto, the native kernel wherever there is one: it reads a weight at the speed of memory (bench/cpu.py)."""
+        if self._name not in ("auto", "native"):
+            return self._name
+        refusal = packed.refusal(weight, self._dtype)
+        if not refusal:
+            return "native"
+        if self._name == "native":
+            raise ValueError(f"linear kernel 'native': {refusal}")
+        self.reasons["native"] = refusal
+        return "dense" if "fast" in self.reasons else "fast"
+
+
+def choose(
+    name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device = CPU
+) -> tuple[LinearChoice | GpuChoice, dict[str, str]]:
+    """A maker of kernels, (weight, bias) -> LinearKernel, for `dtype` to compute in, and why each of the kernels that
+    are not taken was passed over (complete when all weights are made). `name` "auto" picks.
+
+    Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact in exact mode.
+    """
+    if device == CPU:
+        made = LinearChoice(name, batch_invariant, dtype)
+    else:
+        made = GpuChoice(name, batch_invariant, dtype, device)
+    return made, made.reasons

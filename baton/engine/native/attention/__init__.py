@@ -1,0 +1,1 @@
+"""C++ kernels of attention over paged KV."""

@@ -1,0 +1,1 @@
+"""C++ kernels of linear layers."""

@@ -1,0 +1,187 @@
+// Floating-point weights without AVX-512: bf16 and e4m3 are widened to fp32 (exactly), products are added by fma. One sum
+// per output that takes the inputs in order, as linear_float.cpp adds fp32 (the same bits).
+#include "../common.h"
+
+#ifndef BATON_VNNI_BF16
+#include "linear_avx2.h"
+
+namespace baton {
+namespace {
+
+inline __m256 even_bf16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 odd_bf16(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000))));
+}
+inline __m256i load32(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+
+// Of fp16 whose bits are those of an e4m3, 7 places further left (its exponent comes out 8 too small).
+inline __m256 wide_e4m3(__m128i halves) { return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256.0f)); }
+inline __m256i half_e4m3(__m256i sign, __m256i magnitude) {
+  const __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f << 7));
+  return _mm256_or_si256(_mm256_or_si256(sign, magnitude), _mm256_and_si256(nan, _mm256_set1_epi16(0x7fff)));
+}
+
+// Of 16 outputs: the even inputs of each, then the odd ones.
+inline void widen_e4m3(__m256i pairs, __m256 (&wide)[4]) {
+  const __m256i sign = _mm256_set1_epi16(int16_t(0x8000)), magnitude = _mm256_set1_epi16(0x7f << 7);
+  const __m256i even = half_e4m3(_mm256_and_si256(_mm256_slli_epi16(pairs, 8), sign),
+                                 _mm256_and_si256(_mm256_slli_epi16(pairs, 7), magnitude));
+  const __m256i odd = half_e4m3(_mm256_and_si256(pairs, sign), _mm256_and_si256(_mm256_srli_epi16(pairs, 1), magnitude));
+  wide[0] = wide_e4m3(_mm256_castsi256_si128(even)), wide[1] = wide_e4m3(_mm256_extracti128_si256(even, 1));
+  wide[2] = wide_e4m3(_mm256_castsi256_si128(odd)), wide[3] = wide_e4m3(_mm256_extracti128_si256(odd, 1));
+}
+
+// A slice holds fp32 [inputs][16].
+template <int64_t KIND>
+struct Floats {
+  static constexpr int64_t SLICE_BYTES = 4 * SLICE;
+  static int64_t bytes(int64_t inputs) { return inputs * PANEL * (KIND == W_F32 ? 4 : KIND == W_BF16 ? 2 : 1); }
+
+  static void unpack(const uint8_t* from, int64_t inputs, char* to, int64_t slice_bytes) {
+    constexpr int64_t TURN = KIND == W_F32 ? 1 : 2;
+    for (int64_t k = 0; k < inputs; k += TURN, from += bytes(TURN), to += TURN * SLICE_BYTES) {
+      for (int s = 0; s < 4; ++s) {
+        float* even = reinterpret_cast<float*>(to + s * slice_bytes);
+        if constexpr (KIND == W_E4M3) {
+          __m256 wide[4];
+          widen_e4m3(load32(from + 32 * s), wide);
+          for (int v = 0; v < 4; ++v) _mm256_store_ps(even + 8 * v, wide[v]);
+        } else {
+          const __m256i low = load32(from + 64 * s), high = load32(from + 64 * s + 32);
+          if constexpr (KIND == W_F32) {
+            _mm256_store_ps(even, _mm256_castsi256_ps(low)), _mm256_store_ps(even + 8, _mm256_castsi256_ps(high));
+          } else {
+            _mm256_store_ps(even, even_bf16(low)), _mm256_store_ps(even + 8, even_bf16(high));
+            _mm256_store_ps(even + 16, odd_bf16(low)), _mm256_store_ps(even + 24, odd_bf16(high));
+          }
+        }
+      }
+    }
+  }
+
+  template <int NUM_ROWS>
+  __attribute__((noinline)) static void tile(const Slice& slice, int64_t row, float* sums, Ahead& shared) {
+    constexpr bool GROUPED = KIND == W_E4M3;
+    const Linear& linear = slice.linear;
+    const int64_t stride = slice.rows.stride / 4;
+    const float* x = reinterpret_cast<const float*>(slice.rows.values + row * slice.rows.stride) + slice.k0;
+    const float* w = reinterpret_cast<const float*>(slice.values);
+    Ahead ahead = shared;
+    int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
+    for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
+      end = std::min(slice.k1, (g + 1) * linear.group);
+      const bool goes_on = k > g * linear.group;
+      __m256 acc[NUM_ROWS][2];
+#pragma GCC unroll 8
+      for (int m = 0; m < NUM_ROWS; ++m)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v)
+          acc[m][v] = goes_on ? _mm256_loadu_ps(sums + m * PANEL + 8 * v) : _mm256_setzero_ps();
+      auto multiply = [&](int64_t i) __attribute__((always_inline)) {
+        const __m256 w0 = _mm256_load_ps(w + SLICE * i), w1 = _mm256_load_ps(w + SLICE * i + 8);
+#pragma GCC unroll 8
+        for (int m = 0; m < NUM_ROWS; ++m) {
+          const __m256 b = _mm256_broadcast_ss(x + m * stride + i);
+          acc[m][0] = _mm256_fmadd_ps(w0, b, acc[m][0]), acc[m][1] = _mm256_fmadd_ps(w1, b, acc[m][1]);
+        }
+      };
+      const int64_t num_inputs = end - k;
+      int64_t i = 0;
+      for (; i + 2 <= num_inputs && ahead.at < ahead.end; i += 2) ahead.fetch(), multiply(i), multiply(i + 1);
+      for (; i < num_inputs; ++i) multiply(i);
+      x += num_inputs, w += SLICE * num_inputs;
+      if constexpr (GROUPED) {
+        if (end == (g + 1) * linear.group) {
+          for (int v = 0; v < 2; ++v) {
+            const __m256 s = load8_scales(linear.scales, linear.scale_kind, scale + 8 * v);
+#pragma GCC unroll 8
+            for (int m = 0; m < NUM_ROWS; ++m) {
+              const __m256 sx = _mm256_broadcast_ss(slice.rows.scales + (row + m) * linear.num_groups() + g);
+              const __m256 before = g ? _mm256_loadu_ps(sums + m * PANEL + 8 * v) : _mm256_setzero_ps();
+              acc[m][v] = _mm256_fmadd_ps(_mm256_mul_ps(acc[m][v], sx), s, before);
+            }
+          }
+          if (--scale_left == 0) scale += PANEL, scale_left = linear.groups_per_scale;
+        }
+      }
+#pragma GCC unroll 8
+      for (int m = 0; m < NUM_ROWS; ++m)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) _mm256_storeu_ps(sums + m * PANEL + 8 * v, acc[m][v]);
+    }
+    shared = ahead;
+  }
+};
+
+// One row streams the panel as it comes from memory: inputs [k, end) of its 64 sums.
+template <int64_t KIND>
+void add_row(const uint8_t* w, const float* x, int64_t num_inputs, __m256 (&sums)[8]) {
+  constexpr int64_t TURN = KIND == W_F32 ? 1 : 2;
+#pragma GCC unroll 8
+  for (int v = 0; v < 8; ++v) sums[v] = _mm256_setzero_ps();
+  for (int64_t k = 0; k < num_inputs; k += TURN, w += Floats<KIND>::bytes(TURN)) {
+    for (int line = 0; line < Floats<KIND>::bytes(TURN); line += 64) __builtin_prefetch(w + OWN_AHEAD + line);
+    const __m256 even = _mm256_broadcast_ss(x + k);
+    [[maybe_unused]] __m256 odd;
+    if constexpr (KIND != W_F32) odd = _mm256_broadcast_ss(x + k + 1);
+    if constexpr (KIND == W_E4M3) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 8; v += 2) {
+        __m256 wide[4];
+        widen_e4m3(load32(w + 16 * v), wide);
+        sums[v] = _mm256_fmadd_ps(wide[0], even, sums[v]), sums[v + 1] = _mm256_fmadd_ps(wide[1], even, sums[v + 1]);
+        sums[v] = _mm256_fmadd_ps(wide[2], odd, sums[v]), sums[v + 1] = _mm256_fmadd_ps(wide[3], odd, sums[v + 1]);
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int v = 0; v < 8; ++v) {
+        const __m256i weights = load32(w + 32 * v);
+        if constexpr (KIND == W_F32) {
+          sums[v] = _mm256_fmadd_ps(_mm256_castsi256_ps(weights), even, sums[v]);
+        } else {
+          sums[v] = _mm256_fmadd_ps(even_bf16(weights), even, sums[v]);
+          sums[v] = _mm256_fmadd_ps(odd_bf16(weights), odd, sums[v]);
+        }
+      }
+    }
+  }
+}
+
+template <int64_t KIND>
+void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
+  const uint8_t* w = linear.values + panel * Floats<KIND>::bytes(linear.padded_in);
+  const float* x = reinterpret_cast<const float*>(rows.values);
+  float last[PANEL] = {};
+  for (int64_t g = 0; g < linear.num_groups(); ++g) {
+    __m256 sums[8];
+    add_row<KIND>(w + Floats<KIND>::bytes(g * linear.group), x + g * linear.group, linear.group, sums);
+    if constexpr (KIND == W_E4M3) {
+      const int64_t scale = (panel * linear.num_scales() + g / linear.groups_per_scale) * PANEL;
+      const __m256 sx = _mm256_broadcast_ss(rows.scales + g);
+      for (int v = 0; v < 8; ++v)
+        sums[v] = _mm256_fmadd_ps(_mm256_mul_ps(sums[v], sx), load8_scales(linear.scales, linear.scale_kind, scale + 8 * v),
+                                  _mm256_loadu_ps(last + 8 * v));
+    }
+    for (int v = 0; v < 8; ++v) _mm256_storeu_ps(last + 8 * v, sums[v]);
+  }
+  finish_row(linear, panel, rows, 0, last, y);
+}
+
+template <int64_t KIND>
+void apply(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y, std::vector<char>& memory) {
+  if (rows.num_rows == 1) one_row<KIND>(linear, panel, rows, y);
+  else in_chunks<Floats<KIND>>(linear, panel, next, rows, y, memory);
+}
+
+}  // namespace
+
+void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+                 std::vector<char>& memory) {
+  if (linear.kind == W_E4M3) apply<W_E4M3>(linear, panel, next, rows, y, memory);
+  else if (linear.kind == W_BF16) apply<W_BF16>(linear, panel, next, rows, y, memory);
+  else apply<W_F32>(linear, panel, next, rows, y, memory);
+}
+
+}  // namespace baton
+
+#endif

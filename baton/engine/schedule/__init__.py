@@ -1,0 +1,1 @@
+"""Decide what the next step computes: admission, live groups and sequences, chunked prefill and decode."""

@@ -1,0 +1,85 @@
+"""What crosses into the loop: plain commands, in order, and the bell that wakes it.
+
+A command names its group by key and arrival: when it is obeyed, the key may have ended and come again.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from baton.engine.core.request import FirstToken, Key, RequestEnded
+
+
+class Enter(NamedTuple):
+    """A group that was admitted or accepted is to be prefilled here."""
+
+    key: Key
+    arrival: int
+
+
+class Start(NamedTuple):
+    """A fetched prompt goes on with these first tokens."""
+
+    key: Key
+    arrival: int
+    first_tokens: tuple[FirstToken, ...]
+
+
+class Stop(NamedTuple):
+    """A group ends: cancelled."""
+
+    key: Key
+    arrival: int
+
+
+class Park(NamedTuple):
+    """A group of the loop stops: blocks back, token record kept."""
+
+    key: Key
+    arrival: int
+
+
+class Resume(NamedTuple):
+    """A parked group goes on, by a prefix hit."""
+
+    key: Key
+    arrival: int
+
+
+Command = (
+    Enter | Start | Stop | Park | Resume | RequestEnded
+)  # RequestEnded: of a key that the loop never had, to be given out
+
+
+class Inbox:
+    """A queue with one reader, the loop, and any number of writers. Thread-safe."""
+
+    def __init__(self):
+        self._commands: deque[Command] = deque()
+        self._bell = threading.Condition()
+        self._rung = False
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def post(self, command: Command) -> None:
+        self._commands.append(command)
+        self.ring()
+
+    def ring(self) -> None:
+        with self._bell:
+            self._rung = True
+            self._bell.notify()
+
+    def drain(self) -> Iterator[Command]:
+        """Takes the commands one by one: where the reader fails, the rest stays."""
+        while self._commands:
+            yield self._commands.popleft()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when something was posted since the last wait, or after `timeout_s`."""
+        with self._bell:
+            if not self._rung:
+                self._bell.wait(timeout_s)
+            self._rung = False

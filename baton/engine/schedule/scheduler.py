@@ -1,0 +1,371 @@
+"""Which sequences the next step computes: continuous batching with chunked prefill, two policies one after the other.
+
+    running   decode     one token each, first in rank first; out of blocks: the last in rank parks
+    running   prefill    the rest of the step's tokens, in chunks that end on spans except the last
+    waiting ──┘          enters in rank order as far as sequences and blocks allow
+
+Rank is priority, then arrival, then choice. Parking gives a sequence's blocks back (whole units stay in the cache) and
+keeps its token record; it waits in its old rank and goes on by a prefix hit, recomputing what was evicted.
+
+Rank is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
+waits that has less than its part of the sequences or blocks, what others have beyond theirs parks. No tenant makes one
+park that holds less than itself.
+"""
+
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import FirstToken
+from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.sequence import Sequence
+from baton.engine.schedule.tenant_shares import num_blocks
+from baton.fairness import RoundRobin
+from kvtransfer.layout import KVLayout
+from kvtransfer.naming import SPAN_TOKENS
+
+_SHORT_STEPS = 4  # of which a chunk is made where tenants share: who comes waits for one
+_SEEN_S = 30.0  # for which a tenant counts as one of those who share
+
+
+class Slice(NamedTuple):
+    """Tokens [begin, end) of a sequence, computed in one step; its next token is drawn when they are its last."""
+
+    seq: Sequence
+    begin: int
+    end: int
+
+
+def by_rank(seq: Sequence) -> tuple[int, int, int]:
+    return seq.rank
+
+
+class Scheduler:
+    """The sequences of the loop. Belongs to the loop's thread; the ledger and the admission guard themselves."""
+
+    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, admission: Admission):
+        self.config = config
+        self.layout = layout
+        self.ledger = ledger
+        self.admission = admission
+        self.waiting: list[Sequence] = []  # both in rank order
+        self.running: list[Sequence] = []
+        assert config.max_model_len is not None, "the config is resolved"
+        self._tenants = Counter[bytes]()  # of both, by sequences
+        self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
+        self._turns = RoundRobin[bytes](SPAN_TOKENS, config.max_model_len)
+        self._seen: dict[bytes, float] = {}  # tenants of late, and when one of theirs came: time.monotonic()
+        self._short_step = max(1, config.max_num_batched_tokens // _SHORT_STEPS // SPAN_TOKENS) * SPAN_TOKENS
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """A decoding sequence that has its blocks joins at once; any other waits its turn."""
+        self._tenants[seq.group.tenant] += 1
+        now = self._seen[seq.group.tenant] = time.monotonic()
+        self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < _SEEN_S}
+        ready = seq.remaining == 1 and seq.block_ids and len(self.running) < self.config.max_num_seqs
+        insort(self.running if ready else self.waiting, seq, key=by_rank)
+
+    def remove(self, seq: Sequence) -> None:
+        """Forgets a sequence, if it is here; its blocks are still its own."""
+        for queue in (self.running, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
+                self._tenants -= Counter((seq.group.tenant,))
+
+    def schedule(self) -> list[Slice]:
+        """The next step's slices; none when nothing can go on."""
+        batch: list[Slice] = []
+        self._held = self._blocks() if len(self._tenants) > 1 else {}
+        self._make_way()
+        self._schedule_decode(batch)
+        self._schedule_prefill(batch)
+        return batch
+
+    def follow(self, slices: list[Slice]) -> list[Slice]:
+        """The decode step behind `slices`, a decode step whose tokens are not known yet; none where another would come
+        next: something waits that could enter, a prompt is being read, or blocks are missing."""
+        if self.waiting and (len(self.running) < self.config.max_num_seqs or len(self._tenants) > 1):
+            return []
+        if self.admission.shares.is_short:
+            return []
+        running = set(self.running)
+        going_on = [piece for piece in slices if piece.seq in running]
+        if len(going_on) < len(running):
+            return []
+        following: list[Slice] = []
+        for seq, _, end in going_on:
+            if not seq.is_full:
+                if end >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
+                    return []
+                following.append(Slice(seq, end, end + 1))
+        return following
+
+    def _schedule_decode(self, batch: list[Slice]) -> None:
+        block_size = self.layout.block_size
+        for seq in self._in_place(self.running):
+            num_computed = seq.num_computed
+            if len(seq.token_ids) - num_computed != 1 or not seq.block_ids:
+                continue  # its prompt is being read, or it has parked for one before it
+            if num_computed < len(seq.block_ids) * block_size or self._grow(seq):
+                batch.append(Slice(seq, num_computed, num_computed + 1))
+
+    def _schedule_prefill(self, batch: list[Slice]) -> None:
+        """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time.
+        Where tenants share, those who have saved turns have the step to themselves, if any of them can go on, and all
+        others take short ones, for somebody may come meanwhile."""
+        budget = self.config.max_num_batched_tokens - len(batch)
+        lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
+        for seq in self.running:
+            if seq.remaining > 1:
+                lines.setdefault(seq.group.tenant, []).append((seq, False))
+        for seq in self.waiting if len(self.running) < self.config.max_num_seqs else ():
+            lines.setdefault(seq.group.tenant, []).append((seq, True))
+        self._turns.wait(lines)
+        if len(self._seen) > 1:
+            # They may lack blocks that others hold, and these would never give them back if they never went on.
+            if self._read({who: [*line] for who, line in lines.items() if self._turns.has_saved(who)}, budget, batch):
+                return
+            budget = min(budget, self._short_step)
+        self._read(lines, budget, batch)
+
+    def _read(self, lines: dict[bytes, list[tuple[Sequence, bool]]], budget: int, batch: list[Slice]) -> bool:
+        """Adds chunks of sequences, `lines` of them by tenant, each with whether it waits. Whether there was any."""
+        num_slices, starving, blocked = len(batch), self._starving(), set[bytes]()
+        while budget > 0 and (tenant := self._turns.next(lines)) is not None:
+            seq, is_new = lines[tenant].pop(0)
+            if not lines[tenant]:
+                del lines[tenant]
+            if is_new:
+                is_kept = tenant not in starving and len(self.running) + len(starving) >= self.config.max_num_seqs
+                if is_kept or not self._join(seq, blocked):
+                    continue
+                starving = self._starving()
+            if chunk := self._chunk(seq, budget):
+                batch.append(chunk)
+                budget -= chunk.end - chunk.begin
+                self._turns.charge(tenant, chunk.end - chunk.begin)
+            elif is_new:
+                break
+        return len(batch) > num_slices
+
+    def _join(self, seq: Sequence, blocked: set[bytes]) -> bool:
+        """From those who wait to those who run, if there is a place and all its blocks. Behind one that lacks blocks only
+        those of its tenant go on that take none from it: they will give theirs back."""
+        tenant = seq.group.tenant
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        if (tenant in blocked and self._missing(seq) > seq.reserve) or not self._enter(seq):
+            blocked.add(tenant)
+            return False
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=by_rank)
+        self._turns.charge(tenant, self.admission.expected_left(seq.group.request, seq.num_output))
+        return True
+
+    def _chunk(self, seq: Sequence, budget: int) -> Slice | None:
+        """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
+        begin, end = seq.num_computed, min(seq.num_tokens, seq.num_computed + budget)
+        if end < seq.num_tokens:
+            end -= end % SPAN_TOKENS
+        return Slice(seq, begin, end) if end > begin else None
+
+    # ---- blocks ----
+
+    def _missing(self, seq: Sequence) -> int:
+        return self.layout.num_blocks(seq.num_tokens) - len(seq.block_ids)
+
+    def _take(self, seq: Sequence, num: int) -> bool:
+        """`num` more blocks for a sequence, from its promise first."""
+        reserved = min(num, seq.reserve)
+        block_ids = self.ledger.allocate(num, seq.group.holder, reserved)
+        if block_ids is None:
+            return False
+        seq.reserve -= reserved
+        seq.block_ids += block_ids
+        seq.block_table = None
+        return True
+
+    def _grow(self, seq: Sequence) -> bool:
+        """A block for the token to be computed; parks the last behind it until there is one. False: that was `seq`."""
+        while (missing := self._missing(seq)) and not self._take(seq, missing):
+            victim = self._last(self.waiting, seq) or self._last(self.running, seq) or seq
+            self.park(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def room_for_draft(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of so many proposals behind its last token a sequence has blocks for. It takes more from its
+        promise, or if every other that runs could still grow: nobody parks for a guess."""
+        missing = self.layout.num_blocks(seq.num_tokens + num_tokens) - len(seq.block_ids)
+        if missing > 0:
+            unpromised = missing - seq.reserve
+            spare = self.ledger.num_available - len(self.running)
+            if (unpromised > 0 and unpromised > spare) or not self._take(seq, missing):
+                return min(num_tokens, len(seq.block_ids) * self.layout.block_size - seq.num_tokens)
+        return num_tokens
+
+    def _enter(self, seq: Sequence) -> bool:
+        """All blocks for a waiting sequence. What waits behind it gives way if that is enough, what runs does not."""
+        self._extend_prefix(seq)
+        missing = self._missing(seq)
+        place = self._place(seq)
+        behind = num_blocks(o for o in self.waiting if self._place(o) > place and not o.group.is_held)
+        if not self._fits(seq, missing, behind):
+            return False
+        while not self._fits(seq, missing):
+            victim = self._last(self.waiting, seq)
+            if victim is None:
+                return False
+            self.park(victim)
+        return self._take(seq, missing)
+
+    def _fits(self, seq: Sequence, missing: int, more: int = 0) -> bool:
+        """What was promised always does; else one unit must be left to grow in, or the next step would park again.
+        `more`: blocks beyond those that are there now."""
+        unpromised = missing - seq.reserve
+        margin = self.ledger.cache.blocks_per_unit if self.running else 0
+        return unpromised <= 0 or unpromised + margin <= self.ledger.num_available + more
+
+    def _last(self, queue: list[Sequence], seq: Sequence) -> Sequence | None:
+        """The last behind `seq` that holds anything; a held prefill is never parked."""
+        place = self._place(seq)
+        for other in reversed(self._in_place(queue)):
+            if self._place(other) <= place:
+                return None
+            if (other.block_ids or other.reserve) and not other.group.is_held:
+                return other
+        return None
+
+    def _extend_prefix(self, seq: Sequence) -> None:
+        """Units that came into the cache since the sequence was admitted, or that are left of it since it parked."""
+        if seq.group.is_held or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
+            return
+        with self.ledger.lock:
+            seq.name_spans(seq.num_tokens)
+            found = self.ledger.find(seq.hashes, seq.num_tokens)[len(seq.block_ids) :]
+            promised = min(len(found), seq.reserve)
+            self.ledger.unreserve(promised)
+            if not self.ledger.share(found, Holder.RUNNING):
+                self.ledger.reserve(promised)
+                return
+            seq.reserve -= promised
+            seq.block_ids += found
+            seq.block_table = None
+            seq.num_computed = len(seq.block_ids) * self.layout.block_size
+            seq.num_sealed = seq.num_computed // self.ledger.cache.unit_tokens
+            if seq.group.launched_at is None:
+                seq.group.num_cached_tokens = seq.num_computed
+
+    def park(self, seq: Sequence) -> None:
+        """Preemption: blocks back, record kept, the same place in the queue."""
+        if seq in self.running:
+            self.running.remove(seq)
+            insort(self.waiting, seq, key=by_rank)
+            seq.group.preempted()
+        self.admission.give_back(seq)
+
+    # ---- tenants ----
+
+    def _place(self, seq: Sequence) -> tuple[int, bytes, tuple[int, int, int]]:
+        """Those of a tenant that holds less go first; of one tenant by rank."""
+        tenant = seq.group.tenant
+        return self._held.get(tenant, 0), tenant, seq.rank
+
+    def _in_place(self, queue: list[Sequence]) -> list[Sequence]:
+        return sorted(queue, key=self._place) if self._held else list(queue)
+
+    def _blocks(self) -> Counter[bytes]:
+        held = Counter[bytes]()
+        for seq in (*self.running, *self.waiting):
+            held[seq.group.tenant] += len(seq.block_ids) + seq.reserve
+        return held
+
+    def _part(self, num_tenants: int) -> int:
+        """Of the sequences that run."""
+        return max(1, self.config.max_num_seqs // num_tenants)
+
+    def _starving(self) -> dict[bytes, Sequence]:
+        """The first that waits of each tenant that runs less than its part; none of one that is alone."""
+        starving: dict[bytes, Sequence] = {}
+        if len(self._tenants) > 1:
+            part, running = self._part(len(self._tenants)), Counter(seq.group.tenant for seq in self.running)
+            for seq in self.waiting:
+                if running[seq.group.tenant] < part:
+                    starving.setdefault(seq.group.tenant, seq)
+        return starving
+
+    def _make_way(self) -> None:
+        """Where tenants wait, here or at the door, that have less than their part, others park what they have beyond
+        theirs: a place for each, and the blocks that it lacks. Before the step is chosen: what is in it stays."""
+        if not (self._held or self.admission.shares.is_short):
+            return
+        with self.ledger.lock:
+            owed = self.admission.shares.owed()
+        num_tenants, starving = len(self._tenants.keys() | owed), self._starving()
+        if not num_tenants:  # who was owed something asks no more, and the loop has nothing
+            return
+        while len(self.running) + len(starving) > self.config.max_num_seqs:
+            running = Counter(seq.group.tenant for seq in self.running)
+            if not self._park_of(running, self._part(num_tenants), self.running):
+                break
+        part, held = self.ledger.num_blocks // num_tenants, self._blocks()
+        for tenant, seq in starving.items():
+            missing = self._missing(seq) - seq.reserve
+            if missing > 0 and held[tenant] + missing <= part:
+                owed[tenant] = owed.get(tenant, 0) + missing + self.ledger.cache.blocks_per_unit
+        while sum(owed.values()) > self.ledger.num_available:
+            if not self._park_of(self._blocks(), part, [*self.running, *self.waiting]):
+                break
+
+    def _park_of(self, amounts: Counter[bytes], part: int, seqs: Iterable[Sequence]) -> bool:
+        """Parks the last in rank of the tenant with most, if that is more than its part."""
+        tenant, amount = max(amounts.items(), key=lambda entry: entry[1], default=(b"", 0))
+        theirs = [
+            seq for seq in seqs if seq.group.tenant == tenant and num_blocks([seq]) and not seq.group.is_held
+        ]
+        if amount <= part or not theirs:
+            return False
+        self.park(max(theirs, key=by_rank))
+        return True
+
+    # ---- choices ----
+
+    def fork(self, trunk: Sequence, first_tokens: list[FirstToken], copy_block: Callable[[int, int], None]) -> None:
+        """From the prompt to the choices that go on (at least one), each with its first token. They share the full
+        blocks; the tail is copied. A choice that finds no block for its tail starts parked."""
+        group, prompt = trunk.group, list(trunk.token_ids)
+        others = [
+            Sequence(group, first.choice, [*prompt, first.token_id], list(trunk.hashes)) for first in first_tokens[1:]
+        ]
+        group.live += others
+        for seq in others:
+            self._share_prompt(trunk, seq, copy_block)
+        trunk.choice = first_tokens[0].choice
+        trunk.rank = (*trunk.rank[:2], trunk.choice)
+        trunk.token_ids.append(first_tokens[0].token_id)
+        share = trunk.reserve // (1 + len(others))
+        for seq in others:
+            seq.reserve = share
+            trunk.reserve -= share
+            self.add(seq)
+
+    def _share_prompt(self, trunk: Sequence, seq: Sequence, copy_block: Callable[[int, int], None]) -> None:
+        num_full, tail = divmod(trunk.num_computed, self.layout.block_size)
+        reserved = min(bool(tail), trunk.reserve)
+        own = self.ledger.allocate(bool(tail), Holder.RUNNING, reserved)
+        if own is None:
+            return
+        trunk.reserve -= reserved
+        self.ledger.share(trunk.block_ids[:num_full], Holder.RUNNING)
+        seq.block_ids = trunk.block_ids[:num_full] + own
+        seq.num_computed, seq.num_sealed = trunk.num_computed, trunk.num_sealed
+        if own:
+            copy_block(trunk.block_ids[num_full], own[0])

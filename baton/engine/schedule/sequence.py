@@ -1,0 +1,181 @@
+"""What the loop keeps of a request: one group per key, one sequence per choice. Mutable, and plain Python."""
+
+import time
+from itertools import count
+
+from baton.engine.core.request import DecodeReport, FinishReason, Request, State
+from baton.engine.kv.ledger import Holder
+from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
+
+NO_PARENT = bytes(HASH_BYTES)
+_NUM_PREEMPTION_STAMPS = 16
+_arrivals = count()
+
+
+class Sequence:
+    """One choice: its token record and the blocks that hold its KV.
+
+        token_ids   |======= prompt =======|== output so far ==|
+        KV          |========= num_computed =========|           remaining = 1 while decoding, more before
+        blocks      |=====|=====|=====|=====|=====|==   |        num_sealed units of them are named in the cache
+
+    Before its first token a group has one sequence, the trunk; then the trunk becomes the first choice that goes on.
+    """
+
+    __slots__ = (
+        "group", "choice", "token_ids", "num_computed", "block_ids", "reserve", "num_sealed", "hashes", "rank",
+        "block_table", "draft_ids",
+    )  # fmt: skip
+
+    def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
+        self.group = group
+        self.choice = choice
+        self.token_ids = token_ids
+        self.hashes = hashes  # of the full spans, as far as they are named yet
+        self.num_computed = 0
+        self.block_ids: list[int] = []
+        self.reserve = 0  # blocks promised to it by the ledger and not yet taken
+        self.num_sealed = 0  # units
+        self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
+        self.block_table = None  # block_ids as a tensor; the runner's
+        self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is not computed yet: 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.group.request.num_prompt_tokens
+
+    def name_spans(self, num_tokens: int) -> None:
+        """Continues the chain of span hashes up to `num_tokens`: over the output too, for the next turn."""
+        while self.group.is_named and (begin := len(self.hashes) * SPAN_TOKENS) + SPAN_TOKENS <= num_tokens:
+            first = len(self.hashes) == len(self.group.request.span_hashes)
+            parent = self.group.request.chain_parent if first else self.hashes[-1]
+            self.hashes.append(span_hash(SpanHash(parent), self.token_ids[begin : begin + SPAN_TOKENS]))
+
+    def finish_reason(self, token_id: int) -> FinishReason | None:
+        """Why the choice ends if `token_id` comes next, or None."""
+        request = self.group.request
+        if token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.is_full else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its next token is its last whichever it is."""
+        return self.num_output + 1 >= self.group.request.max_tokens
+
+
+class DraftCounts:
+    """What was proposed and accepted, by position behind the last token. Of one request, or of all there were."""
+
+    __slots__ = ("num_drafts", "proposed", "accepted")
+
+    def __init__(self):
+        self.num_drafts = 0  # steps of one sequence with at least one proposal
+        self.proposed: list[int] = []
+        self.accepted: list[int] = []
+
+    def add(self, num_proposed: int, num_accepted: int) -> None:
+        self.num_drafts += 1
+        if (missing := num_proposed - len(self.proposed)) > 0:
+            self.proposed += [0] * missing
+            self.accepted += [0] * missing
+        for position in range(num_proposed):
+            self.proposed[position] += 1
+        for position in range(num_accepted):
+            self.accepted[position] += 1
+
+
+class Group:
+    """All choices of one key: they share the prompt's blocks and end together, once.
+
+    `state` and, until the loop has the group, its trunk are guarded by the ledger's lock; in WAITING and RUNNING the
+    sequences belong to the loop alone. One that parks stays in its group, whose other choices may go on.
+    """
+
+    def __init__(self, request: Request, holder: Holder, state: State):
+        self.request = request
+        self.key = request.key
+        self.tenant = request.tenant_mark
+        self.holder = holder  # of its blocks: RUNNING, or LEASED for a held prefill
+        self.state = state
+        self.deadline = request.deadline  # whoever resumes a parked group brings another
+        # Without a name for every span there is none for the next: such a request stays out of the prefix cache.
+        num_spans = len(request.token_ids) // SPAN_TOKENS
+        self.is_named = len(request.span_hashes) == num_spans and request.chain_parent != NO_PARENT
+        self.arrival = next(_arrivals)
+        hashes = list(request.span_hashes) if self.is_named else []
+        self.live: list[Sequence] = [Sequence(self, 0, list(request.token_ids), hashes)]
+        self.prefilled = False  # the first tokens are drawn, here or on another worker
+        # a fetch: blocks [0, num_owned) of the trunk are held RUNNING, those behind it FETCHING
+        self.num_owned = 0
+        self.fetch_settled = True
+        # stamps, time.monotonic()
+        self.accepted_at = time.monotonic()
+        self.launched_at: float | None = None
+        self.started_at = 0.0
+        self.first_step_at: float | None = None
+        self.first_step_s = 0.0
+        self.num_waiting_tokens = 0  # of its prompt, until its first chunk is launched
+        self.num_cached_tokens = 0
+        self.num_chunks = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.preempted_at: tuple[float, ...] = ()
+        self.drafted = DraftCounts()
+        self.saved_s = 0.0  # against plain steps, as they were measured
+
+    @property
+    def trunk(self) -> Sequence:
+        return self.live[0]
+
+    @property
+    def is_held(self) -> bool:
+        return self.holder is Holder.LEASED
+
+    @property
+    def in_loop(self) -> bool:
+        return self.state in (State.WAITING, State.RUNNING)
+
+    def preempted(self) -> None:
+        self.num_preemptions += 1
+        if self.num_preemptions <= _NUM_PREEMPTION_STAMPS:
+            self.preempted_at += (time.monotonic(),)
+
+    def started(self) -> None:
+        """The first tokens are known: what comes now is decoding."""
+        self.prefilled = True
+        self.started_at = time.monotonic()
+
+    def stepped(self, launched_at: float) -> None:
+        """A decode step with this group in it has passed."""
+        if self.first_step_at is None:
+            self.first_step_at = launched_at
+            self.first_step_s = time.monotonic() - launched_at
+        self.num_steps += 1
+
+    def report(self) -> DecodeReport:
+        if self.first_step_at is None:
+            return DecodeReport(num_preemptions=self.num_preemptions, preempted_at=self.preempted_at)
+        decode_s = time.monotonic() - self.first_step_at
+        drafted = self.drafted
+        return DecodeReport(
+            decode_queue_s=self.first_step_at - self.started_at,
+            first_step_s=self.first_step_s,
+            decode_s=decode_s,
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+            preempted_at=self.preempted_at,
+            num_drafts=drafted.num_drafts,
+            proposed_by_position=tuple(drafted.proposed),
+            accepted_by_position=tuple(drafted.accepted),
+            speedup=max(0.0, (decode_s + self.saved_s) / decode_s) if drafted.num_drafts and decode_s > 0 else 1.0,
+        )

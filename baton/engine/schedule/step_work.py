@@ -1,0 +1,48 @@
+"""What the steps of an engine come to, counted from their slices: how often weights are read, how much is computed."""
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from baton.engine.schedule.scheduler import Slice
+
+WINDOW_S = 5  # whole seconds, those before the present one
+
+
+class WorkRates(NamedTuple):
+    """A second, over WINDOW_S; pauses count as nothing done."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    rows: float = 0.0  # that logits were drawn from, one a slice
+    pairs: float = 0.0  # of a token and a position that it sees
+    kv_tokens: float = 0.0  # whose KV was read, or written: the context of every sequence once a step, and what is new
+
+
+class StepWork:
+    """Written by the loop's thread, read by any."""
+
+    def __init__(self):
+        self._seconds: deque[tuple[int, list[int]]] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, slices: Iterable[Slice]) -> None:
+        """One step."""
+        num_tokens = num_rows = num_pairs = num_kv = 0
+        for seq, begin, end in slices:
+            end += len(seq.draft_ids)
+            num_rows += 1
+            num_tokens += end - begin
+            num_pairs += (end - begin) * (begin + end + 1) // 2
+            num_kv += 2 * end - begin
+        second = int(time.monotonic())
+        if not self._seconds or self._seconds[-1][0] != second:
+            self._seconds.append((second, [0] * len(WorkRates._fields)))
+        sums = self._seconds[-1][1]
+        for index, num in enumerate((1, num_tokens, num_rows, num_pairs, num_kv)):
+            sums[index] += num
+
+    def rates(self) -> WorkRates:
+        second = int(time.monotonic())
+        recent = [sums for at, sums in list(self._seconds) if second - WINDOW_S <= at < second]
+        return WorkRates(*(sum(column) / WINDOW_S for column in zip(*recent, strict=True))) if recent else WorkRates()

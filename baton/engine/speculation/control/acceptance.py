@@ -1,0 +1,31 @@
+"""How often proposals are right."""
+
+import math
+
+ACCEPT_FORGET, LATELY_FORGET = 0.96, 0.995
+PRIOR_TRIALS = 2.0  # weight of the proposer's lately against the sequence's own
+HOPE = 0.2  # of 1 / sqrt(trials), whose standard deviation is at most 0.5 of it
+FADE = 0.995  # of a sequence's own, per step in which others are asked and it is not: it is looked at again
+
+
+class AcceptanceRate:
+    """Of one sequence, or of all that a proposer served: the chance that a proposal is right if those before are."""
+
+    __slots__ = ("accepted", "trials")
+
+    def __init__(self):
+        self.accepted = self.trials = 0.0
+
+    def add(self, num_proposed: int, num_accepted: int, forget: float = ACCEPT_FORGET) -> None:
+        """Of the proposals behind the first wrong one nothing is known."""
+        self.accepted = forget * self.accepted + num_accepted
+        self.trials = forget * self.trials + min(num_accepted + 1, num_proposed)
+
+    def fade(self) -> None:
+        self.accepted *= FADE
+        self.trials *= FADE
+
+    def rate(self, prior: float) -> float:
+        """Hopeful where little is known: who is thought too good is tried and found out, who is thought bad is not."""
+        trials = self.trials + PRIOR_TRIALS
+        return min(1.0, (self.accepted + PRIOR_TRIALS * prior) / trials + HOPE / math.sqrt(trials))

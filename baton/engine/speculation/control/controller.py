@@ -1,0 +1,317 @@
+"""How many tokens are proposed for whom: what it is expected to bring against what it costs, both as measured.
+
+    brings   a proposal at position j of a sequence is right with about a^j, where a is the sequence's own acceptance,
+             forgetting; a sequence that is new begins with what its proposer had lately
+    costs    seconds of a plain step, of a verifying step beyond it by its proposals, of a draft by its width: each
+             measured by this engine from its own steps, by the number of sequences (powers of two), see costs.py
+    trust    what steps with a proposer took against what was foreseen of them, by its name and the batch: what the
+             costs leave out (prompts that a draft reads, hidden states that are kept) ends in this factor
+    worth    tokens that all sequences gain save whole steps. What one gains beyond the one that gains least only
+             frees its place earlier: that counts as far as places are filled again, see Refill
+
+Per step the width is chosen that is worth most per second, and none where that is not GAIN times plain (DRAFT_GAIN
+where it is to be drafted). What is off is looked at again every LOOK_INTERVAL steps, and tried out of an allowance that
+grows with the time of plain steps, see proposer_state.py. Of what costs next to nothing the guesses are judged by what
+came,
+verified or not. So leaving it on costs little more than ALLOWANCE, whatever the text and the load.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, repeat
+from operator import mul
+
+from baton.engine.core.config import MAX_DRAFT_TOKENS
+from baton.engine.speculation.control.acceptance import LATELY_FORGET, AcceptanceRate
+from baton.engine.speculation.control.costs import Costs
+from baton.engine.speculation.control.proposer_state import SMALL_BATCH, ProposerState
+
+GAIN = 1.03  # below it a foreseen gain may be noise
+DRAFT_GAIN = 1.1  # the same where proposals have to be drafted: more is guessed, and more is lost by a wrong guess
+PRIOR_ACCEPTANCE = 0.6
+PATIENCE = 3  # wider drafts looked at beyond the best one
+DRAFTED = 4  # times as wide where the proposals are there anyway
+TRY_STEPS = 6  # what follows hidden states guesses badly while it has seen few
+DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2 ms to choose
+PLAIN_INTERVAL = 256  # verifying steps after which plain ones are measured again
+PLAIN_RUN = 6  # running
+COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
+PLAIN_SAMPLE = 8  # where all are plain one of so many is measured
+FIXED_INTERVAL = 16  # verifying steps before the first such run, where every request has a width of its own
+EXCESS_STEP = 0.03
+REFILL_FORGET = 0.9
+
+
+class Account:
+    """Of the steps that one proposer was asked in: time over what was foreseen, the median, followed step by step.
+    Tokens are not in it: who is thought too good is on, and found out by its acceptance; here that would count against
+    it for good."""
+
+    __slots__ = ("excess",)
+
+    def __init__(self):
+        self.excess = 1.0
+
+    def add(self, spent: float, foreseen: float) -> None:
+        self.excess += EXCESS_STEP if spent > self.excess * foreseen else -EXCESS_STEP
+
+    @property
+    def trust(self) -> float:
+        return min(1.0, 1 / self.excess)
+
+
+class Refill:
+    """Whether the places of sequences that end are filled again while others decode: 1 under a steady load, 0 where a
+    batch is worked off to its end. Then a sequence that is done early leaves a step that is hardly cheaper."""
+
+    __slots__ = ("rate", "vacant")
+
+    def __init__(self):
+        self.rate = 0.0
+        self.vacant = 0
+
+    def changed(self, num_joined: int, num_left: int, num_seqs: int) -> None:
+        """Since the step before; `num_seqs` decode now."""
+        self.vacant += num_left
+        filled = min(num_joined, self.vacant)
+        for _ in range(filled):
+            self.rate += (1 - REFILL_FORGET) * (1 - self.rate)
+        self.vacant -= filled
+        if num_seqs == 0:
+            self.rate *= REFILL_FORGET**self.vacant
+            self.vacant = 0
+
+
+class DraftPlan:
+    """What a step is foreseen to come to, proposer after proposer."""
+
+    __slots__ = ("num_seqs", "tokens", "num_proposals", "draft_s", "is_known")
+
+    def __init__(self, num_seqs: int):
+        self.num_seqs = num_seqs
+        self.tokens: list[float] = []  # of the sequences that something is proposed for
+        self.num_proposals = 0
+        self.draft_s = 0.0
+        self.is_known = True  # what it will take
+
+    def rest(self, num: int) -> tuple[float, float]:
+        """(sum, least) of the tokens of all sequences but `num` that are being planned."""
+        num_plain = self.num_seqs - num - len(self.tokens)
+        least = 1.0 if num_plain else min(self.tokens, default=math.inf)
+        return num_plain + sum(self.tokens), least
+
+
+class Controller:
+    """One per engine. Belongs to the loop's thread."""
+
+    def __init__(self):
+        self.costs = Costs()
+        self.refill = Refill()
+        self.lately: dict[str, AcceptanceRate] = {}
+        self.plan = DraftPlan(0)
+        self.step = 0
+        self._accounts: dict[tuple[str, int], Account] = {}
+        self._standings: defaultdict[str, ProposerState] = defaultdict(ProposerState)
+        self._since_plain = 0  # verifying steps
+        self._num_plain = 0  # plain steps running
+        self._plain_left = 0  # plain steps of the run that is measured
+
+    def prior(self, name: str) -> float:
+        """The acceptance of a sequence that is new to a proposer."""
+        lately = self.lately.get(name)
+        return lately.rate(PRIOR_ACCEPTANCE) if lately is not None else PRIOR_ACCEPTANCE
+
+    def begin(self, num_seqs: int) -> None:
+        """A step of so many decoding sequences is planned."""
+        self.step += 1
+        self.plan = DraftPlan(num_seqs)
+
+    def wants_plain(self, num_seqs: int, is_free: bool = True) -> bool:
+        """Whether this step should be plain, to be measured. `is_free`: somebody's width is to be decided from it."""
+        is_known = self.costs.plain_s(num_seqs) is not None
+        if self._since_plain >= (PLAIN_INTERVAL if is_known else FIXED_INTERVAL) or (is_free and not is_known):
+            self._plain_left = PLAIN_RUN
+        return self._plain_left > 0
+
+    def is_resting(self, name: str, num_seqs: int) -> bool:
+        """Of every step: whether a proposer is off, and not to be asked now."""
+        return self._standings[name].is_resting(self.step, num_seqs)
+
+    def wants_time(self, num_seqs: int) -> bool:
+        """Of a plain step that nobody is asked in: whether to measure it. The clock takes as long as the rest."""
+        return self.step % PLAIN_SAMPLE == 0 or self.costs.plain_s(num_seqs) is None or self._plain_left > 0
+
+    def passed_plainly(self) -> None:
+        """The planned step has passed without proposals."""
+        self._since_plain = 0
+        self._num_plain += 1
+        self._plain_left = max(0, self._plain_left - 1)
+
+    def found_nothing(self, name: str) -> None:
+        """Of a proposer that is asked first and decided about when its proposals are there: there are none."""
+        self._standings[name].off(self.step, self.plan.num_seqs, True)
+
+    def widths(
+        self, name: str, num_seqs: int, own: Sequence[AcceptanceRate], limits: Sequence[int], is_drafted: bool = False,
+        num_reads: float = 0.0,
+    ) -> list[int]:  # fmt: skip
+        """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
+        `own`: their acceptance; `limits`: what they have room for; `is_drafted`: so many proposals are there, and what
+        they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to make."""
+        plain_s = self.costs.plain_s(num_seqs)
+        if plain_s is None or not own:
+            return [0] * len(own)
+        standing, prior = self._standings[name], self.prior(name)
+        rates = [acceptance.rate(prior) for acceptance in own]
+        if num_seqs <= SMALL_BATCH or not 0 <= self.step - standing.decided_at < DECIDED_FOR:
+            standing.best = self._best_width(name, rates, limits, plain_s, is_drafted, num_reads)
+            standing.decided_at = self.step
+        if standing.best:
+            best = standing.on()
+            floor = self._floor(plain_s)
+            widths = [_deepest(rate, min(best, limit), floor) for rate, limit in zip(rates, limits, strict=True)]
+            for acceptance, width in zip(own, widths, strict=True):
+                if width == 0:
+                    acceptance.fade()
+        else:
+            widths = self._try(name, standing, own, limits, plain_s, is_drafted)
+            standing.off(self.step, num_seqs, is_drafted)
+        self._foresee(name, rates, widths, is_drafted)
+        return widths
+
+    def passed(self, num_made: int, num_proposed: int, step_s: float, draft_s: float, asked: Iterable[str]) -> None:
+        """The planned step has passed, decoding alone: `num_made` tokens in `step_s`, without its drafts."""
+        num_seqs, plan = self.plan.num_seqs, self.plan
+        plain_s = self.costs.plain_s(num_seqs)
+        if num_proposed:
+            self._since_plain, self._num_plain = self._since_plain + 1, 0
+        else:
+            self.passed_plainly()
+        if num_proposed or self._num_plain > COLD:
+            self.costs.add_step(num_seqs, num_proposed, step_s)
+        if plain_s is None:
+            return
+        spent = (step_s + draft_s if num_proposed else plain_s + draft_s) / plain_s
+        foreseen_spent = 1 + (self._extra_s(num_seqs, plan.num_proposals) + plan.draft_s) / plain_s
+        for name in asked:
+            standing, account = self._standings[name], self._account(name, num_seqs)
+            if num_proposed and plan.is_known:
+                account.add(spent, foreseen_spent)
+                spent = min(spent, foreseen_spent / account.trust)  # it may have been disturbed
+            if standing.is_trying:
+                gained = (num_made / num_seqs - 1) * (self.refill.rate if num_seqs > 1 else 1.0)
+                standing.passed(spent - 1 - gained, num_proposed > 0)
+
+    def judged(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
+        """What became of a sequence's proposals; `acceptance` is its own."""
+        acceptance.add(num_proposed, num_accepted)
+        self.lately.setdefault(name, AcceptanceRate()).add(num_proposed, num_accepted, LATELY_FORGET)
+
+    # ---- private ----
+
+    def _account(self, name: str, num_seqs: int) -> Account:
+        return self._accounts.setdefault((name, num_seqs.bit_length()), Account())
+
+    def _extra_s(self, num_seqs: int, num_proposals: int) -> float:
+        return self.costs.extra_s(num_seqs, num_proposals) if num_proposals and self.costs.extra_is_known else 0.0
+
+    def _best_width(self, name, rates, limits, plain_s, is_drafted, num_reads) -> int:
+        """The width that is worth most per second, all sequences at that width, at their limit or above the floor."""
+        if not self._is_known(name, is_drafted):
+            return 0
+        plan, refill = self.plan, self.refill.rate
+        num_seqs, num_proposals = plan.num_seqs, plan.num_proposals
+        extra, most, draft_s = self.costs.extra_curve(num_seqs), max(limits), 0.0
+        if not is_drafted:
+            draft, more = self.costs.draft_curve(name, len(rates))
+            most = min(most, 2 * draft.largest)
+        read_s = self.costs.read_s(name) * num_reads
+        fixed_s = plain_s + plan.draft_s
+        total, least = plan.rest(len(rates))
+        total += len(rates)
+        gain = GAIN if is_drafted else DRAFT_GAIN
+        best, best_speed = 0, gain / (plain_s * self._account(name, num_seqs).trust)
+        chances, tokens, floor = [1.0] * len(rates), [1.0] * len(rates), self._floor(plain_s)
+        for width in range(1, most + 1):
+            for index, (rate, limit) in enumerate(zip(rates, limits, strict=True)):
+                if width <= limit and (chance := chances[index] * rate) >= floor:
+                    chances[index] = chance
+                    tokens[index] += chance
+                    total += chance
+                    num_proposals += 1
+            if num_proposals > 2 * extra.largest:
+                break
+            slowest = min(least, *tokens) if num_seqs > 1 else total
+            worth = slowest + refill * (total / num_seqs - slowest)
+            if not is_drafted:
+                draft_s = more * draft.at(width)
+            speed = worth / (fixed_s + extra.at(num_proposals) + draft_s + read_s * worth)
+            if speed > best_speed:
+                best, best_speed = width, speed
+            elif width >= best + PATIENCE:
+                break
+        return best
+
+    def _foresee(self, name: str, rates: Sequence[float], widths: Sequence[int], is_drafted: bool) -> None:
+        plan, asked = self.plan, [(rate, width) for rate, width in zip(rates, widths, strict=True) if width]
+        plan.tokens += [sum(accumulate(repeat(rate, width), mul, initial=1.0)) for rate, width in asked]
+        plan.num_proposals += sum(width for _, width in asked)
+        if asked and not self._is_known(name, is_drafted):
+            plan.is_known = False
+        elif asked and not is_drafted:
+            plan.draft_s += self.costs.draft_s(name, len(asked), max(width for _, width in asked))
+
+    def _try(self, name, standing, own, limits, plain_s, is_drafted) -> list[int]:
+        """As many sequences as the allowance pays for, those least known first, and the same until the try is over;
+        none where it does not pay for one."""
+        widths, width = [0] * len(own), standing.width * (DRAFTED if is_drafted else 1)
+        if not standing.is_trying:
+            if not standing.can_pay(self.step, self._price(name, 1, width, plain_s, is_drafted)):
+                return widths
+            standing.num_to_try = 1 if is_drafted else TRY_STEPS
+        chosen = [index for index, acceptance in enumerate(own) if acceptance in standing.tried]
+        if not chosen:
+            chosen, num = sorted(range(len(own)), key=lambda index: own[index].trials), 1
+            while num < len(own) and standing.can_pay(
+                self.step, self._price(name, 2 * num, width, plain_s, is_drafted)
+            ):
+                num *= 2
+            chosen = chosen[:num]
+            standing.tried = [own[index] for index in chosen]
+        for index in chosen:
+            widths[index] = min(width, limits[index])
+        return widths
+
+    def _price(self, name: str, num: int, width: int, plain_s: float, is_drafted: bool) -> float:
+        """Plain steps that a try with so many sequences takes beyond one."""
+        if not self._is_known(name, is_drafted):
+            return 0.5 + 0.1 * num * width
+        draft_s = 0.0 if is_drafted else self.costs.draft_s(name, num, width)
+        return (self.costs.extra_s(self.plan.num_seqs, num * width) + draft_s) / plain_s
+
+    def _is_known(self, name: str, is_drafted: bool) -> bool:
+        return self.costs.extra_is_known if is_drafted else self.costs.is_known(name)
+
+    def _floor(self, plain_s: float) -> float:
+        """The chance below which one more proposal takes longer to verify than it saves; none where the batch waits for
+        the sequence that gains least."""
+        if not self.refill.rate or not self.costs.extra_is_known:
+            return 0.0
+        num_seqs = self.plan.num_seqs
+        return self.refill.rate * self.costs.extra_curve(num_seqs).slope * num_seqs / plain_s
+
+
+def _deepest(rate: float, width: int, floor: float) -> int:
+    """Positions whose chance of being reached and right is above the floor."""
+    chance = 1.0
+    for position in range(width):
+        chance *= rate
+        if chance < floor:
+            return position
+    return width
+
+
+def limit_of(num_left: int, budget: int) -> int:
+    """Proposals that can be of use: the step gives one token more than it accepts."""
+    return max(0, min(MAX_DRAFT_TOKENS, num_left - 1, budget))

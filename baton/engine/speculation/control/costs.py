@@ -1,0 +1,168 @@
+"""What steps and drafts take, as measured lately."""
+
+from collections import deque
+
+from baton.engine.core.config import MAX_DRAFT_TOKENS as SMALL
+
+LAST = 9  # plain steps
+OFTEN = 64  # measurements, from which on a curve is drawn anew for every fourth
+LAST_OF_SIZE = 9  # drafts, or verifying steps
+BATCHING = 1.2  # of a draft, per doubling of its sequences
+FIRST = 3  # measurements before anything is said: the first ones warm up
+FIRST_PLAIN = 4  # of plain steps: all is held against them
+
+
+class Typical:
+    """The median of the last durations: plain steps are rare while it pays to speculate, and some are disturbed."""
+
+    __slots__ = ("_last", "count", "value")
+
+    def __init__(self, last: int = LAST):
+        self._last: deque[float] = deque(maxlen=last)
+        self.count, self.value = 0, 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        if self.count == 2:  # the first one warmed up
+            self._last.clear()
+        if self.count > self._last.maxlen and self.count % 4:  # it says nothing new, and takes 2 us
+            return
+        self._last.append(seconds)
+        self.value = sorted(self._last)[(len(self._last) - 1) // 2]
+
+
+class Curve:
+    """Seconds by size, through what is typical of each: kernels take rows in tiles, so that the fifth may be dear and
+    the sixth free. A straight line, least squares, behind the sizes that were measured and above SMALL. Of what is more
+    than twice the largest size so far it says nothing: whoever grows, grows by as much and looks again."""
+
+    __slots__ = ("count", "largest", "slope", "_base", "_small", "_sizes")
+
+    def __init__(self):
+        self.count = self.largest = 0
+        self.slope = self._base = 0.0
+        self._small: list[float] = []  # of the sizes from 0 on
+        self._sizes: dict[float, Typical] = {}  # above SMALL two in an octave
+
+    def add(self, size: int, seconds: float) -> None:
+        self.count += 1
+        self.largest = max(self.largest, size)
+        middle: float = size
+        if size > SMALL:
+            half = 1 << (size.bit_length() - 2)  # of its octave
+            middle = size - size % half + (half - 1) / 2
+        self._sizes.setdefault(middle, Typical(LAST_OF_SIZE)).add(seconds)
+        if self.count < OFTEN or self.count % 4 == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        """A size counts as often as it was seen lately, and from the third time on if any was seen so often. While
+        there is but one, half of what it takes is taken for base."""
+        known = sorted((size, typical) for size, typical in self._sizes.items() if typical.count >= FIRST)
+        known = known or sorted(self._sizes.items())
+        n = x = y = xx = xy = 0.0
+        for size, typical in known:
+            weight = min(typical.count, LAST_OF_SIZE)
+            n += weight
+            x += weight * size
+            y += weight * typical.value
+            xx += weight * size * size
+            xy += weight * size * typical.value
+        self.slope = 0.5 * y / x if len(known) == 1 else max(0.0, (n * xy - x * y) / (n * xx - x * x))
+        self._base = (y - self.slope * x) / n
+        self._small = self._steps([(int(size), typical.value) for size, typical in known if size <= SMALL])
+
+    def _steps(self, known: list[tuple[int, float]]) -> list[float]:
+        """Of the sizes up to the last one that is known: straight from one to the next, and never less for more."""
+        if not known:
+            return []
+        size, seconds = 0, max(0.0, min(self._base, known[0][1]))
+        steps = [seconds]
+        for next_size, next_seconds in known:
+            rise = max(0.0, next_seconds - seconds) / (next_size - size)
+            steps += [seconds + rise * step for step in range(1, next_size - size + 1)]
+            size, seconds = next_size, steps[-1]
+        return steps
+
+    @property
+    def is_known(self) -> bool:
+        return self.count >= FIRST
+
+    def at(self, size: int) -> float:
+        small = self._small
+        if size < len(small):
+            return small[size]
+        if size <= SMALL and small:
+            return small[-1] + self.slope * (size + 1 - len(small))
+        return max(0.0, self._base + self.slope * size)
+
+
+class Costs:
+    """By the number of sequences that decode, in powers of two. What is not known for one number is taken from the
+    nearest that is."""
+
+    def __init__(self):
+        self.plain: dict[int, Typical] = {}
+        self.extra: dict[int, Curve] = {}  # of a verifying step beyond a plain one, by its proposals
+        self.drafts: dict[str, dict[int, Curve]] = {}  # of each proposer, by width
+        self.reads: dict[str, Typical] = {}  # of each proposer, seconds for a token that it has to read first
+
+    def add_step(self, num_seqs: int, num_proposals: int, seconds: float) -> None:
+        bucket = num_seqs.bit_length()
+        plain = self.plain.setdefault(bucket, Typical())
+        if num_proposals == 0:
+            plain.add(seconds)
+        elif plain.count:
+            # To verify a token is never dearer than a plain step.
+            extra_s = min(max(0.0, seconds - plain.value), (1 + num_proposals) * plain.value)
+            self.extra.setdefault(bucket, Curve()).add(num_proposals, extra_s)
+
+    def add_draft(self, name: str, num_seqs: int, width: int, seconds: float) -> None:
+        bucket = num_seqs.bit_length()
+        if (plain_s := self.plain_s(num_seqs)) is not None:  # a draft is never larger than its target
+            seconds = min(seconds, (1 + width) * plain_s)
+        self.drafts.setdefault(name, {}).setdefault(bucket, Curve()).add(width, seconds)
+
+    def add_read(self, name: str, num_tokens: int, seconds: float) -> None:
+        self.reads.setdefault(name, Typical()).add(seconds / num_tokens)
+
+    def read_s(self, name: str) -> float:
+        """For a token; 0 where it was never measured."""
+        return self.reads[name].value if name in self.reads else 0.0
+
+    def plain_s(self, num_seqs: int) -> float | None:
+        """None: to be measured first."""
+        plain = self.plain.get(num_seqs.bit_length())
+        return plain.value if plain is not None and plain.count >= FIRST_PLAIN else None
+
+    @property
+    def extra_is_known(self) -> bool:
+        return _nearest(self.extra, 1) is not None
+
+    def is_known(self, name: str) -> bool:
+        """Whether extra_s and draft_s can be told."""
+        return self.extra_is_known and _nearest(self.drafts.get(name, {}), 1) is not None
+
+    def extra_s(self, num_seqs: int, num_proposals: int) -> float:
+        return self.extra_curve(num_seqs).at(num_proposals)
+
+    def extra_curve(self, num_seqs: int) -> Curve:
+        return self.extra[_nearest(self.extra, num_seqs.bit_length())]
+
+    def draft_s(self, name: str, num_seqs: int, width: int) -> float:
+        curve, more = self.draft_curve(name, num_seqs)
+        return more * curve.at(width)
+
+    def draft_curve(self, name: str, num_seqs: int) -> tuple[Curve, float]:
+        """By width, and times how much: a guess above what it may be where it was measured with fewer sequences."""
+        curves, bucket = self.drafts[name], num_seqs.bit_length()
+        nearest = _nearest(curves, bucket)
+        return curves[nearest], BATCHING ** max(0, bucket - nearest)
+
+
+def _nearest(curves: dict[int, Curve], bucket: int) -> int | None:
+    """The bucket whose curve is known."""
+    if (curve := curves.get(bucket)) is not None and curve.is_known:
+        return bucket
+    known = (other for other in curves if curves[other].is_known)
+    return min(known, key=lambda other: abs(other - bucket), default=None)

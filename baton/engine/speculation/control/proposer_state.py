@@ -1,0 +1,81 @@
+"""Whether a proposer is on: what it may lose by tries, and when it is looked at again."""
+
+from baton.engine.speculation.control.acceptance import AcceptanceRate
+
+ALLOWANCE = 0.004  # of the time of plain steps, for trying what does not pay as far as is known
+FIRST_ALLOWANCE = 12.0  # plain steps; nor is more ever saved up
+DISTURBED = 2.0  # plain steps: what a try took beyond that was no fault of it
+TRIAL_WIDTHS = (2, 1, 4)  # in turn: of one width alone no slope can be told
+LOOK_INTERVAL = 16  # steps between two looks at what is off: sequences come and go
+VAIN_LOOKS = 16  # in a row, after which what costs next to nothing (2 % of the demo model's step) is off too,
+VAIN_INTERVAL = 4  # and looked at again, in a small batch: of 16 sequences a look takes 2 to 3 % of a step
+SMALL_BATCH = 4  # sequences; up to here a width is chosen for every step, too
+PROBE_INTERVAL = 32  # steps in which a proposer is on; the first PROBES have another width than the best one
+PROBES = 3
+
+
+class ProposerState:
+    """Of one proposer: whether it is off, its allowance in plain steps, and the try that goes on. A try lasts for some
+    steps in which something was proposed: a model may have a prompt to read first."""
+
+    __slots__ = (
+        "allowance", "earned_at", "num_tried", "num_to_try", "tried", "num_vain", "rests_until", "bucket", "decided_at",
+        "best", "num_on",
+    )  # fmt: skip
+
+    def __init__(self):
+        self.allowance = FIRST_ALLOWANCE
+        self.earned_at = 0  # step
+        self.num_tried = 0  # steps
+        self.num_to_try = 0  # steps of the try that goes on
+        self.tried: list[AcceptanceRate] = []  # whose sequences it is tried with
+        self.num_vain = 0  # looks in a row that came to nothing
+        self.rests_until = self.bucket = 0  # step; of the batch for which it was found to be off
+        self.decided_at = self.best = 0  # step; the width that is worth most
+        self.num_on = 0  # steps
+
+    @property
+    def is_trying(self) -> bool:
+        return self.num_to_try > 0
+
+    def is_resting(self, step: int, num_seqs: int) -> bool:
+        return step < self.rests_until and self.bucket == num_seqs.bit_length() and not self.is_trying
+
+    def off(self, step: int, num_seqs: int, is_quick: bool) -> None:
+        """Nothing comes of it in this step: it rests, or does after so many of these in a row."""
+        self.num_vain += 1
+        if not is_quick or self.num_vain >= VAIN_LOOKS:
+            interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
+            self.rests_until, self.bucket = step + interval, num_seqs.bit_length()
+
+    def on(self) -> int:
+        """The width: the best one, or now and then twice or half of it, since no other would be measured any more."""
+        self.num_vain = self.rests_until = 0
+        self.stop()
+        self.num_on += 1
+        turn, step = divmod(self.num_on, PROBE_INTERVAL)
+        if step >= PROBES:
+            return self.best
+        return 2 * self.best if turn % 2 else max(1, self.best // 2)
+
+    def stop(self) -> None:
+        """The try is over."""
+        self.num_to_try, self.tried = 0, []
+
+    @property
+    def width(self) -> int:
+        """Of the try."""
+        return TRIAL_WIDTHS[self.num_tried % len(TRIAL_WIDTHS)]
+
+    def can_pay(self, step: int, num_plain_steps: float) -> bool:
+        self.allowance = min(self.allowance + ALLOWANCE * (step - self.earned_at), FIRST_ALLOWANCE)
+        self.earned_at = step
+        return self.allowance > max(0.0, num_plain_steps)
+
+    def passed(self, lost: float, has_proposed: bool) -> None:
+        """A step of the try lost so many plain steps, or gained."""
+        self.allowance = min(self.allowance - min(lost, DISTURBED), FIRST_ALLOWANCE)
+        self.num_tried += has_proposed
+        self.num_to_try -= has_proposed
+        if self.allowance <= 0 or not self.num_to_try:
+            self.stop()

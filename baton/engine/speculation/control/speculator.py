@@ -1,0 +1,351 @@
+"""Who proposes for which sequence of a step, and what became of it.
+
+    draft      before a step: proposals are put behind the last tokens of its decoding sequences (Sequence.draft_ids)
+    measure    it has been computed: what it cost
+    advance    its results are out: acceptance, and hidden states back to the proposers
+
+A decoding sequence is open at a proposer from the first step in which it is asked for until a step without it. Where
+several proposers run, prompt lookup is asked first, since it costs next to nothing, unless its guesses for a sequence
+have been clearly worse; a model is asked for the sequences that are left. A proposer that is quick is asked before it
+is decided how much of what it proposes is verified; of the others that is decided first.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.engine.schedule.scheduler import Scheduler, Slice
+from baton.engine.schedule.sequence import DraftCounts, Group, Sequence
+from baton.engine.schedule.step_draws import Drawn
+from baton.engine.speculation.control.acceptance import AcceptanceRate
+from baton.engine.speculation.control.controller import Controller, limit_of
+from baton.engine.speculation.control.verify import num_right
+from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest, Proposer
+
+WORSE = 0.15  # of acceptance: what a proposer that costs next to nothing may have less than a model
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One sequence at one proposer."""
+
+    acceptance: AcceptanceRate
+    draftee: Draftee | None = None  # once it is asked
+    unverified: Seq[int] = ()  # proposals that were not taken up: they are judged by what came
+    unverified_at: int = 0  # behind so many tokens
+
+    def judge(self) -> tuple[int, int]:
+        """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
+        came = self.draftee.token_ids[self.unverified_at : self.unverified_at + len(self.unverified)]
+        draft, self.unverified = self.unverified, ()
+        right = 0
+        while right < len(came) and came[right] == draft[right]:
+            right += 1
+        return len(came), right
+
+
+def clock_for(device: torch.device) -> Callable[[], float]:
+    """On a CPU the time of the loop's own thread: who else wants the core makes no step dearer than another. On a GPU
+    the loop waits, and that counts."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+class Speculator:
+    """Belongs to the loop's thread. `proposers` in the order in which they are asked; none: every step is plain."""
+
+    def __init__(
+        self,
+        proposers: Iterable[Proposer],
+        scheduler: Scheduler,
+        num_draft_tokens: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """`num_draft_tokens`: always so many, whether it pays or not; None: as many as pay."""
+        proposers = list(proposers)
+        self.proposers = {proposer.name: proposer for proposer in proposers}
+        self.controller = Controller()
+        self.counts = {name: DraftCounts() for name in self.proposers}  # since the start
+        self._followers = [each.name for each in proposers if type(each).advance is not Proposer.advance]
+        self._last = next(reversed(self.proposers), "")  # has no other behind it
+        self._scheduler = scheduler
+        self._num_draft_tokens = num_draft_tokens
+        self._clock = clock
+        self._tracks: dict[str, dict[Sequence, Track]] = {name: {} for name in self.proposers}
+        self._num_open = dict.fromkeys(self.proposers, 0)
+        self._decoding: list[Sequence] = []
+        self._candidates: dict[str, list[Sequence]] = {}  # of those that decode, whose requests allow a proposer
+        self._has_fixed = self._has_free = False  # a request among them has a width of its own; has not
+        self._proposers_of: dict[Sequence, str] = {}  # whose proposals a sequence has in this step
+        self._asked: list[str] = []  # proposers, in this step, to decide as pays
+        self._begun_at = self._draft_s = self._advance_s = 0.0
+        self._has_chunks = self._is_timed = False
+        self._unpriced: list[tuple[Group, float, float]] = []  # until a plain step has been measured
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beyond the target's."""
+        return sum(proposer.num_bytes for proposer in self.proposers.values())
+
+    @property
+    def start_words(self) -> str:
+        """For the engine's start line; empty: it does not speculate."""
+        if not self.proposers:
+            return ""
+        width = "as many tokens as pay" if self._num_draft_tokens is None else f"{self._num_draft_tokens} tokens a step"
+        return f"; speculation by {', '.join(self.proposers)}, {width} ({self.num_bytes / (1 << 20):.0f} MiB)"
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether a proposer with open sequences reads the hidden states of this step."""
+        return any(proposer.wants_hidden and self._num_open[name] for name, proposer in self.proposers.items())
+
+    # ---- before a step ----
+
+    def draft(self, slices: list[Slice], num_free_tokens: int) -> None:
+        """Proposals for the decoding sequences among `slices`, at most `num_free_tokens` (the step's budget) in all."""
+        if not self.proposers:
+            return
+        if self._proposers_of:
+            self._proposers_of = {}
+        if self._asked:
+            self._asked = []
+        self._is_timed = False
+        decoding = [seq for seq, begin, end in slices if end - begin == 1 and seq.group.prefilled]
+        self._has_chunks = len(decoding) < len(slices)
+        if decoding != self._decoding:
+            self._change(decoding)
+        controller, num_seqs = self.controller, len(decoding)
+        controller.begin(num_seqs)
+        for name, proposer in self.proposers.items():
+            if not self._has_fixed and (self._has_chunks or controller.is_resting(name, num_seqs)):
+                continue
+            if num_free_tokens <= 0 or not self._candidates[name]:
+                continue
+            if not self._has_chunks and controller.wants_plain(num_seqs, self._has_free):
+                break
+            if not self._is_timed:
+                self._begun_at, self._is_timed = self._clock(), True
+            num_free_tokens -= self._ask(proposer, num_free_tokens)
+        if self._is_timed:
+            self._draft_s = self._clock() - self._begun_at
+        elif decoding and not self._has_chunks and controller.wants_time(num_seqs):
+            self._begun_at, self._draft_s, self._is_timed = self._clock(), 0.0, True
+
+    def _change(self, decoding: list[Sequence]) -> None:
+        """Others decode than in the step before: whoever does not is closed."""
+        before, now = set(self._decoding), set(decoding)
+        self.controller.refill.changed(len(now - before), len(before - now), len(now))
+        for name, tracks in self._tracks.items():
+            for seq in [seq for seq in tracks if seq not in now]:
+                self._close(self.proposers[name], tracks.pop(seq))
+        asked = {seq: seq.group.request.speculation for seq in decoding}
+        self._candidates = {
+            name: [seq for seq in decoding if asked[seq].num_tokens != 0 and asked[seq].proposer in ("", name)]
+            for name in self.proposers
+        }
+        fixed = {self._fixed(seq) is not None for seq in decoding}
+        self._has_fixed, self._has_free = True in fixed, False in fixed
+        self._decoding = decoding
+
+    def close_all(self) -> None:
+        """Nothing is computed in this step."""
+        if self._decoding:
+            self._change([])
+
+    def _suits(self, seq: Sequence, name: str) -> bool:
+        """Whether this proposer is to guess for the sequence rather than the last one."""
+        if name in (self._last, seq.group.request.speculation.proposer):
+            return True
+        return self._rate(name, seq) > self._rate(self._last, seq) - WORSE
+
+    def _rate(self, name: str, seq: Sequence) -> float:
+        track, prior = self._tracks[name].get(seq), self.controller.prior(name)
+        return prior if track is None else track.acceptance.rate(prior)
+
+    def _ask(self, proposer: Proposer, budget: int) -> int:
+        """Asks one proposer for those of the sequences for which it pays; how many tokens it proposed."""
+        name, seqs = proposer.name, self._candidates[proposer.name]
+        if len(self.proposers) > 1:
+            seqs = [seq for seq in seqs if seq not in self._proposers_of and self._suits(seq, name)]
+        if not seqs:
+            return 0
+        limits = [self._limit(seq, budget) for seq in seqs]
+        if proposer.is_quick:
+            drafts = self._looked_up(proposer, seqs, limits)
+            if not any(drafts):
+                self.controller.found_nothing(name)
+                return 0
+            widths = self._widths(name, seqs, [len(draft) for draft in drafts], True)
+        else:
+            widths = self._widths(name, seqs, limits, False)
+            drafts = self._drafts(proposer, seqs, widths, budget)
+        num_proposed = 0
+        for seq, width, draft in zip(seqs, widths, drafts, strict=True):
+            num_tokens = min(len(draft), width, budget - num_proposed)
+            if num_tokens > 0 and (room := self._scheduler.room_for_draft(seq, num_tokens)) > 0:
+                seq.draft_ids = draft[:room]
+                self._proposers_of[seq] = name
+                num_proposed += room
+            elif draft:
+                track = self._track(name, seq)
+                track.unverified, track.unverified_at = draft, seq.num_tokens
+        return num_proposed
+
+    def _looked_up(self, proposer: Proposer, seqs: list[Sequence], limits: list[int]) -> list[list[int]]:
+        """All that a quick proposer has; what it had at the last look and was not taken up is judged first."""
+        name, asks, wanted = proposer.name, [], []
+        drafts: list[list[int]] = [[] for _ in seqs]
+        for index, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
+            if limit > 0:
+                fixed = self._fixed(seq)
+                asks.append(DraftRequest(self._open(proposer, seq), limit if fixed is None else min(limit, fixed)))
+                wanted.append(index)
+                track = self._tracks[name][seq]
+                if track.unverified:
+                    self.controller.judged(name, track.acceptance, *track.judge())
+        for index, draft in zip(wanted, proposer.propose(asks), strict=True):
+            drafts[index] = draft
+        return drafts
+
+    def _drafts(
+        self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int
+    ) -> list[list[int]]:
+        """What it proposes for each of them, at most so many tokens; nothing where the width is 0."""
+        drafts: list[list[int]] = [[] for _ in seqs]
+        wanted = [index for index, width in enumerate(widths) if width > 0]
+        if not wanted:
+            return drafts
+        asks = [DraftRequest(self._open(proposer, seqs[index]), widths[index]) for index in wanted]
+        begun_at = self._clock()
+        num_read = proposer.prepare([draftee for draftee, _ in asks], budget)
+        if num_read:
+            read_at, begun_at = begun_at, self._clock()
+            self.controller.costs.add_read(proposer.name, num_read, begun_at - read_at)
+        for index, draft in zip(wanted, proposer.propose(asks), strict=True):
+            drafts[index] = draft
+        if width := max(len(draft) for draft in drafts):
+            self.controller.costs.add_draft(proposer.name, len(wanted), width, self._clock() - begun_at)
+        return drafts
+
+    def _track(self, name: str, seq: Sequence) -> Track:
+        track = self._tracks[name].get(seq)
+        if track is None:
+            track = self._tracks[name][seq] = Track(AcceptanceRate())
+        return track
+
+    def _open(self, proposer: Proposer, seq: Sequence) -> Draftee:
+        track = self._track(proposer.name, seq)
+        if track.draftee is None:
+            track.draftee = Draftee(seq.group.request, seq.choice, seq.token_ids)
+            proposer.open(track.draftee)
+            self._num_open[proposer.name] += 1
+        return track.draftee
+
+    def _close(self, proposer: Proposer, track: Track) -> None:
+        if track.draftee is not None:
+            proposer.close(track.draftee)
+            track.draftee = None
+            self._num_open[proposer.name] -= 1
+
+    def _rest(self, proposer: Proposer) -> None:
+        """Nobody wants it now. What follows the target's hidden states would have to be told of every step."""
+        if proposer.wants_hidden and self._num_open[proposer.name]:
+            for track in self._tracks[proposer.name].values():
+                self._close(proposer, track)
+
+    def _widths(self, name: str, seqs: list[Sequence], limits: list[int], is_drafted: bool) -> list[int]:
+        """See Controller.widths; requests with a width of their own have that."""
+        fixed = [self._fixed(seq) for seq in seqs]
+        widths = [min(limit, width or 0) for limit, width in zip(limits, fixed, strict=True)]
+        if self._has_chunks:
+            return widths
+        self._asked.append(name)
+        free = [index for index, width in enumerate(fixed) if width is None and limits[index] > 0]
+        own = [self._track(name, seqs[index]).acceptance for index in free]
+        free_limits = [limits[index] for index in free]
+        num_reads = 0.0 if is_drafted else sum(self._reads(name, seqs[index]) for index in free)
+        chosen = self.controller.widths(name, len(self._decoding), own, free_limits, is_drafted, num_reads)
+        for index, width in zip(free, chosen, strict=True):
+            widths[index] = width
+        if not is_drafted and not any(widths):
+            self._rest(self.proposers[name])
+        return widths
+
+    def _reads(self, name: str, seq: Sequence) -> float:
+        """Tokens of the sequence that its proposer has to read first, by each that it is expected to make."""
+        track = self._tracks[name].get(seq)
+        num_tokens = self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
+        return num_tokens and num_tokens / self._scheduler.admission.expected_left(seq.group.request, seq.num_output)
+
+    def _fixed(self, seq: Sequence) -> int | None:
+        asked = seq.group.request.speculation.num_tokens
+        return asked if asked is not None else self._num_draft_tokens
+
+    def _limit(self, seq: Sequence, budget: int) -> int:
+        request = seq.group.request
+        return limit_of(request.max_tokens - seq.num_output, budget)
+
+    # ---- after it ----
+
+    def measure(self, drawn: list[Drawn]) -> None:
+        """The step has been computed; `drawn` is what came of it."""
+        if not self._decoding or self._has_chunks:
+            return
+        if not self._is_timed:
+            self.controller.passed_plainly()
+            return
+        step_s, draft_s = self._clock() - self._begun_at - self._draft_s, self._draft_s + self._advance_s
+        controller, num_seqs = self.controller, len(self._decoding)
+        asked = () if self._has_fixed else self._asked  # what is asked for anyway is not foreseen
+        if self._proposers_of:
+            num_proposed = sum(len(seq.draft_ids) for seq in self._proposers_of)
+            num_made = sum(len(samples) for _, samples in drawn)
+            controller.passed(num_made, num_proposed, step_s, draft_s, asked)
+            self._unpriced += self._made(drawn, step_s + draft_s)
+        else:
+            controller.passed(num_seqs, 0, step_s, draft_s, asked)
+        if self._unpriced and (plain_s := controller.costs.plain_s(num_seqs)) is not None:
+            for group, num_tokens, spent_s in self._unpriced:
+                group.saved_s += plain_s * num_tokens - spent_s
+            self._unpriced = []
+
+    def _made(self, drawn: list[Drawn], spent_s: float) -> list[tuple[Group, float, float]]:
+        """For each request its tokens, which plain steps would have made one by one, and what they took."""
+        if len(drawn) == 1:
+            ((seq, samples),) = drawn
+            return [(seq.group, len(samples), spent_s)]
+        made: dict[Group, list[int]] = {}
+        for seq, samples in drawn:
+            made.setdefault(seq.group, []).append(len(samples))
+        return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
+
+    def advance(self, drawn: list[Drawn], hidden: Tensor | None) -> None:
+        """Its results are collected: what ended behind a token has been cut out of `drawn`. `hidden`: the rows that
+        it was drawn from."""
+        self._advance_s = 0.0
+        if not self._decoding or not (self._proposers_of or self.wants_hidden):
+            return
+        advances: dict[str, list[Advance]] = {name: [] for name in self._followers}
+        first_row = 0
+        for seq, samples in drawn:
+            draft_ids, name = seq.draft_ids, self._proposers_of.get(seq)
+            num_accepted = num_right(samples, draft_ids)
+            if name is not None:
+                self.counts[name].add(len(draft_ids), num_accepted)
+                self.controller.judged(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
+                seq.draft_ids = []
+            if seq.block_ids:  # it goes on
+                for other, steps in advances.items():
+                    if (track := self._tracks[other].get(seq)) is not None and track.draftee is not None:
+                        num_proposed = len(draft_ids) if other == name else 0
+                        steps.append(Advance(track.draftee, num_proposed, num_accepted, first_row))
+            first_row += 1 + len(draft_ids)
+        for name, steps in advances.items():
+            if steps:
+                begun_at = self._clock()
+                self.proposers[name].advance(steps, hidden)
+                self._advance_s += self._clock() - begun_at

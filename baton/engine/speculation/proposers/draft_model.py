@@ -1,0 +1,274 @@
+"""A smaller model of the same vocabulary proposes, token by token, all sequences in one batch.
+
+It reads tokens only, so nothing of it crosses a handoff: its KV of a prompt is computed here, chunk by chunk, in what
+the steps leave over, and lies in a small pool of its own. Its first pass of a step reads what the target drew last
+beside anything else it lacks; each further pass reads the token that it has just proposed.
+
+What it reads of a sequence begins at most WINDOW_TOKENS back, at its position 0: an answer does not pay for a long
+prompt, and the target's context may be longer than the draft's.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.config import MAX_DRAFT_TOKENS, EngineConfig, default_num_blocks
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.kv.native import native_pool
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from baton.engine.models.loader import load_model, weight_files
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
+from baton.engine.speculation.proposers.native_draft import Lack, Passes
+from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, Proposer
+from kvtransfer.layout import KVLayout
+
+BLOCK_SIZE = 32
+WINDOW_TOKENS = 1_024
+CHUNK_TOKENS = 128  # read ahead at most in one step: the sequences of its batch wait for it
+LAG_TOKENS = 64  # what a sequence may lack and still be served in this step
+
+
+class Reading:
+    """A sequence as the draft model has read it: token_ids[begin:], which stand at its positions from 0 on."""
+
+    __slots__ = ("begin", "num_computed", "block_ids", "table", "guessed", "guessed_at")
+
+    def __init__(self, begin: int):
+        self.begin = begin
+        self.num_computed = 0  # of its positions
+        self.block_ids: list[int] = []
+        self.table: Tensor | None = None  # block_ids as a tensor
+        self.guessed: list[int] = []  # what it proposed last, behind token_ids[:guessed_at]
+        self.guessed_at = 0
+
+    def lack(self, token_ids: list[int]) -> int:
+        """Tokens that it has yet to read, at least one. Of its guesses those stay read that have come true."""
+        if self.guessed:
+            # KV of the last guess was never computed, and that of wrong ones is overwritten. The record's last token is
+            # always read again: its logits are wanted.
+            right = 0
+            for guess, token_id in zip(self.guessed[:-1], token_ids[self.guessed_at : -1], strict=False):
+                if guess != token_id:
+                    break
+                right += 1
+            self.num_computed = self.guessed_at - self.begin + right
+            self.guessed = []
+        return len(token_ids) - self.begin - self.num_computed
+
+
+class DraftModel(Proposer):
+    """See the module."""
+
+    name = "draft"
+
+    def __init__(self, model: Model, pool: KVPool, context: int, num_weight_bytes: int):
+        """`pool` is the model's own; `context`: positions that it may use."""
+        self.model, self.pool, self.context = model, pool, context
+        self._free = list(range(pool.num_blocks - 1, -1, -1))
+        self._sampler = Sampler()
+        fits = Passes.fit(model, model.fused)
+        self._passes = Passes(model, model.fused, model.norm.weight, native_pool(pool)) if fits else None
+        self._num_bytes = num_weight_bytes + pool.bytes.nbytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def open(self, draftee: Draftee) -> None:
+        draftee.state = self._begin(draftee.token_ids)
+
+    def close(self, draftee: Draftee) -> None:
+        self._give_back(draftee.state)
+        draftee.state = None
+
+    def num_unread(self, token_ids: Sequence[int], draftee: Draftee | None) -> int:
+        if draftee is None:
+            num_tokens = min(len(token_ids), WINDOW_TOKENS, self.context // 2)
+        else:
+            num_tokens = len(token_ids) - draftee.state.begin - draftee.state.num_computed
+        return num_tokens if num_tokens > LAG_TOKENS + MAX_DRAFT_TOKENS else 0  # its own guesses may have been wrong
+
+    @torch.inference_mode()
+    def prepare(self, draftees: Sequence[Draftee], num_tokens: int) -> int:
+        """Reads on, first where least is lacking: one sequence served is better than two half read."""
+        budget = left = min(num_tokens, CHUNK_TOKENS)
+        chunks = []
+        for lack, index in sorted((self._lack(draftee), index) for index, draftee in enumerate(draftees)):
+            reading = draftees[index].state
+            size = min(lack - 1, left)
+            if lack > LAG_TOKENS and size > 0 and self._take(reading, reading.num_computed + size):
+                chunks.append((draftees[index], size))
+                left -= size
+        if chunks:
+            self._read(chunks, want_logits=False)
+        return budget - left
+
+    @torch.inference_mode()
+    def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in asks]
+        width = max(ask.num_tokens for ask in asks)
+        served, chunks = [], []
+        for index, (draftee, _) in enumerate(asks):
+            lack, reading = self._lack(draftee), draftee.state
+            if lack <= LAG_TOKENS and self._take(reading, reading.num_computed + lack + width - 1):
+                served.append(index)
+                chunks.append((draftee, lack))
+        if not served:
+            return drafts
+        if self._passes is not None and all(is_argmax(draftee.request) for draftee, _ in chunks):
+            counts = [asks[index].num_tokens for index in served]
+            for index, draft in zip(served, self._guess(chunks, counts), strict=True):
+                drafts[index] = draft
+        else:
+            self._draw(asks, drafts, served, chunks)
+        for (draftee, _), draft in zip(asks, drafts, strict=True):
+            draftee.state.guessed, draftee.state.guessed_at = draft, len(draftee.token_ids)
+        return drafts
+
+    def _guess(self, chunks: Sequence[tuple[Draftee, int]], counts: Sequence[int]) -> list[list[int]]:
+        """The likeliest tokens, all in one call."""
+        lacks, token_ids = [], []
+        for (draftee, lack), count in zip(chunks, counts, strict=True):
+            reading = draftee.state
+            first = reading.num_computed
+            lacks.append(Lack(lack, first + lack, first, count, reading.table.data_ptr()))
+            token_ids += draftee.token_ids[reading.begin + first :]
+        return self._passes(lacks, token_ids)
+
+    def _draw(self, asks: Sequence[DraftRequest], drafts: list[list[int]], served: list[int], chunks: list) -> None:
+        """Pass by pass."""
+        logits = self._read(chunks, want_logits=True)
+        while True:
+            draftees = [asks[index].draftee for index in served]
+            drawn = draw(self._sampler, logits, draftees, [drafts[index] for index in served])
+            for index, token_id in zip(served, drawn, strict=True):
+                drafts[index].append(token_id)
+            served = [index for index in served if len(drafts[index]) < asks[index].num_tokens]
+            if not served:
+                return
+            logits = self._read_guesses([(asks[index].draftee.state, drafts[index][-1]) for index in served])
+
+    # ---- what was read ----
+
+    def _begin(self, token_ids: list[int]) -> Reading:
+        return Reading(max(0, len(token_ids) - min(WINDOW_TOKENS, self.context // 2)))
+
+    def _lack(self, draftee: Draftee) -> int:
+        token_ids = draftee.token_ids
+        if len(token_ids) - draftee.state.begin + MAX_DRAFT_TOKENS > self.context:
+            self._give_back(draftee.state)
+            draftee.state = self._begin(token_ids)
+        return draftee.state.lack(token_ids)
+
+    def _take(self, reading: Reading, num_tokens: int) -> bool:
+        """Blocks for so many of its positions; False where the pool has none left: then nothing is proposed."""
+        missing = -(-num_tokens // BLOCK_SIZE) - len(reading.block_ids)
+        if missing > len(self._free):
+            return False
+        if missing > 0:
+            reading.block_ids += [self._free.pop() for _ in range(missing)]
+            reading.table = torch.tensor(reading.block_ids)
+        return True
+
+    def _give_back(self, reading: Reading) -> None:
+        self._free += reading.block_ids
+        reading.block_ids = []
+
+    # ---- passes ----
+
+    def _read(self, chunks: Sequence[tuple[Draftee, int]], want_logits: bool) -> Tensor:
+        """Read the next tokens of each sequence, as many as it says; logits after the last of each."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        seqs: list[SeqSlice] = []
+        for draftee, size in chunks:
+            reading = draftee.state
+            first = reading.num_computed
+            reading.num_computed = end = first + size
+            seqs.append(SeqSlice(len(token_ids), size, end, reading.table))
+            token_ids += draftee.token_ids[reading.begin + first : reading.begin + end]
+            positions += range(first, end)
+            slots += [_slot(reading, position) for position in range(first, end)]
+        rows = [seq.query_start + seq.query_len - 1 for seq in seqs] if want_logits else []
+        return self._forward(token_ids, positions, slots, seqs, rows)
+
+    def _read_guesses(self, guesses: list[tuple[Reading, int]]) -> Tensor:
+        """Read one more token of each, which its record has not."""
+        positions, slots, seqs = [], [], []
+        for row, (reading, _) in enumerate(guesses):
+            position = reading.num_computed
+            reading.num_computed = position + 1
+            positions.append(position)
+            slots.append(_slot(reading, position))
+            seqs.append(SeqSlice(row, 1, position + 1, reading.table))
+        return self._forward([token_id for _, token_id in guesses], positions, slots, seqs, list(range(len(guesses))))
+
+    def _forward(self, token_ids, positions, slots, seqs, rows) -> Tensor:
+        batch = ForwardBatch(
+            token_ids=torch.tensor(token_ids),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            seqs=seqs,
+            logit_rows=torch.tensor(rows, dtype=torch.int64),
+        )
+        return self.model.forward(batch, self.pool)
+
+
+def _slot(reading: Reading, position: int) -> int:
+    return reading.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+
+# ---- from a folder ----
+
+
+def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
+    """A draft for `model`, which was read from config.model. Raises ModelError, ValueError where they do not fit."""
+    spec = ModelSpec.from_folder(folder)
+    check_fit(folder, spec, config.model, model.spec)
+    context = min(spec.context, config.max_model_len, 2 * WINDOW_TOKENS)
+    draft = load_model(
+        folder, config.dtype, batch_invariant=config.batch_invariant, max_model_len=context, device=model.device
+    )
+    layout = KVLayout((draft.kv_group(config.dtype, BLOCK_SIZE),))
+    pool = KVPool(layout, default_num_blocks(layout, config.max_num_seqs, context), device=model.device)
+    return DraftModel(draft, pool, context, sum(file.stat().st_size for file in weight_files(folder)))
+
+
+def check_fit(folder: Path, draft: ModelSpec, target_folder: Path, target: ModelSpec) -> None:
+    """ValueError, one line, unless the draft's tokens are the target's and it is the smaller one."""
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"draft_model {folder}: a vocabulary of {draft.vocab_size}, the model's is {target.vocab_size}; "
+            "give a draft with the same tokenizer"
+        )
+    ours, theirs = (path / "tokenizer.json" for path in (target_folder, folder))
+    if ours.is_file() and theirs.is_file() and _digest(ours) != _digest(theirs):
+        raise ValueError(f"draft_model {folder}: another tokenizer.json than the model's; give a draft that shares it")
+    if (size := num_parameters(draft)) > (limit := num_parameters(target)):
+        raise ValueError(
+            f"draft_model {folder}: {size / 1e6:.1f} million parameters, the model has {limit / 1e6:.1f}; "
+            "a draft must be smaller"
+        )
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Of embeddings and projections."""
+    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
+    return spec.num_layers * layer + (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
+
+
+def _digest(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

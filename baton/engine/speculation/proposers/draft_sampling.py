@@ -1,0 +1,41 @@
+"""How a draft draws its tokens: as the target would with the same logits, noise and history."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from torch import Tensor
+
+from baton.engine.core.request import Request, SamplingParams
+from baton.engine.sampling.sampler import Sampler, sample_row
+from baton.engine.speculation.proposers.proposer import Draftee
+
+
+def draw(
+    sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]
+) -> list[int]:
+    """One token per row of a draft's own logits fp32 [R, vocab_size]: row i goes on after draftees[i].token_ids and
+    drafts[i], what was proposed for it so far."""
+    if all(is_argmax(draftee.request) for draftee in draftees):
+        return logits.argmax(dim=1).tolist()
+    rows = [
+        sample_row(draftee.request, _silent(draftee.request.sampling), draftee.choice, draftee.token_ids, draft)
+        for draftee, draft in zip(draftees, drafts, strict=True)
+    ]
+    return [sampled.token_id for sampled in sampler.sample(logits, rows)]
+
+
+@lru_cache(maxsize=1024)
+def _silent(params: SamplingParams) -> SamplingParams:
+    """Without logprobs: nobody reads a draft's."""
+    return replace(params, logprobs=None)
+
+
+def is_argmax(request: Request) -> bool:
+    """Whether its next token is the likeliest one, and nothing else comes into it."""
+    params = request.sampling
+    return (
+        params.temperature == 0
+        and params.repetition_penalty == 1
+        and not (params.presence_penalty or params.frequency_penalty or params.logit_bias or request.min_tokens)
+    )

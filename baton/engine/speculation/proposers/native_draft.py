@@ -1,0 +1,96 @@
+"""The greedy guesses of a draft in one native call for all of its passes (native/draft.cpp).
+
+A pass of a small model takes less time than the Python and torch calls around it: of the demo's EAGLE-style layer they
+were four fifths. Sampled guesses need the noise of each position and go pass by pass, see draft_sampling.py.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baton.engine import native
+from baton.engine.kv.native import NativePool
+from baton.engine.layers.embedding import Embedding, PackedEmbedding
+from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.models.fused import FusedLayers
+from baton.engine.models.llama import Model
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Draft(ctypes.Structure):
+    """`Draft` of native/draft.cpp."""
+
+    _fields_ = [
+        ("model", _POINTER),
+        ("num_layers", _INT),
+        *((name, _POINTER) for name in ("norm", "head", "table")),
+        *((name, _POINTER) for name in ("project", "embedding_norm", "features_norm", "target_norm")),
+    ]
+
+
+class EntryLayer(NamedTuple):
+    """What stands before a layer that goes on from its target's hidden rows."""
+
+    project: PackedLinear
+    embedding_norm: Tensor
+    features_norm: Tensor
+    target_norm: Tensor
+
+
+class Lack(NamedTuple):
+    """What is to be read of one sequence. Its K and V lie in blocks in the order of its rows."""
+
+    num_tokens: int  # at least one
+    num_rows: int  # once they are read
+    position: int  # of the first, as it is rotated
+    num_wanted: int  # guesses, at least one
+    block_ids: int  # address of int64 [>= blocks of num_rows and of the most that is wanted]
+
+
+class Passes:
+    """Layers, the norm behind them and an output head, applied to what they said themselves."""
+
+    def __init__(self, model: Model, layers: FusedLayers, norm: Tensor, pool: NativePool, entry: EntryLayer | None = None):
+        """`model` has the embedding and the head, `layers` are its own or, with an entry, those of a draft of it."""
+        self._held = (model, layers, norm, entry)  # what the struct points at
+        self._pool, self._layers = pool, layers
+        embedding = model.embedding
+        parts = [None] * 4 if entry is None else [entry.project.address, *(part.data_ptr() for part in entry[1:])]
+        self._draft = _Draft(
+            layers.address, layers.num_layers, norm.data_ptr(), model.head.address,
+            embedding.weight.data_ptr() if isinstance(embedding, Embedding) else None, *parts,
+        )  # fmt: skip
+        arguments = (_POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _POINTER, _INT)
+        self._run = native.library().function("baton_draft", *arguments)
+
+    @staticmethod
+    def fit(model: Model, layers: object) -> bool:
+        """Whether everything that a pass is made of is native."""
+        table = model.embedding
+        in_dtype = isinstance(table, Embedding) and table.weight.dtype == model.dtype and table.weight.is_contiguous()
+        return (
+            isinstance(layers, FusedLayers)
+            and isinstance(model.head, PackedLinear)
+            and (in_dtype or isinstance(table, PackedEmbedding))
+        )
+
+    def __call__(
+        self, lacks: Sequence[Lack], token_ids: list[int], hidden: Tensor | None = None
+    ) -> list[list[int]]:
+        """Guesses for each sequence. `token_ids`: what they lack, one after the other; `hidden`: the target's rows
+        [len(token_ids), hidden_size] beside them, where there is an entry. KV of all but the last guess is written;
+        every sequence has room for as many as the one that wants the most."""
+        width = max(lack.num_wanted for lack in lacks)
+        ids, drafted = array("q", token_ids), array("q", bytes(8 * width * len(lacks)))
+        table = array("q", [number for lack in lacks for number in lack])
+        self._run(
+            ctypes.addressof(self._draft), ctypes.addressof(self._pool), table.buffer_info()[0], len(lacks),
+            ids.buffer_info()[0], None if hidden is None else hidden.data_ptr(), width, drafted.buffer_info()[0],
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return [list(drafted[i * width : i * width + lack.num_wanted]) for i, lack in enumerate(lacks)]

@@ -1,0 +1,100 @@
+"""Prompt lookup: what followed the longest earlier occurrence of a sequence's last tokens.
+
+The index is that of LZ77 coders: the latest position behind every MIN_MATCH tokens, and from each position a link to
+the one before with the same tokens. A token is entered in constant time; a lookup walks at most MAX_CANDIDATES links
+and compares at most MAX_MATCH tokens at each. The longest match wins, of equals the latest.
+"""
+
+from collections.abc import Sequence
+
+from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, Proposer
+
+MIN_MATCH = 3
+MAX_MATCH = 32
+MAX_CANDIDATES = 16
+ENTRY_BYTES = 240  # measured: a key of three ids in a dict, and its link
+WINDOW_TOKENS = 32_768  # of one sequence, the latest
+READ_TOKENS = 2_048  # entered by one call: what is longer waits for the next ones (about 0.4 us a token)
+
+
+class Index:
+    """The tokens of one sequence that were entered so far: [0, num_tokens)."""
+
+    __slots__ = ("last", "links", "num_tokens", "begin")
+
+    def __init__(self, begin: int):
+        self.begin = begin  # older tokens are left out
+        self.num_tokens = begin
+        self.last: dict[tuple[int, ...], int] = {}  # MIN_MATCH tokens -> the position behind them
+        self.links: list[int] = []  # of position begin + i, to an earlier one; -1: none
+
+    def read(self, token_ids: list[int], upto: int) -> None:
+        """Enter token_ids[num_tokens:upto]."""
+        last, links = self.last, self.links
+        for position in range(self.num_tokens + 1, upto + 1):
+            if position - self.begin < MIN_MATCH:
+                links.append(-1)
+                continue
+            key = tuple(token_ids[position - MIN_MATCH : position])
+            links.append(last.get(key, -1))
+            last[key] = position
+        self.num_tokens = max(self.num_tokens, upto)
+
+    def find(self, token_ids: list[int]) -> tuple[int, int]:
+        """(position behind the best earlier match of the end of token_ids, its length); all of it is entered.
+        (-1, 0): there is none."""
+        num_tokens, best, best_length = len(token_ids), -1, 0
+        candidate = self.links[-1] if self.links else -1
+        for _ in range(MAX_CANDIDATES):
+            if candidate < 0:
+                break
+            length = MIN_MATCH
+            longest = min(MAX_MATCH, candidate - self.begin)
+            while length < longest and token_ids[candidate - length - 1] == token_ids[num_tokens - length - 1]:
+                length += 1
+            if length > best_length:
+                best, best_length = candidate, length
+                if length == MAX_MATCH:
+                    break
+            candidate = self.links[candidate - self.begin - 1]
+        return best, best_length
+
+
+class NgramProposer(Proposer):
+    """See the module. It needs no model, and proposes nothing where nothing was said before."""
+
+    name = "ngram"
+    is_quick = True
+
+    def __init__(self, max_num_seqs: int, max_model_len: int):
+        self._num_bytes = max_num_seqs * min(max_model_len, 2 * WINDOW_TOKENS) * ENTRY_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def open(self, draftee: Draftee) -> None:
+        draftee.state = Index(max(0, len(draftee.token_ids) - WINDOW_TOKENS))
+
+    def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._propose(draftee, num_tokens) for draftee, num_tokens in asks]
+
+    def _propose(self, draftee: Draftee, num_tokens: int) -> list[int]:
+        token_ids, index = draftee.token_ids, draftee.state
+        if len(token_ids) - index.begin > 2 * WINDOW_TOKENS:
+            index = draftee.state = Index(len(token_ids) - WINDOW_TOKENS)
+        index.read(token_ids, min(len(token_ids), index.num_tokens + READ_TOKENS))
+        if index.num_tokens < len(token_ids):
+            return []
+        begin, length = index.find(token_ids)
+        if begin < 0:
+            return []
+        # A long match is likely to go on for long. What repeats itself within the proposal is unrolled.
+        num_tokens = min(num_tokens, 2 * length)
+        draft = token_ids[begin : begin + num_tokens]
+        while len(draft) < num_tokens:
+            draft += draft[: num_tokens - len(draft)]
+        return draft
+
+    def close(self, draftee: Draftee) -> None:
+        draftee.state = None

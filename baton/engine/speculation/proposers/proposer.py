@@ -1,0 +1,98 @@
+"""What guesses a sequence's next tokens. Read this first.
+
+    open       a sequence decodes here: a Draftee is made for it
+    prepare    tokens of the step's budget that are left over: catch up with prompts, chunk by chunk
+    propose    for every sequence of the step that may speculate at most so many tokens, all sequences in one call
+    advance    the step has passed: what was accepted, and the target's hidden states of it
+    close      the sequence ended, was cancelled or parked: all that is kept of it goes
+
+A proposal is only a guess: the target draws its own token at every proposed position, and a proposal counts when it is
+that token. So a proposer may be wrong, short or silent, never harmful: no answer hangs on it, and none is refused
+because of it. A sequence that parks is closed and comes back as another Draftee with all of its tokens.
+
+A proposer belongs to the loop's thread. Its memory is its own and is sized when it is made: none of it lies in the
+target's KV pool. Nothing of it crosses a handoff. It is made by
+
+    load(folder: Path, model: Model, config: EngineConfig) -> Proposer
+
+of its module, which raises ValueError (one line: what is wrong, and what to do) or ModelError where folder and target
+do not go together: another vocabulary, larger than the target, a limit exceeded. A folder of heads has in its
+config.json `"speculator": "medusa" | "eagle"`; a folder without that key is a draft model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from baton.engine.core.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class Draftee:
+    """One sequence as one proposer sees it, from its first decode step here until it ends or parks."""
+
+    request: Request
+    choice: int
+    token_ids: list[int]  # the live record, prompt and output: it grows by itself; read it, never change or keep it
+    state: object = None  # whatever the proposer wants to keep of the sequence
+
+
+class DraftRequest(NamedTuple):
+    """Proposal j stands at position len(draftee.token_ids) + j; its noise has the key
+    noise_key(request.sampling.seed, draftee.choice, that position): drawing.draw does it."""
+
+    draftee: Draftee
+    num_tokens: int  # at most so many, at least 1
+
+
+class Advance(NamedTuple):
+    """A decode step of one sequence: token_ids has grown by num_accepted proposals and the target's own token after
+    them. Rows [first_row, first_row + num_accepted + 1) of `hidden` are the target's at the positions
+    [len(token_ids) - num_accepted - 2, len(token_ids) - 2]: of all tokens but the last, whose row the next step brings.
+    """
+
+    draftee: Draftee
+    num_proposed: int
+    num_accepted: int
+    first_row: int
+
+
+class Proposer(ABC):
+    """See the module. An exception of any method fails the step, and with it its requests."""
+
+    name: str  # draft | ngram | medusa | eagle
+    wants_hidden: bool = False
+    is_quick: bool = False  # asked for all it has before it is decided how much of it is verified
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory that it holds for itself: weights, KV, what is kept of sequences (at most)."""
+
+    def open(self, draftee: Draftee) -> None:  # noqa: B027 - nothing to do is a fair answer
+        """A sequence begins to decode here. Its prompt may be long: leave work in proportion to it to `prepare`."""
+
+    def prepare(self, draftees: Sequence[Draftee], num_tokens: int) -> int:
+        """Work ahead on at most `num_tokens` tokens of open sequences that decode in this step; how many were used."""
+        return 0
+
+    def num_unread(self, token_ids: Sequence[int], draftee: Draftee | None) -> int:
+        """Tokens that `prepare` has yet to work on before it can propose for a sequence; `draftee` where it is open."""
+        return 0
+
+    @abstractmethod
+    def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
+        """For each ask the next token ids, best guess, in order: from none to ask.num_tokens of them."""
+
+    def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:  # noqa: B027
+        """After every decode step, for each open sequence in it that goes on, whether it was asked for or not.
+
+        `hidden`: [>= rows, hidden_size] in the compute dtype, the target's last layer before its final norm, where
+        wants_hidden is set; else None. Only rows of decode steps on this worker are ever given, never those of a
+        prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what is to be kept."""
+
+    def close(self, draftee: Draftee) -> None:  # noqa: B027
+        """Forget the sequence. Its token_ids may be longer or shorter than at the last call."""

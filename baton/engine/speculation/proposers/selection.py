@@ -1,0 +1,36 @@
+"""Which proposers an engine runs. What does not fit is refused here, before any request."""
+
+from pathlib import Path
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_spec import ModelError, read_json
+from baton.engine.models.llama import Model
+from baton.engine.speculation.proposers import draft_model, eagle, medusa
+from baton.engine.speculation.proposers.ngram import NgramProposer
+from baton.engine.speculation.proposers.proposer import Proposer
+
+MODULES = {"draft": draft_model, "medusa": medusa, "eagle": eagle}
+
+
+def make_proposers(config: EngineConfig, model: Model) -> list[Proposer]:
+    """In the order in which they are asked, prompt lookup first; `config` resolved. Raises ModelError, ValueError."""
+    proposers: list[Proposer] = []
+    if config.speculator in ("auto", "ngram"):
+        proposers.append(NgramProposer(config.max_num_seqs, config.max_model_len))
+    if config.draft_model is not None:
+        kind = kind_of(config.draft_model)
+        if config.speculator not in ("auto", kind):
+            raise ValueError(f"speculator {config.speculator}: {config.draft_model} holds what {kind} needs")
+        proposers.append(MODULES[kind].load(config.draft_model, model, config))
+    return proposers
+
+
+def kind_of(folder: Path) -> str:
+    """draft | medusa | eagle. Raises ModelError where the folder is not one of these."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file")
+    kind = read_json(path).get("speculator", "draft")
+    if kind not in MODULES:
+        raise ModelError(f"{path}: speculator {kind!r}: one of {', '.join(MODULES)}")
+    return kind

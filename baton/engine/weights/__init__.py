@@ -1,0 +1,1 @@
+"""The forms that a weight can have; read forms first."""

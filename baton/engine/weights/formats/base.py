@@ -1,0 +1,141 @@
+"""What a format is: it reads the tensors of one module, as its publisher stored them, into a weight form."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.model_errors import ModelError
+from baton.engine.layers.embedding import Embedding
+from baton.engine.weights.formats.tensors import Weights, weight_files
+from baton.engine.weights.forms import DenseWeight, Weight
+
+HEAD, EMBED = "lm_head", "model.embed_tokens"
+CONFIG = "config.json"
+
+
+class WeightSource(ABC):
+    """Where a model's weights come from, by the names that Hugging Face gives them."""
+
+    name: str  # gptq, gguf, ...
+
+    def __init__(self) -> None:
+        self.notes: dict[str, int] = {}  # what was not read as it is stored -> number of tensors
+
+    @property
+    @abstractmethod
+    def file_bytes(self) -> int:
+        """Bytes of the files that hold the weights."""
+
+    @abstractmethod
+    def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        """The weight of a linear module. Raises ModelError with file and tensor name."""
+
+    @abstractmethod
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """A norm, a bias or a table in the compute dtype. Raises ModelError with file and tensor name."""
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
+        """int64 [T] -> [T, hidden_size] in the compute dtype."""
+        return Embedding(self.tensor(f"{EMBED}.weight", vocab_size, hidden_size))
+
+    def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
+        """The output head of a model that has none of its own: what `embedding` returned, read as a linear weight."""
+        return DenseWeight(embedding.weight)
+
+    def release(self) -> None:
+        """All is read: pages of mapped files need not stay in memory."""
+
+    def note(self, what: str) -> None:
+        self.notes[what] = self.notes.get(what, 0) + 1
+
+
+class DenseFormat(WeightSource):
+    """A Hugging Face folder of floating-point weights."""
+
+    name = "dense"
+
+    def __init__(self, tensors: Weights, dtype: torch.dtype):
+        """dtype: what is computed in, and what dense weights become."""
+        super().__init__()
+        self.tensors, self.dtype = tensors, dtype
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(path.stat().st_size for path in weight_files(self.tensors.folder))
+
+    def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self.tensors.read(name, shape).to(self.dtype)
+
+
+class Format(DenseFormat):
+    """A folder with quantized modules. Subclasses say which tensors these have (`quantized`); the rest is dense."""
+
+    def __init__(self, tensors: Weights, config: dict, dtype: torch.dtype):
+        """config: quantization_config of config.json."""
+        super().__init__(tensors, dtype)
+        self.config = config
+
+    def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        if self.is_quantized(module):
+            return self.quantized(module, out_features, in_features)
+        return super().linear(module, out_features, in_features)
+
+    def is_quantized(self, module: str) -> bool:
+        """Whether the config lists the module as quantized. The head is what its tensors say: configs are silent."""
+        return module != HEAD or self.marker(module) in self.tensors
+
+    @abstractmethod
+    def marker(self, module: str) -> str:
+        """The tensor that only a quantized module has."""
+
+    @abstractmethod
+    def quantized(self, module: str, out_features: int, in_features: int) -> Weight:
+        """Read a quantized module."""
+
+    # ---- what readers need ----
+
+    def scales(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
+        """fp32 scales of this shape; ModelError where one is not finite."""
+        kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+        values = self.tensors.read(name, shape, kinds).float()
+        if not torch.isfinite(values).all():
+            raise ModelError(f"{self.tensors.where(name)}: tensor {name} holds scales that are NaN or infinite")
+        return values
+
+    def wrong(self, name: str, what: str) -> ModelError:
+        """An error about one tensor."""
+        return ModelError(f"{self.tensors.where(name)}: tensor {name} {what}")
+
+    def wrong_config(self, what: str) -> ModelError:
+        return ModelError(f"{self.tensors.folder / CONFIG}: quantization_config: {what}")
+
+    def num_groups(self, module: str, in_features: int, group: int) -> int:
+        if in_features % group:
+            raise self.wrong(f"{module}.weight", f"has {in_features} inputs, groups of {group} do not divide them")
+        return in_features // group
+
+
+def listed(module: str, patterns: list[str] | None) -> bool:
+    """Whether a list of modules names this one: `re:` and a regular expression from its start, or whole parts of its
+    dotted name (`lm_head`, `model.layers.0.self_attn`, `down_proj`)."""
+    for pattern in patterns or ():
+        if pattern.startswith("re:"):
+            if re.match(pattern.removeprefix("re:"), module):
+                return True
+        elif f".{pattern}." in f".{module}.":
+            return True
+    return False
+
+
+def unpack_int32(packed: Tensor, bits: int) -> Tensor:
+    """int32 [rows, n] to the unsigned integers it holds, uint8 [rows, n * 32 / bits], low bits first (bits: 4 | 8)."""
+    octets = packed.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack((octets & 15, octets >> 4), dim=2).flatten(1)

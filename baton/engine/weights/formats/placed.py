@@ -1,0 +1,60 @@
+"""A source whose weights stand on a device: each is moved as it is read."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from baton.engine.layers.embedding import Embedding
+from baton.engine.weights.formats.base import WeightSource
+from baton.engine.weights.forms import Outliers, Weight
+
+Form = TypeVar("Form")
+
+
+class PlacedSource(WeightSource):
+    """Everything of `source`, on `device`."""
+
+    def __init__(self, source: WeightSource, device: torch.device):
+        super().__init__()
+        self.name, self.notes = source.name, source.notes
+        self._source, self._device = source, device
+        self._read: Callable[[Tensor], Tensor] | None = None  # the embedding as the source gave it
+
+    @property
+    def file_bytes(self) -> int:
+        return self._source.file_bytes
+
+    def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        return placed(self._source.linear(module, out_features, in_features), self._device)
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        return self._source.tensor(name, *shape).to(self._device)
+
+    def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
+        """A table that its format expands row by row, on the CPU, is expanded once: a GPU cannot read the file."""
+        found = self._read = self._source.embedding(vocab_size, hidden_size)
+        table = found.weight if isinstance(found, Embedding) else found(torch.arange(vocab_size))
+        return Embedding(table.to(self._device))
+
+    def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
+        """`embedding`: what this source returned last."""
+        return placed(self._source.tied_head(self._read, vocab_size, hidden_size), self._device)
+
+    def release(self) -> None:
+        self._read = None
+        self._source.release()
+
+
+def placed(form: Form, device: torch.device) -> Form:
+    """A weight form with all its tensors on the device."""
+    moved = {}
+    for field in fields(form):
+        value = getattr(form, field.name)
+        if isinstance(value, Tensor):
+            moved[field.name] = value.to(device)
+        elif isinstance(value, Outliers):
+            moved[field.name] = placed(value, device)
+    return replace(form, **moved)

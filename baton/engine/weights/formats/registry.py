@@ -1,0 +1,67 @@
+"""Which format a model is in: the file's type, or quantization_config of its config.json."""
+
+from pathlib import Path
+
+import torch
+
+from baton.engine.core.model_errors import ModelError, read_json
+from baton.engine.weights.formats.awq import AWQFormat
+from baton.engine.weights.formats.base import DenseFormat, Format, WeightSource
+from baton.engine.weights.formats.bitsandbytes import BitsAndBytesFormat
+from baton.engine.weights.formats.compressed import CompressedTensorsFormat
+from baton.engine.weights.formats.fp8 import FP8Format
+from baton.engine.weights.formats.gptq import GPTQFormat
+from baton.engine.weights.formats.outlier import OutlierFormat
+from baton.engine.weights.formats.rounded import ROUNDINGS, RoundedFormat
+from baton.engine.weights.formats.tensors import Weights
+from baton.gguf import is_gguf
+
+FORMATS: dict[str, type[Format]] = {
+    format.name: format
+    for format in (GPTQFormat, AWQFormat, FP8Format, CompressedTensorsFormat, BitsAndBytesFormat, OutlierFormat)
+}
+AUTO, NONE = "auto", "none"
+CHOICES = (AUTO, NONE, *ROUNDINGS)
+OLD_CONFIG = "quantize_config.json"  # beside config.json, what AutoGPTQ wrote before transformers knew it
+
+
+def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> WeightSource:
+    """The weights of a folder or a .gguf file. `quantization`: auto, what they are; none, unquantized or refused; or
+    a key of ROUNDINGS, for unquantized folders. Raises ModelError, and ValueError for what does not fit the model."""
+    if quantization not in CHOICES:
+        raise ValueError(f"quantization {quantization!r}: one of {', '.join(CHOICES)}")
+    if is_gguf(path):
+        if quantization != AUTO:
+            raise ValueError(f"quantization {quantization}: {path} is a GGUF file and has its own; leave it at auto")
+        # Only now: the gguf package takes a tenth of a second of every other start.
+        from baton.engine.core.gguf_file import GGUFFile
+        from baton.engine.weights.formats.gguf import GGUFFormat
+
+        return GGUFFormat(GGUFFile(path), dtype, num_heads, num_kv_heads)
+    config = quantization_config(path)
+    if config is None:
+        weights = Weights(path)
+        if quantization in ROUNDINGS:
+            return RoundedFormat(weights, dtype, quantization)
+        return DenseFormat(weights, dtype)
+    method = str(config.get("quant_method") or "").lower()
+    if method not in FORMATS:
+        raise ModelError(
+            f"{path / 'config.json'}: quantization method {method or '(none given)'} is not supported, "
+            f"one of {', '.join(FORMATS)}, or a .gguf file"
+        )
+    if quantization != AUTO:
+        raise ValueError(f"quantization {quantization}: {path} is already quantized ({method}); leave it at auto")
+    return FORMATS[method](Weights(path), config, dtype)
+
+
+def quantization_config(folder: Path) -> dict | None:
+    """What the folder says of its quantization; None: nothing."""
+    path = folder / "config.json"
+    found = read_json(path)
+    config = found.get("quantization_config") or found.get("compression_config")
+    if config is None and (folder / OLD_CONFIG).exists():
+        config = {"quant_method": "gptq"} | read_json(folder / OLD_CONFIG)
+    if config is not None and not isinstance(config, dict):
+        raise ModelError(f"{path}: quantization_config is not an object")
+    return config

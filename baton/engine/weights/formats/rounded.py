@@ -1,0 +1,38 @@
+"""A dense folder, rounded to nearest as it is loaded: each tensor is read, rounded and dropped before the next."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from baton.engine.core.model_errors import ModelError
+from baton.engine.weights.formats.base import HEAD, DenseFormat
+from baton.engine.weights.forms import Weight
+from baton.engine.weights.round import round_asymmetric, round_fp8, round_symmetric
+
+GROUPS = (32, 64, 128)
+ROUNDINGS: dict[str, Callable[[Tensor], Weight]] = {
+    "int8": lambda weight: round_symmetric(weight, 8, activations="dynamic"),
+    "int8-weight-only": lambda weight: round_symmetric(weight, 8),
+    "fp8": lambda weight: round_fp8(weight, "dynamic"),
+    **{f"int4-g{group}": lambda weight, group=group: round_asymmetric(weight, 4, group) for group in GROUPS},
+}
+
+
+class RoundedFormat(DenseFormat):
+    """`name` is the rounding, a key of ROUNDINGS. The output head has 8 bits at least: an error shows there."""
+
+    def __init__(self, tensors, dtype, name: str):
+        super().__init__(tensors, dtype)
+        self.name = name
+        self._round = ROUNDINGS[name]
+        self._round_head = ROUNDINGS["int8-weight-only"] if name.startswith("int4") else self._round
+
+    def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        weight = self.tensors.read(f"{module}.weight", (out_features, in_features))
+        try:
+            return (self._round_head if module == HEAD else self._round)(weight)
+        except ValueError as error:
+            raise ModelError(f"{self.tensors.where(f'{module}.weight')}: tensor {module}.weight: {error}") from None
+
+    def tied_head(self, embedding, vocab_size: int, hidden_size: int) -> Weight:
+        return self._round_head(embedding.weight)

@@ -1,0 +1,89 @@
+"""The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.engine.core.model_errors import ModelError, read_json
+from baton.gguf import is_gguf
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Weights:
+    """Tensors of one file or of several shards."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._source = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
+        self._files: dict[str, tuple[Path, object]] = {}
+        for path in weight_files(folder):
+            file = _open(path)
+            for name in file.keys():
+                if name in self._files:
+                    raise ModelError(f"{path}: tensor {name} is also in {self._files[name][0].name}; shards are mixed")
+                self._files[name] = (path, file)
+        self._check_index()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def where(self, name: str) -> Path:
+        """The file that holds a tensor, or would."""
+        return self._files[name][0] if name in self._files else self._source
+
+    def read(self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+        """A tensor as stored, of this shape (None: any) and one of these dtypes. Raises ModelError."""
+        if name not in self._files:
+            raise ModelError(f"{self._source}: tensor {name} is missing")
+        path, file = self._files[name]
+        found = tuple(file.get_slice(name).get_shape())
+        if shape is not None and found != shape:
+            raise ModelError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+        tensor = file.get_tensor(name)
+        if tensor.dtype not in dtypes:
+            raise ModelError(
+                f"{path}: tensor {name} is {tensor.dtype}, which is not what config.json says of its weights "
+                f"({', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)})"
+            )
+        return tensor
+
+    def _check_index(self) -> None:
+        """A shard of another checkpoint lacks what the index says it holds."""
+        if self._source.name != INDEX:
+            return
+        for name, file in _weight_map(self.folder).items():
+            if name not in self._files or self._files[name][0].name != file:
+                raise ModelError(f"{self.folder / file}: tensor {name} is not in it, {INDEX} says it is")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder, in order of name; a .gguf file is its own."""
+    if is_gguf(folder):
+        return [folder]
+    if (folder / INDEX).exists():
+        return sorted(folder / name for name in set(_weight_map(folder).values()))
+    return [folder / SINGLE]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ModelError(f"{path}: weight_map is missing or empty")
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{path}: weight_map names {name!r}, not a file of this folder")
+    return files
+
+
+def _open(path: Path):
+    if not path.is_file():
+        raise ModelError(f"{path}: no such file")
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: truncated or not a safetensors file ({error})") from None

@@ -1,0 +1,1 @@
+"""One layer to quantize: its stages, grids of values, and scales folded from one weight into another."""

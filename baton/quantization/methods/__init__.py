@@ -1,0 +1,1 @@
+"""Calibrated methods: AWQ, GPTQ, SmoothQuant, outliers."""

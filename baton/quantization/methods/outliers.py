@@ -1,0 +1,30 @@
+"""LLM.int8 (Dettmers et al., arXiv 2208.07339): the few input channels that would spoil the int8 scale of every row
+stay in bf16. The paper finds them as it runs; here the calibration set names them once."""
+
+import torch
+from torch import Tensor
+
+from baton.engine.weights.forms import Outliers
+from baton.quantization.core.block import Stage
+
+THRESHOLD = 6.0  # the paper's, for inputs of unit size: here times the root mean square of the layer's inputs
+MAX_SHARE = 1 / 32  # of the inputs: behind SwiGLU most channels exceed the threshold at some token, and bf16 is no gain
+
+
+def find(stage: Stage) -> Tensor:
+    """Columns whose inputs exceed the threshold, the largest first to be kept where they are too many: int64 [C],
+    ascending."""
+    largest = stage.largest()
+    mean_square = sum(x.square().sum().item() for x in stage.inputs) / sum(x.numel() for x in stage.inputs)
+    limit = THRESHOLD * mean_square**0.5
+    columns = torch.argsort(largest, descending=True)[: max(1, int(MAX_SHARE * len(largest)))]
+    return columns[largest[columns] > limit].sort().values
+
+
+def split(weight: Tensor, columns: Tensor) -> tuple[Tensor, Outliers | None]:
+    """fp32 [out, in] with the outlier columns zeroed, and those."""
+    if not len(columns):
+        return weight, None
+    rest = weight.clone()
+    rest[:, columns] = 0
+    return rest, Outliers(columns, weight[:, columns].to(torch.bfloat16))

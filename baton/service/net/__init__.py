@@ -1,0 +1,1 @@
+"""gRPC servers, channels to them, the admin pages over HTTP, and the health probe."""

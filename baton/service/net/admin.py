@@ -1,0 +1,124 @@
+"""A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process adds.
+
+Whoever asks must name this host: by an address, by a name of loopback, by what is listened on, or by a name that the
+operator gave. A page from elsewhere, open in an operator's browser, can make its own name lead here, and could read all.
+"""
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from baton.service.net.server import ListenError, split_address
+
+_MAX_HEAD_BYTES = 8192
+_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 64
+_REASONS = {
+    200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 421: "Misdirected Request",
+    503: "Service Unavailable",
+}  # fmt: skip
+
+
+class Reply(NamedTuple):
+    body: bytes
+    content_type: str = "application/json"
+    status: int = 200
+
+
+Page = Callable[[Mapping[str, str]], Reply]
+"""From the request's headers, names in lower case, to what is answered."""
+
+
+def json_reply(value: object, status: int = 200) -> Reply:
+    return Reply(json.dumps(value).encode() + b"\n", status=status)
+
+
+class Admin:
+    """`readiness()` -> (ready, what to say); `pages`: further paths; `hosts`: names that it is asked by."""
+
+    def __init__(
+        self,
+        readiness: Callable[[], tuple[bool, dict]],
+        pages: Mapping[str, Page],
+        hosts: Collection[str] = (),
+    ):
+        self._pages: dict[str, Page] = {
+            "/healthz": lambda headers: json_reply({"status": "ok"}),
+            "/readyz": lambda headers: _readiness(readiness),
+            **pages,
+        }
+        self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: str) -> int:
+        """Listen and return the port. Raises ListenError."""
+        host, port = split_address(address)
+        self._hosts.add(host.lower())
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_HEAD_BYTES)
+        except OSError as error:
+            raise ListenError(f"--admin {address}: cannot listen: {error.strerror or error}") from None
+        return self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._open) >= _MAX_CONNECTIONS:  # whoever asks at once is answered, however many do not
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
+        self._open[writer] = None
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                reply = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                head = f"HTTP/1.1 {reply.status} {_REASONS[reply.status]}\r\nContent-Type: {reply.content_type}\r\n"
+                head += f"Content-Length: {len(reply.body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+                writer.write(head.encode() + reply.body)
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            self._open.pop(writer, None)
+            writer.close()
+
+    def _answer(self, head: bytes) -> Reply:
+        first, *lines = head.decode("latin-1").split("\r\n")
+        words = first.split(" ")
+        if len(words) != 3:
+            return json_reply({"error": "not HTTP"}, 400)
+        if words[0] != "GET":
+            return json_reply({"error": "only GET"}, 405)
+        named = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
+        hosts = [value for name, value in named if name == "host"]
+        if len(hosts) != 1 and (hosts or words[2] != "HTTP/1.0"):
+            return json_reply({"error": "a request names its Host once"}, 400)
+        if hosts and not self._is_ours(_name(hosts[0])):
+            return json_reply({"error": f"{_name(hosts[0])[:100]} is not this host: --admin-hosts lists its names"}, 421)
+        page = self._pages.get(words[1].partition("?")[0])
+        if page is None:
+            return json_reply({"error": f"here are {', '.join(sorted(self._pages))}"}, 404)
+        return page(dict(named))
+
+    def _is_ours(self, name: str) -> bool:
+        """An address always is: what a stranger can make lead here is a name."""
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name in self._hosts
+        return True
+
+
+def _name(host: str) -> str:
+    """Without its port: of "gateway.example:9464", "[::1]:9464"."""
+    name, colon, port = host.lower().rpartition(":")
+    return name if colon and port.isdecimal() else host.lower()
+
+
+def _readiness(readiness: Callable[[], tuple[bool, dict]]) -> Reply:
+    ready, body = readiness()
+    return json_reply(body, 200 if ready else 503)

@@ -1,0 +1,90 @@
+"""Metrics over OTLP/gRPC by the names of the GenAI semantic conventions (v1.41): gen_ai.server.request.duration,
+.time_to_first_token and .time_per_output_token. Observed when a request has ended, sent by a thread of its own; without
+an endpoint nothing is loaded. What is held is bounded by the attributes: a few operations and words for errors."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from baton.service.observe.telemetry import EXPORT_TIMEOUT_S, FLUSH_S, is_insecure, within
+
+INTERVAL_MS = 5000
+DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+TPOT_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+
+log = logging.getLogger(__name__)
+_sender: _MetricsSender | None = None
+
+
+def setup(service_name: str, endpoint: str | None = None) -> bool:
+    """Send this process's metrics to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one, or
+    where OTEL_METRICS_EXPORTER=none says that what listens there takes traces only."""
+    global _sender
+    endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    shut_down()
+    if endpoint and os.environ.get("OTEL_METRICS_EXPORTER") != "none":
+        _sender = _MetricsSender(service_name, endpoint)
+    return _sender is not None
+
+
+def observe(
+    operation: str,
+    model: str,
+    request_s: float,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+    error_type: str | None = None,
+) -> None:
+    """One request that has ended. None: it has none."""
+    if _sender is not None:
+        _sender.observe(operation, model, request_s, ttft_s, tpot_s, error_type)
+
+
+def shut_down(timeout_s: float = FLUSH_S) -> None:
+    """Send what there is and turn the metrics off."""
+    global _sender
+    sender, _sender = _sender, None
+    if sender and not within(sender.provider.shutdown, timeout_s):
+        log.warning("telemetry: the collector did not take the last metrics within %.0f s", timeout_s)
+
+
+class _MetricsSender:
+    """The SDK's aggregation and exporter; loaded here and only here."""
+
+    def __init__(self, service_name: str, endpoint: str):
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics import MeterProvider
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.resources import Resource
+
+        exporter = OTLPMetricExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
+        reader = PeriodicExportingMetricReader(exporter, INTERVAL_MS, 1000 * EXPORT_TIMEOUT_S)
+        resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
+        self.provider = MeterProvider([reader], resource, shutdown_on_exit=False)
+        meter = self.provider.get_meter("baton")
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]):
+            return meter.create_histogram(
+                f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=buckets
+            )
+
+        self._duration = histogram("request.duration", "arrival to the end", DURATION_BUCKETS)
+        self._ttft = histogram("time_to_first_token", "time from arrival until the first token is sent", TTFT_BUCKETS)
+        self._tpot = histogram("time_per_output_token", "time per output token after the first", TPOT_BUCKETS)
+
+    def observe(self, operation, model, request_s, ttft_s, tpot_s, error_type) -> None:
+        attributes = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "baton",
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+        }
+        if error_type is not None:
+            attributes["error.type"] = error_type
+        self._duration.record(request_s, attributes)
+        if ttft_s is not None:
+            self._ttft.record(ttft_s, attributes)
+        if tpot_s is not None:
+            self._tpot.record(tpot_s, attributes)

@@ -1,0 +1,132 @@
+"""Metrics of a process, for Prometheus: families that all carry the label `model_name`, with bounded values."""
+
+import asyncio
+import time
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+
+import prometheus_client
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Exemplar, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import generate_latest as classic_text
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.utils import floatToGoString
+
+from baton.service.net.admin import Reply
+
+# Those of the GenAI semantic conventions (v1.41), so that both kinds of charts agree.
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.3, 0.5, 0.75, 1, 2, 2.5, 5, 7.5, 10)
+TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+DURATION_BUCKETS = tuple(0.01 * 2**n for n in range(14))
+PHASE_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+RATIO_BUCKETS = tuple(n / 10 for n in range(11))
+
+
+class Metrics:
+    """`page` is /metrics. Children are made once per set of label values; whoever observes keeps them."""
+
+    def __init__(self, model_name: str):
+        self.model_name = model_name
+        self._registry = CollectorRegistry()
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> "Family":
+        made = prometheus_client.Histogram(
+            name, text, ("model_name", *labels), buckets=buckets, registry=self._registry
+        )
+        return Family(made, self.model_name)
+
+    def counter(self, name: str, text: str, *labels: str) -> "Family":
+        made = prometheus_client.Counter(name, text, ("model_name", *labels), registry=self._registry)
+        return Family(made, self.model_name)
+
+    def tally(self, name: str, text: str, buckets: Sequence[float]) -> "Tally":
+        """A histogram that is observed for every message."""
+        made = Tally(name, text, buckets, self.model_name)
+        self._registry.register(made)
+        return made
+
+    def collect(self, *gauges: "Gauge") -> None:
+        """Gauges that are read when somebody scrapes, and only then."""
+        self._registry.register(_Collector(gauges, self.model_name))
+
+    def page(self, headers: Mapping[str, str]) -> Reply:
+        """The exposition, with exemplars for those that can read them."""
+        if "openmetrics" in headers.get("accept", ""):
+            return Reply(openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST)
+        return Reply(classic_text(self._registry), prometheus_client.CONTENT_TYPE_LATEST)
+
+
+class Family:
+    """A metric of one model: `family(*label values)` is its child."""
+
+    def __init__(self, metric, model_name: str):
+        self._metric, self._model_name = metric, model_name
+        self._children: dict[tuple[str, ...], object] = {}
+
+    def __call__(self, *values: str):
+        if (child := self._children.get(values)) is None:
+            child = self._children[values] = self._metric.labels(self._model_name, *values)
+        return child
+
+
+class Tally:
+    """A histogram for one thread: observing takes 0.6 us, one of prometheus_client's 8 with its lock and exemplar."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float], model_name: str):
+        self._name, self._text, self._model_name = name, text, model_name
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._exemplars: list[tuple[int, float, float] | None] = [None] * len(self._counts)
+        self._sum = 0.0
+
+    def observe(self, value: float, trace_id: int) -> None:
+        """`trace_id` 0: no exemplar."""
+        index = bisect_left(self._bounds, value)
+        self._counts[index] += 1
+        self._sum += value
+        if trace_id:
+            self._exemplars[index] = trace_id, value, time.time()
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family, total, buckets = HistogramMetricFamily(self._name, self._text, labels=["model_name"]), 0, []
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for bound, count, exemplar in zip(bounds, self._counts, self._exemplars, strict=True):
+            total += count
+            told = exemplar and Exemplar({"trace_id": f"{exemplar[0]:032x}"}, *exemplar[1:])
+            buckets.append((bound, total, told))
+        family.add_metric([self._model_name], buckets, self._sum)
+        return [family]
+
+
+class Gauge:
+    """`read()` gives one number, or with `label` a number for each of its values."""
+
+    def __init__(self, name: str, text: str, read, label: str | None = None):
+        self.name, self.text, self.read, self.label = name, text, read, label
+
+    def family(self, model_name: str) -> GaugeMetricFamily:
+        labels = ["model_name"] if self.label is None else ["model_name", self.label]
+        family = GaugeMetricFamily(self.name, self.text, labels=labels)
+        value = self.read()
+        for name, number in {None: value}.items() if self.label is None else value.items():
+            family.add_metric([model_name] if name is None else [model_name, name], number)
+        return family
+
+
+def num_tasks() -> int:
+    """Of the event loop that asks; 0 where there is none."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
+
+
+class _Collector:
+    def __init__(self, gauges: Iterable[Gauge], model_name: str):
+        self._gauges, self._model_name = tuple(gauges), model_name
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        return (gauge.family(self._model_name) for gauge in self._gauges)
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        return (GaugeMetricFamily(gauge.name, gauge.text) for gauge in self._gauges)

@@ -1,0 +1,207 @@
+"""Traces over OTLP/gRPC. Spans are drawn after the fact from stamps that were taken anyway, so a request pays nothing
+while it runs. Without an endpoint nothing is loaded and nothing is sent; trace ids still flow, for logs and errors."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 5.0  # spans arrive within this time, and exit waits no longer for a collector
+_DELAY_MS, _BATCH, _QUEUE = 1000, 512, 16_384  # the SDK's default queue of 2,048 drops spans in bursts
+EXPORT_TIMEOUT_S = 3
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_LOW_64 = (1 << 64) - 1
+_STATUSES = ("ok", "error", "cancelled")
+
+
+class TraceContext(NamedTuple):
+    """A span by its ids: what a child or another process needs to hang its spans below it. span_id 0: no span."""
+
+    trace_id: int
+    span_id: int
+    sampled: bool = True
+
+
+class SpanEvent(NamedTuple):
+    """Something that happened within a span."""
+
+    name: str
+    wall_ns: int
+    attributes: Mapping[str, object] = {}
+
+
+class Clock:
+    """Pairs the monotonic clock with the wall once, so that all stamps of a process shift alike."""
+
+    def __init__(self) -> None:
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def wall_ns(self, stamp_s: float) -> int:
+        """Wall time in ns of a `time.monotonic()` stamp."""
+        return self._offset_ns + round(stamp_s * 1e9)
+
+
+CLOCK = Clock()  # of this process: what its spans are drawn by, and what others compare theirs with
+
+
+def new_context(parent: TraceContext | None = None, sample: float = 1.0) -> TraceContext:
+    """Ids for a span that starts now: in the parent's trace, sampled as the parent is; or in a trace of its own, of
+    which the share `sample` is sampled: by the id, so that every process that is told another share agrees."""
+    if parent is not None:
+        return TraceContext(parent.trace_id, new_span_id(), parent.sampled)
+    trace_id = secrets.randbits(128) or 1
+    return TraceContext(trace_id, new_span_id(), trace_id & _LOW_64 < round(sample * (1 << 64)))
+
+
+def new_span_id() -> int:
+    return secrets.randbits(64) or 1
+
+
+def span_id_of(trace_id: int, *parts: object) -> int:
+    """The id of a span that another process draws: whoever knows its parts can link to it."""
+    text = "\0".join(map(str, (trace_id, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+
+
+def parse_traceparent(text: str) -> TraceContext | None:
+    """W3C trace context, or None where `text` is not one."""
+    found = _TRACEPARENT.fullmatch(text.strip())
+    if not found or found[1] == "ff" or (found[1] == "00" and found[5]):
+        return None
+    context = TraceContext(int(found[2], 16), int(found[3], 16), bool(int(found[4], 16) & 1))
+    return context if context.trace_id and context.span_id else None
+
+
+def format_traceparent(context: TraceContext) -> str:
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.sampled):02x}"
+
+
+_sender: _SpanSender | None = None
+
+
+def setup(service_name: str, endpoint: str | None = None) -> bool:
+    """Send this process's spans to `endpoint` (default: OTEL_EXPORTER_OTLP_ENDPOINT); False, and off, without one.
+    What is queued at exit is flushed within 5 s, or dropped when the collector is dead."""
+    global _sender
+    endpoint = endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    shut_down()
+    if endpoint:
+        _sender = _SpanSender(service_name, endpoint)
+    return _sender is not None
+
+
+def enabled() -> bool:
+    """Whether spans are sent."""
+    return _sender is not None
+
+
+def emit_span(
+    name: str,
+    parent: TraceContext,
+    start_wall_ns: int,
+    end_wall_ns: int,
+    attributes: Mapping[str, object] | None = None,
+    status: str = "ok",
+    span_id: int | None = None,
+    kind: str = "internal",
+    links: Iterable[TraceContext] = (),
+    events: Iterable[SpanEvent] = (),
+) -> int:
+    """Send one finished span of `parent`'s trace below `parent` (span_id 0: it is the root); returns its id.
+
+    status: ok | error | cancelled. kind: internal | server | client. Attributes that are None are left out."""
+    span_id = span_id or new_span_id()
+    if status not in _STATUSES:
+        raise ValueError(f"unknown span status {status!r}")
+    if _sender and parent.sampled:
+        window_ns = start_wall_ns, max(start_wall_ns, end_wall_ns)
+        _sender.send(name, parent, span_id, window_ns, _present(attributes or {}), status, kind, links, events)
+    return span_id
+
+
+def _present(attributes: Mapping[str, object]) -> dict[str, object]:
+    return {key: value for key, value in attributes.items() if value is not None}
+
+
+def flush(timeout_s: float = FLUSH_S) -> bool:
+    """Send what is queued; False when it took longer than `timeout_s`."""
+    return _sender is None or within(_sender.processor.force_flush, timeout_s)
+
+
+def within(work: Callable[[], object], timeout_s: float) -> bool:
+    """Run `work` in a daemon thread: the exporter's own timeouts do not bound what a dead collector costs."""
+    thread = threading.Thread(target=work, name="telemetry-flush", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+def is_insecure(endpoint: str) -> bool:
+    return not endpoint.startswith("https://")
+
+
+def shut_down(timeout_s: float = FLUSH_S) -> None:
+    """Flush and turn telemetry off; runs by itself at exit."""
+    global _sender
+    sender, _sender = _sender, None
+    if sender and not within(sender.processor.shutdown, timeout_s):
+        log.warning("telemetry: the collector did not take all spans within %.0f s", timeout_s)
+
+
+atexit.register(shut_down)
+
+
+class _SpanSender:
+    """The SDK's batching exporter, fed with spans that are finished already. The SDK is loaded here and only here:
+    it costs 0.2 s and 20 MB."""
+
+    def __init__(self, service_name: str, endpoint: str):
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk import trace as sdk
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._api, self._span, self._event = trace, sdk.ReadableSpan, sdk.Event
+        self._resource = Resource.create({"service.name": service_name, "process.pid": os.getpid()})
+        self._scope = InstrumentationScope("baton")
+        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=is_insecure(endpoint), timeout=EXPORT_TIMEOUT_S)
+        self.processor = BatchSpanProcessor(
+            exporter, max_queue_size=_QUEUE, schedule_delay_millis=_DELAY_MS, max_export_batch_size=_BATCH
+        )
+
+    def send(self, name, parent, span_id, window_ns, attributes, status, kind, links, events) -> None:
+        api = self._api
+        failed = api.Status(api.StatusCode.ERROR) if status == "error" else api.Status(api.StatusCode.UNSET)
+        self.processor.on_end(
+            self._span(
+                name,
+                context=self._context(parent.trace_id, span_id),
+                parent=self._context(parent.trace_id, parent.span_id) if parent.span_id else None,
+                resource=self._resource,
+                # A cancelled call is no error, and gRPC instrumentation elsewhere leaves it unmarked: say it.
+                attributes={**attributes, "baton.status": status},
+                links=[api.Link(self._context(link.trace_id, link.span_id)) for link in links],
+                events=[self._event(event.name, _present(event.attributes), event.wall_ns) for event in events],
+                kind=api.SpanKind[kind.upper()],
+                status=failed,
+                start_time=window_ns[0],
+                end_time=window_ns[1],
+                instrumentation_scope=self._scope,
+            )
+        )
+
+    def _context(self, trace_id: int, span_id: int):
+        flags = self._api.TraceFlags(self._api.TraceFlags.SAMPLED)
+        return self._api.SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags)

@@ -1,0 +1,69 @@
+"""How a caller reaches a server: whom it trusts, what it shows of itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from baton.service.security.tls import GATEWAY_NAME, Tls
+from baton.service.settings import SettingsError
+
+_FLAGS = (
+    ("tls_ca", "authority of the server's certificate: speak TLS"),
+    ("tls_cert", "own certificate, for the gateway's --fleet-listen and for workers"),
+    ("tls_key", "its key"),
+    ("api_key_file", "file with the API key"),
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """Plain text and no credential where nothing is given."""
+
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    api_key_file: Path | None = None
+
+    def channel(self, target: str, options: tuple = (), name: str = GATEWAY_NAME, *, blocking: bool = False):
+        """A channel to `host:port`, of the files as they are now. With a certificate of ours the server must have
+        `name` in its own; else the host of `target`. Raises OSError."""
+        kind = grpc if blocking else grpc.aio
+        options = (("grpc.enable_http_proxy", 0), *options)
+        if self.tls_ca is None:
+            return kind.insecure_channel(target, options=options)
+        if self.tls_cert is None:
+            return kind.secure_channel(target, grpc.ssl_channel_credentials(self.tls_ca.read_bytes()), options=options)
+        tls = Tls(self.tls_cert, self.tls_key, self.tls_ca)
+        return kind.secure_channel(target, tls.channel(), options=(*options, ("grpc.ssl_target_name_override", name)))
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """For every call. Raises OSError."""
+        if self.api_key_file is None:
+            return ()
+        return (("authorization", f"Bearer {self.api_key_file.read_text().strip()}"),)
+
+
+def add_access_flags(parser: argparse.ArgumentParser) -> None:
+    """--tls-ca, --tls-cert, --tls-key, --api-key-file; each also as BATON_TLS_CA and so on."""
+    group = parser.add_argument_group("a stack with TLS and credentials")
+    for name, text in _FLAGS:
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, type=Path, metavar="FILE", help=f"{text} (or BATON_{name.upper()})")
+
+
+def read_access(args: argparse.Namespace) -> Access:
+    """Raises SettingsError, one line."""
+    given = {name: getattr(args, name) or os.environ.get(f"BATON_{name.upper()}") for name, _ in _FLAGS}
+    access = Access(**{name: Path(value) for name, value in given.items() if value})
+    if (access.tls_cert is None) != (access.tls_key is None) or (access.tls_cert and not access.tls_ca):
+        raise SettingsError("--tls-cert, --tls-key and --tls-ca go together")
+    for name, value in vars(access).items():
+        if value is not None and not os.access(value, os.R_OK):
+            raise SettingsError(f"--{name.replace('_', '-')} {value}: cannot be read")
+    return access

@@ -1,0 +1,185 @@
+"""Places for calls: how many may be open at once, by what is called and by whom, so that nobody fills those of others.
+
+A call holds its place from before its first message is read until it ends. Until that message has come it holds it
+weakly: where a caller's places are full, a new call takes the one of its oldest silent call. So calls that say nothing
+keep out nobody, not even others of the same caller.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from baton.fairness import has_room
+from baton.service.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
+
+MAX_CALLS = 256  # of tenants, where nothing else is said
+FIRST_MESSAGE_S, SHORT_MESSAGE_S = 5.0, 2.0
+_INFERENCE = "/baton.v1.Inference/"
+_WATCH = "/grpc.health.v1.Health/Watch"
+_MAX_WATCHES_OF_HOST = 2  # by callers that show nothing of themselves
+_SPARE_CALLS = 8  # beyond a quota, which refuses in its own words
+_RETRY_AFTER_S = 0.5
+
+Caller = str | frozenset[str] | None
+"""A tenant, the roles of a certificate, or None: it shows nothing of itself."""
+
+
+class _Kind(NamedTuple):
+    max_calls: int  # of one caller
+    first_message_s: float = FIRST_MESSAGE_S
+
+
+_KINDS = {
+    _WATCH: _Kind(16, SHORT_MESSAGE_S),
+    "/grpc.health.v1.Health/Check": _Kind(256, SHORT_MESSAGE_S),
+    "/grpc.health.v1.Health/List": _Kind(16, SHORT_MESSAGE_S),
+    "/baton.v1.Registration/Register": _Kind(256),
+    "/baton.v1.Worker/Session": _Kind(256),  # a gateway has one
+    "/baton.kv.Raw/Pull": _Kind(1024, SHORT_MESSAGE_S),  # a request that moves has one
+}
+_OTHERS = _Kind(16)  # what operators ask, reflection
+
+
+class CallSlots:
+    """Of one server. Belongs to its event loop.
+
+    `max_calls`: of all tenants together, to the methods of Inference. One alone may have all of them, and whoever comes
+    his part even then."""
+
+    def __init__(self, max_calls: int = MAX_CALLS):
+        self.quota_of: Callable[[str], int | None] = lambda tenant: None  # requests at once; None: it has no quota
+        self._max_calls = max_calls
+        self._num_open: Counter[tuple[str, Caller]] = Counter()
+        self._of_tenants: Counter[str] = Counter()  # to Inference
+        self._num_watches: Counter[str] = Counter()  # by host, of callers that show nothing
+        self._silent: dict[tuple[str, Caller], dict[CallSlot, None]] = {}  # the oldest first
+        self._watched: set[tuple[str, Caller]] = set()  # a timer runs for its oldest silent call
+
+    def enter(self, method: str, caller: Caller, peer: str) -> "CallSlot":
+        """A place, for `with`. `peer`: as gRPC names it. Raises Overloaded."""
+        kind = _KINDS.get(method, _OTHERS)
+        key = (_INFERENCE if method.startswith(_INFERENCE) else method, caller)
+        host = _host(peer) if method == _WATCH and caller is None else ""
+        if host and self._num_watches[host] >= _MAX_WATCHES_OF_HOST:
+            raise _full(f"{host} watches health {_MAX_WATCHES_OF_HOST} times already")
+        if not self._has_room(key, kind):
+            if not self._silent.get(key):
+                raise _full(f"{self._num_open[key]} calls of this kind are open already, by this caller")
+            next(iter(self._silent[key])).end(
+                _full("a newer call replaced this one, whose first message had not arrived")
+            )
+        place = CallSlot(self, key, host)
+        for counter, name in self._counted(place):
+            counter[name] += 1
+        self._silent.setdefault(key, {})[place] = None
+        if key not in self._watched:
+            self._watch(key, kind.first_message_s)
+        return place
+
+    def _watch(self, key: tuple[str, Caller], due_s: float, in_s: float | None = None) -> None:
+        """End those of its silent calls that are too old, when the oldest is. One timer for all of a kind and caller: one
+        for each call was a fifth of what a call costs here that says nothing."""
+        self._watched.add(key)
+        asyncio.get_running_loop().call_later(due_s if in_s is None else in_s, self._end_late, key, due_s)
+
+    def _end_late(self, key: tuple[str, Caller], due_s: float) -> None:
+        self._watched.discard(key)
+        for place in list(self._silent.get(key, ())):
+            if (left_s := place.entered_at + due_s - time.monotonic()) > 0:
+                return self._watch(key, due_s, left_s)
+            late = f"the call's first message did not arrive within {due_s:g} s"
+            place.end(DeadlineExceeded(late, reason="MESSAGE_LATE"))
+
+    def _has_room(self, key: tuple[str, Caller], kind: _Kind) -> bool:
+        num_open = self._num_open[key]
+        if key[0] != _INFERENCE:
+            return num_open < kind.max_calls
+        if (quota := self.quota_of(key[1])) is not None:
+            return num_open < quota + _SPARE_CALLS
+        num_tenants = len(self._of_tenants) + (key[1] not in self._of_tenants)
+        return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)
+
+    def _counted(self, place: "CallSlot") -> Iterator[tuple[Counter, Hashable]]:
+        """Where, and by what."""
+        yield self._num_open, place.key
+        if place.key[0] == _INFERENCE:
+            yield self._of_tenants, place.key[1]
+        if place.host:
+            yield self._num_watches, place.host
+
+    def heard(self, place: "CallSlot") -> None:
+        """It waits for no message any more."""
+        if (silent := self._silent.get(place.key)) is not None:
+            silent.pop(place, None)
+            if not silent:
+                del self._silent[place.key]
+
+    def left(self, place: "CallSlot") -> None:
+        """It is free."""
+        self.heard(place)
+        for counter, name in self._counted(place):
+            counter[name] -= 1
+            if not counter[name]:
+                del counter[name]
+
+
+class CallSlot:
+    """Of one call, in `with`: left at the end."""
+
+    __slots__ = ("key", "host", "entered_at", "_places", "_task", "_error", "_is_left")
+
+    def __init__(self, places: CallSlots, key: tuple[str, Caller], host: str):
+        self.key, self.host, self.entered_at = key, host, time.monotonic()
+        self._places = places
+        self._task: asyncio.Task | None = None  # that waits for the message
+        self._error: BatonError | None = None
+        self._is_left = False
+
+    async def first(self, messages: AsyncIterator):
+        """The first message. Raises DeadlineExceeded where it does not come in time, Overloaded where another call
+        has taken the place meanwhile, InvalidRequest where there is none."""
+        if self._error is not None:
+            raise self._error
+        self._task = task = asyncio.current_task()
+        try:
+            return await anext(messages)
+        except StopAsyncIteration:
+            raise InvalidRequest("message", "there is none") from None
+        except asyncio.CancelledError:
+            if self._error is None or task.uncancel():  # the call's own end
+                raise
+            raise self._error from None
+        finally:
+            self._task = None
+            self._places.heard(self)
+
+    def end(self, error: BatonError) -> None:
+        """Its message is waited for no longer, and the place is free."""
+        self._error = error
+        self._leave()
+        if self._task is not None:
+            self._task.cancel()
+
+    def __enter__(self) -> "CallSlot":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._is_left:
+            self._is_left = True
+            self._places.left(self)
+
+
+def _full(message: str) -> Overloaded:
+    return Overloaded(message, _RETRY_AFTER_S, reason="TOO_MANY_CALLS")
+
+
+def _host(peer: str) -> str:
+    """198.51.100.7 of "ipv4:198.51.100.7:4711". On loopback, where all share an address, the whole: one connection."""
+    host = unquote(peer).partition(":")[2].rpartition(":")[0]
+    return peer if host in ("", "[::1]") or host.startswith("127.") else host

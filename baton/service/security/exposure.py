@@ -1,0 +1,45 @@
+"""What may be reached from beyond this host, and how it is protected: settings that gateways and workers share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.service.security.tls import Tls
+from baton.service.settings import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exposure:
+    """Settings classes that have `listen` and `admin` inherit this, and call `check_exposure`."""
+
+    tls_cert: Path | None = option("PEM file with this process's certificate; reloaded when it changes", None, metavar="FILE")
+    tls_key: Path | None = option("PEM file with the certificate's private key", None, metavar="FILE")
+    tls_ca: Path | None = option("PEM file with the authority that signs all certificates of the stack", None, metavar="FILE")
+    insecure: bool = option("listen beyond loopback without TLS or credentials; anybody who reaches a port may use it", False)
+    open_admin: bool = option("serve --admin beyond loopback, as plain HTTP that anybody who reaches it may read", False)
+    admin_hosts: tuple[str, ...] = option(
+        "host names, besides IP addresses and localhost, under which --admin may be reached", (), metavar="NAME,..."
+    )
+    reflection: bool = option("allow gRPC reflection to authenticated callers (always on without TLS)", False)
+
+    @property
+    def tls(self) -> Tls | None:
+        return Tls(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert else None
+
+    def check_exposure(self, is_protected: bool, needs: str) -> None:
+        """`is_protected`: by what `needs` names. Raises ValueError, one line."""
+        given = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
+        if missing and len(missing) < len(given):
+            raise ValueError(f"{missing[0]} is missing: --tls-cert, --tls-key and --tls-ca go together")
+        if self.insecure:
+            return
+        if not is_protected and not is_loopback(self.listen):
+            raise ValueError(f"--listen {self.listen}: beyond loopback this needs {needs}; or say --insecure")
+        if not self.open_admin and not is_loopback(self.admin):
+            raise ValueError(f"--admin {self.admin}: is plain HTTP, open to all that reach it; or say --open-admin")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is reached from this host alone."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")

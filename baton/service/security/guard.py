@@ -1,0 +1,202 @@
+"""Who may call what: one table for all servers, and the interceptor that holds calls to it and to call_slots.py's
+bounds.
+
+Nothing is allowed that does not stand in the table. A caller is a tenant by its credential, or has the roles of its
+certificate. A server with neither certificates nor credentials, which settings permit on loopback only, is open:
+everybody may call everything, and is the tenant `default`.
+"""
+
+import contextlib
+import contextvars
+import inspect
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from baton.service.errors import BatonError, InvalidRequest, Overloaded, PermissionDenied, Unauthenticated, abort
+from baton.service.logs import fields
+from baton.service.security.call_slots import CallSlot, CallSlots
+from baton.service.security.credentials import DEFAULT_TENANT, Credentials
+from baton.service.security.refusals import Refusals
+from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
+
+MAX_METADATA_PAIRS = 64
+TENANT = "tenant"  # whoever has a credential
+ANYONE = frozenset(("anyone",))
+_CLIENTS = frozenset((TENANT, OPERATOR))
+_WORKERS = frozenset((PREFILL, DECODE))
+_OPERATORS = frozenset((OPERATOR,))
+_FLEET = frozenset((GATEWAY, OPERATOR))
+
+METHODS: dict[str, frozenset[str]] = {
+    "/baton.v1.Inference/Generate": _CLIENTS,
+    "/baton.v1.Inference/Complete": _CLIENTS,
+    "/baton.v1.Inference/Tokenize": _CLIENTS,
+    "/baton.v1.Inference/Detokenize": _CLIENTS,
+    "/baton.v1.Inference/GetModelInfo": _CLIENTS,
+    "/baton.v1.Fleet/ListWorkers": _OPERATORS,
+    "/baton.v1.Fleet/ListRequests": _OPERATORS,
+    "/baton.v1.Registration/Register": _WORKERS,
+    "/baton.v1.Worker/Session": _FLEET,
+    "/baton.v1.Worker/Describe": _FLEET,
+    "/baton.v1.Worker/Drain": _FLEET,
+    "/baton.kv.Raw/Pull": _WORKERS,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _CLIENTS | _WORKERS | _FLEET,
+    "/grpc.health.v1.Health/Check": ANYONE,
+    "/grpc.health.v1.Health/List": ANYONE,
+    "/grpc.health.v1.Health/Watch": ANYONE,
+}
+
+log = logging.getLogger(__name__)
+_tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default=DEFAULT_TENANT)
+
+
+def tenant() -> str:
+    """Of the call that runs here, by its credential; `default` where there are none."""
+    return _tenant.get()
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """`credentials` None: there are certificates alone. `places`: how many calls may be open. `is_open`: everybody may
+    call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other".
+    `on_denied(method, reason)` is called for each."""
+
+    def __init__(self, credentials: Credentials | None = None, places: CallSlots | None = None, is_open: bool = False):
+        self.num_denied: Counter[tuple[str, str]] = Counter()
+        self.on_denied: Callable[[str, str], None] = lambda method, reason: None
+        self.places = places or CallSlots()
+        self._refusals = Refusals()
+        self._credentials, self._is_open = credentials, is_open
+
+    async def intercept_service(self, continuation, details):
+        allowed = METHODS.get(details.method)
+        try:  # all of this before a message is read
+            _check_metadata(details.invocation_metadata)
+            if allowed is None and self._is_open:
+                return None  # UNIMPLEMENTED: tools look for the newest form of reflection first
+            if allowed is None:
+                raise PermissionDenied("this method is open to nobody")
+            tenant = self._tenant(details.invocation_metadata, allowed)
+        except BatonError as error:
+            return self._refusal(details.method, error)
+        handler = await continuation(details)
+        return handler and self._guarded(handler, details.method, allowed, tenant)
+
+    def _tenant(self, metadata, allowed: frozenset[str]) -> str | None:
+        """Of the bearer's credential; None: it shows none. Raises Unauthenticated where one is asked for."""
+        shown = [value for key, value in metadata or () if key == "authorization"]
+        if not shown or self._credentials is None:
+            return None
+        scheme, _, bearer = str(shown[0]).partition(" ")
+        try:
+            if len(shown) > 1 or scheme.lower() != "bearer":
+                raise Unauthenticated("authorization must be one `Bearer KEY`")
+            return self._credentials.tenant(bearer.strip())
+        except Unauthenticated:
+            if allowed == ANYONE:
+                return None
+            raise
+
+    def _guarded(self, handler, method: str, allowed: frozenset[str], tenant: str | None):
+        """The same handler, behind the table. It takes a stream whatever the method's kind: gRPC would read a single
+        message before it calls us. Never a generator: what a generator holds it gives back when it is collected."""
+        stream = "stream" if handler.response_streaming else "unary"
+        serve = getattr(handler, f"{'stream' if handler.request_streaming else 'unary'}_{stream}")
+        is_generator = inspect.isasyncgenfunction(serve)
+
+        async def guarded(messages, context):
+            with await self._enter(context, method, allowed, tenant) as place:
+                message = await self._read(place.first(messages), context, method)
+                rest = self._from(message, messages, context, method)
+                responses = serve(rest if handler.request_streaming else message, context)
+                if not is_generator:
+                    return await responses
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        await context.write(response)
+
+        make = getattr(grpc, f"stream_{stream}_rpc_method_handler")
+        return make(guarded, _readable(handler.request_deserializer), handler.response_serializer)
+
+    async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> CallSlot:
+        """Aborts the call of who may not, and of who has too many open."""
+        roles = frozenset() if self._is_open else roles_of(context.auth_context())
+        names = roles | ({TENANT} if tenant else set())
+        try:
+            if not (self._is_open or allowed == ANYONE or allowed & names):
+                raise _why(names, allowed)
+            _tenant.set(tenant or DEFAULT_TENANT)
+            caller = tenant or (DEFAULT_TENANT if TENANT in allowed else roles or None)
+            return self.places.enter(method, caller, context.peer())
+        except BatonError as error:
+            await self.hold(error)
+            await self._deny(context, method, error)
+
+    async def hold(self, error: BatonError) -> None:
+        """Waits until the caller's tenant may be told that it must wait; where there is one tenant it is told at once."""
+        if self._credentials is not None and isinstance(error, Overloaded):
+            await self._refusals.hold(tenant())
+
+    async def _read(self, message: Awaitable, context, method: str):
+        """Aborts the call where it does not come, or is none."""
+        try:
+            return await message
+        except BatonError as error:
+            await self._deny(context, method, error)
+
+    async def _from(self, first, rest: AsyncIterator, context, method: str) -> AsyncIterator:
+        yield first
+        while True:
+            try:
+                yield await self._read(anext(rest), context, method)
+            except StopAsyncIteration:
+                return
+
+    def _refusal(self, method: str, error: BatonError):
+        """Ends the call whatever its kind, and reads nothing of it."""
+
+        async def refuse(requests, context) -> None:
+            await self._deny(context, method, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def _deny(self, context, method: str, error: BatonError) -> NoReturn:
+        known = method if method in METHODS else "other"
+        self.num_denied[known, error.reason] += 1
+        self.on_denied(known, error.reason)
+        num = self.num_denied[known, error.reason]
+        if num & (num - 1) == 0:  # 1, 2, 4, 8, ...: strangers do not fill the log
+            log.warning("denied %s", fields(method=known, reason=error.reason, peer=context.peer(), num=num))
+        await abort(context, error)
+
+
+def _readable(deserialize: Callable | None) -> Callable | None:
+    """The same, but bytes that are no message are their sender's fault: gRPC would log a traceback for each."""
+    if deserialize is None:
+        return None
+
+    def read(data: bytes):
+        try:
+            return deserialize(data)
+        except DecodeError:
+            raise InvalidRequest("message", "these bytes are not what this method takes") from None
+
+    return read
+
+
+def _check_metadata(metadata) -> None:
+    """Its bytes are gRPC's to bound. Raises Overloaded."""
+    if metadata and len(metadata) > MAX_METADATA_PAIRS:
+        told = f"the call has {len(metadata)} metadata entries, at most {MAX_METADATA_PAIRS} are allowed"
+        raise Overloaded(told, 0.0, reason="METADATA_TOO_LARGE")
+
+
+def _why(names: frozenset[str], allowed: frozenset[str]) -> BatonError:
+    if not names:
+        what = "a credential (authorization: Bearer KEY)" if TENANT in allowed else "a certificate with a role"
+        return Unauthenticated(f"this method asks for {what}")
+    return PermissionDenied(f"open to {', '.join(sorted(allowed))}; the caller is {', '.join(sorted(names))}")

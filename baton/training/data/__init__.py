@@ -1,0 +1,1 @@
+"""The corpus, its tokenizer, batches of token ids, and files written whole."""

@@ -1,0 +1,58 @@
+"""Batches: windows of the token stream, each a pure function of its number, so that a resumed run goes on exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from baton.training.data.corpus import Corpus, Document
+from baton.training.data.tokenizer import END_OF_TEXT
+
+# Windows start at multiples of the golden ratio: after any number of draws the text is covered evenly, which
+# independent draws do not do (after four epochs 2 % of it would be unseen).
+_GOLDEN = 0.6180339887498949
+
+
+def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
+    """All documents as one array of token ids, each after an end-of-text token where the tokenizer has one."""
+    separator = [] if (end := tokenizer.token_to_id(END_OF_TEXT)) is None else [end]
+    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
+    ids = [token_id for encoding in encodings for token_id in (*separator, *encoding.ids)]
+    return np.array(ids + separator, dtype=np.uint32)
+
+
+class Batches:
+    """Draws windows from library text, and every `tests_every`-th window from test text.
+
+    Raises ValueError if the library text is shorter than the window asked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, corpus: Corpus, seed: int = 0, tests_every: int = 5) -> None:
+        self._library = pack(tokenizer, corpus.library)
+        self._tests = pack(tokenizer, corpus.tests)
+        self._offset = np.random.default_rng(seed).random()
+        self._tests_every = tests_every
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all text, tests included."""
+        return len(self._library) + len(self._tests)
+
+    def draw(self, first_token: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64 [num_tokens // length, length], of the batch that follows `first_token`."""
+        first = first_token // length
+        windows = [self._window(number, length) for number in range(first, first + max(1, num_tokens // length))]
+        token_ids = torch.from_numpy(np.stack(windows).astype(np.int64))
+        return token_ids[:, :-1], token_ids[:, 1:]
+
+    def _window(self, number: int, length: int) -> np.ndarray:
+        from_tests = number % self._tests_every == 0 and len(self._tests) > length
+        text = self._tests if from_tests else self._library
+        if len(text) <= length:
+            raise ValueError(f"the corpus has {len(text)} tokens, a window needs {length + 1}")
+        start = int((self._offset + number * _GOLDEN) % 1.0 * (len(text) - length))
+        return text[start : start + length + 1]

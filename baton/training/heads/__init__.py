@@ -1,0 +1,1 @@
+"""Train Medusa and EAGLE heads against a frozen target."""

@@ -1,0 +1,136 @@
+"""Training of heads: a frozen target, a text, and a module whose every step is held against what the target says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.speculation.proposers.heads_folder import MARK, target_mark
+from baton.training.data.batches import Batches
+from baton.training.data.corpus import Corpus, Document
+from baton.training.data.files import save_atomically, save_text
+from baton.training.data.tokenizer import load_tokenizer
+from baton.training.heads.eagle import EagleDraft
+from baton.training.heads.medusa import MedusaHeads
+from baton.training.heads.target import FrozenTarget
+from baton.training.model.trainer import Loss, Trainer, TrainingPlan
+
+Heads = MedusaHeads | EagleDraft
+FIGURES = "training.json"  # beside the weights: what train_heads returned
+
+LENGTH = 256  # tokens of a window
+LEAST_TOKENS = 16 * LENGTH  # of a text: less would be learned by heart
+NUM_MEDUSA_HEADS = 4
+FADING = 0.8  # weight of a step relative to the one before: a later token counts only if all before it are accepted
+MAX_LOGITS = 1 << 26  # of all steps of a batch: bounds memory, at most 1 GiB of fp32 values and gradients
+MAX_EPOCHS = 20
+
+
+def default_plan(vocab_size: int, minutes: float, num_tokens: int) -> TrainingPlan:
+    """`num_tokens`: of the text."""
+    return TrainingPlan(
+        minutes=minutes,
+        max_tokens=MAX_EPOCHS * num_tokens,
+        batch_tokens=max(LENGTH, min(1024, MAX_LOGITS // (NUM_MEDUSA_HEADS * vocab_size))),
+        matrix_lr=0.1,
+        vector_lr=0.02,
+        weight_decay=0.0,
+        decay_from=0.3,
+        lengths=((0.0, LENGTH),),
+    )
+
+
+def new_heads(target: FrozenTarget, kind: str, seed: int = 0) -> Heads:
+    """An untrained module, as it always starts."""
+    torch.manual_seed(seed)
+    spec, scale = target.spec, target.feature_scale
+    if kind == "medusa":
+        return MedusaHeads(spec.hidden_size, NUM_MEDUSA_HEADS, spec.norm_eps, scale)
+    return EagleDraft(spec, scale)
+
+
+def train_heads(
+    kind: str, model: Path, documents: Iterable[Document], out: Path, minutes: float, seed: int = 0
+) -> dict:
+    """Train heads of a `kind` (medusa or eagle) for the model folder `model` and write them to `out`.
+
+    State for resuming is kept in `out/.training` and removed at the end.  Returns figures, among them `agreement`: for
+    each step the share of places at which heads and target name the same token.  Raises ValueError if the text is too
+    short or the state is another model's, ModelError if the model folder cannot be read, OSError if `out` cannot be
+    written.
+    """
+    spec = ModelSpec.from_folder(model)
+    if not (model / "tokenizer.json").is_file():
+        raise ValueError(f"{model}: no tokenizer.json, so the text cannot be turned into its tokens")
+    batches = Batches(load_tokenizer(model), Corpus(tuple(documents), (), ()), seed)
+    if batches.num_tokens < LEAST_TOKENS:
+        raise ValueError(f"the training text has {batches.num_tokens} tokens, at least {LEAST_TOKENS} are needed")
+    plan = default_plan(spec.vocab_size, minutes, batches.num_tokens)
+    target = FrozenTarget(model, LENGTH, plan.batch_tokens)
+    heads = new_heads(target, kind, seed)
+    work = out / ".training"
+    trainer = Trainer(heads, heads_loss(heads, target), batches, plan, work / f"{kind}.safetensors")
+    figures = trainer.run(kind)
+    figures["agreement"] = agreement(heads, target, *batches.draw(trainer.num_tokens, 4 * plan.batch_tokens, LENGTH))
+    export_heads(heads, kind, target, out)
+    save_text(out / FIGURES, json.dumps(figures, indent=2) + "\n")
+    shutil.rmtree(work)
+    return figures
+
+
+def heads_loss(heads: Heads, target: FrozenTarget) -> Loss:
+    """Cross entropy against the target's distribution, mean of all steps, early ones first."""
+    weights = [FADING**step for step in range(heads.num_steps)]
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        total = torch.zeros(())
+        features = target.features(inputs)
+        aims = target.distribution(features)
+        with torch.autocast("cpu", torch.bfloat16):
+            guesses = heads.guesses(target, features, torch.cat((inputs, targets[:, -1:]), dim=1))
+            for step, (weight, logits) in enumerate(zip(weights, guesses, strict=True), start=1):
+                aim = aims[:, step : step + logits.shape[1]]
+                total = total + weight * F.cross_entropy(logits.flatten(0, 1).float(), aim.flatten(0, 1))
+        return total / sum(weights)
+
+    return loss
+
+
+@torch.no_grad()
+@torch.autocast("cpu", torch.bfloat16)
+def agreement(heads: Heads, target: FrozenTarget, inputs: Tensor, targets: Tensor) -> list[float]:
+    """For each step the share of places at which the likeliest token is the target's; [batch, length] a text and the
+    same one token on."""
+    same = [0.0] * heads.num_steps
+    for token_ids, last in zip(inputs.split(1), targets[:, -1:].split(1), strict=True):
+        features = target.features(token_ids)
+        best = target.logits(features).argmax(-1)
+        guesses = heads.guesses(target, features, torch.cat((token_ids, last), dim=1))
+        for step, logits in enumerate(guesses):
+            guessed = logits.argmax(-1)
+            same[step] += (guessed == best[:, step + 1 : step + 1 + guessed.shape[1]]).float().mean().item()
+    return [round(total / len(inputs), 4) for total in same]
+
+
+def export_heads(heads: Heads, kind: str, target: FrozenTarget, folder: Path) -> None:
+    """Write config.json and bf16 weights as `--speculator` reads them; the weights come last."""
+    spec = target.spec
+    config = {
+        "speculator": kind,
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        **({"num_heads": heads.num_steps} if kind == "medusa" else {"intermediate_size": spec.intermediate_size}),
+        "target": target.identity.hex(),
+    }
+    save_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in heads.state_dict().items()}
+    weights[MARK] = target_mark(target.model)
+    save_atomically(folder / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))

@@ -1,0 +1,70 @@
+"""The target as the training of a draft sees it: frozen, read through the engine, so that every family works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.config import EngineConfig
+from baton.engine.engine import Engine
+
+BLOCK_SIZE = 32
+
+
+class FrozenTarget:
+    """What is fixed while a draft learns: hidden states of a text, the embedding and the output matrix."""
+
+    def __init__(self, folder: Path, max_length: int, max_tokens: int) -> None:
+        """Tokens of the longest window, and of the largest batch.  Raises ModelError naming the file at fault."""
+        num_blocks = max_tokens // max_length * -(-max_length // BLOCK_SIZE)
+        # Nothing hangs on exact bits here, and the fast kernels are.
+        config = EngineConfig(
+            folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_model_len=max_length, batch_invariant=False
+        )
+        engine = Engine.load(config)
+        self.model, self._pool = engine.runner.model, engine.pool
+        self.identity = engine.model_identity
+        self.spec, self.dtype = self.model.spec, self.model.dtype
+        with torch.no_grad():
+            # The matrix, whatever form it is stored in: its columns are what it makes of unit vectors.
+            self.head = self.model.head(torch.eye(self.spec.hidden_size, dtype=self.dtype)).t().contiguous()
+
+    @property
+    def feature_scale(self) -> float:
+        """Root mean square of features."""
+        return self.model.norm.weight.float().square().mean().sqrt().item()
+
+    @torch.no_grad()
+    def features(self, token_ids: Tensor) -> Tensor:
+        """Token ids [batch, length] to what the output matrix is applied to, [batch, length, hidden_size]."""
+        num_seqs, length = token_ids.shape
+        num_blocks = -(-length // BLOCK_SIZE)
+        tables = torch.arange(num_seqs * num_blocks).view(num_seqs, num_blocks)
+        positions = torch.arange(length)
+        batch = ForwardBatch(
+            token_ids=token_ids.reshape(-1),
+            positions=positions.repeat(num_seqs),
+            slots=(tables[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE).view(-1),
+            seqs=[SeqSlice(index * length, length, length, table) for index, table in enumerate(tables)],
+            logit_rows=torch.empty(0, dtype=torch.int64),
+        )
+        rows = self.model.hidden(batch, self._pool)[: token_ids.numel()]
+        return self.model.norm(rows).view(num_seqs, length, -1)
+
+    @torch.no_grad()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [...] to [..., hidden_size]."""
+        return self.model.embedding(token_ids.reshape(-1)).view(*token_ids.shape, -1)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[..., hidden_size] to [..., vocab_size], in the target's dtype; gradients pass to the features."""
+        return F.linear(features.to(self.dtype), self.head)
+
+    @torch.no_grad()
+    def distribution(self, features: Tensor) -> Tensor:
+        """What the target would go on with, fp32 [..., vocab_size]."""
+        return self.logits(features).float().softmax(dim=-1)

@@ -1,0 +1,1 @@
+"""The trained model: a Llama in plain torch, its trainer, evaluation and export."""

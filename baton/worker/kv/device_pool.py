@@ -1,0 +1,78 @@
+"""What crosses between a pool on a GPU and other workers: sums of its words, made there, and copies to and from the
+host memory that mirrors it, block for block. Everything runs beside the engine's steps, on a stream of its own.
+"""
+
+import math
+import threading
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.kv.pool import KVPool
+from kvtransfer.memory.device_memory import DeviceRegion
+from kvtransfer.memory.pools import BytePlaces, DevicePool
+
+_ELEMENTS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def device_pool(pool: KVPool, region: DeviceRegion, mirror: memoryview) -> DevicePool:
+    """`region`: the pool's memory; `mirror`: writable, as large as the pool."""
+    crossing = Crossing(pool.bytes, torch.frombuffer(mirror, dtype=torch.uint8, count=pool.bytes.numel()))
+    return DevicePool(region, crossing.sums, crossing.copy_out, crossing.copy_in)
+
+
+class Crossing:
+    """See kvtransfer.memory.pools.DevicePool. Thread-safe; blocks are written by no step meanwhile."""
+
+    def __init__(self, pool: Tensor, mirror: Tensor):
+        """uint8, contiguous, of one size."""
+        self._device, self._host = pool.view(-1), mirror.view(-1)
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        self._running = threading.Lock()
+        self._tables: dict[tuple[int, int], Tensor] = {}  # of weights, by length and first one
+
+    def copy_out(self, places: BytePlaces, ids: np.ndarray) -> None:
+        self._copy(self._device, self._host, places, ids)
+
+    def copy_in(self, places: BytePlaces, ids: np.ndarray) -> None:
+        self._copy(self._host, self._device, places, ids)
+
+    @torch.inference_mode()
+    def sums(
+        self, places: BytePlaces, word_bytes: int, ids: np.ndarray, table: np.ndarray, starts: np.ndarray
+    ) -> np.ndarray:  # fmt: skip
+        """int64 wraps as uint64 does."""
+        with self._running, torch.cuda.stream(self._stream):
+            words = _elements(self._device, places, word_bytes)[self._there(ids)].view(_ELEMENTS[word_bytes])
+            if word_bytes < 8:
+                words = words.to(torch.int64) & ((1 << 8 * word_bytes) - 1)
+            factors = self._weights(table)[self._there(starts[:, None] + np.arange(words.shape[-1]))]
+            parts = (words * factors[:, None, None, None]).sum(-1).permute(0, 3, 1, 2).contiguous()
+            return parts.cpu().numpy().view(np.uint64)  # waits for the stream
+
+    @torch.inference_mode()
+    def _copy(self, source: Tensor, target: Tensor, places: BytePlaces, ids: np.ndarray) -> None:
+        # One at a time: of two copies that were begun in one order the other could end first.
+        with self._running, torch.cuda.stream(self._stream):
+            rows = _elements(source, places)[torch.tensor(ids, device=source.device)].to(target.device)
+            _elements(target, places).index_copy_(0, torch.tensor(ids, device=target.device), rows)
+            if self._stream is not None:
+                self._stream.synchronize()
+
+    def _weights(self, table: np.ndarray) -> Tensor:
+        key = len(table), int(table[0])
+        if key not in self._tables:
+            self._tables[key] = self._there(table)
+        return self._tables[key]
+
+    def _there(self, array: np.ndarray) -> Tensor:
+        return torch.tensor(array.view(np.int64), device=self._device.device)
+
+
+def _elements(flat: Tensor, places: BytePlaces, at_most: int = 8) -> Tensor:
+    """[block, ..., elements] of a pool, the elements as wide as every stride allows."""
+    size = math.gcd(at_most, places.offset, places.counts[-1], *places.strides)
+    counts = (len(flat) // places.strides[0], *places.counts[:-1], places.counts[-1] // size)
+    strides = (*(stride // size for stride in places.strides), 1)
+    return flat[: len(flat) // size * size].view(_ELEMENTS[size]).as_strided(counts, strides, places.offset // size)

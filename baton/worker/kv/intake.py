@@ -1,0 +1,158 @@
+"""The taker's side: pulls the KV of an admitted key into blocks that the engine sets aside, and gives everything back.
+
+    Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, generation, Confirm ─► verified ─► ... ─► Fetched
+                 └─ on every exit: fetch_settled, so that a cancelled key's blocks may be used again
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from baton.engine.core.request import Key
+from baton.engine.engine import Engine
+from baton.service.logs import fields
+from baton.service.out_of_memory import leave_if_exhausted
+from baton.worker.legs.leg import Leg
+from baton.worker.wire import end_status
+from baton.worker.wire.end_status import Status
+from kvtransfer.compatible import MIXED
+from kvtransfer.errors import KVError, ProtocolError
+from kvtransfer.layout import BlockRef, KVHandle
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transfer.fetcher import Fetcher, FetchReport
+from kvtransfer.wire import decode_handle
+
+log = logging.getLogger(__name__)
+
+
+class KeyEnded(Exception):
+    """The engine has ended the key in the middle of its fetch; the reason comes with its RequestEnded."""
+
+
+class EngineBlocks:
+    """Where the fetcher may write: the blocks of one key. `on_verified(token)`: all below is there. Raises KeyEnded."""
+
+    def __init__(self, engine: Engine, key: Key, num_cached_tokens: int, on_verified: Callable[[int], None]):
+        self.num_cached_tokens = num_cached_tokens
+        self._engine = engine
+        self._key = key
+        self._on_verified = on_verified
+
+    def set_aside(self, upto_token: int) -> list[BlockRef]:
+        try:
+            return self._engine.set_aside(self._key, upto_token)
+        except LookupError:
+            raise KeyEnded from None
+
+    def verified(self, upto_token: int) -> None:
+        try:
+            self._engine.verified(self._key, upto_token)
+        except LookupError:
+            raise KeyEnded from None
+        self._on_verified(upto_token)
+
+
+class Intake:
+    """All fetches of one worker. Belongs to the event loop."""
+
+    def __init__(self, engine: Engine, fetcher: Fetcher):
+        self._engine = engine
+        self._fetcher = fetcher
+        self._fetching: set[asyncio.Task] = set()
+        self._mixed: set[bytes] = set()  # sources whose other numerics class was told
+        self._told: set[tuple[bytes, str]] = set()  # sources and the transports that they were read by
+
+    @property
+    def num_fetches(self) -> int:
+        """Whose bytes may still land."""
+        return len(self._fetching)
+
+    def begin(
+        self, leg: Leg, handle: bytes, ticket: bytes, on_end: Callable[[Leg, FetchReport | Status | None], None]
+    ) -> None:
+        """Starts a key's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
+        Raises KVError for a handle that is not this prompt's."""
+        self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, lambda token: None)
+
+    def begin_prefix(
+        self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
+    ) -> bool:
+        """The same for a prompt that is to be prefilled here: whole spans of it, from the first of the leg's sources
+        that can be asked. False: there is none, or the engine has ended the key."""
+        while leg.sources:
+            handle, ticket = leg.sources.pop(0)
+            try:
+                self._begin_prefix(leg, handle, ticket, on_end, on_verified)
+                return True
+            except KVError as error:
+                log.info("prefix not pulled %s", fields(key=leg.key, reason=error))
+            except LookupError:
+                break
+        return False
+
+    def _begin_prefix(self, leg: Leg, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
+        """What is verified counts as cached, for the next source too."""
+        decoded = self._check(leg, handle)
+        num_tokens, block_size = decoded.num_tokens, self._engine.layout.block_size
+        if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
+            raise ProtocolError(f"{num_tokens} tokens are no prefix of whole spans with something left to compute")
+
+        def arrived(upto_token: int) -> None:
+            leg.num_cached_tokens = upto_token // block_size * block_size  # what the engine will not compute again
+            on_verified(leg.num_cached_tokens)
+
+        self._engine.fetching(leg.key)
+        self._fetch(leg, decoded, handle, ticket, on_end, arrived)
+
+    def stop(self, leg: Leg) -> None:
+        """`on_end` follows as soon as no byte can land any more. Idempotent."""
+        leg.fetching.cancel()
+
+    def _fetch(self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
+        begin = leg.num_cached_tokens // SPAN_TOKENS * SPAN_TOKENS
+        blocks = EngineBlocks(self._engine, leg.key, min(begin, decoded.num_tokens), on_verified)
+        fetch = self._fetcher.fetch(handle, ticket, blocks, leg.request.deadline)
+        leg.fetching = asyncio.get_running_loop().create_task(fetch, name=f"fetch {leg.key}")
+        self._fetching.add(leg.fetching)
+        # A callback and not a `finally`: a task that is cancelled before its first step never enters its body.
+        leg.fetching.add_done_callback(lambda task: self._ended(leg, task, decoded.source_instance, on_end))
+
+    def _check(self, leg: Leg, data: bytes) -> KVHandle:
+        """KV under another prompt's names would poison the cache."""
+        handle = decode_handle(data)
+        if handle.num_tokens > len(leg.request.token_ids):
+            raise ProtocolError(f"the handle has {handle.num_tokens} tokens, the request {len(leg.request.token_ids)}")
+        if handle.span_hashes != leg.request.span_hashes[: len(handle.span_hashes)]:
+            raise ProtocolError("the handle is another prompt's: its span hashes are not the request's")
+        return handle
+
+    def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
+        self._fetching.discard(task)
+        self._engine.fetch_settled(leg.key)
+        outcome = self._outcome(leg, task)
+        if isinstance(outcome, FetchReport):
+            self._tell(source, outcome)
+        on_end(leg, outcome)
+
+    def _tell(self, source: bytes, report: FetchReport) -> None:
+        """Once per source and transport: every request would say the same."""
+        name = fields(source=source.hex()[:8])
+        if (source, report.transport) not in self._told:
+            self._told.add((source, report.transport))
+            log.info("KV is pulled by %s %s", report.reason, name)
+        if report.numerics == MIXED and source not in self._mixed:
+            self._mixed.add(source)
+            log.info("KV of another numerics class is taken: mixed %s", name)
+
+    def _outcome(self, leg: Leg, task: asyncio.Task) -> FetchReport | Status | None:
+        if task.cancelled():
+            return end_status.CANCELLED
+        error = task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, KeyEnded):
+            return None
+        if not isinstance(error, (KVError, TimeoutError)):
+            log.error("fetch failed %s", fields(key=leg.key), exc_info=error)
+            leave_if_exhausted(error)
+        return end_status.of_exception(error)

@@ -1,0 +1,56 @@
+"""One key on this worker: its state, what of it is still out, and the stamps its spans are drawn from."""
+
+import asyncio
+import time
+from enum import Enum
+
+from baton.engine.core.request import DecodeReport, FirstToken, Key, PrefillDone, Request
+from baton.worker.legs.states import KeyState
+from baton.worker.legs.token_record import TokenRecord
+from baton.worker.wire.end_status import Status
+from baton.worker.wire.outbox import Outbox
+from kvtransfer.transfer.fetcher import FetchReport
+
+
+class Owed(Enum):
+    """Who must give something back before the key may end."""
+
+    ENGINE = "engine"  # RequestEnded
+    FETCH = "fetch"  # the task that lets bytes land here
+    LEASE = "lease"  # the taker's
+
+
+class Leg:
+    """Belongs to the event loop. Stamps are time.monotonic()."""
+
+    def __init__(self, key: Key, outbox: Outbox):
+        self.key = key
+        self.outbox = outbox  # of the session that it came through
+        self.state = KeyState.ABSENT
+        self.owed: set[Owed] = set()
+        self.status: Status | None = None
+        self.is_stream_lost = False
+        self.engine_key = key  # the engine knows a key by its first name; who attaches brings another
+        self.fingerprint = b""  # of its request
+        self.record: TokenRecord | None = None  # once it decodes
+        self.request: Request | None = None  # none for an Offer
+        self.num_cached_tokens = 0  # here when it was admitted
+        self.first_tokens: tuple[FirstToken, ...] = ()
+        self.lease_id = b""
+        self.ticket = b""  # the taker's, of that lease
+        self.sources: list[tuple[bytes, bytes]] = []  # handles and tickets of a prefix that lies elsewhere, best first
+        self.num_matched_tokens: int | None = None  # of an Offer that is answered with NotHere
+        self.fetching: asyncio.Task | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        # for spans and reports
+        self.opened_at = time.monotonic()
+        self.is_prefill = False  # its prompt is read here
+        self.prefill_done_at: float | None = None
+        self.prefill_done: PrefillDone | None = None
+        self.fetch_at: float | None = None
+        self.fetch_ended_at: float | None = None
+        self.fetch_report: FetchReport | None = None
+        self.start_at: float | None = None  # Start came, or the local prefill was done
+        self.kv_wait_s = 0.0
+        self.report: DecodeReport | None = None
+        self.num_output_tokens = 0

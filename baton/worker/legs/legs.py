@@ -1,0 +1,56 @@
+"""The live keys of one worker, by key; and by the name that the engine knows them by, where somebody has attached."""
+
+from baton.engine.core.request import Key
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg
+from baton.worker.legs.states import KeyState
+from baton.worker.wire.outbox import Outbox
+
+_ATTACHABLE = (KeyState.RUNNING, KeyState.PARKED, KeyState.ORPHANED)
+
+
+class Legs(dict[Key, Leg]):
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._renamed: dict[Key, Leg] = {}  # by the engine's key
+
+    @property
+    def num_busy(self) -> int:
+        """Those that somebody waits for."""
+        return sum(leg.state is not KeyState.ORPHANED for leg in self.values())
+
+    def is_taken(self, key: Key) -> bool:
+        """By a live key here, or by the engine's name of one."""
+        return key in self or key in self._renamed
+
+    def of_engine(self, key: Key) -> Leg | None:
+        return self._renamed.get(key) or self.get(key)
+
+    def of_session(self, outbox: Outbox) -> list[Leg]:
+        return [leg for leg in self.values() if leg.outbox is outbox and not leg.is_stream_lost]
+
+    def attachable(self, attach: pb.Attach) -> Leg | None:
+        """Of the same request, and with all the tokens from where it is to go on: who has most of them."""
+        found = [
+            leg
+            for leg in self.values()
+            if leg.key.request_id == attach.key.request_id
+            and attach.previous_attempt in (0, leg.key.attempt)
+            and leg.state in _ATTACHABLE
+            and leg.fingerprint == attach.fingerprint
+            and len(attach.next_index) == leg.request.sampling.n
+            and leg.record is not None
+            and leg.record.reaches(attach.next_index)
+        ]
+        return max(found, key=lambda leg: leg.num_output_tokens, default=None)
+
+    def rename(self, leg: Leg, key: Key) -> None:
+        del self[leg.key]
+        leg.key = key
+        self[key] = self._renamed[leg.engine_key] = leg
+
+    def forget(self, leg: Leg) -> None:
+        del self[leg.key]
+        self._renamed.pop(leg.engine_key, None)

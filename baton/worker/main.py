@@ -1,0 +1,73 @@
+"""A role of a worker: which defaults it brings, and its command line. Both roles run the same code."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from baton.service import logs, progress
+from baton.service.net.server import ListenError, run
+from baton.service.settings import SettingsError, add_flags, load_settings, make_parser
+from baton.worker.settings import WorkerSettings
+
+FAILED, WRONG_USE = 1, 2
+SWITCH_INTERVAL_S = 0.0001
+
+
+@dataclass(frozen=True)
+class Role:
+    name: str  # prefill | decode
+    description: str
+    defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings
+
+
+def main(role: Role, argv: Sequence[str] | None = None) -> int:
+    """Runs a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed
+    start says why in one line on stderr."""
+    prog = f"{role.name}_worker"
+    parser = make_parser(f"python -m {prog}", role.description)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
+    add_flags(parser, WorkerSettings)
+    args = parser.parse_args(argv)
+    try:
+        settings = load_settings(WorkerSettings, _flags(args), file=args.config, defaults=role.defaults)
+    except SettingsError as error:
+        return _fail(prog, error, WRONG_USE)
+    logs.setup(role.name, settings.log_level)
+
+    # Two workers on one machine share its cores: a thread that spins for work it does not have stalls the other's
+    # parallel regions (seen: about 8 ms each on 2 cores).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # The event loop may hold the interpreter this long when the engine's thread wants it back after an operator; the
+    # default of 5 ms is a whole step of a small model.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
+    with progress.phase(prog, "importing torch"):
+        from baton.engine.core.model_spec import ModelError
+        from baton.worker.app import serve
+
+    try:
+        if following := run(lambda stop: serve(settings, role.name, stop)):
+            _become(following, sys.argv[1:] if argv is None else argv)
+        return 0
+    except (ListenError, OSError) as error:
+        return _fail(prog, error, FAILED)
+    except (ModelError, SettingsError, ValueError) as error:
+        return _fail(prog, error, WRONG_USE)
+
+
+def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F821
+    """The same process anew, as the other role's program, where gateways know this one."""
+    listen = ("--listen", following.address)
+    os.execv(sys.executable, [sys.executable, "-m", f"{following.role}_worker", *argv, *listen])
+
+
+def _flags(args) -> dict[str, object]:
+    return {name: value for name, value in vars(args).items() if name != "config"}
+
+
+def _fail(prog: str, error: Exception, status: int) -> int:
+    print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,97 @@
+"""What a worker counts: its load when somebody scrapes, and each key once, when it has ended."""
+
+import resource
+
+from baton.engine.engine import Engine
+from baton.service import logs
+from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics, num_tasks
+from baton.worker.legs.leg import Leg
+from baton.worker.observe.roofline import Cost, Roofline
+from baton.worker.observe.tables import Tables
+
+SPEEDUP_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.05, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
+
+
+class WorkerMeters:
+    """`page` is /metrics."""
+
+    def __init__(self, engine: Engine, pool_bytes: int, roofline: Roofline | None = None):
+        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where nobody measured it."""
+        self._metrics = metrics = Metrics(engine.spec.name)
+        self.page = metrics.page
+        self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
+        self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")
+        self._bytes = metrics.counter("baton_transfer_bytes", "bytes of KV pulled from other workers", "transport")
+        self._transfer = metrics.histogram("baton_transfer_seconds", "time from the first request for KV to the last confirmation", PHASE_BUCKETS)()
+        self._hidden = metrics.histogram(
+            "baton_transfer_hidden_ratio", "fraction of a transfer that overlapped prefill", RATIO_BUCKETS
+        )()
+        self._spec = metrics.counter("baton_spec_tokens", "proposed tokens, by whether the model accepted them", "result")
+        self._positions = metrics.counter(
+            "baton_spec_position_tokens", "proposed tokens, by position in the proposal", "position", "result"
+        )
+        self._drafts = metrics.counter("baton_spec_drafts", "steps of a sequence that had a proposal")()
+        self._speedup = metrics.histogram(
+            "baton_spec_speedup_ratio", "measured speed of a request over plain decoding", SPEEDUP_BUCKETS
+        )()
+        self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
+        self._preemptions = metrics.counter("baton_preemptions", "sequences preempted for lack of blocks")()
+        metrics.collect(
+            Gauge("baton_running", "sequences in the batch", lambda: engine.load_report().num_running),
+            Gauge("baton_waiting", "sequences that wait for blocks", lambda: engine.load_report().num_waiting),
+            Gauge("baton_batch_size", "sequences in the last step", lambda: engine.last_batch_size),
+            Gauge("baton_kv_blocks", "KV blocks, by holder", lambda: engine.load_report().blocks_by_holder, "holder"),
+            Gauge("baton_memory_bytes", "memory, by use", self._memory, "kind"),
+            Gauge("baton_utilisation", "achieved rate over the device's limit", self._utilisation, "limit"),
+            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
+            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
+        )
+
+    def watch(self, tables: Tables) -> None:
+        self._metrics.collect(
+            Gauge("baton_table_entries", "entries of tables that are empty when nothing runs", tables.counts, "table")
+        )
+
+    def denied(self, method: str, reason: str) -> None:
+        self._denied(method, reason).inc()
+
+    def ended(self, leg: Leg) -> None:
+        """Of a key that has just ended, however it did."""
+        if leg.prefill_done:
+            self._prefix("local").inc(leg.prefill_done.num_cached_tokens)
+        if report := leg.fetch_report:
+            self._prefix("pulled").inc(report.num_tokens)
+            self._bytes(report.transport).inc(report.num_bytes)
+            self._transfer.observe(report.transfer_s)
+            if report.transfer_s > 0:
+                self._hidden.observe(max(0.0, 1.0 - report.after_last_ready_s / report.transfer_s))
+        if report := leg.report:
+            self._preemptions.inc(report.num_preemptions)
+            accepted = report.num_accepted_tokens
+            self._spec("accepted").inc(accepted)
+            self._spec("rejected").inc(report.num_draft_tokens - accepted)
+            self._drafts.inc(report.num_drafts)
+            for position, num_proposed in enumerate(report.proposed_by_position, start=1):
+                num_accepted = report.accepted_by_position[position - 1]
+                self._positions(str(position), "accepted").inc(num_accepted)
+                self._positions(str(position), "rejected").inc(num_proposed - num_accepted)
+            if report.num_drafts:
+                self._speedup.observe(report.speedup)
+
+    def _utilisation(self) -> dict[str, float]:
+        if self._roofline is None:
+            return {}
+        rates = self._engine.work.rates()
+        return {
+            "bandwidth": self._cost.bytes_per_s(rates) / self._roofline.bytes_per_s,
+            "flops": self._cost.flops_per_s(rates) / self._roofline.flops_per_s,
+        }
+
+    def _memory(self) -> dict[str, float]:
+        return {
+            "weights": self._engine.runner.model.weights.num_bytes,
+            "kv": self._pool_bytes,
+            "draft": self._engine.speculator.num_bytes,
+            "activations": self._engine.runner.launcher.activations.num_bytes,
+            "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }

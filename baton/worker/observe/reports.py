@@ -1,0 +1,108 @@
+"""What a worker says of itself without being asked: load, index events, health, and whether its ledger adds up."""
+
+import asyncio
+import logging
+import time
+
+from baton import tasks
+from baton.engine.engine import Engine
+from baton.engine.loop import EngineLoop
+from baton.service.logs import fields
+from baton.service.net.server import Health
+from baton.service.out_of_memory import leave_if_exhausted
+from baton.worker.observe.tables import Tables
+from baton.worker.session.commands import Commands
+from baton.worker.session.session import WorkerService
+from baton.worker.wire import messages
+
+LOAD_INTERVAL_S = 0.25
+LOAD_GAP_S = 0.02  # between two reports of changes
+INDEX_INTERVAL_S = 0.05
+LEDGER_INTERVAL_S = 0.5
+STALLED_AFTER_S = 3.0  # a loop that has work and does not step
+SLOWER_THAN_BEST = 10  # a step of a large model may take longer, and is no stall for that
+INTEGRITY_INTERVAL_S = 5.0
+SERVICE_NAME = "baton.v1.Worker"
+
+log = logging.getLogger(__name__)
+
+
+class Reports:
+    """Belongs to the event loop; `run` goes on until it is cancelled."""
+
+    def __init__(
+        self, engine: Engine, loop: EngineLoop, commands: Commands, service: WorkerService, health: Health,
+        tables: Tables, longest_step_s: float = 0.0,
+    ):  # fmt: skip
+        """`longest_step_s`: at best; 0: not known."""
+        self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
+        self._engine = engine
+        self._loop = loop
+        self._commands = commands
+        self._service = service
+        self._health = health
+        self._tables = tables
+        self._changed = asyncio.Event()
+        self._checked_at = time.monotonic()
+        self._checked_step = -1
+
+    def change(self) -> None:
+        """The load is different now: says so soon."""
+        self._changed.set()
+
+    @property
+    def state(self) -> str:
+        """serving | draining | stalled"""
+        silent_s = time.monotonic() - self._loop.last_beat
+        if not self._loop.is_alive or (silent_s > self._patience_s and self._engine.has_work()):
+            return "stalled"
+        return "draining" if self._commands.is_draining else "serving"
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for name, work in (
+                ("loads", self._send_loads), ("index events", self._send_index), ("ledger watch", self._watch_ledger)
+            ):  # fmt: skip
+                tasks.start(name, work, group=group, on_failure=leave_if_exhausted)
+
+    async def _send_loads(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(LOAD_INTERVAL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            self._service.send_load(
+                messages.load_to_proto(self._engine.load_report(), self.state, self._tables.counts())
+            )
+            self._set_health()
+            await asyncio.sleep(LOAD_GAP_S)
+
+    async def _send_index(self) -> None:
+        while True:
+            self._service.send_block_events()
+            await asyncio.sleep(INDEX_INTERVAL_S)
+
+    async def _watch_ledger(self) -> None:
+        while True:
+            self._check_integrity()
+            await asyncio.sleep(LEDGER_INTERVAL_S)
+
+    def _set_health(self) -> None:
+        """As the loop's beat says, not as gRPC feels."""
+        serving = self.state == "serving"
+        for service in ("", SERVICE_NAME):
+            self._health.set(service, serving)
+
+    def _check_integrity(self) -> None:
+        """When idle, and something has run since the last time."""
+        now, step = time.monotonic(), self._engine.step_number
+        is_idle = not self._commands.legs and not self._engine.has_work()
+        if not is_idle or step == self._checked_step or now - self._checked_at < INTEGRITY_INTERVAL_S:
+            return
+        self._checked_at, self._checked_step = now, step
+        try:
+            self._engine.check_integrity()
+        except AssertionError as error:
+            log.error("LEDGER BROKEN: blocks are counted wrong; restart this worker %s", fields(why=error))

@@ -1,0 +1,181 @@
+"""What an engine's work costs, and what its device can do at best: measured at the worker's start, with the threads
+and the kernel that the engine has, and kept for later starts on this machine."""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.core import cpu
+from baton.engine.core.config import EngineConfig
+from baton.engine.engine import Engine
+from baton.engine.layers.linear import choose
+from baton.engine.native.build import cache_folder
+from baton.engine.schedule.step_work import WorkRates
+from baton.engine.weights.forms import DenseWeight
+
+_READ_S, _MULTIPLY_S = 0.04, 0.06  # beside these, filling the memory that is read takes 0.03 to 0.1 s
+_NUM_STARTS, _BETTER = 3, 1.1  # so many starts in a row find nothing that much better: other processes start beside them
+_MIN_SIZE, _GROWTH = 256, 2  # rows and columns of the first product; a product this much larger takes its cube as long
+_MAX_SIZE = {"cpu": 1024, "cuda": 8192}
+_CUDA_BYTES = 1 << 30  # beyond any cache
+
+Product = Callable[[int], Callable[[], object]]  # of square matrices of so many rows, ready to be multiplied
+
+
+class Cost:
+    """Bytes and FLOPs of an engine's work, by the shapes of its model; what any kernel needs at least.
+
+    bytes   the linear weights once a step; the KV of every sequence's context, and of what is new, once
+    FLOPs   2 a weight and token (the head: a drawn row); 4 an element of a query for each position that it sees"""
+
+    def __init__(self, engine: Engine):
+        spec, layout = engine.spec, engine.layout
+        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        layer = spec.hidden_size * (2 * query_size + 2 * kv_size + 3 * spec.intermediate_size)
+        self._token_flops = 2 * spec.num_layers * layer
+        self._row_flops = 2 * spec.hidden_size * spec.vocab_size
+        self._pair_flops = 4 * spec.num_layers * query_size
+        self._step_bytes = engine.runner.model.weights.num_bytes
+        self._token_bytes = layout.block_bytes / layout.block_size
+
+    def bytes_per_s(self, rates: WorkRates) -> float:
+        return rates.steps * self._step_bytes + rates.kv_tokens * self._token_bytes
+
+    def flops_per_s(self, rates: WorkRates) -> float:
+        return rates.tokens * self._token_flops + rates.rows * self._row_flops + rates.pairs * self._pair_flops
+
+
+def full_step_s(engine: Engine, roofline: "Roofline") -> float:
+    """How long the largest step would take at best."""
+    one = WorkRates(steps=1, tokens=engine.config.max_num_batched_tokens)
+    cost = Cost(engine)
+    return cost.bytes_per_s(one) / roofline.bytes_per_s + cost.flops_per_s(one) / roofline.flops_per_s
+
+
+class Roofline(NamedTuple):
+    bytes_per_s: float
+    flops_per_s: float
+
+
+def of_engine(engine: Engine) -> Roofline:
+    """The best of what starts on this machine have measured, from the cache folder once there is nothing new in it."""
+    model, config = engine.runner.model, engine.config
+    threads = torch.get_num_threads()
+    cache = Cache(cache_folder(), (_device_name(model.device), threads, torch.__version__, config.dtype, model.head.name))
+    return cache.best_of(lambda: measure(model.device, _product(config, model.device, model.dtype)))
+
+
+class Cache:
+    """A roofline in a file of `folder`, for whoever has the same `key`. A file that cannot be written is done without."""
+
+    def __init__(self, folder: Path, key: tuple):
+        self._path = folder / f"roofline-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
+
+    def best_of(self, measure: Callable[[], Roofline]) -> Roofline:
+        num_starts, best = self._read()
+        if num_starts < _NUM_STARTS:
+            found = measure()
+            is_better = any(new > _BETTER * old for new, old in zip(found, best, strict=True))
+            best = Roofline(*map(max, found, best))
+            self._write(0 if is_better else num_starts + 1, best)
+        return best
+
+    def _read(self) -> tuple[int, Roofline]:
+        try:
+            found = json.loads(self._path.read_text())
+            return int(found["starts_since"]), Roofline(float(found["bytes_per_s"]), float(found["flops_per_s"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0, Roofline(0.0, 0.0)
+
+    def _write(self, num_starts: int, best: Roofline) -> None:
+        part = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"starts_since": num_starts, **best._asdict()}))
+            part.replace(self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
+def measure(device: torch.device, product: Product, now: Callable[[], float] = time.perf_counter) -> Roofline:
+    """Reading memory, and products of square matrices. Each goes on for its time, whatever the device makes of it."""
+    timer = Timer(device, now)
+    values = torch.ones(_CUDA_BYTES if device.type == "cuda" else _uncached_bytes(), dtype=torch.uint8, device=device)
+    read_s = timer.best_s(values.view(torch.float32).sum, now() + _READ_S)
+    flops_per_s = timer.best_flops_per_s(product, _MAX_SIZE[device.type], now() + _MULTIPLY_S)
+    return Roofline(values.nbytes / read_s, flops_per_s)
+
+
+class Timer:
+    """How fast the device is at best."""
+
+    def __init__(self, device: torch.device, now: Callable[[], float]):
+        self._device, self._now = device, now
+
+    def best_s(self, action: Callable[[], object], deadline: float) -> float:
+        """At least twice: the first warms up."""
+        best_s = self._once(action)
+        while True:
+            best_s = min(best_s, self._once(action))
+            if self._now() >= deadline:
+                return best_s
+
+    def best_flops_per_s(self, product: Product, max_size: int, deadline: float) -> float:
+        """Of the smallest product, and of larger ones as far as there is time: they keep more threads busy."""
+        size, best = _MIN_SIZE, 0.0
+        while True:
+            begun = self._now()
+            seconds = self.best_s(product(size), begun)
+            best = max(best, 2 * size**3 / seconds)
+            taken_s, left_s = self._now() - begun, deadline - self._now()
+            if size < max_size and left_s > taken_s * _GROWTH**3:
+                size *= _GROWTH
+            elif left_s < taken_s:
+                return best
+
+    def _once(self, action: Callable[[], object]) -> float:
+        begun = self._now()
+        action()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._now() - begun
+
+
+def _product(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> Product:
+    """By the kernel that the engine's own weights have in this dtype; on a GPU by torch's, which is at its best there."""
+
+    def ready(size: int) -> Callable[[], Tensor]:
+        x, weight = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        if device.type == "cuda":
+            return lambda: F.linear(x, weight)
+        make, _ = choose(config.linear, config.batch_invariant, dtype)
+        kernel = make(DenseWeight(weight))
+        return lambda: kernel(x)
+
+    return ready
+
+
+def _uncached_bytes() -> int:
+    """Twice the processor's last cache, within reason: memory costs about 1 ms a MiB the first time."""
+    try:
+        kibibytes = int(Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip().removesuffix("K"))
+    except (OSError, ValueError):
+        kibibytes = 0
+    return min(max(2 * kibibytes << 10, 64 << 20), 128 << 20)
+
+
+def _device_name(device: torch.device) -> str:
+    """By which a machine knows its like."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return " ".join((cpu.name(), *sorted(cpu.flags())))

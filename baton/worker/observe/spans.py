@@ -1,0 +1,137 @@
+"""The spans of one key, drawn from its stamps after its end, whatever the end was. Prompts and tokens never go in.
+
+    prefill ▸ prefill.queue, prefill.compute        where the prompt was read
+    kv.transfer                                     where the KV was pulled to; linked to the prefill that it came from
+    decode ▸ decode.queue, decode.steps             where the answer was written; events: preemption
+
+A span's id is made of its trace, key and name, so that another worker can link to it without a word on the wire.
+"""
+
+import time
+
+from google.rpc import code_pb2
+
+from baton.service.observe import telemetry
+from baton.service.observe.telemetry import CLOCK, SpanEvent, TraceContext
+from baton.worker.legs.leg import Leg
+
+
+class Spans:
+    """Draws the spans of the keys of one worker."""
+
+    def __init__(self, model_name: str):
+        self._model_name = model_name
+
+    def draw(self, leg: Leg) -> None:
+        """Of a key that has just ended."""
+        if leg.request is None or not telemetry.enabled():
+            return
+        parent = telemetry.parse_traceparent(leg.request.traceparent)
+        if parent is None or not parent.sampled:
+            return
+        ended_at = time.monotonic()
+        if leg.is_prefill:
+            self._draw_prefill(leg, parent, ended_at)
+        if leg.fetch_at is not None:
+            self._draw_transfer(leg, parent, ended_at)
+        if leg.start_at is not None:
+            self._draw_decode(leg, parent, ended_at)
+
+    def _draw_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+        done = leg.prefill_done
+        # The engine's own stamps: when the loop told us is the delivery's time, not the prefill's.
+        end_at = leg.opened_at + done.queue_s + done.prefill_s if done else ended_at
+        attributes = self._attributes(leg) | {
+            "gen_ai.usage.input_tokens": leg.request.num_prompt_tokens,
+            "baton.num_cached_tokens": done.num_cached_tokens if done else None,
+            "baton.num_chunks": done.num_chunks if done else None,
+        }
+        # What became of the lease later is not the prefill's failure.
+        status = "ok" if done else _status(leg)
+        span = self._emit("prefill", leg, parent, leg.opened_at, end_at, attributes, status)
+        if done:
+            launched_at = leg.opened_at + done.queue_s
+            self._emit("prefill.queue", leg, span, leg.opened_at, launched_at, {}, "ok")
+            self._emit("prefill.compute", leg, span, launched_at, end_at, {}, "ok")
+
+    def _draw_transfer(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+        report = leg.fetch_report
+        attributes = self._attributes(leg)
+        if report:
+            attributes |= {
+                "baton.num_tokens": report.num_tokens,
+                "baton.num_bytes": report.num_bytes,
+                "baton.transport": report.transport,
+                "baton.transfer_s": report.transfer_s,
+                "baton.after_last_ready_s": report.after_last_ready_s,
+                "baton.num_bytes_early": report.num_bytes_early,
+                "baton.numerics": report.numerics,
+            }
+        end_at = leg.fetch_ended_at or ended_at
+        status = "ok" if report else _status(leg)
+        # A prefix that a prefill worker pulls lies with whoever answered another request: there is nothing to link to.
+        links = [] if leg.is_prefill else [self._context(leg, parent, "prefill")]
+        self._emit("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
+
+    def _draw_decode(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
+        report = leg.report
+        attributes = self._attributes(leg) | {
+            "gen_ai.usage.output_tokens": leg.num_output_tokens,
+            "baton.num_steps": report.num_steps if report else None,
+            "baton.num_preemptions": report.num_preemptions if report else None,
+            "baton.kv_wait_s": leg.kv_wait_s,
+        }
+        if report and report.num_drafts:
+            attributes |= {
+                "baton.speculation.num_drafts": report.num_drafts,
+                "baton.speculation.num_draft_tokens": report.num_draft_tokens,
+                "baton.speculation.num_accepted_tokens": report.num_accepted_tokens,
+                "baton.speculation.mean_accepted": report.num_accepted_tokens / report.num_drafts,
+                "baton.speculation.acceptance_by_position": report.acceptance_by_position,
+                "baton.speculation.speedup": report.speedup,
+            }
+        parked_at = report.preempted_at if report else ()
+        events = [SpanEvent("preemption", _wall_ns(leg, at)) for at in parked_at]
+        span = self._emit("decode", leg, parent, leg.start_at, ended_at, attributes, _status(leg), events=events)
+        if report and report.num_steps:
+            first_at = min(leg.start_at + leg.kv_wait_s + report.decode_queue_s, ended_at)
+            self._emit("decode.queue", leg, span, leg.start_at, first_at, {}, "ok")
+            self._emit("decode.steps", leg, span, first_at, ended_at, {}, _status(leg))
+
+    def _attributes(self, leg: Leg) -> dict[str, object]:
+        clock = leg.outbox.clock
+        failed = leg.status.code not in (code_pb2.OK, code_pb2.CANCELLED)
+        return {
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.response.id": leg.key.request_id,
+            "baton.attempt": leg.key.attempt,
+            "baton.clock.offset_s": clock.offset_s if clock else None,
+            "baton.clock.error_s": clock.error_s if clock else None,
+            "error.type": leg.status.reason if failed else None,
+        }
+
+    def _emit(
+        self, name: str, leg: Leg, parent: TraceContext, start: float, end: float, attributes, status: str, links=(),
+        events=(),
+    ) -> TraceContext:  # fmt: skip
+        context, window_ns = self._context(leg, parent, name), (_wall_ns(leg, start), _wall_ns(leg, end))
+        telemetry.emit_span(
+            name, parent, *window_ns, attributes, status, span_id=context.span_id, links=links, events=events
+        )
+        return context
+
+    @staticmethod
+    def _context(leg: Leg, parent: TraceContext, name: str) -> TraceContext:
+        return parent._replace(span_id=telemetry.span_id_of(parent.trace_id, *leg.key, name))
+
+
+def _wall_ns(leg: Leg, stamp_s: float) -> int:
+    """By the gateway's clock, where that is known to be another one: spans of one trace fit into one another."""
+    clock = leg.outbox.clock
+    return CLOCK.wall_ns(stamp_s - clock.correction_s if clock else stamp_s)
+
+
+def _status(leg: Leg) -> str:
+    if leg.status.code == code_pb2.CANCELLED:
+        return "cancelled"
+    return "error" if leg.status.code else "ok"

@@ -1,0 +1,42 @@
+"""How many entries each table of a worker has. All come back to zero when nobody asks for anything, whatever befell
+those who did: what does not is a leak."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from baton.engine.engine import Engine
+from baton.worker.kv.handoff import Handoff
+from baton.worker.kv.intake import Intake
+from baton.worker.session.commands import Commands
+from baton.worker.session.session import WorkerService
+from kvtransfer.transfer.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    engine: Engine
+    commands: Commands
+    handoff: Handoff
+    intake: Intake
+    source: Source
+    service: WorkerService
+
+    def counts(self) -> dict[str, int]:
+        """By name; of keys also by state, those states that a key is in."""
+        legs = self.commands.legs.values()
+        by_state = Counter(leg.state.value for leg in legs)
+        return {
+            "keys": len(legs),
+            **{f"keys_{state}": count for state, count in sorted(by_state.items())},
+            "token_records": sum(leg.record is not None for leg in legs),
+            "engine_keys": len(self.engine.admission.groups),
+            "promised_blocks": self.engine.ledger.num_reserved,
+            "quarantined_blocks": self.engine.ledger.counts()["quarantined"],
+            "leases": self.source.num_leases,
+            "lease_owners": self.handoff.num_owners,
+            "lease_guests": self.handoff.num_guests,
+            "tickets": self.source.num_tickets,
+            "fetches": self.intake.num_fetches,
+            "kv_connections": self.source.num_connections,
+            "unwritten": sum(outbox.num_unwritten for outbox in self.service.outboxes),
+        }

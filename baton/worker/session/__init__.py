@@ -1,0 +1,1 @@
+"""Sessions with gateways: commands become events of their keys; drain ends them."""

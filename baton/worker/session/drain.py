@@ -1,0 +1,80 @@
+"""How a worker goes: nothing new comes in, what runs ends or moves, leases are taken or expire, and everybody is told.
+
+    asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
+                                                                         with its KV                      anew in another role
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from baton.service.errors import FailedPrecondition
+from baton.service.logs import fields
+from baton.worker.session.commands import Commands
+from baton.worker.session.session import WorkerService
+
+ASK_S = 0.5  # for those who take over to find a worker and to ask for the KV of what they go on with
+SETTLE_S = 3.0  # for what was ended by force to give its blocks back, and for that KV to be pulled
+FLUSH_S = 1.0  # for the last words to be read
+_POLL_S = 0.01
+
+log = logging.getLogger(__name__)
+
+
+class Drain:
+    """Belongs to the event loop."""
+
+    def __init__(self, commands: Commands, service: WorkerService, grace_s: float):
+        """`grace_s`: how long what runs may go on, unless whoever asks says otherwise."""
+        self.asked = asyncio.Event()
+        self.next_role = ""
+        self._commands = commands
+        self._service = service
+        self._grace_s = grace_s
+        self._until = math.inf  # of the grace, time.monotonic()
+
+    def ask(self, next_role: str, grace_s: float) -> int:
+        """How many keys still run. Who asks again may shorten the grace, and raises FailedPrecondition for asking for
+        something else to come next."""
+        if not self.asked.is_set():
+            self.next_role, self._until = next_role, time.monotonic() + (grace_s or self._grace_s)
+            self._commands.start_draining()
+            self.asked.set()
+        elif next_role != self.next_role:
+            after = f"to be a {self.next_role} worker" if self.next_role else "to end"
+            raise FailedPrecondition(f"it drains already, {after}", reason="DRAINING")
+        elif grace_s:
+            self._until = min(self._until, time.monotonic() + grace_s)
+        return self._commands.legs.num_busy
+
+    async def run(self) -> None:
+        """To the last session's end; at most the grace and the seconds above."""
+        legs = self._commands.legs
+        self._commands.start_draining()
+        if self._until == math.inf:  # nobody has asked: it was told to stop
+            self._until = time.monotonic() + self._grace_s
+        log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._until - time.monotonic()))
+        if not await _until(lambda: not legs.num_busy, lambda: self._until):
+            log.warning("the grace is over: running requests move to other workers %s", fields(keys=legs.num_busy))
+            self._commands.on_grace_over()
+            await asyncio.sleep(ASK_S)
+            if not await _until(lambda: not legs.num_busy, _in(SETTLE_S)):
+                log.error("some keys did not end %s", fields(keys=legs.num_busy))
+        await _until(lambda: all(outbox.is_empty for outbox in self._service.outboxes), _in(FLUSH_S))
+        self._service.close_sessions()
+
+
+def _in(seconds: float) -> Callable[[], float]:
+    at = time.monotonic() + seconds
+    return lambda: at
+
+
+async def _until(condition: Callable[[], bool], deadline: Callable[[], float]) -> bool:
+    """Whether it came true by `deadline()`, which may come nearer meanwhile."""
+    while not condition():
+        if time.monotonic() >= deadline():
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True

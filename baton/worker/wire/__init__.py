@@ -1,0 +1,1 @@
+"""Between the engine's outputs and the session's messages: codec, outbox, end status, thread bridge."""

@@ -1,0 +1,73 @@
+"""How a key ends: one status, whatever went wrong, in the words of google.rpc.Code and a stable reason."""
+
+from typing import NamedTuple
+
+from google.rpc import code_pb2
+
+from baton.engine.core.request import Refusal, RequestEnded
+from kvtransfer import errors
+
+
+class Status(NamedTuple):
+    """`code` is a google.rpc.Code number; 0 is ok."""
+
+    code: int
+    reason: str = ""
+    message: str = ""
+    retry_after_s: float = 0.0
+
+
+OK = Status(code_pb2.OK)
+CANCELLED = Status(code_pb2.CANCELLED, "CANCELLED", "cancelled")
+DEADLINE = Status(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the budget of this request is used up")
+STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session that it came through is lost")
+NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost and nobody resumed it")
+ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway goes on with this request")
+LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody fetched the KV of this prompt in time")
+DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
+
+# How a lease ends, in the source's words. One that was taken is no news: its taker's leg has said it.
+LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
+
+
+def misplaced(command: str) -> Status:
+    """A command that the key's state has no place for."""
+    return Status(code_pb2.FAILED_PRECONDITION, "BAD_COMMAND", f"{command} came when this key had no place for it")
+
+
+# The first class that matches counts, so subclasses stand before their bases.
+_KV_ERRORS = (
+    (errors.DigestMismatch, code_pb2.DATA_LOSS, "DIGEST_MISMATCH"),
+    (errors.LayoutMismatch, code_pb2.FAILED_PRECONDITION, "LAYOUT_MISMATCH"),
+    (errors.TicketRefused, code_pb2.FAILED_PRECONDITION, "TICKET_REFUSED"),
+    (errors.LeaseExpired, code_pb2.UNAVAILABLE, "LEASE_EXPIRED"),
+    (errors.TransferTimedOut, code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    (errors.KVError, code_pb2.UNAVAILABLE, "KV_TRANSFER_FAILED"),
+)
+
+
+def of_exception(error: BaseException) -> Status:
+    """The status of a key whose command or fetch raised `error`."""
+    for kind, code, reason in _KV_ERRORS:
+        if isinstance(error, kind):
+            return Status(code, reason, str(error) or reason)
+    if isinstance(error, Refusal):
+        message = f"refused: {error.reason}"
+        return Status(code_pb2.RESOURCE_EXHAUSTED, error.reason.upper(), message, error.retry_after_s)
+    if isinstance(error, TimeoutError):
+        return DEADLINE
+    if isinstance(error, ValueError):
+        return Status(code_pb2.INVALID_ARGUMENT, "BAD_COMMAND", str(error))
+    return Status(code_pb2.INTERNAL, "INTERNAL", f"{type(error).__name__}: {error}")
+
+
+def of_engine(ended: RequestEnded) -> Status:
+    """The status of a key that the engine has ended."""
+    if not ended.error:
+        return OK
+    if ended.error == "cancelled":
+        return CANCELLED
+    if ended.error == "deadline":
+        return DEADLINE
+    reason = "STEP_FAILED" if ended.error == "failed_together" else "ENGINE_FAILED"
+    return Status(code_pb2.INTERNAL, reason, ended.message or ended.error)

@@ -1,0 +1,258 @@
+"""Between the session's protobuf and the engine's vocabulary. What a peer sent is checked: a ValueError names it."""
+
+from collections.abc import Iterable, Mapping
+
+from baton.engine.core.config import MAX_DRAFT_TOKENS
+from baton.engine.core.request import (
+    DecodeReport,
+    FinishReason,
+    FirstToken,
+    Key,
+    LoadReport,
+    PrefillDone,
+    Request,
+    SamplingParams,
+    Speculation,
+    TokenLogprobs,
+)
+from baton.service.codec import deadline_of, key_to_proto
+from baton.v1 import inference_pb2
+from baton.v1 import worker_pb2 as pb
+from baton.worker.wire.end_status import Status
+from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
+from kvtransfer.transfer.fetcher import FetchReport
+
+HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
+_NO_BIAS: tuple[tuple[int, float], ...] = ()
+# Of what one request may ask of a step: at least what gateways let through, and nothing that fails a step or fills it.
+_MAX_CHOICES, _MAX_LOGPROBS, _MAX_BIASES = 64, 128, 1024
+_SCALES, _SHIFTS = (1e-3, 100.0), (-1000.0, 1000.0)  # beyond these a logit becomes infinite somewhere on its way
+_MIN_TOP_P = 1e-30  # what is not 0 and would be in fp32
+
+
+def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
+    """A Request whose deadline counts from now on this process's clock. ValueError names the field."""
+    token_ids = tuple(spec.token_ids)
+    if not 1 <= spec.num_prompt_tokens <= len(token_ids):
+        raise ValueError(f"num_prompt_tokens is {spec.num_prompt_tokens} of {len(token_ids)} token_ids")
+    _check_ids("token_ids", token_ids, vocab_size)
+    sampling = _sampling_of(spec.sampling, vocab_size)
+    stop_token_ids = frozenset(spec.stop_token_ids)
+    _check_ids("stop_token_ids", stop_token_ids, vocab_size)
+    if len(stop_token_ids) >= vocab_size:
+        raise ValueError(f"stop_token_ids: all {vocab_size} of the vocabulary")
+    if sampling.n != 1 and len(token_ids) != spec.num_prompt_tokens:
+        raise ValueError(f"n is {sampling.n}, but a sequence that goes on has one choice")
+    if spec.max_tokens <= len(token_ids) - spec.num_prompt_tokens:
+        raise ValueError(f"max_tokens is {spec.max_tokens}: nothing is left to produce")
+    return Request(
+        key=key,
+        token_ids=token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        sampling=sampling,
+        max_tokens=spec.max_tokens,
+        min_tokens=spec.min_tokens,
+        stop_token_ids=stop_token_ids,
+        span_hashes=_span_hashes_of(spec.span_hashes, len(token_ids) // SPAN_TOKENS),
+        chain_parent=_hash_of(spec.chain_parent, "chain_parent"),
+        priority=spec.priority,
+        deadline=deadline_of(spec.budget_ms),
+        traceparent=spec.traceparent,
+        speculation=_speculation_of(spec.speculation),
+        tenant_mark=_mark_of(spec.tenant_mark),
+    )
+
+
+def _sampling_of(sampling: pb.WorkerSampling, vocab_size: int) -> SamplingParams:
+    ranges = {
+        "temperature": (0.0, 0.0) if sampling.temperature == 0 else _SCALES,
+        "top_p": (_MIN_TOP_P, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": _SCALES,
+        "presence_penalty": _SHIFTS,
+        "frequency_penalty": _SHIFTS,
+    }
+    numbers = {name: getattr(sampling, name) for name in ranges}
+    for name, value in numbers.items():
+        _check_range(f"sampling.{name}", value, *ranges[name])
+    logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
+    _check_range("sampling.n", sampling.n, 0, _MAX_CHOICES)
+    _check_range("sampling.logprobs", logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size))
+    return SamplingParams(
+        **numbers,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        logit_bias=_biases_of(sampling.logit_bias, vocab_size) if sampling.logit_bias else _NO_BIAS,
+        n=sampling.n or 1,
+        logprobs=logprobs,
+    )
+
+
+def _biases_of(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    if len(biases) > _MAX_BIASES:
+        raise ValueError(f"sampling.logit_bias has {len(biases)} entries, at most {_MAX_BIASES} are allowed")
+    _check_ids("sampling.logit_bias", biases, vocab_size)
+    for token_id, bias in biases.items():
+        _check_range(f"sampling.logit_bias of {token_id}", bias, *_SHIFTS)
+    return tuple(sorted(biases.items()))
+
+
+def _check_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise ValueError(f"{field}: {largest} is not below the vocabulary's {vocab_size}")
+
+
+def _check_range(field: str, value: float, least: float, most: float) -> None:
+    if not least * 0.999 <= value <= most:  # a float of the wire is a hair from ours; nan is in no range
+        raise ValueError(f"{field} is {value:g}: {least:g} to {most:g}")
+
+
+def _speculation_of(speculation: inference_pb2.Speculation) -> Speculation:
+    num_tokens = speculation.num_tokens if speculation.HasField("num_tokens") else None
+    if (num_tokens or 0) > MAX_DRAFT_TOKENS:
+        raise ValueError(f"speculation.num_tokens is {num_tokens}, at most {MAX_DRAFT_TOKENS} are allowed")
+    return Speculation(speculation.proposer, num_tokens)
+
+
+def _mark_of(mark: bytes) -> bytes:
+    if len(mark) > HASH_BYTES:
+        raise ValueError(f"tenant_mark: at most {HASH_BYTES} bytes, got {len(mark)}")
+    return mark
+
+
+def _span_hashes_of(hashes: Iterable[bytes], num_spans: int) -> tuple[bytes, ...]:
+    hashes = tuple(hashes)
+    if len(hashes) != num_spans:
+        raise ValueError(f"span_hashes: {len(hashes)} for {num_spans} full spans")
+    for value in hashes:
+        _hash_of(value, "span_hashes")
+    return hashes
+
+
+def _hash_of(value: bytes, field: str) -> bytes:
+    if len(value) != HASH_BYTES:
+        raise ValueError(f"{field}: a hash has {HASH_BYTES} bytes, got {len(value)}")
+    return value
+
+
+def chain_of(chain: pb.SpanChain) -> tuple[bytes, ...]:
+    """The hashes of an Offer; at least one."""
+    if not chain.hashes:
+        raise ValueError("spans.hashes is empty")
+    return _span_hashes_of(chain.hashes, len(chain.hashes))
+
+
+# ---- tokens ----
+
+
+def logprobs_to_proto(entry: TokenLogprobs) -> inference_pb2.Logprobs:
+    top = [inference_pb2.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in entry.top]
+    chosen = inference_pb2.TokenLogprob(token_id=entry.chosen[0], logprob=entry.chosen[1])
+    return inference_pb2.Logprobs(chosen=chosen, top=top)
+
+
+def _logprobs_of(entry: inference_pb2.Logprobs) -> TokenLogprobs:
+    top = tuple((best.token_id, best.logprob) for best in entry.top)
+    return TokenLogprobs((entry.chosen.token_id, entry.chosen.logprob), top)
+
+
+def first_token_to_proto(first: FirstToken) -> pb.FirstToken:
+    message = pb.FirstToken(choice=first.choice, token_id=first.token_id)
+    if first.logprobs is not None:
+        message.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
+    if first.finish_reason is not None:
+        message.finished = True
+        message.finish_reason = first.finish_reason.value
+    return message
+
+
+def first_tokens_of(firsts: Iterable[pb.FirstToken], num_choices: int, vocab_size: int) -> tuple[FirstToken, ...]:
+    """Of the choices that go on. ValueError for a token or a choice that is not there, or a choice that is twice."""
+    found = tuple(map(_first_token_of, firsts))
+    choices = {first.choice for first in found}
+    if len(choices) < len(found) or max(choices, default=0) >= num_choices:
+        raise ValueError(f"first_tokens: choices {[first.choice for first in found]} of {num_choices}")
+    _check_ids("first_tokens", [first.token_id for first in found], vocab_size)
+    return found
+
+
+def _first_token_of(first: pb.FirstToken) -> FirstToken:
+    logprobs = _logprobs_of(first.logprobs) if first.HasField("logprobs") else None
+    reason = FinishReason(first.finish_reason) if first.finish_reason else None
+    return FirstToken(first.choice, first.token_id, logprobs, reason)
+
+
+def done(key: Key, report: PrefillDone) -> pb.Event:
+    message = pb.Done(
+        key=key_to_proto(key),
+        first_tokens=map(first_token_to_proto, report.first_tokens),
+        queue_s=report.queue_s,
+        prefill_s=report.prefill_s,
+        num_cached_tokens=report.num_cached_tokens,
+        num_chunks=report.num_chunks,
+    )
+    return pb.Event(done=message)
+
+
+# ---- endings and load ----
+
+
+def ended(key: Key, status: Status, report: DecodeReport | None, kv_wait_s: float) -> pb.Event:
+    message = pb.Ended(
+        key=key_to_proto(key),
+        code=status.code,
+        reason=status.reason,
+        message=status.message,
+        retry_after_ms=round(status.retry_after_s * 1000),
+    )
+    if report is not None:
+        message.decode.kv_wait_s = kv_wait_s
+        message.decode.decode_queue_s = report.decode_queue_s
+        message.decode.first_step_s = report.first_step_s
+        message.decode.decode_s = report.decode_s
+        message.decode.num_steps = report.num_steps
+        message.decode.num_preemptions = report.num_preemptions
+        message.decode.num_drafts = report.num_drafts
+        message.decode.proposed_by_position.extend(report.proposed_by_position)
+        message.decode.accepted_by_position.extend(report.accepted_by_position)
+        message.decode.speedup = report.speedup
+    return pb.Event(ended=message)
+
+
+def fetched(key: Key, report: FetchReport) -> pb.Event:
+    message = pb.Fetched(
+        key=key_to_proto(key),
+        num_tokens=report.num_tokens,
+        num_bytes=report.num_bytes,
+        transport=report.transport,
+        transfer_s=report.transfer_s,
+        after_last_ready_s=report.after_last_ready_s,
+        num_bytes_early=report.num_bytes_early,
+        numerics=report.numerics,
+    )
+    return pb.Event(fetched=message)
+
+
+def refused(key: Key, reason: str, retry_after_s: float) -> pb.Event:
+    return pb.Event(
+        refused=pb.Refused(key=key_to_proto(key), reason=reason, retry_after_ms=round(retry_after_s * 1000))
+    )
+
+
+def load_to_proto(report: LoadReport, state: str, tables: Mapping[str, int]) -> pb.Load:
+    blocks = [report.blocks_by_holder[holder] for holder in HOLDERS]
+    return pb.Load(
+        step=report.step,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        num_waiting_tokens=report.num_waiting_tokens,
+        num_blocks_free=report.blocks_by_holder["free"] + report.blocks_by_holder["cached"],
+        num_blocks_total=report.num_blocks_total,
+        tokens_per_s=report.tokens_per_s,
+        state=state,
+        blocks_by_holder=blocks,
+        tables=tables,
+        num_draft_tokens=report.num_draft_tokens,
+        num_accepted_tokens=report.num_accepted_tokens,
+    )

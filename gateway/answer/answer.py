@@ -1,0 +1,151 @@
+"""What the client of one request receives: messages of all choices in order, usage and timing on the last."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from baton.service.clock import now
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.answer.choice import LENGTH, Choice
+from gateway.answer.stop_strings import StopStrings
+from gateway.request.timing import Measured, Stamps, timing
+from gateway.request.validation import Checked
+from gateway.text.detokenizer import Detokenizer
+
+Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
+
+
+class Diverged(Exception):
+    """Tokens of another attempt do not continue, or do not repeat, those that the client has."""
+
+
+class Answer:
+    """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
+
+    def __init__(
+        self, checked: Checked, max_tokens: int, detokenizer: Detokenizer, stamps: Stamps, emit: Emit,
+        on_gap: Callable[[float], None],
+    ):  # fmt: skip
+        """`max_tokens`: where a choice ends at the latest. `on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
+        self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
+        self._max_tokens = max_tokens
+        self._num_flushes = 0
+        self._num_sent = 0
+        stops = StopStrings(checked.stops) if checked.stops else None
+        self.choices = [
+            Choice(index, detokenizer, stops, checked.min_tokens, num_received)
+            for index, num_received in enumerate(checked.resume_from or [0] * checked.sampling.n)
+        ]
+
+    @property
+    def finished(self) -> bool:
+        for choice in self.choices:
+            if not choice.finish_reason:
+                return False
+        return True
+
+    @property
+    def key_id(self) -> str:
+        """The request's name among workers."""
+        return self._checked.key_id
+
+    @property
+    def ended_here(self) -> bool:
+        """A choice was ended by a stop string, which workers do not know."""
+        return any(choice.ended_here for choice in self.choices)
+
+    @property
+    def begun(self) -> bool:
+        return any(choice.token_ids for choice in self.choices)
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Of the choices that are finished, in words: stop | length."""
+        reasons = (choice.finish_reason for choice in self.choices if choice.finished)
+        return [pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower() for reason in reasons]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_longest(self) -> int:
+        """Output tokens of the longest choice."""
+        return max(len(choice.token_ids) for choice in self.choices)
+
+    def push(
+        self,
+        index: int,
+        first_index: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[pb.Logprobs],
+        finish_reason: int,
+    ) -> None:
+        """Tokens of a choice from output index `first_index` on; those that are known already must be the same.
+        Raises Diverged; InvalidRequest where the client has more of a choice than there is."""
+        if index >= len(self.choices):
+            raise Diverged(f"choice {index} was not asked for")
+        choice = self.choices[index]
+        if choice.finished:
+            return
+        if finish_reason == LENGTH and first_index + len(token_ids) < self._max_tokens:
+            finish_reason = 0  # it was too long for that worker, which is no end: another goes on
+        num_known = len(choice.token_ids) - first_index
+        if num_known < 0:
+            raise Diverged(f"choice {index}: token {len(choice.token_ids)} is missing")
+        if num_known:
+            known = choice.token_ids[first_index : first_index + len(token_ids)]
+            if list(known) != list(token_ids[:num_known]):
+                raise Diverged(f"choice {index}: another worker continues it differently")
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if token_ids:
+            choice.push(token_ids, logprobs, finish_reason)
+        if choice.finished and choice.num_received > (num_tokens := len(choice.token_ids)):
+            where = f"resume_from[{index}]"
+            raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
+
+    async def flush(self) -> None:
+        """Send what has come: one message a choice."""
+        pending = [choice for choice in self.choices if choice.has_pending]
+        if not pending:
+            return
+        self._num_flushes += 1
+        if self.finished:
+            pending.pop()
+        for choice in pending:
+            self._stamp()
+            await self._send(choice)
+
+    async def finish(self, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured) -> None:
+        """Send the last message. Every choice is finished."""
+        last = next(choice for choice in reversed(self.choices) if choice.has_pending)
+        self._stamp()
+        usage = pb.Usage(
+            prompt_tokens=num_prompt_tokens,
+            cached_tokens=num_cached_tokens,
+            output_tokens=self.num_output_tokens,
+            draft_tokens=sum(measured.decode.proposed_by_position),
+            accepted_tokens=sum(measured.decode.accepted_by_position),
+        )
+        await self._send(last, usage, timing(self._stamps, measured, self.num_longest))
+
+    def _stamp(self) -> None:
+        stamps, at = self._stamps, now()
+        if stamps.first_sent is None:
+            stamps.first_sent = at
+        elif stamps.second_sent is None and self._num_flushes > 1:
+            stamps.second_sent = at
+        stamps.last_sent = at
+
+    async def _send(self, choice: Choice, usage: pb.Usage | None = None, told: pb.Timing | None = None) -> None:
+        num_tokens, message, at = choice.num_pending, choice.take(), self._stamps.last_sent
+        if self._num_sent == 0:
+            message.seed = self._checked.sampling.seed
+            message.request_id = self._checked.request_id
+        self._num_sent += 1
+        if usage is not None:
+            message.usage.CopyFrom(usage)
+            message.timing.CopyFrom(told)
+        if choice.sent_at is not None and num_tokens:
+            self._on_gap((at - choice.sent_at) / num_tokens)
+        choice.sent_at = at
+        await self._emit(message)

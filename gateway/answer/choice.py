@@ -1,0 +1,103 @@
+"""One choice of an answer: its tokens become text, stop strings end it."""
+
+from array import array
+from collections.abc import Sequence
+
+from baton.v1 import inference_pb2 as pb
+from gateway.answer.stop_strings import StopMatcher, StopStrings
+from gateway.text.detokenizer import Detokenizer, TextDecoder
+
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+
+
+class Choice:
+    """Fed with tokens in order; `take()` gives the message that may go out now."""
+
+    __slots__ = (
+        "index", "num_received", "token_ids", "finish_reason", "ended_here", "sent_at", "num_pending", "_decoder",
+        "_stops", "_min_tokens", "_text", "_logprobs", "_matched_stop",
+    )  # fmt: skip
+
+    def __init__(
+        self, index: int, detokenizer: Detokenizer, stops: StopStrings | None, min_tokens: int, num_received: int = 0
+    ):
+        """`stops` None: there are none; `num_received`: tokens that the client has from before, which are read and not sent again."""
+        self.index = index
+        self.num_received = num_received
+        self.token_ids = array("I")
+        self.finish_reason = 0
+        self.ended_here = False  # by a stop string: the worker does not know
+        self.sent_at: float | None = None  # its last message
+        self.num_pending = 0  # tokens, the last ones
+        self._decoder: TextDecoder | None = detokenizer.decoder()  # None: its end is told
+        self._stops = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self._text = ""
+        self._logprobs: list[pb.Logprobs] = []
+        self._matched_stop = ""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason != 0
+
+    @property
+    def has_pending(self) -> bool:
+        """Of its tokens, or its end."""
+        return self.num_pending != 0 or self.finish_reason != 0 and self._decoder is not None
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
+        """Tokens behind those that are there; after the end of the choice they are dropped."""
+        if self._stops is None and len(self.token_ids) >= self.num_received:
+            self._push(token_ids, logprobs, finish_reason)
+            return
+        last = len(token_ids) - 1
+        for position, token_id in enumerate(token_ids):
+            if self.finished:
+                return
+            self._push((token_id,), logprobs[position : position + 1], finish_reason if position == last else 0)
+
+    def take(self) -> pb.GenerateResponse:
+        """What has come since the last time."""
+        message = pb.GenerateResponse()
+        if self.index:
+            message.index = self.index
+        if self._text:
+            message.text, self._text = self._text, ""
+        if self.num_pending:
+            message.token_ids.extend(self.token_ids[-self.num_pending :])
+            self.num_pending = 0
+        if self._logprobs:
+            message.logprobs.extend(self._logprobs)
+            self._logprobs = []
+        if self.finish_reason:
+            message.finish_reason, message.matched_stop = self.finish_reason, self._matched_stop
+            self._decoder = None
+        return message
+
+    def _push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], ended: int) -> None:
+        """All of these, or where it may end before the last of them: one."""
+        self.token_ids.extend(token_ids)
+        is_new = len(self.token_ids) > self.num_received
+        # A token that stops the choice is no part of its text.
+        piece = self._decoder.push(token_ids[:-1] if ended == STOP else token_ids)
+        if ended:
+            piece += self._decoder.finish()
+        text = self._said(piece)
+        if ended and not self.finished:
+            if self._stops is not None:
+                text += self._stops.finish()
+            self.finish_reason = ended
+        if is_new:
+            self._text += text
+            self.num_pending += len(token_ids)
+            if logprobs:
+                self._logprobs += logprobs
+
+    def _said(self, piece: str) -> str:
+        """The part of it that may go out."""
+        if self._stops is None or len(self.token_ids) <= self._min_tokens:
+            return piece
+        text, matched = self._stops.push(piece)
+        if matched is not None:
+            self._matched_stop, self.ended_here, self.finish_reason = matched, True, STOP
+        return text

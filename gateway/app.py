@@ -1,0 +1,272 @@
+"""A gateway put together: the door, the pipeline behind it, sessions with workers, health and admin."""
+
+import asyncio
+import gc
+import logging
+import os
+from functools import partial
+
+from baton import tasks
+from baton.service import progress
+from baton.service.clock import Offset
+from baton.service.logs import fields
+from baton.service.net import server as grpc_server
+from baton.service.net.admin import Admin
+from baton.service.net.server import Health
+from baton.service.observe import genai_metrics, telemetry
+from baton.service.settings import SettingsError
+from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
+from gateway.api import dashboard
+from gateway.api.fleet_service import SERVICE_NAME as FLEET_NAME
+from gateway.api.fleet_service import FleetService
+from gateway.api.ports import Ports, open_ports
+from gateway.api.servicer import SERVICE_NAME, InferenceService
+from gateway.config.settings import GatewaySettings
+from gateway.config.slo_classes import read_classes
+from gateway.discovery.registration import RegistrationService
+from gateway.fleet.registry import Registry
+from gateway.link.worker_breaker import BreakerState
+from gateway.link.worker_link import LinkState
+from gateway.model.model_file import read_model
+from gateway.model.model_folder import ModelFolder
+from gateway.observe import access_log
+from gateway.observe.meters import GatewayMeters
+from gateway.observe.recent_requests import Journal
+from gateway.orchestration.pipeline import Pipeline
+from gateway.orchestration.states import RequestEvent
+from gateway.prefix.cluster_secret import fingerprint, read_secret
+from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.prefix_hashes import PrefixHashes
+from gateway.prefix.prefix_index import PrefixIndex
+from gateway.prefix.public_prefixes import read_public_prefixes
+from gateway.queue.admission import AdmissionControl, Lines
+from gateway.queue.quotas import Quotas, read_quotas
+from gateway.request.request_record import Record
+from gateway.text.templates import ChatTemplate, TemplateFailed
+from gateway.text.text_work import TextWork
+from gateway.text.tokenizer import Tokenizer
+
+_STOP_GRACE_S = 1.0
+# New objects before the collector looks for circles among them: every request makes hundreds that live for its time and
+# are in none. At Python's own 700 it took a tenth of the time of a busy gateway.
+_COLLECT_AT = 50_000
+
+log = logging.getLogger(__name__)
+
+
+async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
+    """Serves until `stop`, then drains. Raises SettingsError, ListenError: one line each."""
+    doors = open_ports(settings)
+    with progress.phase("gateway", f"reading the tokenizer of {settings.model}"):
+        folder = read_model(settings.model)
+    gateway = Gateway(settings, folder, doors)
+    telemetry.setup("baton-gateway")
+    genai_metrics.setup("baton-gateway")
+    gc.collect()
+    gc.freeze()  # what is loaded stays
+    gc.set_threshold(_COLLECT_AT, 10, 10)
+    try:
+        return await gateway.run(doors.port, stop, doors.fleet_port)
+    finally:
+        telemetry.shut_down()
+        genai_metrics.shut_down(_STOP_GRACE_S)
+
+
+class Gateway:
+    def __init__(self, settings: GatewaySettings, folder: ModelFolder, doors: Ports):
+        """Raises SettingsError."""
+        self._settings, self._server = settings, doors.server
+        secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
+        self.index = _make_index(settings)
+        self.registry = Registry(settings, folder, self.index, secret)
+        self.names = PrefixHashes(self.registry)
+        self.lines = Lines(settings.max_queued_requests, settings.max_queued_tokens)
+        slo_classes = read_classes(settings.slo_classes)
+        self._quotas = Quotas(read_quotas(settings.quotas), settings.quotas)
+        self.meters = GatewayMeters(
+            folder.name,
+            slo_classes,
+            lambda: self.service.num_running,
+            lambda: len(self.lines),
+            lambda: not self._redis_down(),
+            self._workers_by_state,
+            self._clocks,
+            self._breakers_by_state,
+        )
+        doors.guard.on_denied = self.meters.denied
+        doors.guard.places.quota_of = lambda tenant: self._quotas.quota(tenant).concurrent_requests
+        self._pipeline = pipeline = Pipeline(
+            registry=self.registry,
+            index=self.index,
+            names=self.names,
+            text=TextWork(
+                Tokenizer(folder.tokenizer_json, str(folder.path)), _make_template(folder), folder.vocab_size
+            ),
+            admission=AdmissionControl(settings.max_concurrent_requests, self._quotas),
+            lines=self.lines,
+            max_queue_wait_s=settings.max_queue_wait_s,
+            on_gap=self.meters.gap,
+            slo_classes=slo_classes,
+        )
+        self.journal = Journal()
+        self.service = InferenceService(pipeline, settings, self.journal.began, self._ended, doors.guard.hold)
+        self._changed = asyncio.Event()
+        self._secret_checked = asyncio.Event()
+        self._ready_line = ""  # still to be printed
+
+    async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
+        """`port` is what the server is bound to, `fleet_port` the one for callers with certificates."""
+        settings, server = self._settings, self._server
+        if settings.public_prefixes:
+            encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)
+            self.names.make_public(await read_public_prefixes(settings.public_prefixes, encode))
+        self.service.add_to(server)
+        fleet = FleetService(self.registry, self.journal, self.lines, settings.redis, self._redis_down)
+        fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
+        worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
+        health = Health(server)
+        health.set(SERVICE_NAME, False)
+        if settings.reflection or settings.is_loopback and settings.credentials is None:
+            grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
+        admin = Admin(self.readiness, {"/metrics": self.meters.page, **dashboard.pages(fleet)}, settings.admin_hosts)
+        admin_port = await admin.start(settings.admin)
+        self.registry.on_change = self._on_change
+        await server.start()
+        if not settings.decode_workers:
+            log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
+        grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
+        fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
+        self._ready_line = f"ready grpc={grpc_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
+        watching = tasks.start("readiness", partial(self._watch, health), fatal=(SettingsError,))
+        running = [watching, tasks.start("registry", self.registry.run)]
+        if settings.redis:
+            running.append(tasks.start("redis", self._keep_index))
+        if settings.redis and settings.quotas:
+            running.append(tasks.start("usage", self._share_usage))
+        try:
+            stopping = asyncio.create_task(stop.wait(), name="stop")
+            await asyncio.wait([watching, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                stopping.cancel()
+                await watching  # which raises why
+            await self._drain(health)
+            return 0
+        finally:
+            await server.stop(_STOP_GRACE_S)
+            await admin.stop()
+            self._pipeline.text.close()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    def readiness(self) -> tuple[bool, dict]:
+        """Whether requests can be served, and the workers as they are seen from here."""
+        reason = "draining" if self.service.is_draining else self.registry.not_ready()
+        workers = {
+            link.address: {"state": link.state.value, "reason": link.reason, "num_legs": len(link.legs)}
+            for link in self.registry.links
+        }
+        return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
+
+    def _ended(self, record: Record, error: BaseException | None) -> None:
+        self.meters.ended(record, error)
+        self.journal.ended(record, error)
+        access_log.ended(record, error)
+
+    def _workers_by_state(self) -> dict[str, int]:
+        links = self.registry.links
+        return {state.value: sum(link.state is state for link in links) for state in LinkState}
+
+    def _breakers_by_state(self) -> dict[str, int]:
+        links = [link for link in self.registry.links if link.hello is not None]
+        return {state.value: sum(link.breaker.state is state for link in links) for state in BreakerState}
+
+    def _clocks(self) -> dict[str, Offset]:
+        return {link.address: clock for link in self.registry.links if (clock := link.clock)}
+
+    def _redis_down(self) -> str:
+        return "" if isinstance(self.index, EmbeddedIndex) else self.index.down
+
+    def _on_change(self) -> None:
+        self.lines.call_first()
+        self._changed.set()
+
+    async def _watch(self, health: Health) -> None:
+        """Health follows readiness; the ready line is printed once."""
+        while True:
+            reason = self.registry.not_ready()
+            if reason is None and not self._secret_checked.is_set():
+                await self._check_secret()
+            serving = reason is None and not self.service.is_draining
+            for name in ("", SERVICE_NAME):
+                health.set(name, serving)
+            if serving and self._ready_line:
+                log.info("serving %s", fields(model=self.registry.model.name, split=self._settings.split))
+                print(self._ready_line, flush=True)
+                self._ready_line = ""
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def _check_secret(self) -> None:
+        """Once the model is known, and with it the secret. Raises SettingsError."""
+        if not isinstance(self.index, EmbeddedIndex):
+            from gateway.prefix.redis_index import SecretDiffers
+            from gateway.store.redis_client import cancelled
+
+            try:
+                await self.index.check_secret(fingerprint(self.registry.secret))
+            except SecretDiffers as error:
+                raise SettingsError(f"--cluster-secret: {error}") from None
+            if cancelled():
+                raise asyncio.CancelledError
+        self._secret_checked.set()
+
+    async def _keep_index(self) -> None:
+        await self._secret_checked.wait()
+        await self.index.run()
+
+    async def _share_usage(self) -> None:
+        from gateway.queue.quota_sync import SharedUsage
+
+        await SharedUsage(self._quotas, self._settings.redis, self.registry.instance).run()
+
+    async def _drain(self, health: Health) -> None:
+        self.service.is_draining = True
+        health.shut_down()
+        log.info("draining %s", fields(running=self.service.num_running))
+        deadline = asyncio.get_running_loop().time() + self._settings.drain_grace_s
+        while self.service.num_running and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        if self._pipeline.running:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Clients are told how to go on, and workers keep what they need for it."""
+        for attempts in list(self._pipeline.running.values()):
+            attempts.give_up(RequestEvent.GRACE_OVER)
+        for link in self.registry.links:
+            link.hang_up()
+
+
+def _make_index(settings: GatewaySettings) -> PrefixIndex:
+    if settings.redis is None:
+        return EmbeddedIndex()
+    from gateway.prefix.redis_index import RedisIndex
+
+    try:
+        return RedisIndex(settings.redis, os.urandom(16))
+    except ValueError as error:
+        raise SettingsError(f"--redis {settings.redis}: {error}") from None
+
+
+def _make_template(folder: ModelFolder) -> ChatTemplate | None:
+    if folder.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(folder.chat_template, folder.special_tokens)
+    except TemplateFailed as error:
+        raise SettingsError(f"{folder.path}: chat template: {error}") from None
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

@@ -1,0 +1,1 @@
+"""Settings of a gateway, and what they say of the served model, service levels and networks."""

@@ -1,0 +1,49 @@
+"""What requests are checked against: the model that is served, and what one request may ask for."""
+
+from dataclasses import dataclass
+
+from gateway.config.slo_classes import BUILT_IN
+from gateway.model.model_folder import Defaults
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What one request may ask for."""
+
+    choices: int = 8
+    output_tokens: int = 65_536  # n x max_tokens
+    max_tokens: int = 65_536
+    default_max_tokens: int = 65_536  # at most, whatever the model's own default is
+    logprobs: int = 20
+    stops: int = 16
+    stop_bytes: int = 256
+    logit_bias: int = 1024
+    messages: int = 1024  # of a chat
+
+
+PRESETS = {
+    "normal": RequestLimits(),
+    "strict": RequestLimits(
+        choices=4, output_tokens=4096, max_tokens=1024, default_max_tokens=128, logprobs=5, stops=4, stop_bytes=64,
+        logit_bias=300, messages=128,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request is checked against."""
+
+    name: str
+    context: int  # the model's, or less: what the longest decode worker holds
+    vocab_size: int
+    eos_ids: frozenset[int]
+    defaults: Defaults
+    slo_classes: frozenset[str] = frozenset(BUILT_IN)
+    proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
+    limits: RequestLimits = PRESETS["normal"]
+    is_bound_by_workers: bool = False
+
+    @property
+    def context_words(self) -> str:
+        return "what the longest decode worker holds" if self.is_bound_by_workers else "the context"

@@ -1,0 +1,116 @@
+"""Settings of a gateway process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.service.security.exposure import Exposure, is_loopback
+from baton.service.settings import option
+from gateway.config.networks import Networks
+from gateway.config.served_model import PRESETS
+from gateway.model.model_identities import ModelIdentities
+
+SPLITS = ("auto", "always", "never")
+
+
+@dataclass(frozen=True)
+class GatewaySettings(Exposure):
+    """What a gateway is told. Raises ValueError, one line, for what cannot work."""
+
+    model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
+    listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
+    prefill_workers: tuple[str, ...] = option("prefill workers; others may register", (), metavar="HOST:PORT,...")
+    decode_workers: tuple[str, ...] = option("decode workers; others may register", (), metavar="HOST:PORT,...")
+    worker_networks: tuple[str, ...] = option(
+        "networks within which workers may register (default: this host alone)", (), metavar="CIDR,..."
+    )
+    model_identity: tuple[str, ...] = option(
+        "digests of the models that workers may serve, as their ready line prints them, or @FILE with one digest a "
+        "line, reloaded when it changes (default: the digest of the first worker)",
+        (),
+        metavar="HEX,...|@FILE",
+    )
+    redis: str | None = option("Redis for the prefix index, shared with other gateways (default: in memory)", None, metavar="URL")
+    admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
+    cluster_secret: Path | None = option(
+        "file with the secret that salts the names of cached prefixes (default, on loopback only: derived from the "
+        "model)",
+        None,
+        metavar="FILE",
+    )
+    credentials: Path | None = option(
+        "TOML file with the tenants' API keys; reloaded when it changes", None, metavar="FILE"
+    )
+    fleet_listen: str | None = option(
+        "address for operators and for workers that register, by client certificate; needs TLS", None,
+        metavar="HOST:PORT",
+    )  # fmt: skip
+    public_prefixes: Path | None = option(
+        "TOML file of prompts whose cached KV all tenants share (default: tenants share nothing)", None, metavar="FILE"
+    )
+    limits: str = option("limits on a single request", "normal", choices=tuple(PRESETS))
+    slo_classes: Path | None = option(
+        'TOML file of latency goals by class, name = "ttft=300ms,tpot=50ms" (default: interactive, standard, batch)',
+        None,
+        metavar="FILE",
+    )
+    quotas: Path | None = option(
+        "TOML file of quotas by tenant: tokens_per_s, burst_tokens, concurrent_requests, max_priority "
+        "(default: unlimited, no priority)",
+        None,
+        metavar="FILE",
+    )
+    trace_sample: float = option("fraction of the traces started here that is exported; 0 to 1", 1.0)
+    split: str = option("when to read the prompt on a prefill worker instead of the decode worker", "auto", choices=SPLITS)
+    max_concurrent_requests: int = option("requests in the gateway at the same time", 256)
+    max_queued_requests: int = option("requests that may wait for a free worker", 128)
+    max_queued_tokens: int = option("prompt tokens of the waiting requests", 262_144)
+    max_queue_wait_s: float = option("longest wait for a free worker, in seconds", 10.0)
+    max_unread_tokens: int = option("tokens that a slow client may leave unread before its request is ended", 4096)
+    default_timeout_s: float = option("deadline of requests without one, in seconds", 60.0)
+    max_timeout_s: float = option("longest deadline, in seconds", 300.0)
+    drain_grace_s: float = option("seconds that running streams may continue after SIGTERM", 30.0)
+    log_level: str = option("lowest level that is logged", "info", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if both := set(self.prefill_workers) & set(self.decode_workers):
+            raise ValueError(f"{both.pop()}: stands in --prefill-workers and in --decode-workers")
+        try:
+            Networks(self.worker_networks)
+        except ValueError as error:
+            raise ValueError(f"--worker-networks: {error}") from None
+        try:
+            self.model_identities()
+        except ValueError as error:
+            raise ValueError(f"--model-identity: {error}") from None
+        for name in (
+            "max_concurrent_requests",
+            "max_queued_tokens",
+            "max_unread_tokens",
+            "default_timeout_s",
+            "max_timeout_s",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        self.check_exposure(bool(self.tls and self.credentials), "--tls-cert, --tls-key, --tls-ca and --credentials")
+        self._check_doors()
+        if not 0 <= self.trace_sample <= 1:
+            raise ValueError(f"--trace-sample {self.trace_sample}: a share, from 0 to 1")
+        if self.cluster_secret is None and not self.is_loopback:
+            raise ValueError(
+                f"--listen {self.listen}: outside loopback names of cached spans need --cluster-secret FILE"
+            )
+
+    def _check_doors(self) -> None:
+        if self.tls and self.credentials is None:
+            raise ValueError("--credentials is missing: with TLS alone no client could say who it is")
+        if self.credentials is not None and self.cluster_secret is None:
+            raise ValueError("--cluster-secret is missing: what tenants cache is kept apart by it")
+        if self.fleet_listen is not None and self.tls is None:
+            raise ValueError("--fleet-listen has no effect without --tls-cert; workers and operators use --listen")
+
+    def model_identities(self) -> ModelIdentities:
+        return ModelIdentities(self.model_identity, bool(self.prefill_workers or self.decode_workers))
+
+    @property
+    def is_loopback(self) -> bool:
+        return is_loopback(self.listen)

@@ -1,0 +1,1 @@
+"""Find workers: addresses from settings, DNS names, registration and Redis."""

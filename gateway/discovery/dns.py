@@ -1,0 +1,64 @@
+"""Workers behind a name: each address that it has in the DNS is one of them. Containers of a scaled service share a
+name, and come and go while gateways run."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable
+
+from baton.service.logs import fields
+from gateway.discovery.worker_sessions import Members
+
+RESOLVE_S = 3.0  # between two looks, and the longest that one takes
+
+log = logging.getLogger(__name__)
+
+
+def is_name(address: str) -> bool:
+    """Whether the host of HOST:PORT is to be looked up."""
+    try:
+        ipaddress.ip_address(_split(address)[0])
+    except ValueError:
+        return True
+    return False
+
+
+async def addresses_of(host: str, port: str) -> list[str]:
+    """HOST:PORT of every address of a name; those of IPv6 only where there are no others, since a worker with both is
+    one worker. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    v4 = {f"{where[0]}:{where[1]}" for family, _, _, _, where in found if family == socket.AF_INET}
+    return sorted(v4 or {f"[{where[0]}]:{where[1]}" for family, _, _, _, where in found})
+
+
+class WorkerName:
+    """One configured HOST:PORT whose host is a name; `members` are the workers behind it."""
+
+    def __init__(self, address: str, members: Members):
+        self.address, self.members = address, members
+        self.reason = "not looked up yet"  # why it has no addresses; empty once it has
+
+    async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
+        """Keeps a session with every address, in tasks of `group`; until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(RESOLVE_S):
+                    addresses, self.reason = await addresses_of(*_split(self.address)), ""
+            except (OSError, TimeoutError) as error:
+                self._note(getattr(error, "strerror", None) or "no answer from the DNS")
+            else:
+                self.members.keep(addresses, group)
+            on_change()
+            await asyncio.sleep(RESOLVE_S)
+
+    def _note(self, reason: str) -> None:
+        """Links stay as they are: a name that is not found for a moment says nothing of the workers."""
+        if reason != self.reason:
+            log.warning("workers not found %s", fields(name=self.address, reason=reason))
+        self.reason = reason
+
+
+def _split(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port

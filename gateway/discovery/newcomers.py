@@ -1,0 +1,70 @@
+"""Whom a gateway dials of those that are told of: who has answered, and of the others a few at a time, a few times
+each.
+
+Anybody who may register, or write into Redis, can tell of addresses where no worker is.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Set
+
+from gateway.link.worker_link import LinkState, WorkerLink
+
+MAX_TRIALS = 64  # workers at once that are dialled and do not answer
+_MAX_VAIN = 8  # sessions in a row without a Hello, over 7 s where it is refused at once
+_FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
+
+Worker = tuple[str, str]  # (role, address)
+
+
+class Newcomers:
+    def __init__(self) -> None:
+        self.proven: set[Worker] = set()  # those that have answered, and were not given up since
+        self._resting: dict[Worker, tuple[float, float, str]] = {}  # until when, how long, and why
+
+    def choose(
+        self, here: Set[Worker], elsewhere: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
+    ) -> set[Worker]:
+        """Of those that are told of here and by other gateways; `links` are those that there are."""
+        told = here | elsewhere
+        self.proven = {worker for worker in told & links.keys() if self._is_proven(worker, links[worker])}
+        self._resting = {worker: rest for worker, rest in self._resting.items() if worker in told}
+        chosen, room = set(), MAX_TRIALS
+        for worker in self._in_order(told, here, links, at):
+            link = links.get(worker)
+            if link is not None and _in_session(link):
+                chosen.add(worker)
+                self._resting.pop(worker, None)
+            elif link is not None and link.num_vain >= _MAX_VAIN:
+                self._rest(worker, link.reason, at)
+            elif room:
+                chosen.add(worker)
+                room -= 1
+        return chosen
+
+    def excuses(self, role: str) -> list[str]:
+        """Why some of this role are not dialled at present."""
+        return [f"{address}: {why}" for (its_role, address), (_, _, why) in self._resting.items() if its_role == role]
+
+    def _is_proven(self, worker: Worker, link: WorkerLink) -> bool:
+        return _in_session(link) or worker in self.proven and link.num_vain < _MAX_VAIN
+
+    def _in_order(
+        self, told: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
+    ) -> Iterator[Worker]:
+        """Those that may be dialled: who has answered before all others. Of strangers some, drawn by chance: there may
+        be thousands, and nobody chooses who comes first."""
+        new = told - links.keys() - {worker for worker, (until, _, _) in self._resting.items() if at < until}
+        tried = links.keys() & told - self.proven
+        for group in (self.proven, tried & here, new & here, tried - here):
+            yield from group
+        strangers = tuple(new - here)
+        yield from random.sample(strangers, min(len(strangers), MAX_TRIALS))
+
+    def _rest(self, worker: Worker, why: str, at: float) -> None:
+        _, last_s, _ = self._resting.get(worker, (0.0, _FIRST_REST_S / 2, ""))
+        rest_s = min(2 * last_s, _LONGEST_REST_S)
+        self._resting[worker] = at + rest_s, rest_s, why
+
+
+def _in_session(link: WorkerLink) -> bool:
+    return link.state not in (LinkState.CONNECTING, LinkState.REFUSED)

@@ -1,0 +1,97 @@
+"""The list of registered workers that gateways share in Redis, so that a worker that has told one has told all.
+
+    baton:workers    sorted set of "ROLE HOST:PORT"; the score is when it is over, in seconds by the clock of Redis
+
+Without Redis, or with one that does not answer, a gateway knows the workers that have registered with itself.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from baton.service.logs import fields
+
+NAME = "baton:workers"
+MAX_NAMES = 4096  # that are read at once
+MAX_LEFT_S = 60  # what is there for longer no gateway has told
+
+log = logging.getLogger(__name__)
+
+Worker = tuple[str, str]  # (role, address)
+
+
+class Roster(Protocol):
+    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
+        """Tells for how many seconds each of `here` is there; returns whom gateways have told of: of those that are
+        `known` all, of others a bounded number. What is returned is not to be trusted."""
+
+    async def close(self) -> None: ...
+
+
+class OwnRoster:
+    """Of a gateway that is alone."""
+
+    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
+        return set()
+
+    async def close(self) -> None:
+        pass
+
+
+class RedisRoster:
+    """Every failure is an empty list: sessions that stand go on."""
+
+    def __init__(self, url: str):
+        from gateway.store.redis_client import FAILURES, make_client
+
+        self._client, self._failures = make_client(url, 1.0, 1), FAILURES
+        self._was_up = True
+
+    async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
+        try:
+            found = await self._exchange(here, sorted(known))
+        except self._failures as error:
+            if self._was_up:
+                log.warning("redis: workers of other gateways are not known %s", fields(error=type(error).__name__))
+            self._was_up = False
+            return set()
+        self._was_up = True
+        return found
+
+    async def _exchange(self, here: Mapping[Worker, float], known: list[Worker]) -> set[Worker]:
+        """Those that were told last are read first. Raises one of FAILURES."""
+        seconds, _ = await self._client.time()
+        await self._client.zremrangebyscore(NAME, "-inf", seconds)
+        await self._client.zremrangebyscore(NAME, f"({seconds + MAX_LEFT_S}", "+inf")
+        if here:
+            members = {" ".join(worker): seconds + math.ceil(left_s) for worker, left_s in here.items()}
+            await self._client.zadd(NAME, members)
+        asked = known[:MAX_NAMES]
+        scores = await self._client.zmscore(NAME, [" ".join(worker) for worker in asked]) if asked else []
+        told = {worker for worker, score in zip(asked, scores, strict=True) if score is not None}
+        return told.union(worker for member in await self._names() if (worker := _read(member)))
+
+    async def _names(self) -> list[object]:
+        from gateway.store.redis_client import TooMuch
+
+        try:
+            return (await self._client.execute_command("ZRANGE", NAME, 0, MAX_NAMES - 1, "REV"))[:MAX_NAMES]
+        except TooMuch:  # names that are longer than any address hide the others, but not those that are known
+            return []
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def make_roster(redis_url: str | None) -> Roster:
+    return RedisRoster(redis_url) if redis_url else OwnRoster()
+
+
+def _read(member: object) -> Worker | None:
+    """None for what no gateway would write."""
+    try:
+        role, address = member.decode("ascii").split(" ")
+    except (AttributeError, UnicodeDecodeError, ValueError):
+        return None
+    return role, address

@@ -1,0 +1,151 @@
+"""Workers that have said themselves where they are: to this gateway, or by way of Redis to another one."""
+
+import asyncio
+import contextlib
+import ipaddress
+from collections.abc import Callable, Mapping
+
+import grpc
+
+from baton.service.clock import now
+from baton.service.errors import BatonError, InvalidRequest, Overloaded, abort
+from baton.service.net.server import ListenError, split_address
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from gateway.config.networks import Networks
+from gateway.discovery.dns import addresses_of, is_name
+from gateway.discovery.newcomers import Newcomers, Worker
+from gateway.discovery.redis_registry import Roster
+from gateway.discovery.worker_sessions import Members
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Registration"].full_name
+TTL_S = 10.0
+MAX_WORKERS = 4096
+_LOOK_S = 1.0
+_RESOLVE_S = 3.0
+_MAX_RESOLVING = 4
+
+
+class Registered:
+    """`members` by role. Workers are dialled by IP addresses within `networks` alone, so that no name can come to mean
+    another one between the check and the call."""
+
+    def __init__(self, members: Mapping[str, Members], roster: Roster, networks: Networks = Networks()):
+        self._members, self._roster, self._networks = members, roster, networks
+        self._until: dict[Worker, float] = {}
+        self._newcomers = Newcomers()
+        self._elsewhere: dict[Worker, bool] = {}  # of those that other gateways tell of, who may be dialled
+        self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
+        self._told = asyncio.Event()
+
+    async def note(self, role: str, address: str) -> None:
+        """It is there for the next TTL_S. Raises InvalidRequest, Overloaded."""
+        try:
+            worker = role, await self._resolved(address) if is_name(address) else _plain(address)
+            self._check(*worker)
+        except _Wrong as error:
+            raise InvalidRequest(*error.args) from None
+        if len(self._until) >= MAX_WORKERS and worker not in self._until:
+            raise Overloaded(f"{MAX_WORKERS} workers are registered here already", TTL_S, reason="TOO_MANY_WORKERS")
+        is_new = worker not in self._until
+        self._until[worker] = now() + TTL_S
+        if is_new:
+            self._told.set()
+
+    async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
+        """Keeps a session with each of them, in tasks of `group`; until cancelled."""
+        # Not for ever: a roster in Redis may swallow the cancellation.
+        while not asyncio.current_task().cancelling():
+            await self._look(group)
+            on_change()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._told.wait()
+            self._told.clear()
+
+    async def close(self) -> None:
+        await self._roster.close()
+
+    def excuses(self, role: str) -> list[str]:
+        """Why workers of this role that are told of are not dialled."""
+        return self._newcomers.excuses(role)
+
+    async def _look(self, group: asyncio.TaskGroup) -> None:
+        at = now()
+        self._until = {worker: until for worker, until in self._until.items() if until > at}
+        here = {worker: until - at for worker, until in self._until.items()}
+        links = {(role, link.address): link for role, members in self._members.items() for link in members.links}
+        elsewhere = self._allowed(await self._roster.exchange(here, self._newcomers.proven))
+        chosen = self._newcomers.choose(here.keys(), elsewhere, links, at)
+        for role, members in self._members.items():
+            members.keep([address for its_role, address in chosen if its_role == role], group)
+
+    def _allowed(self, told: set[Worker]) -> set[Worker]:
+        """Of those that other gateways tell of; each is looked at once, for as long as it is told of."""
+        before = self._elsewhere
+        self._elsewhere = {worker: before[worker] if worker in before else self._may_be(*worker) for worker in told}
+        return {worker for worker, may_be in self._elsewhere.items() if may_be}
+
+    def _may_be(self, role: str, address: str) -> bool:
+        with contextlib.suppress(_Wrong):
+            self._check(role, address)
+            return _plain(address) == address
+        return False
+
+    def _check(self, role: str, address: str) -> None:
+        """Raises _Wrong."""
+        if role not in self._members:
+            raise _Wrong("role", f"{role!r} is neither prefill nor decode")
+        host, port = _split(address)
+        if not port:
+            raise _Wrong("address", "port 0 cannot be dialled")
+        if host not in self._networks:
+            told = f"{address} is not within --worker-networks ({self._networks}): name its network there"
+            raise _Wrong("address", told)
+
+    async def _resolved(self, address: str) -> str:
+        """The first of its addresses that may be dialled, or the first. Raises _Wrong."""
+        host, port = _split(address)
+        try:
+            async with asyncio.timeout(_RESOLVE_S), self._resolving:
+                found = await addresses_of(host, str(port))
+        except (OSError, TimeoutError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "no answer from the DNS"
+            raise _Wrong("address", f"{host!r}: {why}") from None
+        return next((each for each in found if _split(each)[0] in self._networks), found[0])
+
+
+class _Wrong(Exception):
+    """(field, what is wrong with it)"""
+
+
+def _split(address: str) -> tuple[str, int]:
+    """Raises _Wrong."""
+    try:
+        return split_address(address)
+    except ListenError as error:
+        raise _Wrong("address", str(error)) from None
+
+
+def _plain(address: str) -> str:
+    """IP:PORT in its one spelling. Raises _Wrong for any other address."""
+    host, port = _split(address)
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        raise _Wrong("address", f"{host!r} is not an IP address") from None
+    return f"{ip}:{port}" if ip.version == 4 else f"[{ip}]:{port}"
+
+
+class RegistrationService(worker_pb2_grpc.RegistrationServicer):
+    """The worker's call, again within every ttl_s."""
+
+    def __init__(self, registered: Registered):
+        self._registered = registered
+
+    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext):  # noqa: N802
+        try:
+            await self._registered.note(request.role, request.address)
+        except BatonError as error:
+            await abort(context, error)
+        return pb.RegisterResponse(ttl_s=TTL_S)

@@ -1,0 +1,159 @@
+"""The workers that serve as routing sees them: what they said in Hello and Load, what was sent there since, how fast
+they have been. A request looks at a bounded number of them."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from baton.service.clock import now
+from baton.service.security.guard import DEFAULT_TENANT
+from gateway.link.worker_breaker import BreakerState
+from gateway.link.worker_link import LinkState, WorkerLink
+from gateway.prefix.prefix_matches import Matches
+from gateway.routing.routing import (
+    NUM_HOLDERS,
+    Candidate,
+    RoutingRequest,
+    WorkerLimits,
+    can_decode,
+    can_prefill,
+    shortlist,
+)
+from kvtransfer.naming import SPAN_TOKENS
+
+ROLES = ("prefill", "decode")
+CAN_HOLD = {"prefill": can_prefill, "decode": can_decode}
+# Of the holders of a prefix, those that are looked at for ones of a role.
+NUM_SEEN = 8 * NUM_HOLDERS
+
+
+class Candidates:
+    """Belongs to the event loop. `of_role(role)` are all links of a role, serving or not."""
+
+    def __init__(self, of_role: Callable[[str], Sequence[WorkerLink]]):
+        self._of_role = of_role
+        self._rng = random.Random()
+        self.num_changes = 0  # of who serves
+        self._serving: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
+        self._roles: dict[WorkerLink, str] = {}
+        self._ids: dict[WorkerLink, bytes] = {}
+        self._by_id: dict[bytes, WorkerLink] = {}
+        self._leaving: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
+        self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello settles
+        self._doubted: dict[WorkerLink, None] = {}  # of those that serve, whose breakers are not closed
+        self._limits: dict[str, set[WorkerLimits]] = {role: set() for role in ROLES}  # of those that serve
+
+    def update(self, link: WorkerLink) -> None:
+        """`link` may serve now, or no longer; or it is trusted now, or no longer."""
+        self._doubt(link)
+        if self._leaving or link.state is LinkState.DRAINING:
+            self._leaving = {worker_id: each for worker_id, each in self._leaving.items() if each is not link}
+            if link.state is LinkState.DRAINING:
+                self._leaving[link.worker_id] = link
+        if (link.serving and link.hello is not None) == (link in self._roles):
+            return
+        self._serving = {role: [each for each in self._of_role(role) if each.serving and each.hello] for role in ROLES}
+        self._roles = {each: role for role, links in self._serving.items() for each in links}
+        self._ids = {each: each.worker_id for each in self._roles}
+        self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
+        self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # of those that were gone anew
+        self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
+        self.num_changes += 1
+
+    def _doubt(self, link: WorkerLink) -> None:
+        if link.serving and link.breaker.state is not BreakerState.CLOSED:
+            self._doubted[link] = None
+        else:
+            self._doubted.pop(link, None)
+
+    def set_aside(self) -> set[bytes]:
+        """Workers that are not to be asked now, where there are others: their breakers are open, or they are new and
+        have a first request while others of their role are proven."""
+        if not self._doubted:
+            return set()
+        at, num_doubted = now(), Counter(map(self._roles.get, self._doubted))
+        return {
+            link.worker_id for link in self._doubted
+            if (role := self._roles.get(link)) is not None
+            and not link.breaker.takes(at, link.num_asked, num_doubted[role] < len(self._serving[role]))
+        }  # fmt: skip
+
+    def serving(self, role: str) -> Sequence[WorkerLink]:
+        return self._serving[role]
+
+    def near(
+        self, role: str, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes], everybody: bool = False
+    ) -> dict[str, WorkerLink]:
+        """Name -> link, of those that a request looks at: such as can hold it, where there are any."""
+        can_hold, large = CAN_HOLD[role], self._large(role, ask)
+
+        def is_usable(link: WorkerLink) -> bool:
+            return self._ids[link] not in avoid
+
+        if everybody:
+            return {link.address: link for link in self._serving[role] if is_usable(link)}
+        of_role = (link for link in self._holders(matches) if self._roles[link] == role)
+        holders = (link for link in of_role if can_hold(ask, link.limits))
+        return {link.address: link for link in shortlist(holders, large, is_usable, self._rng)}
+
+    def holders(self, matches: Matches, avoid: Collection[bytes]) -> dict[str, WorkerLink]:
+        """Name -> link, of the longest prefixes in either role, of workers that serve or drain."""
+        found = (
+            self._by_id.get(worker_id) or self._leaving.get(worker_id)
+            for worker_id in itertools.islice(matches, NUM_SEEN) if worker_id not in avoid
+        )  # fmt: skip
+        return {link.address: link for link in itertools.islice(filter(None, found), NUM_HOLDERS)}
+
+    def seen(self, links: Iterable[WorkerLink], matches: Matches, ask: RoutingRequest | None = None) -> list[Candidate]:
+        """As `ask` sees them: what its own tenant has there, and of others as much as is read in turns with that."""
+        at = now()
+        return [self._candidate(link, matches, at, ask) for link in links]
+
+    def _large(self, role: str, ask: RoutingRequest) -> Sequence[WorkerLink]:
+        """Who of a role can hold a request; everybody where nobody can. Where all are alike nobody is looked at."""
+        can_hold, serving = CAN_HOLD[role], self._serving[role]
+        if all(can_hold(ask, limits) for limits in self._limits[role]):
+            return serving
+        return [link for link in serving if can_hold(ask, link.limits)] or serving
+
+    def _holders(self, matches: Matches) -> Iterable[WorkerLink]:
+        for worker_id in itertools.islice(matches, NUM_SEEN):
+            if link := self._by_id.get(worker_id):
+                yield link
+
+    def _candidate(self, link: WorkerLink, matches: Matches, at: float, ask: RoutingRequest | None) -> Candidate:
+        """Loads are reports from a moment ago; what this gateway has sent since is known exactly."""
+        load = link.load
+        max_sequences, *said = self._said.get(link) or _said(link)
+        return Candidate(
+            link.address,
+            matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
+            max(load.num_running + load.num_waiting, len(link.legs)),
+            _waiting(link, ask),
+            *said,
+            load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
+            max_sequences,
+            min(link.promised, default=None),
+            link.recent.share(at),
+            link.rates.pace(at),
+        )
+
+
+def _waiting(link: WorkerLink, ask: RoutingRequest | None) -> int:
+    """Tokens of prompts that are read there before another's. Tenants take turns, so those of another wait no longer
+    than one's own; whose those are that other gateways have sent is not known."""
+    num_elsewhere = max(0, link.load.num_waiting_tokens - link.num_prefill_tokens)
+    if ask is None or ask.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {ask.tenant}:
+        return link.num_prefill_tokens + num_elsewhere
+    own = link.prefill_tokens[ask.tenant]
+    others = [num for tenant, num in link.prefill_tokens.items() if tenant != ask.tenant]
+    return own + sum(min(num, own + ask.num_tokens) for num in (*others, num_elsewhere))
+
+
+def _said(link: WorkerLink) -> tuple:
+    hello = link.hello
+    return (
+        hello.limits.max_num_seqs or None, link.limits, frozenset(hello.kv_gives), frozenset(hello.kv_takes),
+        frozenset(hello.model.transports), hello.host_id, hello.kv_token_bytes,
+    )  # fmt: skip

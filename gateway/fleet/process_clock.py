@@ -1,0 +1,22 @@
+"""Time as this process has lived it: it stands still while the process does.
+
+A gateway that was frozen or starved has heard nobody for a while, and that is not the workers' fault: a tick counts for
+two at most, however late it comes.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from baton.service.clock import now
+
+TICK_S = 0.25
+
+
+async def follow_process_time(on_tick: Callable[[float], None]) -> None:
+    """`on_tick(seconds lived)` again and again, until cancelled."""
+    lived_s, at = 0.0, now()
+    while True:
+        await asyncio.sleep(TICK_S)
+        last, at = at, now()
+        lived_s += min(at - last, 2 * TICK_S)
+        on_tick(lived_s)

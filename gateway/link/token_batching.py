@@ -1,0 +1,95 @@
+"""How many steps of a worker one message carries, and whose message it is after which step."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from baton.service.clock import now
+from gateway.link.mailbox import Mailbox
+
+# Writing a message takes a core about 60 us, 35 of them in gRPC alone. Up to here there is time to write one for each.
+FREE_TOKENS_PER_S = 8_000
+# From a token's arrival to its message; 128 messages at a time, the network and the client come on top of it.
+LONGEST_S = 0.015
+_AT_ONCE = 16  # messages that are written before anything else is looked at
+_WINDOW_S = 0.25
+_STEP_SHARE, _LONGEST_STEP_S = 0.1, 0.1  # of one interval in the mean; a longer one was a rest
+
+
+class TokenBatching:
+    """Shared by all workers of a gateway. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.is_busy = False  # more tokens come than messages could be written
+        self._num_tokens = 0
+        self._since = now()
+        self._due: deque[Mailbox] = deque()
+        self._held: deque[tuple[float, Sequence[Mailbox]]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def count(self, num_tokens: int, at: float) -> None:
+        """So many tokens have come."""
+        self._num_tokens += num_tokens
+        if (elapsed := at - self._since) >= _WINDOW_S:
+            self.is_busy = self._num_tokens > FREE_TOKENS_PER_S * elapsed
+            self._num_tokens, self._since = 0, at
+
+    def send(self, mailboxes: Sequence[Mailbox]) -> None:
+        """What has come into these goes out, in their order. Where steps come faster than messages can be written, one
+        that waits here takes the tokens of the next along."""
+        if mailboxes and not self._due:
+            asyncio.get_running_loop().call_soon(self._send_some)
+        self._due.extend(mailboxes)
+
+    def _send_some(self) -> None:
+        num_left = _AT_ONCE
+        while self._due and num_left:
+            num_left -= self._due.popleft().hurry()
+        if self._due:
+            asyncio.get_running_loop().call_soon(self._send_some)
+
+    def hold(self, mailboxes: Sequence[Mailbox]) -> None:
+        """What has come into these waits for more, and not for long: the next step may never be made."""
+        self._held.append((now() + LONGEST_S, mailboxes))
+        if self._timer is None:
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        left_s = max(0.0, self._held[0][0] - now())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._let_go)
+
+    def _let_go(self) -> None:
+        self._timer, at = None, now()
+        while self._held and self._held[0][0] <= at:
+            self.send(self._held.popleft()[1])
+        if self._held:
+            self._set_timer()
+
+
+class Turns:
+    """Of one worker's sequences: each has its turn once in `every` steps, as many of them in one step as in another, so
+    that a step's messages take a part of the time to the next."""
+
+    def __init__(self, pace: TokenBatching):
+        self._pace = pace
+        self._number, self._every = 0, 1
+        self._step_s, self._at = 0.0, 0.0
+
+    def begin(self, num_tokens: int) -> None:
+        """A step with so many tokens has come."""
+        at = now()
+        self._step_s += _STEP_SHARE * (min(at - self._at, _LONGEST_STEP_S) - self._step_s)
+        self._at = at
+        self._pace.count(num_tokens, at)
+        self._number += 1
+        self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._pace.is_busy else 1
+
+    def is_of(self, place: int) -> bool:
+        """Whether it is this one's turn; `place`: any number, the same at every step."""
+        return (self._number + place) % self._every == 0
+
+    def end(self, due: Sequence[Mailbox], held: Sequence[Mailbox]) -> None:
+        """Those whose turn it was, and the others."""
+        self._pace.send(due)
+        if held:
+            self._pace.hold(held)

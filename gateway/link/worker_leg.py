@@ -1,0 +1,121 @@
+"""A key on a worker: what is sent to it there, and what comes back goes into its request's mailbox."""
+
+import itertools
+from collections import Counter
+
+from baton.service.clock import now
+from baton.service.codec import key_to_proto
+from baton.v1 import worker_pb2 as pb
+from gateway.link.mailbox import Lost, Mailbox, Overflow
+
+_places = itertools.count()
+Key = tuple[str, int]
+
+
+class WorkerLeg:
+    """One key on one worker. `close()` whenever done with it: what is still alive there is cancelled."""
+
+    __slots__ = (
+        "link", "key", "worker_id", "mailbox", "tenant", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
+        "_written_from", "_written_upto", "_open", "_asked_at", "_is_released",
+    )  # fmt: skip
+
+    def __init__(self, link, key: Key, mailbox: Mailbox, tenant: str):
+        """`link` is the WorkerLink that it is on."""
+        self.link, self.key, self.mailbox, self.tenant = link, key, mailbox, tenant
+        self.worker_id = link.worker_id
+        self.place = next(_places)
+        self.num_unread = 0
+        self._num_prefill_tokens = 0
+        self._promised_s: float | None = None
+        self._written_from = self._written_upto = 0  # output indices that came
+        self._open = True
+        self._asked_at: float | None = None  # when it was asked to take a request, by Admit or Prefill
+        self._is_released = False
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Of its prompt, while it waits to be read there."""
+        return self._num_prefill_tokens
+
+    @num_prefill_tokens.setter
+    def num_prefill_tokens(self, num: int) -> None:
+        self.link.prefill_tokens[self.tenant] += num - self._num_prefill_tokens
+        self.link.prefill_tokens += Counter()  # without zeros
+        self._num_prefill_tokens = num
+
+    def promise(self, tpot_s: float | None) -> None:
+        """What its request's class was promised, for as long as the leg is open."""
+        if self._promised_s is not None:
+            self.link.promised[self._promised_s] -= 1
+            self.link.promised += Counter()  # without zeros
+        self._promised_s = tpot_s
+        if tpot_s is not None:
+            self.link.promised[tpot_s] += 1
+
+    def send(self, **command) -> None:
+        """One command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
+        for message in command.values():
+            message.key.CopyFrom(key_to_proto(self.key))
+        if self._asked_at is None and ("admit" in command or "prefill" in command):
+            self._asked_at = now()
+            self.link.num_asked += 1
+        self.link.send(pb.Command(**command))
+
+    def post(self, event) -> None:
+        if isinstance(event, (pb.Done, pb.Fetched, pb.Refused)):
+            self._has_worked()
+        if isinstance(event, pb.Refused):
+            self.note_success()  # that is an answer
+        if isinstance(event, (Lost, pb.Ended, pb.Refused)):
+            self._open = False  # nothing is left there to cancel
+            self._release()
+        self.mailbox.post(self, event)
+
+    def post_tokens(self, choice: int, first_index: int, token_ids: list[int], logprobs: list, reason: int) -> bool:
+        """A row of a step; the reader is called later. Whether they are not to wait: the first, and the last."""
+        is_first, upto = self._written_upto == 0, first_index + len(token_ids)
+        self.num_unread += len(token_ids)
+        if is_first:
+            self._written_from = first_index
+            self._has_worked()
+        self._written_upto = max(self._written_upto, upto)
+        self.mailbox.add(self, choice, first_index, token_ids, logprobs, reason)
+        if self.num_unread > self.link.max_unread_tokens and self._open:
+            self.close()
+            self.mailbox.post(self, Overflow())
+        return is_first or reason != 0
+
+    def cancel(self) -> None:
+        """Ended is still to come."""
+        self.send(cancel=pb.Cancel())
+
+    def close(self) -> None:
+        """Idempotent. Late events of the key are dropped from now on."""
+        if self.link.legs.get(self.key) is self:
+            del self.link.legs[self.key]
+        self._release()
+        if self._open:
+            self._open = False
+            self.send(cancel=pb.Cancel())
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of its longest choice."""
+        return self._written_upto - self._written_from
+
+    def _has_worked(self) -> None:
+        if self._asked_at is not None:
+            self.link.note_worked(self._asked_at)
+
+    def note_success(self) -> None:
+        """What it was asked for is done."""
+        if self._asked_at is not None:
+            self.link.breaker.note_success(self._asked_at)
+
+    def _release(self) -> None:
+        self.num_prefill_tokens = 0
+        self.promise(None)
+        if self._asked_at is not None and not self._is_released:
+            self._is_released = True
+            self.link.num_asked -= 1

@@ -1,0 +1,334 @@
+"""One WorkerLink per worker: a session stream that reconnects with growing pauses, and the events of each key.
+
+A key's leg on a worker is a `WorkerLeg`; both legs of a request post into the request's one `Mailbox`, so the pipeline
+waits
+in one place. Losing the stream posts `Lost` to every leg; events of keys that nobody has open are dropped.
+"""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+
+import grpc
+
+from baton.service.clock import ClockComparison, Offset, now
+from baton.service.codec import key_from_proto
+from baton.service.logs import fields, printable
+from baton.service.net.client import open_channel
+from baton.service.observe.telemetry import CLOCK
+from baton.service.security.access import Access
+from baton.service.security.tls import WORKER_NAME
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
+from gateway.link.mailbox import Lost, Mailbox, Rejoined, Stalled
+from gateway.link.session_writer import start_writer
+from gateway.link.token_batching import TokenBatching, Turns
+from gateway.link.worker_breaker import WorkerBreaker
+from gateway.link.worker_leg import Key, WorkerLeg
+from gateway.routing.latency_model import Recent, WorkerRates
+from gateway.routing.routing import WorkerLimits
+
+PROTOCOL = 1
+_HELLO_TIMEOUT_S = 5.0
+_MAX_REASON_CHARS = 500
+SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+log = logging.getLogger(__name__)
+
+
+class LinkState(Enum):
+    CONNECTING = "connecting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STALLED = "stalled"
+    REFUSED = "refused"  # it answered, and is not one of ours; `reason` says why
+
+
+class WorkerLink:
+    """Belongs to the event loop. `run()` is its life; `on_change(link)` is called when what others see has changed."""
+
+    def __init__(
+        self,
+        address: str,
+        instance: bytes,
+        *,
+        check_hello: Callable[[pb.Hello], str | None],
+        on_change: Callable[["WorkerLink"], None],
+        on_block_events: Callable[["WorkerLink", pb.BlockEvents], None],
+        max_unread_tokens: int,
+        access: Access = Access(),
+        fleet: WorkerRates | None = None,
+        pace: TokenBatching | None = None,
+    ):
+        """`check_hello` says why this worker cannot be used, or None. `fleet`: what all workers are like; `pace`: of
+        all tokens that come to this gateway."""
+        self.address = address
+        self.hello: pb.Hello | None = None
+        self.limits: WorkerLimits | None = None  # what it has said that it can hold; stays while it is gone
+        self.load = pb.Load()
+        self.state = LinkState.CONNECTING
+        self.reason = "not connected yet"
+        self.num_vain = 0  # sessions in a row that did not come to a Hello
+        self.legs: dict[Key, WorkerLeg] = {}
+        self.max_unread_tokens = max_unread_tokens
+        self.rates, self.recent = WorkerRates(fleet), Recent()
+        self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
+        self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
+        self.breaker = WorkerBreaker()
+        self.num_asked = 0  # legs that were asked to take a request
+        self._known_id = b""
+        self._turns = Turns(pace or TokenBatching())
+        self._clocks = ClockComparison()
+        self._instance = instance
+        self._access = access
+        self._check_hello = check_hello
+        self._on_change = on_change
+        self._on_block_events = on_block_events
+        self._outbox: asyncio.Queue[pb.Command | None] | None = None
+        self._silence: asyncio.Timeout | None = None  # of the session that is up
+        self._was_heard, self._heard_at = False, 0.0
+
+    @property
+    def serving(self) -> bool:
+        return self.state is LinkState.SERVING
+
+    @property
+    def worker_id(self) -> bytes:
+        """Instance and epoch: a restarted worker is another one."""
+        return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return self.prefill_tokens.total()
+
+    @property
+    def clock(self) -> Offset | None:
+        """How far its clock is ahead of ours; None: not measured yet."""
+        return self._clocks.offset(CLOCK.wall_ns(now()))
+
+    @property
+    def name(self) -> str:
+        return self.hello.instance.hex()[:8] if self.hello else self.address
+
+    def open(self, key: Key, mailbox: Mailbox, tenant: str = "") -> WorkerLeg:
+        leg = self.legs[key] = WorkerLeg(self, key, mailbox, tenant)
+        return leg
+
+    def send(self, command: pb.Command) -> None:
+        """Queued for the session; dropped without one, since its keys have heard Lost."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(command)
+
+    def note_hello(self, hello: pb.Hello) -> None:
+        """What it is, for as long as its session lasts; what it can hold is remembered longer."""
+        limits = hello.limits
+        self.hello, self.limits = hello, WorkerLimits(limits.max_model_len, limits.num_blocks, limits.block_size)
+        if self.worker_id != self._known_id:
+            self._known_id, self.breaker = self.worker_id, WorkerBreaker()
+
+    def note_worked(self, asked_at: float) -> None:
+        """On a request that it was asked for at `asked_at`."""
+        if self.breaker.note_work(asked_at):
+            self._on_change(self)
+
+    def note_failure(self, what: str) -> None:
+        """A request was left without an answer, or ended for no reason of its own."""
+        if self.breaker.note_failure(now()):
+            pause_s = self.breaker.retry_at - now()
+            log.warning("worker set aside %s", fields(worker=self.name, address=self.address, what=what, for_s=pause_s))
+            self._on_change(self)
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """So long it took to compute so many tokens of a prompt."""
+        self.rates.note_prefill(num_tokens, seconds, now())
+
+    def subscribe(self) -> None:
+        """Ask for index events: a snapshot comes first."""
+        self.send(pb.Command(subscribe=pb.Subscribe()))
+
+    async def run(self) -> None:
+        """Connect, serve the session, and again after a pause; until cancelled."""
+        pause_s = _FIRST_PAUSE_S
+        if self.hello is not None:
+            self._lose("its session has failed")  # and this is begun anew
+        while True:
+            connected_at = now()
+            try:
+                async with open_channel(self.address, self._access, WORKER_NAME) as channel:
+                    reason = await self._session(channel)
+            except OSError as error:  # a certificate that is not there for a moment
+                reason = f"{error.filename}: {error.strerror}"
+            was_up = self.hello is not None
+            self.num_vain = 0 if was_up else self.num_vain + 1
+            self._lose(reason)
+            if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _session(self, channel: grpc.aio.Channel) -> str:
+        """One stream, to its end; returns why it ended."""
+        call = worker_pb2_grpc.WorkerStub(channel).Session()
+        outbox = asyncio.Queue()
+        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
+        outbox.put_nowait(pb.Command(hello=hello))
+        writer = start_writer(call, outbox, self.address, self.hang_up)
+        try:
+            return await self._read(call, outbox)
+        except TimeoutError:
+            return "no word from it"
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                self.note_failure("it sent more than a message may have")
+            return f"{error.code().name}: {error.details()}"
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
+                raise
+            return "its stream was cancelled"
+        except Exception as error:  # whatever it sent, the next session may do better
+            log.exception("malformed event %s", fields(address=self.address))
+            self.note_failure("it sent what cannot be read")
+            return f"it sent what cannot be read: {error}"
+        finally:
+            self._outbox = None
+            writer.cancel()
+            call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _read(self, call, outbox: asyncio.Queue) -> str:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await call.read()
+        if first is grpc.aio.EOF or first.WhichOneof("kind") != "hello":
+            return "it did not say Hello"
+        if reason := self._refusal(first.hello):
+            return reason
+        self._outbox = outbox
+        self.note_hello(first.hello)
+        self._clocks = ClockComparison()
+        self.load = pb.Load(state="")
+        self._become(LinkState.SERVING, "")
+        log.info("worker joined %s", fields(worker=self.name, address=self.address, roles=",".join(first.hello.roles)))
+        for leg in list(self.legs.values()):
+            leg.post(Rejoined())
+        try:
+            async with asyncio.timeout(None) as self._silence:
+                while (event := await call.read()) is not grpc.aio.EOF:
+                    self._was_heard = True
+                    self._dispatch(event)
+        finally:
+            self._silence = None
+        return "it closed the session"
+
+    def hang_up(self) -> None:
+        """Without a word of goodbye to its keys: what decodes there is parked for whoever attaches."""
+        self._outbox = None
+        if self._silence is not None:
+            self._silence.reschedule(asyncio.get_running_loop().time())
+
+    def check_silence(self, lived_s: float) -> None:
+        """Called again and again, with a clock that does not count while this process stands still: the session ends
+        when nothing has come for too long."""
+        if self._was_heard or self._silence is None:
+            self._was_heard, self._heard_at = False, lived_s
+        elif lived_s - self._heard_at > SILENCE_S:
+            self._silence.reschedule(asyncio.get_running_loop().time())
+            self._heard_at = lived_s
+
+    def _refusal(self, hello: pb.Hello) -> str | None:
+        if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
+            reason = f"speaks protocol {hello.protocol_min} to {hello.protocol_max}, this gateway {PROTOCOL}"
+        else:
+            reason = self._check_hello(hello)
+        if reason and self.state is not LinkState.REFUSED:
+            log.warning("worker refused %s", fields(address=self.address, reason=reason))
+        if reason:
+            self.limits = None
+            self._become(LinkState.REFUSED, reason)
+        return reason
+
+    def _lose(self, reason: str) -> None:
+        if self.hello is not None:
+            log.warning("worker lost %s", fields(worker=self.name, address=self.address, reason=reason))
+        legs, self.legs = list(self.legs.values()), {}
+        for leg in legs:
+            leg.post(Lost(reason))
+        if self.state is not LinkState.REFUSED:
+            self._become(LinkState.CONNECTING, reason)
+        self.hello = None
+
+    def _become(self, state: LinkState, reason: str) -> None:
+        self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may be a worker's words
+        self._on_change(self)
+
+    # ---- events ----
+
+    def _dispatch(self, event: pb.Event) -> None:
+        kind = event.WhichOneof("kind")
+        if kind == "step_output":
+            self._dispatch_tokens(event.step_output)
+        elif kind == "load":
+            self._set_load(event.load)
+        elif kind == "block_events":
+            self._on_block_events(self, event.block_events)
+        elif kind not in (None, "hello"):
+            message = getattr(event, kind)
+            if leg := self.legs.get(key_from_proto(message.key)):
+                self._rate(leg, kind, message)
+                if kind in ("ended", "refused"):
+                    del self.legs[leg.key]
+                leg.post(message)
+            if kind in ("done", "ended"):
+                self._on_change(self)  # room there, perhaps, for somebody who waits
+
+    def _rate(self, leg: WorkerLeg, kind: str, message) -> None:
+        if kind == "fetched":
+            num_late = message.num_bytes - message.num_bytes_early
+            self.rates.note_transfer(max(0, num_late), message.after_last_ready_s, now())
+        elif kind == "ended" and leg.num_written:
+            num_beside = max(self.load.num_running, len(self.legs))
+            self.rates.note_decode(num_beside, message.decode.decode_s / leg.num_written, now())
+
+    def _set_load(self, load: pb.Load) -> None:
+        self.load = load
+        if load.wall_time_ns:
+            self._compare_clocks(load)
+        state = {"draining": LinkState.DRAINING, "stalled": LinkState.STALLED}.get(load.state, LinkState.SERVING)
+        has_stalled = state is LinkState.STALLED is not self.state
+        self._become(state, "" if state is LinkState.SERVING else load.state)
+        for leg in list(self.legs.values()) if has_stalled else ():
+            leg.post(Stalled())
+
+    def _compare_clocks(self, load: pb.Load) -> None:
+        at, sent_ns, answered_ns = now(), load.beat_sent_ns, load.wall_time_ns
+        if sent_ns:
+            self._clocks.note(sent_ns, answered_ns - load.beat_held_ns, answered_ns, CLOCK.wall_ns(at))
+        if self._clocks.is_due(at):
+            self._send_beat()
+
+    def _send_beat(self) -> None:
+        beat = pb.Beat(sent_ns=CLOCK.wall_ns(now()))
+        if clock := self.clock:
+            beat.offset_ns, beat.error_ns = round(1e9 * clock.offset_s), round(1e9 * clock.error_s)
+        self.send(pb.Command(beat=beat))
+
+    def _dispatch_tokens(self, output: pb.StepOutput) -> None:
+        legs = [self.legs.get((key.request_id, key.attempt)) for key in output.keys]
+        token_ids, logprobs = list(output.token_ids), output.logprobs
+        columns = (output.key_index, output.choice, output.first_index, output.num_ids, output.has_logprobs)
+        token_at = logprob_at = 0
+        due, held, turns = [], [], self._turns
+        turns.begin(len(token_ids))
+        for index, choice, first, num_ids, has_logprobs, reason in zip(*columns, output.finish_reason, strict=True):
+            num_logprobs = num_ids if has_logprobs else 0
+            if leg := legs[index]:
+                ids = token_ids[token_at : token_at + num_ids]
+                told = list(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else []
+                is_due = leg.post_tokens(choice, first, ids, told, reason) or turns.is_of(leg.place)
+                (due if is_due else held).append(leg.mailbox)
+            token_at += num_ids
+            logprob_at += num_logprobs
+        turns.end(due, held)

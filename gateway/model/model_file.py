@@ -1,0 +1,66 @@
+"""A model as the gateway is given it: a folder, or a .gguf file, whose metadata say the same."""
+
+from pathlib import Path
+
+from baton.gguf import INTEGER, TEXT, TEXTS, GGUFError, GGUFHeader, is_gguf
+from baton.service.settings import SettingsError
+from gateway.model.gguf_tokenizer import tokenizer_json
+from gateway.model.model_folder import Defaults, ModelFolder, read_folder
+
+EMBEDDING = "token_embd.weight"
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# What chat templates call a token -> what the format does; one of its names is misspelt.
+SPECIAL = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "sep_token": "seperator",
+}
+
+
+def read_model(path: Path) -> ModelFolder:
+    """Raises SettingsError: one line that names the file."""
+    if not is_gguf(path):
+        return read_folder(path)
+    try:
+        return _read_gguf(GGUFHeader(path))
+    except GGUFError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _read_gguf(header: GGUFHeader) -> ModelFolder:
+    context_key = f"{header.get('general.architecture', TEXT)}.context_length"
+    context, embedding = header.get(context_key, INTEGER), header.tensors.get(EMBEDDING)
+    if context is None or embedding is None:
+        raise SettingsError(f"{header.path}: context_length or {EMBEDDING} is missing: not a language model")
+    if context < 1 or len(embedding.shape) != 2:
+        raise SettingsError(f"{header.path}: {context_key} is {context}, or {EMBEDDING} no matrix: not a language model")
+    return ModelFolder(
+        path=header.path,
+        name=header.path.stem,
+        context=context,
+        vocab_size=embedding.shape[0],
+        eos_ids=_ends(header, embedding.shape[0]),
+        defaults=Defaults(),
+        tokenizer_json=tokenizer_json(header),
+        tokenizer_digest=header.tokenizer_digest,
+        chat_template=header.get("tokenizer.chat_template", TEXT),
+        special_tokens=_special_tokens(header),
+    )
+
+
+def _ends(header: GGUFHeader, vocab_size: int) -> frozenset[int]:
+    """-1 is the format's word for none."""
+    ids = {name: header.get(f"tokenizer.ggml.{name}", INTEGER, -1) for name in ENDS}
+    for name, token_id in ids.items():
+        if not -1 <= token_id < vocab_size:
+            told = f"{token_id} is not one of the vocabulary, which has {vocab_size} ids"
+            raise SettingsError(f"{header.path}: tokenizer.ggml.{name} {told}")
+    return frozenset(ids.values()) - {-1}
+
+
+def _special_tokens(header: GGUFHeader) -> dict[str, str]:
+    tokens = header.get("tokenizer.ggml.tokens", TEXTS)
+    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id", INTEGER, -1) for name, key in SPECIAL.items()}
+    return {name: tokens[token_id] for name, token_id in ids.items() if 0 <= token_id < len(tokens)}

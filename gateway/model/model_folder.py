@@ -1,0 +1,188 @@
+"""What the gateway reads of a model folder: names, limits, defaults, the chat template. Never the weights."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.service.settings import SettingsError
+from gateway.model.sampling_ranges import RANGES
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST = 2**31 - 1  # of anything that is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a request means where it is silent: generation_config.json, and where that is silent, plain."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    path: Path
+    name: str
+    context: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    defaults: Defaults
+    tokenizer_json: bytes = field(repr=False)
+    tokenizer_digest: bytes  # workers and gateway must read the same tokenizer
+    chat_template: str | None = field(repr=False)
+    special_tokens: dict[str, str]
+
+
+def read_folder(path: Path) -> ModelFolder:
+    """Read a Hugging Face folder. Raises SettingsError: one line that names the file."""
+    config, generation = path / "config.json", path / "generation_config.json"
+    said, preferred = _read_json(config), _read_json(generation, optional=True)
+    tokenizer_config = path / "tokenizer_config.json"
+    of_tokenizer = _read_json(tokenizer_config, optional=True)
+    special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | of_tokenizer
+    tokenizer_json = _read_bytes(path / "tokenizer.json")
+    with _named(config):
+        context, vocab_size = _count(said, "max_position_embeddings"), _count(said, "vocab_size")
+    with _named(generation):
+        defaults = _defaults(preferred)
+    names_ends = preferred.get("eos_token_id") is not None
+    with _named(generation if names_ends else config):
+        eos_ids = _eos_ids(preferred if names_ends else said, vocab_size)
+    with _named(tokenizer_config):
+        chat_template, special = _chat_template(path, of_tokenizer), _special_tokens(special_tokens)
+    return ModelFolder(
+        path=path,
+        name=path.resolve().name,
+        context=context,
+        vocab_size=vocab_size,
+        eos_ids=eos_ids,
+        defaults=defaults,
+        tokenizer_json=tokenizer_json,
+        tokenizer_digest=hashlib.sha256(tokenizer_json).digest(),
+        chat_template=chat_template,
+        special_tokens=special,
+    )
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What is wrong with a value is said with its file."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from None
+
+
+def _read_json(path: Path, optional: bool = False) -> dict:
+    if optional and not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_bytes(path))
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{path}: not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise SettingsError(f"{path}: not a JSON object")
+    return value
+
+
+def _count(config: dict, name: str) -> int:
+    value = config.get(name)
+    if value is None:
+        raise ValueError(f"{name} is missing")
+    if not _is_int(value) or not 0 < value <= _MOST:
+        raise ValueError(f"{name} is {_shown(value)}, not an integer from 1 to {_MOST}")
+    return value
+
+
+def _eos_ids(config: dict, vocab_size: int) -> frozenset[int]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if not _is_int(token_id) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"eos_token_id {_shown(token_id)} is not one of the vocabulary, which has {vocab_size} ids")
+    return frozenset(ids)
+
+
+def _defaults(generation: dict) -> Defaults:
+    """Two conventions of others are kept: temperature counts where do_sample is set (transformers), and a top_k of -1
+    is no top_k (vLLM)."""
+    plain = Defaults()
+    sampled = generation.get("do_sample")
+    if sampled not in (None, True, False):
+        raise ValueError(f"do_sample is {_shown(sampled)}, not true or false")
+    top_k = _integer(generation, "top_k", plain.top_k, least=-1)
+    return Defaults(
+        temperature=_number(generation, "temperature", 1.0) if sampled else plain.temperature,
+        top_k=max(0, top_k),
+        top_p=_number(generation, "top_p", plain.top_p),
+        min_p=_number(generation, "min_p", plain.min_p),
+        repetition_penalty=_number(generation, "repetition_penalty", plain.repetition_penalty),
+        max_tokens=_integer(generation, "max_new_tokens", plain.max_tokens, least=1),
+    )
+
+
+def _number(generation: dict, name: str, default: float) -> float:
+    value = generation.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} is {_shown(value)}, not a number")
+    if problem := RANGES[name].problem(value):
+        raise ValueError(f"{name} is {_shown(value)}, and {problem}")
+    return float(value)
+
+
+def _integer(generation: dict, name: str, default: int, least: int) -> int:
+    value = generation.get(name)
+    if value is None:
+        return default
+    if not _is_int(value) or not least <= value <= _MOST:
+        raise ValueError(f"{name} is {_shown(value)}, not an integer from {least} to {_MOST}")
+    return value
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:40]
+
+
+def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
+    """chat_template.jinja goes before tokenizer_config.json; of several named ones, "default"."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        with _named(path):
+            return _read_bytes(path).decode()
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+            raise ValueError("chat_template is a list, and not of names and templates")
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    if not isinstance(template, str | None):
+        raise ValueError(f"chat_template is {_shown(template)}, not a text")
+    return template
+
+
+def _special_tokens(values: dict) -> dict[str, str]:
+    found = {name: values[name] for name in _SPECIAL_NAMES if values.get(name)}
+    found = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is {_shown(value)}, not a text")
+    return found

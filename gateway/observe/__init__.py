@@ -1,0 +1,1 @@
+"""Report requests: metrics, spans, access log, and the list of recent ones."""

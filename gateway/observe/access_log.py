@@ -1,0 +1,44 @@
+"""One line a request in the log, when it has ended, however it did. No content: numbers, ids, and words of ours."""
+
+import logging
+
+from baton.service.logs import fields
+from gateway.observe.meters import outcome
+from gateway.request.request_record import Record
+from gateway.request.timing import breakdown, timing
+
+log = logging.getLogger(__name__)
+
+
+def ended(record: Record, error: BaseException | None) -> None:
+    """Phases that the request did not reach are left out. Durations in milliseconds."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("request ended %s", fields(**line(record, error)))
+
+
+def line(record: Record, error: BaseException | None) -> dict[str, object]:
+    (how, reason), stamps = outcome(error), record.stamps
+    told = timing(stamps, record.measured, record.num_longest_output)
+    spent = breakdown(stamps, record.measured)
+    values: dict[str, object] = {
+        "request_id": record.checked.request_id if record.checked else "-",
+        "trace_id": f"{record.context.trace_id:032x}",
+        "tenant": record.tenant,
+        "outcome": how,
+        "reason": reason or "-",
+        "phase": "-" if error is None else record.phase,
+        "input_tokens": record.num_prompt_tokens or 0,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "batch_size": record.batch_size,
+        "num_attempts": record.num_attempts,
+        "route": record.decision.reason if record.decision else "-",
+        "total_ms": _ms(sum(spent.values())),
+        "ttft_ms": _ms(told.ttft_s),
+        "tpot_ms": _ms(told.tpot_s),
+    }
+    return values | {f"{phase}_ms": _ms(seconds) for phase, seconds in spent.items()}
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 2)

@@ -1,0 +1,207 @@
+"""What the gateway counts: every request once, when it has ended, from the same stamps as its timing and its spans."""
+
+from collections.abc import Callable, Mapping
+
+from baton.service import logs
+from baton.service.clock import Offset, now
+from baton.service.errors import BatonError
+from baton.service.observe import genai_metrics
+from baton.service.observe.metrics import (
+    DURATION_BUCKETS,
+    PHASE_BUCKETS,
+    TPOT_BUCKETS,
+    TTFT_BUCKETS,
+    Gauge,
+    Metrics,
+    num_tasks,
+)
+from baton.service.slo import Slo
+from baton.v1 import inference_pb2 as pb
+from gateway.request.request_record import Record
+from gateway.request.timing import breakdown, timing
+
+_OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
+_MAX_REASONS = 64  # each is a label value; workers are trusted to have few words, and counted all the same
+_MAX_TENANTS = 64  # that are told apart, of those that the credentials file names
+_REFUSED = frozenset(
+    ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
+)
+
+
+class GatewayMeters:
+    """Read at a scrape: `num_running`, `num_waiting`: requests in the gateway, and of these in its queues;
+    `num_workers`: by the state that this gateway sees them in; `clocks`: of workers by address; `num_breakers`: of
+    workers in a session, by state."""
+
+    def __init__(
+        self,
+        model_name: str,
+        slo_classes: Mapping[str, Slo],
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+        is_index_up: Callable[[], bool] = lambda: True,
+        num_workers: Callable[[], Mapping[str, int]] = dict,
+        clocks: Callable[[], Mapping[str, Offset]] = dict,
+        num_breakers: Callable[[], Mapping[str, int]] = dict,
+    ):
+        metrics = Metrics(model_name)
+        self.page = metrics.page
+        self._slo_classes = slo_classes
+        self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
+        self._ttft = metrics.histogram("baton_ttft_seconds", "time from arrival until the first token is sent", TTFT_BUCKETS)()
+        self._tpot = metrics.histogram("baton_tpot_seconds", "time per output token after the first", TPOT_BUCKETS)()
+        self._itl = metrics.tally("baton_itl_seconds", "time between messages, per token of the later one", TPOT_BUCKETS)
+        self._e2e = metrics.histogram("baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS)()
+        self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
+        self._requests = metrics.counter("baton_requests", "ended requests", "outcome", "reason")
+        self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
+        self._tenant_seconds = metrics.counter(
+            "baton_tenant_seconds", "seconds that requests spent in each phase, by tenant", "tenant", "phase"
+        )
+        self._tenant_requests = metrics.counter(
+            "baton_tenant_requests", "ended requests, by tenant", "tenant", "outcome"
+        )
+        self._tenant_tokens = metrics.counter(
+            "baton_tenant_tokens", "tokens of answered requests, by tenant", "tenant", "kind"
+        )
+        self._migrations = metrics.counter("baton_migrations", "attempts after the first")()
+        self._attached = metrics.counter("baton_attached", "lost streams that were resumed")()
+        self._recovered = metrics.counter("baton_recovery_tokens", "prompt tokens of later attempts, by whether their KV was reused", "kv")
+        self._routes = metrics.counter("baton_routes", "requests by route and reason", "way", "reason")
+        self._route_cost = metrics.histogram(
+            "baton_route_cost_seconds", "predicted cost of the route that was taken and of the other", DURATION_BUCKETS, "way"
+        )
+        self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
+        self._slo_requests = metrics.counter("baton_slo_requests", "requests that count towards their service level", "class")
+        self._slo_met = metrics.counter("baton_slo_met", "requests that met their service level", "class")
+        self._slo_missed = metrics.counter("baton_slo_missed", "requests that missed their service level, by the missed goal", "class", "objective")
+        for name in slo_classes:
+            self._slo_requests(name)
+            self._slo_met(name)
+            for objective in _OBJECTIVES:
+                self._slo_missed(name, objective)
+        metrics.collect(
+            Gauge("baton_running", "requests in the gateway", num_running),
+            Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
+            Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
+            Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
+            Gauge("baton_worker_breakers", "workers by the state of their circuit breaker", num_breakers, "state"),
+            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
+            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
+            Gauge(
+                "baton_clock_offset_seconds", "offset of a worker's clock from this gateway's",
+                lambda: {name: clock.offset_s for name, clock in clocks().items()}, "worker",
+            ),
+            Gauge(
+                "baton_clock_error_seconds", "error bound of that offset",
+                lambda: {name: clock.error_s for name, clock in clocks().items()}, "worker",
+            ),
+        )
+
+    def ended(self, record: Record, error: BaseException | None) -> None:
+        """Of a request that has just ended, however it did."""
+        how, reason = outcome(error)
+        tenant = self._tenants.bounded(record.tenant)
+        self._requests(how, self._reasons.bounded(reason)).inc()
+        self._tenant_requests(tenant, how).inc()
+        if record.num_attempts > 1:
+            self._migrations.inc(record.num_attempts - 1)
+        self._attached.inc(record.num_attached)
+        self._recovered("reused").inc(record.num_reused_tokens)
+        self._recovered("computed").inc(record.num_recomputed_tokens)
+        self._count_slo(record, error)
+        self._count_route(record)
+        stamps = record.stamps
+        exemplar = _exemplar(record)
+        tokens = (record.num_prompt_tokens or 0, record.num_cached_tokens, record.num_output_tokens)
+        for kind, num in zip(("input", "cached", "output"), tokens, strict=True):
+            self._tokens(kind).inc(num)
+            self._tenant_tokens(tenant, kind).inc(num)
+        for phase, spent_s in breakdown(stamps, record.measured).items():
+            self._phase(phase).observe(spent_s, exemplar)
+            self._tenant_seconds(tenant, phase).inc(spent_s)
+        measured = timing(stamps, record.measured, record.num_longest_output)
+        _tell_collector(record, error, measured)
+        if stamps.first_sent is None:
+            return
+        self._ttft.observe(stamps.first_sent - stamps.received, exemplar)
+        if measured.tpot_s:
+            self._tpot.observe(measured.tpot_s, exemplar)
+        if error is None:
+            self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
+
+    def _count_slo(self, record: Record, error: BaseException | None) -> None:
+        """A request counts unless its client ended it or it could not be served by anybody."""
+        how, _ = outcome(error)
+        if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
+            return
+        name, stamps = record.checked.slo_class, record.stamps
+        self._slo_requests(name).inc()
+        missed = ["answer"]
+        if error is None and stamps.first_sent is not None:
+            told = timing(stamps, record.measured, record.num_longest_output)
+            missed = self._slo_classes[name].missed(told.ttft_s, told.tpot_s or None, told.total_s)
+        for objective in missed:
+            self._slo_missed(name, objective).inc()
+        if not missed:
+            self._slo_met(name).inc()
+
+    def _count_route(self, record: Record) -> None:
+        if (decision := record.decision) is None:
+            return
+        self._routes("local" if decision.local else "split", decision.reason).inc()
+        self._route_cost("taken").observe(decision.cost_s)
+        if decision.alternative_s is not None:
+            self._route_cost("other").observe(decision.alternative_s)
+
+    def denied(self, method: str, reason: str) -> None:
+        """Who it was is told nowhere: strangers may be many."""
+        self._denied(method, reason).inc()
+
+    def gap(self, record: Record, gap_s: float) -> None:
+        """Between two messages of a choice, for each token of the later one."""
+        self._itl.observe(gap_s, record.context.trace_id if record.context.sampled else 0)
+
+
+class _Words:
+    """Label values: the first `most` that come, and OTHER."""
+
+    def __init__(self, most: int):
+        self._known: set[str] = set()
+        self._most = most
+
+    def bounded(self, word: str) -> str:
+        if word not in self._known and len(self._known) >= self._most:
+            return "OTHER"
+        self._known.add(word)
+        return word
+
+
+def _tell_collector(record: Record, error: BaseException | None, measured: pb.Timing) -> None:
+    """The same over OTLP, by the names of the conventions."""
+    how, reason = outcome(error)
+    ttft_s, tpot_s = (measured.ttft_s, measured.tpot_s) if record.stamps.first_sent is not None else (None, None)
+    ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received
+    error_type = None if how == "ok" else reason
+    genai_metrics.observe(record.operation, record.model, ended_s, ttft_s, tpot_s or None, error_type)
+
+
+def outcome(error: BaseException | None) -> tuple[str, str]:
+    """(ok | cancelled | refused | failed, the reason in the error's own word)."""
+    if error is None:
+        return "ok", ""
+    if not isinstance(error, BatonError):
+        return ("failed", "INTERNAL") if isinstance(error, Exception) else ("cancelled", "CANCELLED")
+    if error.reason == "CANCELLED":
+        return "cancelled", error.reason
+    code = error.code.name
+    return ("refused" if code in _REFUSED else "failed"), error.reason or code
+
+
+def _is_overload(error: BaseException | None) -> bool:
+    return isinstance(error, BatonError) and error.code.name == "RESOURCE_EXHAUSTED"
+
+
+def _exemplar(record: Record) -> dict[str, str] | None:
+    context = record.context
+    return {"trace_id": f"{context.trace_id:032x}"} if context.sampled else None

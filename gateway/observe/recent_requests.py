@@ -1,0 +1,85 @@
+"""The requests of this gateway, those that run and the last that have ended, for operators to look at. No content."""
+
+from collections import Counter, deque
+
+from baton.service.clock import now
+from baton.service.observe.bound import bound_of_stack
+from baton.v1 import fleet_pb2 as pb
+from gateway.observe.meters import outcome
+from gateway.request.request_record import Record
+from gateway.request.timing import breakdown, timing
+
+NUM_KEPT = 500  # ended requests, about 1 KB each
+_DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
+_BOUND_WINDOW_S = 60.0  # up to the last end
+
+
+class Journal:
+    """Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Record] = {}
+        self._ended: deque[tuple[Record, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
+        self._since = now()
+        self._num_ended = self._num_input = self._num_output = 0
+
+    def began(self, record: Record) -> None:
+        self._running[id(record)] = record
+
+    def ended(self, record: Record, error: BaseException | None) -> None:
+        """However it did."""
+        self._running.pop(id(record), None)
+        self._ended.append((record, outcome(error), now()))
+        self._num_ended += 1
+        self._num_input += record.num_prompt_tokens or 0
+        self._num_output += record.num_output_tokens
+
+    def listed(self, request: pb.ListRequestsRequest, num_waiting: int) -> pb.ListRequestsResponse:
+        """Running ones oldest first, ended ones newest first."""
+        answer = pb.ListRequestsResponse(
+            num_running=len(self._running),
+            num_waiting=num_waiting,
+            num_ended=self._num_ended,
+            num_input_tokens=self._num_input,
+            num_output_tokens=self._num_output,
+            uptime_s=now() - self._since,
+            bound=self._bound(),
+        )
+        for record in list(self._running.values())[: request.max_running or _DEFAULT_RUNNING]:
+            answer.running.append(_view(record, ("", ""), None))
+        for record, how, ended_at in list(reversed(self._ended))[: request.max_recent or _DEFAULT_RECENT]:
+            answer.recent.append(_view(record, how, ended_at))
+        return answer
+
+    def _bound(self) -> str:
+        """What bounds the stack, by those that ended last and were answered."""
+        if not self._ended:
+            return ""
+        until = self._ended[-1][2]
+        last = [record for record, how, at in self._ended if how[0] == "ok" and until - at < _BOUND_WINDOW_S]
+        spent_s: Counter[str] = Counter()
+        for record in last:
+            spent_s.update(breakdown(record.stamps, record.measured))
+        return bound_of_stack(spent_s, until - min((each.stamps.received for each in last), default=until)).sentence
+
+
+def _view(record: Record, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
+    at = now()
+    view = pb.RequestView(
+        request_id=record.checked.request_id if record.checked else "",
+        trace_id=f"{record.context.trace_id:032x}",
+        phase=record.phase,
+        outcome=how[0],
+        reason=how[1],
+        age_s=at - record.stamps.received,
+        ended_s=0.0 if ended_at is None else at - ended_at,
+        prompt_tokens=record.num_prompt_tokens or 0,
+        cached_tokens=record.num_cached_tokens,
+        output_tokens=record.num_output_tokens,
+        num_attempts=record.num_attempts,
+        tenant=record.tenant,
+    )
+    if record.decision is not None:
+        view.prefill, view.decode = record.decision.prefill or "", record.decision.decode or ""
+    view.timing.CopyFrom(timing(record.stamps, record.measured, record.num_longest_output))
+    return view

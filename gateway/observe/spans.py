@@ -1,0 +1,171 @@
+"""The gateway's spans of a request, drawn from its record when it has ended, however it ended. No content goes in.
+
+    {operation} {model}          events: retry (a worker had no room), migration (an attempt ended, another began)
+      ▸ tokenize                 only where the request ended in it
+      ▸ route ▸ admit
+      ▸ prefill.wait             only of requests that waited for room on a prefill worker
+      ▸ prefill | kv.transfer | decode   only in place of those that a lost worker can no longer draw
+
+A failure stands on the span that it happened in and on the root, not on those that had passed.
+"""
+
+from collections.abc import Iterator
+
+from baton.service.errors import BatonError
+from baton.service.observe import telemetry
+from baton.service.observe.telemetry import CLOCK, SpanEvent, emit_span
+from gateway.request.request_record import Failure, Record
+from gateway.request.timing import breakdown
+
+_LEAST_WAIT_S = 0.001  # a shorter one was no wait
+_LOST = {
+    "admitting": "admit", "awaiting prefill": "prefill.wait", "prefilling": "prefill", "decoding": "decode",
+}  # fmt: skip
+
+
+def draw(record: Record, error: BaseException | None) -> None:
+    """Of a request that has ended; its stamps say when. Workers draw theirs."""
+    if not (telemetry.enabled() and record.context.sampled):
+        return
+    stamps = record.stamps
+    emit_span(
+        f"{record.operation} {record.model}",
+        record.parent,
+        CLOCK.wall_ns(stamps.received),
+        CLOCK.wall_ns(stamps.ended),
+        _attributes(record, error),
+        _status(error),
+        span_id=record.context.span_id,
+        kind="server",
+        events=_events(record),
+    )
+    if stamps.tokenized is None:
+        if record.checked is not None:
+            _draw_child(record, "tokenize", stamps.received, None, {}, error)
+        return
+    _draw_child(record, "route", stamps.tokenized, stamps.routed, _route_attributes(record), error)
+    if stamps.routed is not None:
+        _draw_child(record, "admit", stamps.routed, stamps.granted, {}, error)
+    if stamps.granted is not None and _waited(record):
+        _draw_child(record, "prefill.wait", stamps.granted, stamps.prefill_sent, {}, error)
+    for failure in record.failures:
+        if not failure.is_told:
+            _draw_lost(record, failure)
+
+
+def _draw_child(record: Record, name: str, begin: float, end: float | None, attributes: dict, error) -> None:
+    """`end` None: the request ended in it."""
+    status = "ok" if end is not None else _status(error)
+    attributes = attributes | _error_attributes(error) if end is None else attributes
+    window_ns = CLOCK.wall_ns(begin), CLOCK.wall_ns(end or record.stamps.ended)
+    emit_span(name, record.context, *window_ns, attributes, status)
+
+
+def _draw_lost(record: Record, failure: Failure) -> None:
+    """What a worker did that is gone, or silent, as it was seen from here."""
+    of_prefill = failure.event.startswith("prefill")
+    name = _LOST.get(failure.phase, "prefill" if of_prefill else "kv.transfer")  # fetching: two work at it
+    attributes = {
+        "error.type": failure.reason,
+        "baton.worker": failure.worker,
+        "baton.seen_by": "gateway",
+        "gen_ai.request.model": record.model,
+    }
+    window_ns = CLOCK.wall_ns(failure.begun_at), CLOCK.wall_ns(failure.at)
+    emit_span(name, record.context, *window_ns, attributes, "error")
+
+
+def _waited(record: Record) -> bool:
+    stamps = record.stamps
+    if stamps.prefill_sent is None:
+        return record.phase == "awaiting prefill"
+    return stamps.prefill_sent - stamps.granted > _LEAST_WAIT_S
+
+
+def _events(record: Record) -> Iterator[SpanEvent]:
+    for retry in record.retries:
+        attributes = {"baton.worker": retry.worker, "baton.phase": retry.phase, "baton.reason": retry.reason}
+        yield SpanEvent("retry", CLOCK.wall_ns(retry.at), attributes)
+    for failure in record.failures[: max(0, record.num_attempts - 1)]:
+        attributes = {
+            "baton.worker": failure.worker,
+            "baton.phase": failure.phase,
+            "baton.reason": failure.reason,
+            "gen_ai.usage.output_tokens": failure.num_output_tokens,
+        }
+        yield SpanEvent("migration", CLOCK.wall_ns(failure.at), attributes)
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "ok"
+    if isinstance(error, BatonError):
+        return "cancelled" if error.reason == "CANCELLED" else "error"
+    return "error" if isinstance(error, Exception) else "cancelled"
+
+
+def _attributes(record: Record, error: BaseException | None) -> dict[str, object]:
+    measured, stamps = record.measured, record.stamps
+    attributes: dict[str, object] = {
+        "gen_ai.operation.name": record.operation,
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": record.model,
+        "gen_ai.response.model": record.model,
+        "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": record.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        "gen_ai.response.finish_reasons": record.finish_reasons or None,
+        "baton.tenant": record.tenant,
+        "baton.num_attempts": record.num_attempts,
+        "baton.batch_size": record.batch_size or None,
+        "baton.phase": None if error is None else record.phase,
+        "baton.transfer_s": measured.transfer_s or None,
+        "baton.ttft_s": None if stamps.first_sent is None else stamps.first_sent - stamps.received,
+    }
+    attributes |= {f"baton.phase.{name}_s": spent for name, spent in breakdown(stamps, measured).items()}
+    attributes |= _error_attributes(error)
+    if record.checked is not None:
+        attributes |= _request_attributes(record)
+    return attributes
+
+
+def _error_attributes(error: BaseException | None) -> dict[str, object]:
+    if isinstance(error, BatonError):
+        return {"error.type": error.reason, "rpc.grpc.status_code": error.code.value[0]}
+    return {"error.type": type(error).__name__} if isinstance(error, Exception) else {}
+
+
+def _request_attributes(record: Record) -> dict[str, object]:
+    checked, sampling = record.checked, record.checked.sampling
+    return {
+        "gen_ai.response.id": checked.request_id,
+        "gen_ai.request.max_tokens": checked.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.seed": str(sampling.seed),  # 64 bits do not fit an OTLP integer
+        "gen_ai.request.choice.count": sampling.n,
+        "baton.priority": checked.priority,
+        "baton.slo_class": checked.slo_class,
+    }
+
+
+def _route_attributes(record: Record) -> dict[str, object]:
+    decision = record.decision
+    if decision is None:
+        return {}
+    return {
+        "baton.route.local": decision.local,
+        "baton.route.reason": decision.reason,
+        "baton.route.alternative": decision.alternative,
+        "baton.route.prefill": decision.prefill,
+        "baton.route.decode": decision.decode,
+        "baton.route.source": record.source,
+        "baton.route.num_matched_tokens": decision.num_matched_tokens,
+        "baton.route.cost_s": decision.cost_s,
+        "baton.route.alternative_s": decision.alternative_s,
+        "baton.route.ttft_s": decision.ttft_s,
+        "baton.route.tpot_s": decision.tpot_s,
+    }

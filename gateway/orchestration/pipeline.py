@@ -1,0 +1,169 @@
+"""The path of one request: checked message -> tokens -> span hashes -> index -> workers -> answer."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from baton.service.clock import now
+from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
+from baton.service.observe.telemetry import format_traceparent
+from baton.service.slo import Slo
+from baton.v1 import inference_pb2 as pb
+from gateway.answer.answer import Answer, Emit
+from gateway.config.served_model import ServedModel
+from gateway.fleet.registry import Registry
+from gateway.orchestration.attempts import Attempts
+from gateway.orchestration.course import Question
+from gateway.orchestration.retry_budget import Recovery, prompt_digest
+from gateway.orchestration.states import RequestEvent
+from gateway.prefix.prefix_hashes import PrefixHashes
+from gateway.prefix.prefix_index import PrefixIndex
+from gateway.queue.admission import AdmissionControl, Bid, Lines, rank
+from gateway.queue.quotas import Reservation
+from gateway.request.request_record import Record
+from gateway.request.request_spec import make_spec
+from gateway.request.validation import Checked, check_input, check_num_tokens, check_token_ids, resolve_max_tokens
+from gateway.routing.routing import RoutingRequest
+from gateway.text.text_work import TextWork
+from kvtransfer.naming import SPAN_TOKENS
+
+_UNREAD_S = 0.1  # beyond a deadline, for those who notice it themselves
+_SUPERSEDE_S, _POLL_S = 1.0, 0.005
+_OUTPUT_SHARE = 0.02  # of one answer in the mean of all
+
+
+@dataclass
+class Pipeline:
+    """Shared by all requests. Belongs to the event loop."""
+
+    registry: Registry
+    index: PrefixIndex
+    names: PrefixHashes
+    text: TextWork
+    admission: AdmissionControl
+    lines: Lines
+    max_queue_wait_s: float
+    on_gap: Callable[[Record, float], None]  # between two messages of a choice, seconds a token
+    slo_classes: Mapping[str, Slo]
+    recovery: Recovery = field(default_factory=Recovery)
+    running: dict[str, Attempts] = field(default_factory=dict)  # by key_id
+    mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
+    _num_texts: Iterator[int] = field(default_factory=itertools.count)
+
+    async def serve(self, checked: Checked, model: ServedModel, deadline: float, record: Record, emit: Emit) -> None:
+        """Answer one request, or raise BatonError. Whatever it held on workers is given back on every way out."""
+        if checked.resume_from:
+            await self._supersede(checked.key_id)
+        if checked.key_id in self.admission.request_ids:
+            raise AlreadyExists(f"request_id {checked.request_id} is in use", reason="REQUEST_ID_IN_USE")
+        reservation = self.admission.enter(checked.key_id, record.tenant, checked.sampling.n)
+        try:
+            await self._serve(checked, model, deadline, record, emit, reservation)
+        finally:
+            # A prompt that brought nothing is paid back.
+            num_used = record.num_output_tokens and record.num_prompt_tokens + record.num_output_tokens
+            self.admission.leave(checked.key_id, reservation, num_used)
+
+    async def _supersede(self, key_id: str) -> None:
+        """The stream that a client goes on with is dead for it, though not for us yet."""
+        if (earlier := self.running.get(key_id)) is not None:
+            earlier.give_up(RequestEvent.CANCEL)
+            until = now() + _SUPERSEDE_S
+            while key_id in self.admission.request_ids and now() < until:
+                await asyncio.sleep(_POLL_S)
+
+    async def _serve(self, checked, model, deadline, record, emit, reservation) -> None:
+        prompt = (checked.text, checked.token_ids, checked.messages)
+        prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
+        record.num_prompt_tokens = len(prompt_ids)
+        max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
+        record.stamps.tokenized = now()
+        self._bid(checked, record, max_tokens, deadline)
+        reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
+        hashes, parent = self.names.spans(record.tenant, prompt_ids)
+        # The last token is always read: its logits are wanted.
+        matches = await self.index.lookup(hashes[: (len(prompt_ids) - 1) // SPAN_TOKENS])
+
+        mark = self.names.mark(record.tenant)
+
+        def spec_of(output_ids: list[int]):
+            named = self.names.spans(record.tenant, prompt_ids, output_ids) if output_ids else (hashes, parent)
+            traceparent = format_traceparent(record.context)
+            return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline, mark)
+
+        answer = Answer(
+            checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record)
+        )
+        digest = prompt_digest(record.tenant, prompt_ids)
+        self.recovery.begin(digest)
+        question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
+        attempts = Attempts(
+            self.registry, self.lines, self.recovery, answer, record, question, self.max_queue_wait_s
+        )
+        self.running[checked.key_id] = attempts
+        try:
+            # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
+            # holds its writes.
+            async with asyncio.timeout(max(0.0, deadline - now()) + _UNREAD_S):
+                await attempts.run()
+                await answer.finish(len(prompt_ids), record.num_cached_tokens, record.measured)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the client did not read") from None
+        finally:
+            attempts.close()
+            self.running.pop(checked.key_id, None)
+            record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
+            record.finish_reasons = answer.finish_reasons
+            if answer.finished:
+                self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
+
+    def _bid(self, checked: Checked, record: Record, max_tokens: int, deadline: float) -> None:
+        """What routing and the lines are told of it. Raises Overloaded where it would stand in line for too long."""
+        num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
+        if not checked.names_class:
+            promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
+        num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
+        record.ask = RoutingRequest(num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant)
+        self.registry.check_fits(record.ask)
+        order = rank(record.stamps.received, promised, checked.priority)
+        record.bid = Bid(
+            order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
+        )
+        self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
+
+    async def tokenize(
+        self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float
+    ) -> Sequence[int]:
+        """Its token ids, bounded, counted and paid as a prompt's. Raises BatonError."""
+        text, _, messages = check_input(request, model)
+        with self._counted(tenant, request.ByteSize()) as reservation:
+            try:
+                token_ids = await self.text.encode(text, None, messages, model.context, tenant, deadline)
+            except InvalidRequest:
+                reservation.settle(0, now())
+                raise
+            reservation.settle(len(token_ids), now())
+            return token_ids
+
+    async def detokenize(self, token_ids: Sequence[int], model: ServedModel, tenant: str, deadline: float) -> str:
+        """Their text, bounded, counted and paid as a prompt of so many tokens. Raises BatonError."""
+        check_num_tokens(len(token_ids), model, "token_ids")
+        if token_ids:
+            check_token_ids(token_ids, model.vocab_size, "token_ids")
+        with self._counted(tenant, len(token_ids)):
+            return await self.text.decode(token_ids, tenant, deadline)
+
+    @contextmanager
+    def _counted(self, tenant: str, num_tokens: int) -> Iterator[Reservation]:
+        """A call that no worker hears of is a request all the same. It pays for as many tokens, which are no fewer than
+        it has, unless it is settled before: who hangs up leaves work behind. Raises Overloaded."""
+        key_id = f"text.{next(self._num_texts)}"  # no request's
+        reservation = self.admission.enter(key_id, tenant)
+        try:
+            reservation.reserve(num_tokens, now())
+            yield reservation
+        finally:
+            self.admission.leave(key_id, reservation, num_tokens)

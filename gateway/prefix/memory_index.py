@@ -1,0 +1,52 @@
+"""The prefix index in memory: what the workers of this one gateway say."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.v1 import worker_pb2 as pb
+from gateway.prefix.prefix_index import Feed
+from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
+
+
+class EmbeddedIndex:
+    """See PrefixIndex. A span's holders are the bits of one number."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[bytes, Feed] = {}
+        self._places: WorkerBits = NOWHERE
+        self._holders: dict[bytes, int] = {}
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Matches:
+        holders = self._holders
+        return Matches((holders.get(value, 0) for value in hashes), self._places)
+
+    def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
+        self.drop(worker)
+        taken = self._places.worker_at
+        place = next(place for place in range(len(taken) + 1) if place not in taken)
+        self._places = WorkerBits.of({**taken, place: worker})
+        self._feeds[worker] = feed = Feed(subscribe)
+        feed.subscribe()
+
+    def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
+        if feed := self._feeds.get(worker):
+            change = feed.apply(events)
+            bit = 1 << self._places.place_of[worker]
+            for span in change.sealed:
+                self._holders[span] = self._holders.get(span, 0) | bit
+            self._forget(worker, change.evicted)
+
+    def drop(self, worker: bytes) -> None:
+        if feed := self._feeds.pop(worker, None):
+            self._forget(worker, feed.spans)
+            gone = self._places.place_of[worker]
+            self._places = WorkerBits.of(
+                {place: each for place, each in self._places.worker_at.items() if place != gone}
+            )
+
+    def _forget(self, worker: bytes, spans: Iterable[bytes]) -> None:
+        bit = 1 << self._places.place_of[worker]
+        for span in spans:
+            if left := self._holders.get(span, 0) & ~bit:
+                self._holders[span] = left
+            else:
+                self._holders.pop(span, None)

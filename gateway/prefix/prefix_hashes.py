@@ -1,0 +1,72 @@
+"""Names of a prompt's spans. The tenant's salt enters at the first span that the operator has not made public, so that
+what one tenant has cached is never found by another."""
+
+import hmac
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from baton.service.security.guard import DEFAULT_TENANT
+from kvtransfer.naming import (
+    SPAN_TOKENS,
+    ModelIdentity,
+    SpanHash,
+    chain_hashes,
+    num_matched_spans,
+    root_hash,
+    salted,
+    tenant_salt,
+)
+
+_MARK_BYTES = 12
+
+
+class IdentitySource(Protocol):
+    secret: bytes
+
+    def known_identity(self) -> ModelIdentity:
+        """Raises Unavailable before a worker has said which model is served."""
+
+
+class Named(NamedTuple):
+    hashes: list[SpanHash]
+    parent: SpanHash  # of the span that comes next
+
+
+class PrefixHashes:
+    """Of the model of `source`. `make_public` before the first request, if at all."""
+
+    def __init__(self, source: IdentitySource):
+        self._source = source
+        self._prompts: tuple[tuple[int, ...], ...] = ()
+        self._public: tuple[ModelIdentity | None, frozenset[SpanHash]] = (None, frozenset())
+
+    def make_public(self, prompts: Iterable[Sequence[int]]) -> None:
+        """The full spans of these token ids have the same name whoever asks."""
+        self._prompts = tuple(map(tuple, prompts))
+
+    def spans(self, tenant: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()) -> Named:
+        """Of prompt and output together; what a model has written is never public. Raises Unavailable before a worker
+        has said which model is served."""
+        identity = self._source.known_identity()
+        root = root_hash(identity)
+        shared: list[SpanHash] = []
+        if public := self._public_of(identity):
+            shared = chain_hashes(root, prompt_ids)
+            shared = shared[: num_matched_spans(shared, public)]
+        salt = tenant_salt(self._source.secret, tenant)
+        first_private = salted(shared[-1] if shared else root, salt)
+        token_ids = [*prompt_ids, *output_ids] if output_ids else prompt_ids
+        private = chain_hashes(first_private, token_ids[len(shared) * SPAN_TOKENS :])
+        return Named([*shared, *private], private[-1] if private else first_private)
+
+    def mark(self, tenant: str) -> bytes:
+        """By which workers tell tenants apart, and learn no names; empty where there is one."""
+        if tenant == DEFAULT_TENANT:
+            return b""
+        return hmac.digest(self._source.secret, b"baton-tenant-mark " + tenant.encode(), "sha256")[:_MARK_BYTES]
+
+    def _public_of(self, identity: ModelIdentity) -> frozenset[SpanHash]:
+        if self._public[0] != identity:
+            names = (chain_hashes(root_hash(identity), prompt) for prompt in self._prompts)
+            self._public = identity, frozenset(name for chain in names for name in chain)
+        return self._public[1]

@@ -1,0 +1,62 @@
+"""Who holds which spans: a hint for routing, never a promise. Owners compare the full hash again."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from baton.v1 import worker_pb2 as pb
+from gateway.prefix.prefix_matches import Matches
+
+
+class PrefixIndex(Protocol):
+    """Belongs to the event loop. A worker is (instance, epoch) in bytes."""
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Matches:
+        """Who holds how many of the leading `hashes`. Any failure means nobody; 50 ms at most."""
+
+    def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
+        """A worker serves now. `subscribe()` asks it for index events, a snapshot first."""
+
+    def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
+        """What a worker that was subscribed to says."""
+
+    def drop(self, worker: bytes) -> None:
+        """The session with this worker is gone."""
+
+
+class Change(NamedTuple):
+    sealed: Sequence[bytes]
+    evicted: Sequence[bytes]
+
+
+class Feed:
+    """The numbered index events of one worker, and the spans it holds after them."""
+
+    def __init__(self, subscribe: Callable[[], None]):
+        self.spans: set[bytes] = set()
+        self._subscribe = subscribe
+        self._next_seq: int | None = None  # None: only a snapshot will do
+
+    def join(self, subscribe: Callable[[], None]) -> None:
+        """Another session of the worker: what it held when the last one ended is known still."""
+        self._subscribe, self._next_seq = subscribe, None
+
+    def subscribe(self) -> None:
+        self._next_seq = None
+        self._subscribe()
+
+    def apply(self, events: pb.BlockEvents) -> Change:
+        """What is different now. After a gap nothing is, and a snapshot was asked for."""
+        if events.snapshot:
+            held = set(events.sealed)
+            change = Change(tuple(held - self.spans), tuple(self.spans - held))
+            self.spans = held
+        elif events.seq == self._next_seq:
+            change = Change(events.sealed, events.evicted)
+            self.spans.update(events.sealed)
+            self.spans.difference_update(events.evicted)
+        else:
+            if self._next_seq is not None:
+                self.subscribe()
+            return Change((), ())
+        self._next_seq = events.seq + 1
+        return change

@@ -1,0 +1,98 @@
+"""Who holds how much of one prompt. Workers stand for bits, so that it costs the same however many hold its beginning:
+all of a fleet where prompts begin alike."""
+
+import random
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+
+class WorkerBits(NamedTuple):
+    """Which bit a worker is. Never changed: matches refer to it."""
+
+    worker_at: Mapping[int, bytes]
+    place_of: Mapping[bytes, int]
+    mask: int
+
+    @classmethod
+    def of(cls, worker_at: Mapping[int, bytes]) -> "WorkerBits":
+        place_of = {worker: place for place, worker in worker_at.items()}
+        return cls(worker_at, place_of, sum(1 << place for place in worker_at))
+
+
+NOWHERE = WorkerBits.of({})
+_RNG = random.Random()
+_FEW = 64  # more workers than a request looks at
+
+
+class Matches(Mapping[bytes, int]):
+    """Worker -> how many leading spans of a prompt it holds, the longest first. Belongs to one request."""
+
+    def __init__(
+        self, holders_of: Iterable[int] = (), places: WorkerBits = NOWHERE, rng: random.Random = _RNG
+    ):  # fmt: skip
+        """`holders_of`: for each span from the first on, the bits of those who hold it; read as far as is needed.
+        Those that hold as much come from anyone on: all requests would ask the same else."""
+        self._places, self._rng = places, rng
+        self._first: dict[bytes, int] = {}  # the longest, one by one
+        self._levels = _levels(holders_of, places.mask)
+        while self._levels and self._levels[0][1].bit_count() + len(self._first) <= _FEW:
+            self._first |= self._of_level(*self._levels.pop(0))
+
+    def note(self, worker: bytes, num_spans: int) -> None:
+        """It holds so many now, more than all others."""
+        self._first.pop(worker, None)
+        self._first = {worker: num_spans, **self._first}
+
+    def get(self, worker: bytes, default: int = 0) -> int:
+        if worker in self._first:
+            return self._first[worker]
+        place = self._places.place_of.get(worker) if self._levels else None
+        if place is not None:
+            for num_spans, bits in self._levels:
+                if bits >> place & 1:
+                    return num_spans
+        return default
+
+    def __getitem__(self, worker: bytes) -> int:
+        if num_spans := self.get(worker):
+            return num_spans
+        raise KeyError(worker)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._first
+        for level in self._levels:
+            yield from (worker for worker, _ in self._of_level(*level) if worker not in self._first)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _of_level(self, num_spans: int, bits: int) -> Iterator[tuple[bytes, int]]:
+        for place in _places_of(bits, self._rng.randrange(bits.bit_length())):
+            yield self._places.worker_at[place], num_spans
+
+
+def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
+    """(leading spans, the bits of those who hold just so many), the longest first."""
+    levels, num_spans = [], 0
+    for bits in holders_of if alive else ():
+        going_on = alive & bits
+        if going_on != alive:
+            if num_spans:
+                levels.append((num_spans, alive ^ going_on))
+            alive = going_on
+            if not alive:
+                break
+        num_spans += 1
+    if alive and num_spans:
+        levels.append((num_spans, alive))
+    return levels[::-1]
+
+
+def _places_of(bits: int, begin: int) -> Iterator[int]:
+    """Of the bits that are set, those from `begin` on first."""
+    above = bits >> begin << begin
+    for part in (above, bits ^ above):
+        while part:
+            lowest = part & -part
+            yield lowest.bit_length() - 1
+            part ^= lowest

@@ -1,0 +1,42 @@
+"""Prompts whose KV all tenants share, because the operator says that they hold nothing of anybody's.
+
+    texts = ["The beginning of every prompt of this application ..."]
+    systems = ["You are a helpful assistant ..."]        # contents of system messages, for the model's chat template
+
+Only their full spans of 64 tokens are shared. Whoever may send requests can tell whether somebody has lately used one.
+"""
+
+import itertools
+import tomllib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from baton.service.errors import InvalidRequest
+from baton.service.settings import SettingsError
+from gateway.text.templates import ChatMessage
+
+Encode = Callable[..., Awaitable[Sequence[int]]]  # with `text` and `messages`, one of which is None
+
+
+async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]]:
+    """Token ids of each. Raises SettingsError: one line."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SettingsError(f"--public-prefixes {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise SettingsError(f"--public-prefixes {path}: not TOML: {error}") from None
+    texts, systems = table.pop("texts", []), table.pop("systems", [])
+    if table or not all(isinstance(text, str) and text for text in (*texts, *systems)):
+        raise SettingsError(f"--public-prefixes {path}: holds `texts` and `systems`, lists of texts, and nothing else")
+    try:
+        return [await encode(text=text, messages=None) for text in texts] + [await _head(text, encode) for text in systems]
+    except InvalidRequest as error:
+        raise SettingsError(f"--public-prefixes {path}: {error.message}") from None
+
+
+async def _head(system: str, encode: Encode) -> list[int]:
+    """What conversations under this system message have in common, whatever the user writes."""
+    asked = [(ChatMessage("system", system), ChatMessage("user", word)) for word in ("a", "Why")]
+    first, second = [await encode(text=None, messages=messages) for messages in asked]
+    return [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]

@@ -1,0 +1,341 @@
+"""The prefix index in Redis, shared by gateways. Serving never depends on it: every failure is a miss.
+
+    kv:<16 bytes of a span hash>   bit string, one bit per worker slot; expires
+    baton:slot:<n>                 whose slot n is (slot_leases.py)
+    baton:writer:<worker>          the gateway that writes this worker's events
+    baton:secret                   fingerprint of the cluster secret in use
+
+What is evicted is written for certain: a batch that fails is written again, into the same slot or, after a while, all
+that the worker holds into another one. So a lookup names a worker for a span that it does not hold only until the next
+batch is written, or, where no gateway has a session with the worker, not at all.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from redis.exceptions import ResponseError
+
+from baton import tasks
+from baton.service.clock import now
+from baton.service.logs import fields
+from baton.v1 import worker_pb2 as pb
+from gateway.prefix.prefix_index import Feed
+from gateway.prefix.prefix_matches import Matches
+from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, SlotLeases
+from gateway.prefix.worker_bitmap import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, sampled_ends, slots_in, spread
+from gateway.store.breaker import Breaker
+from gateway.store.redis_client import FAILURES, cancelled, make_client, values_of, words_of
+
+BUDGET_S = 0.05
+NAME_BYTES = 16
+WRITER_TTL_S = 5
+SECRET_TTL_S = 60
+_HEARTBEAT_S = 1.0
+_FLUSH_S = 0.02
+_REFRESH_S = KV_TTL_S / 3
+_BATCH = 64  # 1,000 commands take the event loop 20 ms to write down: tokens and lookups would wait
+_MAX_SPANS = 4096  # 262,144 tokens
+_CONTROL_TIMEOUT_S = 1.0
+_MAX_LOOKUP_BYTES = 1 << 17  # 276 values of 1,024 slots are 38 KB, and there are 32 connections
+_MAX_NAME_BYTES = 64  # of a gateway, a fingerprint
+_NEVER = float("-inf")
+
+log = logging.getLogger(__name__)
+
+
+class SecretDiffers(Exception):
+    """Gateways with another cluster secret are on this Redis."""
+
+
+class _Worker:
+    """A worker that serves this gateway, or did a moment ago."""
+
+    def __init__(self, worker: bytes, subscribe: Callable[[], None]):
+        self.worker = worker
+        self.feed = Feed(subscribe)
+        self.is_ours = False  # this gateway writes its events
+        self.slot: int | None = None
+        self.is_given_up = False  # something was not written there
+        self.num_slots = 0  # that it has had
+        self.held_at = _NEVER  # Redis has said so
+        self.pending: dict[bytes, bool] = {}  # span -> sealed; all else is in the slot as the feed has it
+        self.refreshed_at = _NEVER
+        self.left_at = _NEVER
+
+    def begin(self, slot: int | None, at: float) -> None:
+        """On a slot on which no bit is set."""
+        self.slot, self.held_at, self.refreshed_at, self.pending = slot, at, _NEVER, {}
+        self.is_given_up, self.num_slots = False, self.num_slots + 1
+
+    def refresh(self, at: float) -> None:
+        """All that it holds is to be written again."""
+        self.pending.update(dict.fromkeys(self.feed.spans, True))
+        self.refreshed_at = at
+
+    def may_write(self, at: float) -> bool:
+        """Others retire the slot of one that has been silent for longer."""
+        has_slot = self.slot is not None and not self.is_given_up
+        return self.is_ours and has_slot and at - self.held_at < GIVE_UP_S
+
+
+class RedisIndex:
+    """See PrefixIndex. `run()` is its life beside the requests."""
+
+    def __init__(self, url: str, gateway: bytes):
+        """Raises ValueError for a URL that is none."""
+        self._gateway = gateway
+        self._hot = make_client(url, BUDGET_S, 32, _MAX_LOOKUP_BYTES)
+        self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
+        self._breaker = Breaker()
+        self._workers: dict[bytes, _Worker] = {}
+        self._left: dict[bytes, _Worker] = {}  # whose session is gone for a moment
+        self._slots = SlotLeases(self._control)
+        self._fingerprint: bytes | None = None
+        self._asking: set[asyncio.Task] = set()
+        self._written, self._joined = asyncio.Event(), asyncio.Event()
+        self.is_disabled = False
+
+    # ---- PrefixIndex ----
+
+    async def lookup(self, hashes: Sequence[bytes]) -> Matches:
+        if not hashes or not self._breaker.closed or self.is_disabled or not self._slots.may_be_looked_up(now()):
+            return Matches()
+        # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
+        # swallows a cancellation, does not swallow that one.
+        asking = asyncio.create_task(self._ask(hashes[:_MAX_SPANS]), name="redis lookup")
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        await asyncio.wait((asking,), timeout=BUDGET_S)
+        found = asking.result() if asking.done() and not asking.cancelled() else None
+        if found is None:
+            self._breaker.failed()
+            return Matches()
+        self._breaker.succeeded()
+        return found
+
+    def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
+        entry = self._left.pop(worker, None) or _Worker(worker, subscribe)
+        entry.feed.join(subscribe)
+        entry.is_ours = False  # until Redis says so, which begins with a snapshot
+        self._workers[worker] = entry
+        self._joined.set()
+
+    def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
+        if (entry := self._workers.get(worker)) is None or not entry.is_ours:
+            return
+        change = entry.feed.apply(events)
+        if not entry.may_write(now()):
+            entry.is_given_up = True  # the next one begins with all that is held then
+            return
+        entry.pending.update(dict.fromkeys(change.evicted, False))
+        entry.pending.update(dict.fromkeys(change.sealed, True))
+        if entry.pending:
+            self._written.set()
+
+    def drop(self, worker: bytes) -> None:
+        """Nobody is routed to a worker that does not serve. What is known of its slot counts for a moment longer: of
+        its next session the snapshot then tells what was evicted meanwhile."""
+        if entry := self._workers.pop(worker, None):
+            self._left[worker], entry.left_at = entry, now()
+
+    async def _ask(self, hashes: Sequence[bytes]) -> Matches | None:
+        """None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
+        places, ends = self._slots.places, sampled_ends(len(hashes))
+        try:
+            sampled = list(bit_sets(await self._get([hashes[end - 1] for end in ends])))
+            longest = last_held(sampled, places.mask)
+            begin = ends[longest - 1] if longest else 0
+            end = ends[longest] - 1 if longest < len(ends) else begin
+            rest = bit_sets(await self._get(hashes[begin:end])) if begin < end else ()
+            return Matches(itertools.chain(spread(sampled[:longest], ends), rest), places)
+        except FAILURES as error:
+            log.debug("redis: lookup failed %s", fields(error=words_of(error)))
+            return None
+
+    async def _get(self, hashes: Sequence[bytes]) -> Sequence[bytes | None]:
+        """Raises one of FAILURES."""
+        return await values_of(self._hot, [b"kv:" + value[:NAME_BYTES] for value in hashes], NUM_BYTES)
+
+    @property
+    def down(self) -> str:
+        """Why lookups find nothing at present; empty while they are asked."""
+        if self.is_disabled:
+            return "another cluster secret is in use there"
+        return "" if self._breaker.closed else "it does not answer"
+
+    # ---- beside the requests ----
+
+    async def check_secret(self, fingerprint: bytes) -> None:
+        """Raises SecretDiffers. A Redis that does not answer is asked again with every heartbeat."""
+        self._fingerprint = fingerprint
+        try:
+            await self._hold_secret()
+            await self._slots.read(now())
+        except SecretDiffers:
+            raise
+        except FAILURES as error:
+            log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks.start("redis heartbeat", self._beat, group=group)
+                tasks.start("redis writer", self._write, group=group)
+        finally:
+            await self._hot.aclose()
+            await self._control.aclose()
+
+    async def _beat(self) -> None:
+        was_up = True
+        while not cancelled():
+            try:
+                if not self.is_disabled:
+                    await self._heartbeat(now())
+                if not was_up:
+                    log.info("redis: back")
+                was_up = True
+            except SecretDiffers as error:
+                self.is_disabled = True
+                log.error("redis: not used any more %s", fields(error=error))
+            except FAILURES as error:
+                if was_up:
+                    log.warning("redis: lost, serving without it %s", fields(error=words_of(error)))
+                was_up = False
+                for entry in self._workers.values():
+                    entry.refreshed_at = _NEVER
+            if not cancelled():
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Until the next heartbeat is due, or a worker has joined."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HEARTBEAT_S):
+                await self._joined.wait()
+        self._joined.clear()
+
+    async def _heartbeat(self, at: float) -> None:
+        await self._hold_secret()
+        for entry in list(self._workers.values()):
+            await self._hold_writer(entry)
+            if entry.is_ours:
+                await self._hold_slot(entry, at)
+        await self._slots.read(at)
+        await self._retire(at)
+        for entry in self._workers.values():
+            if entry.may_write(at) and at - entry.refreshed_at > _REFRESH_S:
+                entry.refresh(at)
+            if entry.pending:
+                self._written.set()
+        self._left = {worker: entry for worker, entry in self._left.items() if at - entry.left_at < GIVE_UP_S}
+        if not self._breaker.closed:
+            await self._hot.ping()
+            self._breaker.succeeded()
+
+    async def _retire(self, at: float) -> None:
+        """Slots that nobody writes: of workers that are gone, and those that a worker has beside its own."""
+        for entry in list(self._workers.values()):
+            for slot in self._slots.slots_of(entry.worker) if entry.may_write(at) else ():
+                if slot != entry.slot:
+                    await self._slots.retire(slot)
+        await self._slots.retire_orphans(_writer_name, at)
+
+    async def _hold_secret(self) -> None:
+        if self._fingerprint is None:
+            return
+        await self._control.set("baton:secret", self._fingerprint, nx=True, ex=SECRET_TTL_S)
+        if await self._value(b"baton:secret") not in (self._fingerprint, None):
+            raise SecretDiffers("the gateways on this Redis have another cluster secret: give this one the same file")
+        await self._control.expire("baton:secret", SECRET_TTL_S)
+
+    async def _hold_writer(self, entry: _Worker) -> None:
+        """One gateway writes. Two that do for a moment write the same, so no more care is taken."""
+        name = _writer_name(entry.worker)
+        is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
+        if not is_ours and await self._value(name) == self._gateway:
+            await self._control.expire(name, WRITER_TTL_S)
+            is_ours = True
+        was_ours, entry.is_ours = entry.is_ours, is_ours
+        if is_ours and not was_ours:
+            entry.feed.subscribe()
+
+    async def _hold_slot(self, entry: _Worker, at: float) -> None:
+        if entry.may_write(at):
+            if await self._slots.renew(entry.worker, entry.slot):
+                entry.held_at = at
+                return
+            if await self._slots.take(entry.worker, entry.slot):  # a Redis that forgot it has forgotten bits
+                entry.held_at, entry.refreshed_at = at, _NEVER
+                return
+        if entry.slot is not None:
+            await self._slots.give_up(entry.slot)
+        entry.begin(await self._slots.lease(entry.worker, at), at)
+        if entry.slot is None:
+            log.warning("redis: all slots are taken, spans of a worker are not shared %s", fields(slots=NUM_SLOTS))
+
+    async def _value(self, name: bytes) -> bytes | None:
+        return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]
+
+    async def _write(self) -> None:
+        while not cancelled():
+            await self._written.wait()
+            await asyncio.sleep(_FLUSH_S)
+            self._written.clear()
+            for entry in list(self._workers.values()):
+                if self._may_write(entry):
+                    await self._write_pending(entry)
+
+    async def _write_pending(self, entry: _Worker) -> None:
+        """What fails, or may not be written now, is written behind the next heartbeat that succeeds."""
+        slot, num_slots = entry.slot, entry.num_slots
+        pending, entry.pending = list(entry.pending.items()), {}
+        for begin in range(0, len(pending), _BATCH):
+            try:
+                if not self._may_write(entry):
+                    raise TimeoutError("nothing was heard of the slots for too long")
+                await self._write_batch(slot, dict(pending[begin : begin + _BATCH]))
+            except FAILURES as error:
+                log.warning("redis: index events were not written %s", fields(error=words_of(error)))
+                if entry.num_slots == num_slots:
+                    entry.pending = {**dict(pending[begin:]), **entry.pending}
+                return
+            if entry.num_slots != num_slots:
+                return  # all that it holds is pending for another slot
+
+    def _may_write(self, entry: _Worker) -> bool:
+        at = now()
+        return entry.may_write(at) and self._slots.are_known(at) and not self.is_disabled
+
+    async def _write_batch(self, slot: int, spans: Mapping[bytes, bool]) -> None:
+        """Raises one of FAILURES, after which none or all of it is written."""
+        names = {span: b"kv:" + span[:NAME_BYTES] for span in spans}
+        stale = await self._retired_bits(list(names.values())) if self._slots.retired else ()
+        async with self._control.pipeline(transaction=True) as batch:
+            for name, other in stale:
+                batch.setbit(name, other, 0)
+            for span, sealed in spans.items():
+                batch.setbit(names[span], slot, int(sealed))
+                batch.expire(names[span], KV_TTL_S)
+            async with asyncio.timeout(_CONTROL_TIMEOUT_S):  # of all answers: each has as long
+                answers = await batch.execute(raise_on_error=False)
+        for answer in answers:
+            if isinstance(answer, Exception) and not _is_of_the_key(answer):
+                raise answer
+
+    async def _retired_bits(self, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """What is to be taken back before a span's time to live is renewed: (its name, a retired slot)."""
+        values = bit_sets(await values_of(self._control, names, NUM_BYTES))
+        retired = self._slots.retired
+        return [(name, slot) for name, bits in zip(names, values, strict=True) for slot in slots_in(bits & retired)]
+
+
+def _writer_name(worker: bytes) -> bytes:
+    return b"baton:writer:" + worker
+
+
+def _is_of_the_key(error: Exception) -> bool:
+    """Something that is no bit string stands under a span's name: its other spans are written all the same."""
+    return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

@@ -1,0 +1,247 @@
+"""What bounds the gateway: requests at once, what each tenant may use, and the lines in which requests wait for workers
+that are full. Who could only be served too late is told at once. Whatever one tenant sends, the others find room."""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from baton.fairness import RoundRobin, has_room
+from baton.service.clock import now
+from baton.service.errors import Overloaded
+from baton.service.security.guard import DEFAULT_TENANT
+from baton.service.slo import Slo
+from gateway.queue.quotas import Quotas, Reservation
+from gateway.routing.routing import Decision
+
+_RETRY_AFTER_S, _LONGEST_RETRY_S = 0.5, 10.0
+# A step of priority is worth so many seconds of waiting: nobody is overtaken by those who come later than that.
+_PRIORITY_S, _MOST_STEPS = 1.0, 10
+_NO_HURRY_S = 10.0  # a class without a bound on the first token stands in line as if this were its bound
+_MARGIN = 0.7  # of the wait that would just do: predictions err, and who is let in should be served in time
+_LEAST_WAIT_S = 0.05  # a shorter wait is nobody's reason to refuse
+_KEPT = 0.9  # of what the line's speed was, with each that is served
+# Of one tenant before another's turn comes, less than a request, so that each is a turn or more; and of turns that it
+# did not take.
+_TURN_TOKENS, _SAVED_TOKENS = 64, 2048
+
+
+class Bid(NamedTuple):
+    """What a request brings to the lines. `slo`: of the class that it has named, else empty. Of one tenant, lower ranks
+    go first. `num_expected`: output tokens of all choices, as answers went lately."""
+
+    rank: float
+    num_tokens: int = 0
+    slo: Slo = Slo()
+    max_wait_s: float = 10.0
+    deadline: float = math.inf
+    tenant: str = DEFAULT_TENANT
+    num_expected: float = 0.0
+
+    def check_wait(self, wait_s: float, alone_s: float) -> None:
+        """`alone_s`: what the first token takes where nobody is ahead. A prompt that alone takes longer than its class
+        allows is not refused for that: it may wait as long as it takes. Raises Overloaded."""
+        left_s = self.deadline - now()
+        if wait_s > _LEAST_WAIT_S and wait_s + alone_s > left_s:
+            retry_s = min(max(wait_s + alone_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
+            told = f"the first token would take {wait_s + alone_s:.1f} s, and the deadline is in {left_s:.1f} s"
+            raise Overloaded(told, retry_s, reason="DEADLINE_BUDGET")
+        patience_s = self.max_wait_s
+        if self.slo.ttft_s is not None:
+            patience_s = min(patience_s, max(self.slo.ttft_s - alone_s, alone_s))
+        if wait_s > max(_MARGIN * patience_s, _LEAST_WAIT_S):
+            retry_s = min(max(wait_s - patience_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
+            told = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
+            raise Overloaded(told, retry_s, reason="TTFT_BUDGET")
+
+    def check(self, decision: Decision, in_line_s: float) -> None:
+        """Raises Overloaded where the way that was found, and the line before it, break what its class was promised."""
+        at_worker_s = decision.ttft_s - decision.alone_ttft_s
+        self.check_wait(at_worker_s + (0.0 if decision.local else in_line_s), decision.alone_ttft_s)
+        bound_s = self.slo.tpot_s
+        if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.alone_tpot_s):
+            told = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="TPOT_BUDGET")
+
+
+def rank(received: float, slo: Slo, priority: int) -> float:
+    """Earliest deadline first, and a step of priority makes a deadline earlier by a second: what is fixed when a
+    request comes needs no aging, since all who come later have later deadlines."""
+    steps = max(-_MOST_STEPS, min(_MOST_STEPS, priority))
+    return received + (_NO_HURRY_S if slo.ttft_s is None else slo.ttft_s) - _PRIORITY_S * steps
+
+
+class AdmissionControl:
+    """Counts requests in the gateway and remembers their ids."""
+
+    def __init__(self, max_concurrent_requests: int, quotas: Quotas | None = None):
+        self._max = max_concurrent_requests
+        self.quotas = quotas or Quotas({})
+        self.request_ids: dict[str, str] = {}  # and whose they are
+        self._num = Counter[str]()  # by tenant
+
+    def enter(self, request_id: str, tenant: str, num_choices: int = 1) -> Reservation:
+        """Returns what it has set aside of its tenant's quota. Raises Overloaded, InvalidRequest. The caller has checked
+        that the id is free, and calls `leave` in the end."""
+        own = self._num[tenant]
+        if not has_room(self._max, len(self.request_ids), own, 1, len(self._num) + (not own)):
+            told = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
+        reservation = self.quotas.enter(tenant, now(), num_choices)
+        self.request_ids[request_id] = tenant
+        self._num[tenant] += 1
+        return reservation
+
+    def leave(self, request_id: str, reservation: Reservation, num_used: int) -> None:
+        """It has come to so many tokens."""
+        tenant = self.request_ids.pop(request_id)
+        self._num[tenant] -= 1
+        if not self._num[tenant]:
+            del self._num[tenant]
+        reservation.settle(num_used, now())
+
+
+class Place:
+    """A place in a line."""
+
+    __slots__ = ("order", "bid", "call", "is_open")
+
+    def __init__(self, order: tuple[float, int], bid: Bid, call: Callable[[], None]):
+        self.order, self.bid, self.call, self.is_open = order, bid, call, True
+
+    def __lt__(self, other: "Place") -> bool:
+        return self.order < other.order
+
+
+class _Queue:
+    """Of one tenant in a line."""
+
+    __slots__ = ("places", "num", "num_tokens")
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []  # a heap; those that left are dropped when they come first
+        self.num = self.num_tokens = 0
+
+    @property
+    def first(self) -> Place:
+        while not self.places[0].is_open:
+            heapq.heappop(self.places)
+        return self.places[0]
+
+
+class WaitingLine:
+    """Requests that every worker of a role has refused. Tenants take turns, and only the first of the one whose turn it
+    is is called when there may be room, so nobody of its tenant overtakes it; where it is refused again the next tenant
+    is called, of whom a worker may have less. Bounded in requests and in tokens of their prompts, in all and by tenant:
+    who has less than its part finds room in a line that is full."""
+
+    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
+        self._max, self._max_tokens = max_waiting, max_tokens
+        self._queues: dict[str, _Queue] = {}  # none is empty
+        self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
+        self._untried: set[str] = set()  # tenants that have not been refused since something has changed
+        self._arrivals = itertools.count()
+        self._num = self.num_tokens = 0
+        self._served_tokens = self._served_s = 0.0
+        self._served_at = 0.0  # the last time, or since when the line has stood
+
+    def is_open_to(self, tenant: str) -> bool:
+        """Nobody of this tenant waits here."""
+        return tenant not in self._queues
+
+    def __len__(self) -> int:
+        return self._num
+
+    def join(self, bid: Bid, call: Callable[[], None]) -> Place:
+        """`call` is called each time the place is first and there may be room. Raises Overloaded: the line is full."""
+        queue = self._queues.get(bid.tenant) or _Queue()
+        num_sharing = len(self._queues) + (not queue.num)
+        if not has_room(self._max, self._num, queue.num, 1, num_sharing):
+            told = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="QUEUE_FULL")
+        has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, bid.num_tokens, num_sharing)
+        if queue.num and not has_tokens:
+            told = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
+        if not self._num:
+            self._served_at = now()
+        place = Place((bid.rank, next(self._arrivals)), bid, call)
+        self._queues[bid.tenant] = queue
+        self._turns.wait(self._queues)
+        heapq.heappush(queue.places, place)
+        self._count(queue, 1, bid.num_tokens)
+        return place
+
+    def is_first(self, place: Place) -> bool:
+        return self._first() is place
+
+    def refused(self, place: Place) -> None:
+        """It was called, or has asked once more, and there was no room for it."""
+        if self.is_first(place):
+            self._untried = set(self._queues)
+        self._untried.discard(place.bid.tenant)
+        if (tenant := self._turns.next(self._untried)) is not None:
+            self._queues[tenant].first.call()
+
+    def leave(self, place: Place, served: bool = True) -> None:
+        """`served`: a worker took it; else it gave up."""
+        bid = place.bid
+        place.is_open, queue = False, self._queues[bid.tenant]
+        self._count(queue, -1, -bid.num_tokens)
+        if served:
+            at = now()
+            self._served_tokens = _KEPT * self._served_tokens + bid.num_tokens
+            self._served_s, self._served_at = _KEPT * self._served_s + at - self._served_at, at
+            self._turns.charge(bid.tenant, bid.num_tokens + bid.num_expected)
+        if not queue.num:
+            del self._queues[bid.tenant]
+            self._turns.wait(self._queues)
+        self.call_first()
+
+    def call_first(self) -> None:
+        """Something has changed: there may be room."""
+        self._untried = set(self._queues)
+        if (place := self._first()) is not None:
+            place.call()
+
+    def wait_s(self, bid: Bid) -> float:
+        """How long such a one would stand here, as fast as the line has moved; 0 until it has, and for one of a tenant
+        that nobody of waits here: it asks at once."""
+        queue = self._queues.get(bid.tenant)
+        if queue is None or not self._served_tokens:
+            return 0.0
+        ahead = sum(place.bid.num_tokens for place in queue.places if place.is_open and place.order[0] <= bid.rank)
+        # Until it is served each of the others has as much as its own tenant.
+        part = ahead + bid.num_tokens
+        ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
+        # A line that stands still is slower than it was.
+        standing_s = max(0.0, now() - self._served_at - self._served_s * (1 - _KEPT))
+        return ahead * (self._served_s + standing_s) / self._served_tokens
+
+    def _first(self) -> Place | None:
+        tenant = self._turns.next(self._queues)
+        return None if tenant is None else self._queues[tenant].first
+
+    def _count(self, queue: _Queue, num: int, num_tokens: int) -> None:
+        queue.num, queue.num_tokens = queue.num + num, queue.num_tokens + num_tokens
+        self._num, self.num_tokens = self._num + num, self.num_tokens + num_tokens
+
+
+class Lines:
+    """Where requests wait for workers that are full: for room to decode, and then for one to read the prompt."""
+
+    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
+        self.credit, self.prefill = WaitingLine(max_waiting, max_tokens), WaitingLine(max_waiting, max_tokens)
+
+    def __len__(self) -> int:
+        return len(self.credit) + len(self.prefill)
+
+    def check(self, bid: Bid, alone_s: float) -> None:
+        """Raises Overloaded for whom the lines are too long."""
+        bid.check_wait(self.credit.wait_s(bid) + self.prefill.wait_s(bid), alone_s)
+
+    def call_first(self) -> None:
+        self.credit.call_first()
+        self.prefill.call_first()

@@ -1,0 +1,116 @@
+"""What tenants use through all gateways on one Redis: each tells what goes through it, and counts what the others tell.
+
+    baton:gateways       sorted set of gateways; the score is when it is over, in seconds by the clock of Redis
+    baton:usage:<hex>    {tenant: [choices that run, tokens reserved and returned since its start, tokens left]}; expires
+
+No request waits for it, so what one gateway lets in the other counts up to 2 x PERIOD_S later. Until then each lets in
+what the bounds allow: with G gateways a tenant may have G x its choices at once and G x what was left of its tokens, and
+one request's more from each. What was too much is missing from the balance afterwards, so its rate holds over time.
+Gateways that do not see each other, since one of them is cut off from Redis or Redis is gone, forget each other after
+TTL_S and count alone: a tenant then has as many quotas as there are such parts.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+
+from baton.service.clock import now
+from baton.service.logs import fields
+from baton.service.security.credentials import TENANT
+from gateway.queue.quotas import Quotas, Told
+from gateway.store.redis_client import cancelled, make_client, words_of
+
+NAME = "baton:gateways"
+TTL_S = 5
+PERIOD_S = 0.25
+_MAX_BYTES = 32 << 10  # of one value: MAX_TOLD tenants
+_MAX_GATEWAYS = 64
+_NAMES = "?" * 32  # other names do not even travel: Redis compares
+_MOST = 1 << 53
+
+log = logging.getLogger(__name__)
+
+
+class SharedUsage:
+    """Of one gateway; `run()` is its life. Belongs to the event loop."""
+
+    def __init__(self, quotas: Quotas, url: str, gateway: bytes):
+        """Raises ValueError for a URL that is none."""
+        self._quotas, self._gateway = quotas, gateway.hex()
+        self._client = make_client(url, 1.0, 1)
+        self._answered_at = now()
+        self._was_up = True
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while not cancelled():
+                await self._look()
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            await self._client.aclose()
+
+    async def _look(self) -> None:
+        try:
+            told = await self.exchange()
+        except Exception as error:  # whatever it was, requests go on and the next round comes
+            if self._was_up:
+                log.warning("redis: quotas are counted without other gateways %s", fields(error=words_of(error)))
+            self._was_up = False
+            if now() - self._answered_at > TTL_S:
+                self._quotas.note_others({}, now())
+            return
+        self._answered_at, self._was_up = now(), True
+        self._quotas.note_others(told, now())
+
+    async def exchange(self) -> dict[str, Mapping[str, Told]]:
+        """Tells, and returns what all others have told. Raises one of FAILURES."""
+        seconds, _ = await self._client.time()
+        async with self._client.pipeline(transaction=True) as batch:
+            batch.zremrangebyscore(NAME, "-inf", seconds)
+            batch.zadd(NAME, {self._gateway: seconds + TTL_S})
+            batch.set(_name(self._gateway), json.dumps(self._quotas.told(now())), ex=TTL_S)
+            batch.zscan(NAME, 0, match=_NAMES, count=4 * _MAX_GATEWAYS)
+            *_, (_, found) = await batch.execute()
+        names = [name for member, _ in found if (name := _hex(member)) and name != self._gateway][:_MAX_GATEWAYS]
+        async with self._client.pipeline(transaction=False) as batch:
+            for name in names:
+                batch.getrange(_name(name), 0, _MAX_BYTES)
+            values = await batch.execute(raise_on_error=False)
+        return {name: told for name, value in zip(names, values, strict=True) if (told := read_told(value))}
+
+
+def _name(gateway: str) -> str:
+    return f"baton:usage:{gateway}"
+
+
+def _hex(member: bytes) -> str:
+    """Empty: no gateway would call itself so."""
+    try:
+        return bytes.fromhex(member.decode()).hex()
+    except ValueError:
+        return ""
+
+
+def read_told(value: object) -> dict[str, Told]:
+    """What lies in Redis is not trusted: empty unless a gateway would write it."""
+    if not isinstance(value, bytes) or len(value) > _MAX_BYTES:
+        return {}
+    try:
+        tenants = json.loads(value)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(tenants, dict) or not all(map(_is_good, tenants, tenants.values())):
+        return {}
+    return {tenant: Told(*numbers) for tenant, numbers in tenants.items()}
+
+
+def _is_good(tenant: str, numbers: object) -> bool:
+    if not TENANT.fullmatch(tenant) or not isinstance(numbers, list) or len(numbers) != len(Told._fields):
+        return False
+    *counts, balance = numbers
+    if not all(type(count) is int and 0 <= count <= _MOST for count in counts):
+        return False
+    told = Told(*numbers)
+    return told.num_returned <= told.num_reserved and type(balance) in (int, float) and abs(balance) <= _MOST

@@ -1,0 +1,266 @@
+"""What each tenant may use: tokens a second, prompts and answers together, and choices at once; through this gateway,
+and where they tell each other through all (quota_sync.py)."""
+
+import heapq
+import logging
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from baton.service.errors import InvalidRequest, Overloaded
+from baton.service.logs import fields
+
+OTHERS = "default"  # the table of all tenants that have none of their own
+_BURST_S = 10.0  # of its rate, where the file gives no burst
+_RETRY_AFTER_S = 0.5
+_FIELDS = ("tokens_per_s", "burst_tokens", "concurrent_requests", "max_priority")
+_INTEGERS = ("concurrent_requests", "max_priority")
+_LOOK_S = 1.0  # between two looks at the file, and for tenants that are idle
+MAX_TOLD = 256  # tenants that one gateway tells others of
+
+log = logging.getLogger(__name__)
+
+
+class Quota(NamedTuple):
+    """None: no bound. A request counts once for each of its choices. `max_priority`: what a higher one counts as."""
+
+    tokens_per_s: float | None = None
+    burst_tokens: float = 0.0
+    concurrent_requests: int | None = None
+    max_priority: int = 0
+
+    @property
+    def is_bounded(self) -> bool:
+        return self.tokens_per_s is not None or self.concurrent_requests is not None
+
+
+def read_quotas(path: Path | None) -> Mapping[str, Quota]:
+    """A TOML file of one table a tenant, and `default` for all others:
+
+        [default]
+        tokens_per_s = 20000
+        burst_tokens = 100000       # 10 s of the rate when it is left out
+        concurrent_requests = 32    # a request with n = 8 counts as 8
+        max_priority = 5            # 0 when it is left out
+
+    Raises ValueError, one line."""
+    if path is None:
+        return {}
+    try:
+        tables = tomllib.loads(path.read_text())
+        return {name: _quota(name, table) for name, table in tables.items()}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _quota(name: str, table: object) -> Quota:
+    if not isinstance(table, dict):
+        raise ValueError(f"{name} is not a table: write [{name}] and a line for each of {', '.join(_FIELDS)}")
+    for field, value in table.items():
+        if field not in _FIELDS:
+            raise ValueError(f"[{name}] {field} is not one of {', '.join(_FIELDS)}")
+        kinds = int if field in _INTEGERS else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < 1e12:
+            raise ValueError(f"[{name}] {field} = {value!r}: a number over 0 is needed")
+    rate = table.get("tokens_per_s")
+    if rate is None and "burst_tokens" in table:
+        raise ValueError(f"[{name}] burst_tokens has no effect without tokens_per_s")
+    burst_tokens = table.get("burst_tokens", _BURST_S * (rate or 0))
+    return Quota(rate, burst_tokens, table.get("concurrent_requests"), table.get("max_priority", 0))
+
+
+class Told(NamedTuple):
+    """What one gateway has counted of one tenant. Reserved and returned only rise; `num_running` are choices."""
+
+    num_running: int
+    num_reserved: int
+    num_returned: int
+    balance: float
+
+
+class Usage:
+    """What one tenant has left: a bucket that fills by its rate. Whoever enters takes what its request may come to, and
+    gives back what it has not used; a balance may fall below zero by one request, and is waited out."""
+
+    __slots__ = ("quota", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
+
+    def __init__(self, quota: Quota, at: float, num_counted: int = 0):
+        """`num_counted`: where its counts begin."""
+        self.quota, self.num_running = quota, 0
+        self.num_reserved = self.num_returned = num_counted
+        self.elsewhere = dict[str, tuple[Told, int]]()  # gateway -> what it told last, what of it was taken here
+        self._balance, self._at = quota.burst_tokens, at
+
+    @property
+    def num_elsewhere(self) -> int:
+        """Choices that run through other gateways."""
+        return sum(told.num_running for told, _ in self.elsewhere.values())
+
+    def is_idle(self, at: float) -> bool:
+        """Whether it has all it may have."""
+        is_full = self.quota.tokens_per_s is None or self.balance(at) >= self.quota.burst_tokens
+        return not self.num_running and is_full
+
+    def adopt(self, quota: Quota, at: float) -> None:
+        """Another quota from now on: what was used up of the old one stays so."""
+        if quota == self.quota:
+            return
+        was_bounded, self.quota = self.quota.tokens_per_s is not None, quota
+        self._balance = self.balance(at) if was_bounded else quota.burst_tokens
+
+    def balance(self, at: float) -> float:
+        if self.quota.tokens_per_s is not None:
+            grown = self._balance + self.quota.tokens_per_s * max(0.0, at - self._at)
+            self._balance = min(self.quota.burst_tokens, grown)
+        self._at = max(at, self._at)
+        return self._balance
+
+    def take(self, num_tokens: int, at: float) -> None:
+        self.num_reserved += num_tokens
+        self._balance = self.balance(at) - num_tokens
+
+    def give_back(self, num_tokens: int, at: float) -> None:
+        self.num_returned += num_tokens
+        self._balance = self.balance(at) + num_tokens
+
+    def told(self, at: float) -> Told:
+        return Told(self.num_running, self.num_reserved, self.num_returned, self.balance(at))
+
+    def note(self, gateway: str, told: Told, at: float) -> None:
+        """What another gateway tells. Of one that this one had not heard of, whatever either has seen is used up; then
+        counts that fall are ignored, and no more comes back than was taken: nobody out there can fill this bucket."""
+        if (known := self.elsewhere.get(gateway)) is None:
+            taken = max(0, math.ceil(self.balance(at) - told.balance))
+            self._balance -= taken
+        else:
+            before, taken = known
+            told = told._replace(
+                num_reserved=max(told.num_reserved, before.num_reserved),
+                num_returned=max(told.num_returned, before.num_returned),
+            )
+            num_taken = told.num_reserved - before.num_reserved
+            num_back = min(told.num_returned - before.num_returned, taken + num_taken)
+            taken += num_taken - num_back
+            self._balance = self.balance(at) - num_taken + num_back
+        self.elsewhere[gateway] = told, taken
+
+
+class Reservation:
+    """What one request has set aside of its tenant's quota, from its entry to its end."""
+
+    __slots__ = ("_usage", "_num_choices", "_num_tokens")
+
+    def __init__(self, usage: Usage, num_choices: int):
+        self._usage, self._num_choices, self._num_tokens = usage, num_choices, 0
+        usage.num_running += num_choices
+
+    def reserve(self, num_tokens: int, at: float) -> None:
+        """What it may come to, once that is known. Raises Overloaded where others have used up the quota meanwhile."""
+        _check_balance(self._usage, at)
+        self._usage.take(num_tokens, at)
+        self._num_tokens += num_tokens
+
+    def settle(self, num_used: int, at: float) -> None:
+        """It has ended: all but `num_used` tokens goes back. Only the first time counts."""
+        self._usage.give_back(max(0, self._num_tokens - num_used), at)
+        self._usage.num_running -= self._num_choices
+        self._num_choices = self._num_tokens = 0
+
+
+def _check_balance(usage: Usage, at: float) -> None:
+    rate = usage.quota.tokens_per_s
+    if rate is not None and (balance := usage.balance(at)) <= 0:
+        told = f"the tenant has used up its quota of {rate:g} tokens_per_s, including what its running requests may still use"
+        raise Overloaded(told, max(_RETRY_AFTER_S, (1 - balance) / rate), reason="TENANT_TOKENS")
+
+
+class Quotas:
+    """Of all tenants that are here. Only who comes with a credential gets an entry, and it goes when it is idle."""
+
+    def __init__(self, table: Mapping[str, Quota], path: Path | None = None):
+        """`path`: the table's file, read again when it has changed; one that cannot be read changes nothing."""
+        self._table, self._usage = table, dict[str, Usage]()
+        self._num_counted = 0  # counts of tenants that come again begin here, and so never fall
+        self._path, self._stamp, self._looked_at = path, _stamp(path), 0.0
+        self._told: Mapping[str, Mapping[str, Told]] = {}
+
+    def quota(self, tenant: str) -> Quota:
+        """Its own, or that of all others."""
+        return self._table.get(tenant) or self._table.get(OTHERS) or Quota()
+
+    def enter(self, tenant: str, at: float, num_choices: int = 1) -> Reservation:
+        """One more request of so many choices; its reservation is settled in the end. Raises Overloaded, which names the
+        quota, and InvalidRequest for more choices than the tenant may ever have."""
+        if at - self._looked_at >= _LOOK_S:
+            self._looked_at = at
+            self._read_again()
+            self._drop_idle(at)
+        usage = self._of(tenant, at)
+        most = usage.quota.concurrent_requests
+        if most is not None and num_choices > most:
+            raise InvalidRequest("sampling.n", f"is {num_choices}, and concurrent_requests of this tenant is {most}")
+        if most is not None and usage.num_running + usage.num_elsewhere + num_choices > most:
+            told = f"the tenant has {most} choices running, its quota of concurrent_requests"
+            raise Overloaded(told, _RETRY_AFTER_S, reason="TENANT_REQUESTS")
+        _check_balance(usage, at)
+        return Reservation(usage, num_choices)
+
+    # ---- with other gateways ----
+
+    def told(self, at: float) -> dict[str, Told]:
+        """What goes through this gateway, of tenants that are bounded: of at most MAX_TOLD, those with most choices."""
+        bounded = [
+            (tenant, usage)
+            for tenant, usage in self._usage.items()
+            if usage.quota.is_bounded and not usage.is_idle(at)
+        ]
+        most = heapq.nlargest(MAX_TOLD, bounded, key=lambda named: named[1].num_running)
+        return {tenant: usage.told(at) for tenant, usage in most}
+
+    def note_others(self, told: Mapping[str, Mapping[str, Told]], at: float) -> None:
+        """What all others tell now, gateway -> tenant -> Told; who is not among them uses nothing. Tenants that have not
+        come to this gateway are noted when they do."""
+        self._told = told
+        for tenant, usage in self._usage.items():
+            self._note(tenant, usage, at)
+
+    def _note(self, tenant: str, usage: Usage, at: float) -> None:
+        telling = {gateway: tenants[tenant] for gateway, tenants in self._told.items() if tenant in tenants}
+        usage.elsewhere = {gateway: known for gateway, known in usage.elsewhere.items() if gateway in telling}
+        for gateway, told in telling.items():
+            usage.note(gateway, told, at)
+
+    # ---- the table ----
+
+    def _of(self, tenant: str, at: float) -> Usage:
+        quota = self.quota(tenant)
+        if (usage := self._usage.get(tenant)) is None:
+            usage = self._usage[tenant] = Usage(quota, at, self._num_counted)
+            self._note(tenant, usage, at)
+        usage.adopt(quota, at)
+        return usage
+
+    def _drop_idle(self, at: float) -> None:
+        for tenant in [tenant for tenant, usage in self._usage.items() if usage.is_idle(at)]:
+            self._num_counted = max(self._num_counted, self._usage.pop(tenant).num_reserved)
+
+    def _read_again(self) -> None:
+        if self._path is None or (stamp := _stamp(self._path)) == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._table = read_quotas(self._path)
+            log.info("quotas read again %s", fields(tenants=len(self._table)))
+        except ValueError as error:
+            log.error("quotas: the old ones stay in use %s", fields(error=error))
+
+
+def _stamp(path: Path | None) -> tuple[int, ...] | None:
+    """Another one when the file is; None: there is none."""
+    try:
+        found = path and path.stat()
+    except OSError:
+        return None
+    return found and (found.st_mtime_ns, found.st_size, found.st_ino)

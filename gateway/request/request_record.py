@@ -1,0 +1,82 @@
+"""What is known of one request, for its spans, metrics and log line: filled in as it goes, complete or not when it
+ends."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.service.clock import now
+from baton.service.observe.telemetry import TraceContext
+from gateway.queue.admission import Bid
+from gateway.request.timing import Measured, Stamps
+from gateway.request.validation import Checked
+from gateway.routing.routing import Decision, RoutingRequest
+
+_MAX_RETRIES = 32  # that are remembered: a request may wait long in front of full workers
+
+
+class Retry(NamedTuple):
+    """A worker had no room: the request asked the next one, or waited."""
+
+    at: float
+    worker: str
+    phase: str
+    reason: str
+
+
+class Failure(NamedTuple):
+    """An attempt that ended on a worker. If another followed, the request moved."""
+
+    phase: str
+    event: str  # what told of it
+    begun_at: float  # the phase
+    at: float
+    worker: str
+    reason: str
+    is_told: bool  # by the worker itself, which draws its own spans
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class Record:
+    """`context` is the request's root span, `parent` the client's (span_id 0: it has none)."""
+
+    context: TraceContext
+    parent: TraceContext
+    stamps: Stamps
+    model: str
+    operation: str  # chat | text_completion
+    tenant: str = "default"  # of the credential, never of the message
+    checked: Checked | None = None
+    measured: Measured = field(default_factory=Measured)
+    num_prompt_tokens: int | None = None
+    ask: RoutingRequest | None = None  # what routing is told of it
+    bid: Bid = Bid(0.0)  # and the lines
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_longest_output: int = 0  # of the longest choice
+    finish_reasons: list[str] = field(default_factory=list)
+    decision: Decision | None = None
+    source: str | None = None  # who gave a prefix to the prefill worker
+    num_attempts: int = 0
+    num_attached: int = 0  # times that it went on with a sequence whose stream was lost
+    num_reused_tokens: int = 0  # by later attempts, of what other workers still held
+    num_recomputed_tokens: int = 0
+    batch_size: int = 0  # sequences on the decode worker when this one joined them, as it last said
+    retries: list[Retry] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    phase: str = "tokenizing"  # the last that it reached
+
+    def note_attached(self) -> None:
+        """Nothing waited for credit or a prefill, and nothing of the prompt was computed."""
+        self.num_attached += 1
+        self.num_attempts = max(1, self.num_attempts)
+        stamps, at = self.stamps, now()
+        if stamps.routed is None:
+            stamps.routed = stamps.granted = at
+            self.num_cached_tokens = self.num_prompt_tokens
+
+    def note_retry(self, worker: str, reason: str) -> None:
+        if self.phase == "awaiting prefill" and self.stamps.first_sent is None:
+            self.stamps.prefill_sent = None  # that worker did not accept it
+        if len(self.retries) < _MAX_RETRIES:
+            self.retries.append(Retry(now(), worker, self.phase, reason))

@@ -1,0 +1,108 @@
+"""Stamps of one request -> Timing. Phases are gaps between consecutive stamps, so they add up by construction.
+
+Stamps are this process's monotonic clock. What a worker measured on its own clock is cut to the gap it must lie in, so
+that what passes between processes falls into the delivery phases and is never negative.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.service.observe.phases import PHASES as TIMED
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2
+
+# What a request's whole time is divided into, in order; `decode` is all that comes after its second message.
+PHASES = (*TIMED, "decode")
+
+
+@dataclass(slots=True)
+class Stamps:
+    received: float
+    tokenized: float | None = None
+    routed: float | None = None
+    granted: float | None = None  # decode credit
+    prefill_sent: float | None = None  # to the worker that accepted it, after waiting here for its queue
+    first_sent: float | None = None  # first token message handed to gRPC
+    second_sent: float | None = None
+    last_sent: float | None = None
+    ended: float | None = None  # an answer: last_sent; anything else: when it was given up
+
+
+@dataclass(slots=True)
+class Measured:
+    """What workers reported, each on its own clock."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+    after_last_ready_s: float = 0.0
+    decode: worker_pb2.DecodeReport = field(default_factory=worker_pb2.DecodeReport)
+
+
+def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:
+    """`num_output_tokens`: of the longest choice. Phases that were not reached are 0."""
+    result = pb.Timing()
+    _first_phases(result, stamps, measured)
+    _second_phases(result, stamps, measured)
+    result.transfer_s = max(0.0, measured.transfer_s)
+    result.transfer_hidden_s = max(0.0, result.transfer_s - max(0.0, measured.after_last_ready_s))
+    if stamps.last_sent is not None:
+        result.total_s = stamps.last_sent - stamps.received
+        if num_output_tokens > 1 and stamps.first_sent is not None:
+            result.tpot_s = (stamps.last_sent - stamps.first_sent) / (num_output_tokens - 1)
+    return result
+
+
+def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
+    """Seconds in each of PHASES that a request reached, whatever its end; they sum to `ended` - `received`. Time that
+    was cut short counts for the phase that it was cut in."""
+    ended, at, spent = stamps.ended or stamps.last_sent or stamps.received, stamps.received, {}
+    for phase, until in (("tokenize", stamps.tokenized), ("route", stamps.routed), ("admit", stamps.granted)):
+        spent[phase] = (ended if until is None else until) - at
+        if until is None:
+            return spent
+        at = until
+    if stamps.first_sent is None:
+        spent["prefill_queue"] = (stamps.prefill_sent or ended) - at
+        if stamps.prefill_sent is not None:
+            spent["prefill"] = ended - stamps.prefill_sent
+        return spent
+    told = pb.Timing()
+    _first_phases(told, stamps, measured)
+    _second_phases(told, stamps, measured)
+    spent |= {phase: getattr(told, f"{phase}_s") for phase in PHASES[3:6]}
+    if stamps.second_sent is not None:
+        spent |= {phase: getattr(told, f"{phase}_s") for phase in PHASES[6:10]}
+    spent["decode"] = ended - (stamps.second_sent or stamps.first_sent)
+    return spent
+
+
+def _first_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:
+    if stamps.first_sent is None or stamps.tokenized is None or stamps.routed is None or stamps.granted is None:
+        return
+    result.tokenize_s = stamps.tokenized - stamps.received
+    result.route_s = stamps.routed - stamps.tokenized
+    result.admit_s = stamps.granted - stamps.routed
+    gap = stamps.first_sent - stamps.granted
+    waited_here = (stamps.prefill_sent or stamps.granted) - stamps.granted
+    result.prefill_queue_s, result.prefill_s, result.first_delivery_s = _cut(
+        gap, waited_here + measured.queue_s, measured.prefill_s
+    )
+    result.ttft_s = stamps.first_sent - stamps.received
+
+
+def _second_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> None:
+    if stamps.first_sent is None or stamps.second_sent is None:
+        return
+    gap, decode = stamps.second_sent - stamps.first_sent, measured.decode
+    result.kv_wait_s, result.decode_queue_s, result.first_step_s, result.second_delivery_s = _cut(
+        gap, decode.kv_wait_s, decode.decode_queue_s, decode.first_step_s
+    )
+
+
+def _cut(gap_s: float, *parts_s: float) -> list[float]:
+    """The parts, cut so that they fit into the gap one after the other, and what is left of it."""
+    cut = []
+    for part_s in parts_s:
+        cut.append(min(max(0.0, part_s), gap_s))  # in this order: what is no number counts for nothing
+        gap_s -= cut[-1]
+    return [*cut, gap_s]

@@ -1,0 +1,300 @@
+"""A message from outside becomes a Checked request, or InvalidRequest that names the field. Nothing is allocated
+before."""
+
+import hashlib
+import re
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.service.errors import InvalidRequest, NotFound
+from baton.service.security.guard import DEFAULT_TENANT
+from baton.v1 import inference_pb2 as pb
+from gateway.config.served_model import RequestLimits, ServedModel
+from gateway.config.slo_classes import DEFAULT_CLASS
+from gateway.model.sampling_ranges import RANGES, SHIFT
+from gateway.text.templates import ChatMessage
+
+MAX_REQUEST_BYTES = 1 << 20
+MAX_DRAFT_TOKENS = 16
+ROLES = ("system", "user", "assistant", "tool")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Resolved: nothing is unset any more."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    n: int
+    logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request whose every field is in range. Exactly one of text, token_ids, messages is not None."""
+
+    request_id: str  # the client's
+    key_id: str  # the same among workers and gateways, where another tenant may have chosen it too
+    text: str | None = field(repr=False)
+    token_ids: Sequence[int] | None = field(repr=False)
+    messages: tuple[ChatMessage, ...] | None = field(repr=False)
+    sampling: Sampling
+    max_tokens: int | None  # None: not asked for
+    min_tokens: int
+    stops: tuple[str, ...] = field(repr=False)
+    stop_token_ids: frozenset[int]
+    ignore_eos: bool
+    priority: int
+    speculation: pb.Speculation  # as asked for
+    slo_class: str
+    resume_from: tuple[int, ...] = ()  # tokens of each choice that the client has; empty: it begins
+    names_class: bool = False  # it was asked for by name
+
+    @property
+    def input_field(self) -> str:
+        return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
+
+
+def check_model(asked: str, served: ServedModel) -> None:
+    """Empty means the one that is served. Raises NotFound."""
+    if asked not in ("", served.name):
+        raise NotFound(f"model {asked[:80]!r} is not served here: {served.name} is", reason="MODEL_NOT_FOUND")
+
+
+def check_size(request) -> None:
+    """Raises InvalidRequest naming the input, which is what makes a request large."""
+    if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
+        where = request.WhichOneof("input") if "input" in request.DESCRIPTOR.oneofs_by_name else "token_ids"
+        _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
+
+
+def check(
+    request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
+) -> Checked:
+    """Everything that can be said before tokenizing; a priority above `max_priority` counts as that. Raises
+    InvalidRequest or NotFound."""
+    check_size(request)
+    check_model(request.model, served)
+    text, token_ids, messages = check_input(request, served)
+    stopping = request.stopping
+    request_id = _request_id(request.request_id)
+    return Checked(
+        request_id=request_id,
+        key_id=_key_id(request_id, tenant),
+        text=text,
+        token_ids=token_ids,
+        messages=messages,
+        sampling=_sampling(request.sampling, served),
+        max_tokens=_max_tokens(stopping, served),
+        min_tokens=stopping.min_tokens,
+        stops=_stops(stopping.stop, served.limits),
+        stop_token_ids=_stop_token_ids(stopping, served),
+        ignore_eos=stopping.ignore_eos,
+        priority=min(request.priority, max_priority),
+        speculation=_speculation(request.speculation, served),
+        slo_class=_slo_class(request.slo_class, served),
+        names_class=bool(request.slo_class),
+        resume_from=_resume_from(request, served),
+    )
+
+
+def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel):
+    """(text, token_ids, messages), one of which is not None."""
+    kind = request.WhichOneof("input")
+    if kind is None:
+        _refuse("input", "one of text, token_ids and messages is needed")
+    if kind == "text":
+        if not request.text:
+            _refuse("text", "is empty")
+        return request.text, None, None
+    if kind == "token_ids":
+        check_num_tokens(len(request.token_ids.ids), served, "token_ids.ids")
+        return None, check_token_ids(request.token_ids.ids, served.vocab_size, "token_ids.ids"), None
+    return None, None, _messages(request.messages.messages, served.limits)
+
+
+def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
+    """Before they are looked at one by one. Raises InvalidRequest for more than the context."""
+    if num_tokens > served.context:
+        _refuse(where, f"has {num_tokens} ids, {served.context_words} {served.context}")
+
+
+def check_token_ids(ids, vocab_size: int, where: str) -> array:
+    if not ids:
+        _refuse(where, "is empty")
+    if max(ids) >= vocab_size:
+        index = next(i for i, token_id in enumerate(ids) if token_id >= vocab_size)
+        _refuse(f"{where}[{index}]", f"is out of range: the vocabulary has {vocab_size} ids")
+    return array("I", ids)  # a tuple takes nine times as much
+
+
+def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
+    """max_tokens once the prompt's length is known. Raises InvalidRequest."""
+    room = served.context - num_prompt_tokens
+    if num_prompt_tokens == 0:
+        _refuse(checked.input_field, "is an empty prompt")
+    if room < 1:
+        told = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
+        _refuse(checked.input_field, told)
+    max_tokens = checked.max_tokens
+    if max_tokens is None:
+        limits = served.limits
+        max_tokens = min(
+            served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.sampling.n
+        )
+    elif max_tokens > room:
+        told = f"{max_tokens} is beyond {served.context_words}, {served.context}: {room} are left after the prompt"
+        _refuse("stopping.max_tokens", told)
+    elif checked.sampling.n * max_tokens > served.limits.output_tokens:
+        _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
+    for index, num_received in enumerate(checked.resume_from):
+        if num_received > max_tokens:
+            _refuse(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
+    if checked.min_tokens > max_tokens:
+        _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
+    return max_tokens
+
+
+def _request_id(request_id: str) -> str:
+    if not request_id:
+        return secrets.token_hex(12)
+    if not _REQUEST_ID.fullmatch(request_id):
+        _refuse("request_id", f"must match {_REQUEST_ID.pattern}")
+    return request_id
+
+
+def _key_id(request_id: str, tenant: str) -> str:
+    """Of two tenants never equal: a dot stands in no request_id."""
+    if tenant == DEFAULT_TENANT:
+        return request_id
+    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}.{request_id}"
+
+
+def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int, ...]:
+    """Only what is bound to come out the same can be gone on with."""
+    if not request.resume_from:
+        return ()
+    sampling = request.sampling
+    num_choices = sampling.n if sampling.HasField("n") else 1
+    if len(request.resume_from) != num_choices:
+        _refuse("resume_from", f"has {len(request.resume_from)} entries for {num_choices} choices: one each is needed")
+    if not request.request_id:
+        _refuse("resume_from", "needs the request_id of the request that it continues")
+    temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.temperature
+    if temperature and not sampling.HasField("seed"):
+        _refuse("resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ")
+    return tuple(request.resume_from)
+
+
+def _messages(messages: Sequence[pb.Message], limits: RequestLimits) -> tuple[ChatMessage, ...]:
+    if not messages:
+        _refuse("messages.messages", "is empty")
+    if len(messages) > limits.messages:
+        _refuse("messages.messages", f"has {len(messages)} messages, at most {limits.messages} are allowed")
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            what = "is unknown" if message.role else "is empty"
+            _refuse(f"messages.messages[{index}].role", f"{what}: one of {', '.join(ROLES)}")
+    return tuple(ChatMessage(message.role, message.content) for message in messages)
+
+
+def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
+    defaults = served.defaults
+    checked = Sampling(
+        temperature=_number(sampling, "temperature", defaults.temperature),
+        top_k=sampling.top_k if sampling.HasField("top_k") else defaults.top_k,
+        top_p=_number(sampling, "top_p", defaults.top_p),
+        min_p=_number(sampling, "min_p", defaults.min_p),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(53),  # exact in every client's numbers
+        repetition_penalty=_number(sampling, "repetition_penalty", defaults.repetition_penalty),
+        presence_penalty=_number(sampling, "presence_penalty", 0.0),
+        frequency_penalty=_number(sampling, "frequency_penalty", 0.0),
+        logit_bias=_logit_bias(sampling.logit_bias, served),
+        n=sampling.n if sampling.HasField("n") else 1,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+    )
+    if not 1 <= checked.n <= served.limits.choices:
+        _refuse("sampling.n", f"must be 1 to {served.limits.choices}")
+    if (checked.logprobs or 0) > served.limits.logprobs:
+        _refuse("sampling.logprobs", f"must be at most {served.limits.logprobs}")
+    return checked
+
+
+def _slo_class(name: str, served: ServedModel) -> str:
+    if name and name not in served.slo_classes:
+        _refuse("slo_class", f"{name[:40]!r} is not one of: {', '.join(sorted(served.slo_classes))}")
+    return name or DEFAULT_CLASS
+
+
+def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Speculation:
+    known = served.proposers
+    if known is not None and speculation.proposer not in ("", "off", *known):
+        run = ", ".join(sorted(known)) or "none"
+        _refuse("speculation.proposer", f"{speculation.proposer[:40]!r} is not run here: off, or one of: {run}")
+    if speculation.num_tokens > MAX_DRAFT_TOKENS:
+        _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
+    copy = pb.Speculation()  # what is a part of a message keeps all of it
+    copy.CopyFrom(speculation)
+    return copy
+
+
+def _number(sampling: pb.Sampling, name: str, default: float) -> float:
+    if not sampling.HasField(name):
+        return default
+    value = getattr(sampling, name)
+    if problem := RANGES[name].problem(value):
+        _refuse(f"sampling.{name}", problem)
+    return value
+
+
+def _logit_bias(logit_bias, served: ServedModel) -> dict[int, float]:
+    if len(logit_bias) > served.limits.logit_bias:
+        limit = served.limits.logit_bias
+        _refuse("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {limit} are allowed")
+    for token_id, bias in logit_bias.items():
+        if token_id >= served.vocab_size:
+            _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {served.vocab_size} ids")
+        if SHIFT.problem(bias):
+            _refuse("sampling.logit_bias", f"the bias of {token_id} {SHIFT.rule}")
+    return dict(logit_bias)
+
+
+def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:
+    if not stopping.HasField("max_tokens"):
+        return None
+    longest = min(served.context - 1, served.limits.max_tokens)
+    if not 1 <= stopping.max_tokens <= longest:
+        why = f"{served.context_words}, less a prompt" if longest == served.context - 1 else "the limit of one request"
+        _refuse("stopping.max_tokens", f"must be 1 to {longest}: {why}")
+    return stopping.max_tokens
+
+
+def _stops(stops, limits: RequestLimits) -> tuple[str, ...]:
+    if len(stops) > limits.stops:
+        _refuse("stopping.stop", f"has {len(stops)} strings, at most {limits.stops} are allowed")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop.encode()) <= limits.stop_bytes:
+            _refuse(f"stopping.stop[{index}]", f"must have 1 to {limits.stop_bytes} bytes")
+    return tuple(stops)
+
+
+def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int]:
+    """With the model's end-of-sequence ids, unless they are to be ignored."""
+    asked = frozenset(stopping.stop_token_ids)
+    if asked:
+        check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")
+    return asked if stopping.ignore_eos else asked | served.eos_ids
+
+
+def _refuse(field: str, message: str):
+    raise InvalidRequest(field, message)

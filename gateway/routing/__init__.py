@@ -1,0 +1,1 @@
+"""Choose workers: a pure function of matches, loads and measured latencies."""

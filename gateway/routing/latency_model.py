@@ -1,0 +1,169 @@
+"""How fast a worker is, as this gateway has seen it: seconds of a prompt by its tokens, of an output token by the
+sequences beside it, of moved KV by its bytes. What they hang on is fitted to the samples of all workers, and each of
+these takes so many times as long as the others.
+"""
+
+from typing import NamedTuple
+
+_HALF_LIFE_S = 30.0  # a sighting counts half as much after so long
+_LEAST_WEIGHT = 0.5  # less is left of old sightings: they say nothing any more
+# So many sightings, of a worker as fast as the others, are imagined beside its own. Lines fitted to the few sightings
+# of one worker differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests,
+# the one that had looked fast 1.37 times the mean.
+_PRIOR_SIGHTINGS = 8.0
+_RIDGE = 0.05  # of the mean's square: how far the samples must spread before their slope is believed
+_MOST_OFF = 4.0  # one stall may not pass for a slow worker; a worker that is slow passes in a few samples
+_PACE_S = 0.5  # between two looks at what the fleet has shown
+_LONGEST_S = 3600.0  # what takes longer, or is no number, was not measured
+_RATED_TOKENS = 128  # a shorter prompt says more of the round trips than of the rate
+
+
+class LinearCost(NamedTuple):
+    """Seconds: a fixed part and a part for each token, sequence or byte. The defaults stand until something is
+    measured; `byte_s` 0: nothing is, and routing goes by where the two workers are."""
+
+    prompt_s: float = 0.005
+    token_s: float = 1 / 5_000
+    step_s: float = 0.02
+    sequence_s: float = 0.0005
+    moved_s: float = 0.005
+    byte_s: float = 0.0
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """To compute so many tokens of a prompt."""
+        return self.prompt_s + self.token_s * num_tokens
+
+    def tpot_s(self, num_sequences: float) -> float:
+        """One output token of each of so many sequences."""
+        return self.step_s + self.sequence_s * num_sequences
+
+
+class Fit:
+    """Least squares y = base + slope x with base and slope >= 0, over samples whose weight halves every 30 s. Where all
+    x are alike the slope is that of a line from (0, the prior base)."""
+
+    __slots__ = ("base", "slope", "_prior_base", "_sums", "_at")
+
+    def __init__(self, prior_base: float, prior_slope: float):
+        self.base, self.slope, self._prior_base = prior_base, prior_slope, prior_base
+        self._sums, self._at = (0.0,) * 5, 0.0
+
+    def add(self, x: float, y: float, at: float) -> None:
+        """`at` is time.monotonic()."""
+        if self._sums[0] > _LEAST_WEIGHT:
+            y = min(y, _MOST_OFF * (self.base + self.slope * x))
+        keep = _kept(self._at, at)
+        seen = (1.0, x, y, x * x, x * y)
+        self._sums = sums = tuple(keep * old + new for old, new in zip(self._sums, seen, strict=True))
+        self._at = max(at, self._at)
+        weight = sums[0]
+        mean_x, mean_y = sums[1] / weight, sums[2] / weight
+        if mean_x < 1e-6:
+            self.base = mean_y
+            return
+        ridge = _RIDGE * mean_x * mean_x
+        prior = max(0.0, mean_y - self._prior_base) / mean_x
+        variance, covariance = sums[3] / weight - mean_x * mean_x, sums[4] / weight - mean_x * mean_y
+        self.slope = min(max((covariance + ridge * prior) / (variance + ridge), 0.0), mean_y / mean_x)
+        self.base = max(0.0, mean_y - self.slope * mean_x)
+
+
+class _Factor:
+    """How many times as long as it should a worker takes, as its sightings of late say; 1 where there are none."""
+
+    __slots__ = ("_weight", "_seconds", "_expected_s", "_at")
+
+    def __init__(self) -> None:
+        self._weight = self._seconds = self._expected_s = self._at = 0.0
+
+    def add(self, expected_s: float, seconds: float, at: float) -> None:
+        if expected_s > 0:
+            seconds = min(seconds, _MOST_OFF * self.value(at) * expected_s)
+            keep = _kept(self._at, at)
+            self._weight, self._seconds = keep * self._weight + 1, keep * self._seconds + seconds
+            self._expected_s, self._at = keep * self._expected_s + expected_s, max(at, self._at)
+
+    def value(self, at: float) -> float:
+        if not self._expected_s:
+            return 1.0
+        weight = self._weight * _kept(self._at, at)
+        return (weight * self._seconds / self._expected_s + _PRIOR_SIGHTINGS) / (weight + _PRIOR_SIGHTINGS)
+
+
+class WorkerRates:
+    """Of one worker among those whose samples `fleet` has too; None: of all that there are."""
+
+    def __init__(self, fleet: "WorkerRates | None" = None):
+        default = LinearCost()
+        self._fits = {
+            "prefill": Fit(default.prompt_s, default.token_s),
+            "decode": Fit(default.step_s, default.sequence_s),
+            "transfer": Fit(default.moved_s, default.byte_s),
+        }
+        self._fleet = fleet
+        self._factors = {name: _Factor() for name in self._fits}
+        self._pace, self._pace_at = default, -_PACE_S
+
+    def note_prefill(self, num_tokens: int, seconds: float, at: float) -> None:
+        """So long it took to compute so many tokens of a prompt."""
+        if num_tokens >= _RATED_TOKENS and 0 < seconds < _LONGEST_S:
+            self._note("prefill", num_tokens, seconds, at)
+
+    def note_decode(self, num_sequences: int, tpot_s: float, at: float) -> None:
+        """What a token of one sequence took beside the others."""
+        if 0 < tpot_s < _LONGEST_S:
+            self._note("decode", num_sequences, tpot_s, at)
+
+    def note_transfer(self, num_bytes: int, seconds: float, at: float) -> None:
+        """Of the bytes that left when the prompt had been read: what came before was hidden, and waited for it."""
+        if 0 < seconds < _LONGEST_S:
+            self._note("transfer", num_bytes, seconds, at)
+
+    def pace(self, at: float) -> LinearCost:
+        """As it is now, or was a moment ago."""
+        if at - self._pace_at >= _PACE_S:
+            self._pace, self._pace_at = self._pace_now(at), at
+        return self._pace
+
+    def _pace_now(self, at: float) -> LinearCost:
+        if self._fleet is None:
+            return LinearCost(*(part for fit in self._fits.values() for part in (fit.base, fit.slope)))
+        prompt_s, token_s, step_s, sequence_s, moved_s, byte_s = self._fleet.pace(at)
+        prefill, decode, transfer = (factor.value(at) for factor in self._factors.values())
+        return LinearCost(
+            prefill * prompt_s, prefill * token_s, decode * step_s, decode * sequence_s, transfer * moved_s,
+            transfer * byte_s,
+        )  # fmt: skip
+
+    def _note(self, name: str, x: float, seconds: float, at: float) -> None:
+        self._pace_at = -_PACE_S
+        if self._fleet is None:
+            self._fits[name].add(x, seconds, at)
+            return
+        self._fleet._note(name, x, seconds, at)
+        line = self._fleet._fits[name]
+        self._factors[name].add(line.base + line.slope * x, seconds, at)
+
+
+class Recent:
+    """Seconds of work given to a worker of late, and what that makes of its time: 1 is all of it."""
+
+    __slots__ = ("_seconds", "_at")
+
+    def __init__(self) -> None:
+        self._seconds = self._at = 0.0
+
+    def add(self, seconds: float, at: float) -> None:
+        self._seconds, self._at = self._left(at) + seconds, at
+
+    def share(self, at: float) -> float:
+        # Work that comes evenly settles at half-life / ln 2 seconds of it.
+        return self._left(at) * 0.693 / _HALF_LIFE_S
+
+    def _left(self, at: float) -> float:
+        return self._seconds * _kept(self._at, at)
+
+
+def _kept(then: float, at: float) -> float:
+    """The share of a sighting's weight that is left at `at`."""
+    return 0.5 ** (max(0.0, at - then) / _HALF_LIFE_S)

@@ -1,0 +1,331 @@
+"""Which workers serve a request: a pure function of what is cached where, how busy who is, and how fast each has been.
+
+Every way is priced in seconds: until the first token, from there to the last, and what others wait longer for it. A
+request looks at a bounded number of workers (`shortlist`), so a decision costs the same among eight and a thousand.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from baton.service.security.guard import DEFAULT_TENANT
+from baton.service.slo import Slo
+from gateway.routing.latency_model import LinearCost
+
+# Up to here the round trips of a split cost more than reading the prompt beside the running batch.
+SHORT_TOKENS = 64
+# Workers of a role that a request looks at: those that hold the longest prefixes, and some drawn by chance. Drawn ones
+# keep gateways that know nothing of each other from all choosing the same (Mitzenmacher, The Power of Two Choices).
+NUM_HOLDERS, NUM_DRAWN = 6, 10
+_ALL = NUM_HOLDERS + NUM_DRAWN
+# Two round trips more than on one worker: Accepted and Fetch, Done and Start.
+_HOP_S = 0.002
+# Pulling a prefix: an Offer and a dialogue, then bytes. Until somebody has measured the bytes: on one host at less than
+# half of what bench/handoff.py sees through shared memory, since others move KV too; between hosts what 10 GbE carries.
+_PULL_S = 0.005
+_HERE_BYTE_S, _BYTE_S = 1 / 2e9, 1 / 1e9
+_NUM_PULLED_FROM = 3  # holders that are priced as a source, the longest prefixes first
+# A second beyond what a class was promised, of this request or of one that runs, weighs like so many within it.
+_LATE = 4.0
+_FULL_S = 10.0  # a worker that has no room would refuse: anybody else first
+Item = TypeVar("Item")
+
+
+class WorkerLimits(NamedTuple):
+    """What a worker can hold, as it says in Hello."""
+
+    max_model_len: int
+    num_blocks: int = 0  # of KV; 0: it does not say
+    block_size: int = 0
+
+
+class Candidate(NamedTuple):
+    """A worker that serves. Numbers of tokens and sequences; `kv_gives` and `kv_takes` are opaque words of workers: KV
+    of one may feed another where they have one in common."""
+
+    name: str
+    num_matched_tokens: int
+    num_sequences: int
+    num_waiting_tokens: int  # of prompts, to be read there before another's
+    limits: WorkerLimits
+    kv_gives: frozenset[str]
+    kv_takes: frozenset[str]
+    transports: frozenset[str]
+    host_id: str
+    kv_token_bytes: int = 0  # of KV, all layers; 0: it does not say
+    num_free_tokens: int | None = None  # that new KV has room for; None: it has not said
+    max_sequences: int | None = None
+    tightest_tpot_s: float | None = None  # promised to those that run there
+    share: float = 0.0  # of its time that it has worked of late
+    pace: LinearCost = LinearCost()
+
+
+class RoutingRequest(NamedTuple):
+    """A request as routing sees it: `num_tokens` to read now, which may grow to `max_len` and likely do by
+    `num_output`, in each of `num_choices`."""
+
+    num_tokens: int
+    max_len: int
+    num_output: float = 64.0
+    slo: Slo = Slo()
+    num_choices: int = 1
+    tenant: str = DEFAULT_TENANT
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`prefill` is None when the decode worker reads the prompt itself. `reason` is a short stable word; `alternative`
+    the best of the other way: "PREFILL > DECODE", "DECODE alone" or "none", and `alternative_s` what it would have
+    cost. `ttft_s` and `tpot_s` are predicted; `alone_ttft_s` and `alone_tpot_s` too, had these workers been idle."""
+
+    prefill: str | None
+    decode: str
+    reason: str
+    alternative: str = field(default="none", compare=False)
+    cost_s: float = field(default=0.0, compare=False)
+    alternative_s: float | None = field(default=None, compare=False)
+    ttft_s: float = field(default=0.0, compare=False)
+    tpot_s: float = field(default=0.0, compare=False)
+    alone_ttft_s: float = field(default=0.0, compare=False)
+    alone_tpot_s: float = field(default=0.0, compare=False)
+    num_matched_tokens: int = field(default=0, compare=False)  # as the index knows, of who reads the prompt
+    read_s: float = field(default=0.0, compare=False)  # of its worker's time, for the prompt
+    write_s: float = field(default=0.0, compare=False)  # of the decode worker's, for the answer: its part of the steps
+
+    @property
+    def local(self) -> bool:
+        return self.prefill is None
+
+
+class NoRoute(Exception):
+    """Nobody can serve this; one line says why."""
+
+
+class _Way(NamedTuple):
+    """One way to serve a request, priced."""
+
+    cost_s: float
+    prefill: Candidate | None
+    decode: Candidate
+    ttft_s: float
+    read_s: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.prefill.name} > {self.decode.name}" if self.prefill else f"{self.decode.name} alone"
+
+
+class _Reading(NamedTuple):
+    """A prompt on one worker: `cost_s` until its first token and what others wait for it, `ttft_s` the first alone."""
+
+    cost_s: float
+    worker: Candidate
+    ttft_s: float
+    read_s: float
+
+
+def shortlist(
+    holders: Iterable[Item], everybody: Sequence[Item], is_usable: Callable[[Item], bool], rng: random.Random
+) -> list[Item]:
+    """Of `everybody`, all of whom serve and can hold it, those that a request looks at: the first of `holders` (the longest prefix
+    first), and some drawn by chance; all where they are few."""
+    if len(everybody) <= _ALL:
+        return [item for item in everybody if is_usable(item)]
+    chosen: dict[Item, None] = {}
+    for item in holders:
+        if is_usable(item):
+            chosen[item] = None
+            if len(chosen) == NUM_HOLDERS:
+                break
+    for item in rng.sample(everybody, NUM_DRAWN):
+        if is_usable(item):
+            chosen[item] = None
+    return list(chosen)
+
+
+def can_prefill(ask: RoutingRequest, limits: WorkerLimits) -> bool:
+    """Whoever reads a prompt draws one token behind it. How long the answer becomes is its taker's matter."""
+    return ask.num_tokens < limits.max_model_len
+
+
+def can_decode(ask: RoutingRequest, limits: WorkerLimits) -> bool:
+    """Whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and behind
+    the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
+    if ask.max_len > limits.max_model_len:
+        return False
+    if not limits.num_blocks or not limits.block_size:
+        return True
+    num_whole, rest = divmod(ask.num_tokens, limits.block_size)
+    return num_whole + ask.num_choices * bool(rest) <= limits.num_blocks
+
+
+def choose(
+    ask: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], split: str = "auto"
+) -> Decision:
+    """Workers for a request, who can hold it. Prefixes that a prefill worker could pull from any of them are priced in.
+    A prompt that is too long for every prefill worker that fits is read where it decodes, whatever `split` says.
+    Raises NoRoute."""
+    if not decode:
+        raise NoRoute("no decode worker serves")
+    decode = [worker for worker in decode if can_decode(ask, worker.limits)]
+    if not decode:
+        raise NoRoute(f"no decode worker that serves can hold {needs(ask)}")
+    prefill = [] if split == "never" else prefill
+    readers = [worker for worker in prefill if can_prefill(ask, worker.limits)]
+    writing = {worker.name: _writing_s(ask, worker) for worker in decode}
+    apart = _best_pair(ask, readers, decode, writing)
+    is_too_long = apart is None and any(compatible(worker, taker) for worker in prefill for taker in decode)
+    if apart is None and split == "always" and not is_too_long:
+        raise NoRoute("no prefill worker serves that a decode worker can take KV from")
+    here = min(
+        (_alone(ask, worker, writing[worker.name]) for worker in decode), key=lambda way: (way.cost_s, way.decode.name)
+    )
+    if apart is None:
+        reason = "forced" if split == "never" else "too_long_to_split" if is_too_long else "no_prefill_worker"
+        return _decision(ask, here, None, reason)
+    if split == "always":
+        return _decision(ask, apart, here, "forced")
+    if ask.num_tokens <= SHORT_TOKENS:
+        return _decision(ask, here, apart, "short_prompt")
+    if here.cost_s <= apart.cost_s:
+        return _decision(ask, here, apart, _why_here(ask, here))
+    return _decision(ask, apart, here, "long_prompt")
+
+
+def choose_source(ask: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
+    """The best prefill worker that can read the prompt, for a decode worker that is chosen already."""
+    way = _best_pair(ask, [worker for worker in prefill if can_prefill(ask, worker.limits)], [taker], {taker.name: 0.0})
+    return way and way.prefill
+
+
+def choose_holder(reader: Candidate, holders: Iterable[Candidate]) -> Candidate | None:
+    """Who has a longer prefix of the prompt than `reader`, which is to prefill it, where pulling that is quicker than
+    computing it: who saves the most time, of equals the first by name. None: nobody saves any."""
+    gains = [(_gain_s(reader, holder), holder) for holder in holders]
+    gain_s, best = min(gains, key=lambda each: (-each[0], each[1].name), default=(0.0, None))
+    return best if gain_s > 0 else None
+
+
+def compatible(source: Candidate, taker: Candidate) -> bool:
+    """KV of one may feed the other, converted where their forms differ, and there is a way for it."""
+    if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name:
+        return False
+    shared = source.transports & taker.transports
+    return bool(shared) and (source.host_id == taker.host_id or shared != _SAME_HOST_ONLY)
+
+
+_SAME_HOST_ONLY = frozenset(["shm"])
+
+
+# ---- prices, in seconds ----
+
+
+def _gain_s(reader: Candidate, holder: Candidate) -> float:
+    """What pulling the prefix of `holder` saves."""
+    num_tokens = holder.num_matched_tokens - reader.num_matched_tokens
+    if num_tokens <= 0 or not holder.kv_token_bytes or not compatible(holder, reader):
+        return 0.0
+    pull_s = _PULL_S + num_tokens * holder.kv_token_bytes * _byte_s(holder, reader)
+    return num_tokens * reader.pace.token_s - pull_s
+
+
+def _byte_s(source: Candidate, taker: Candidate) -> float:
+    return taker.pace.byte_s or (_HERE_BYTE_S if source.host_id == taker.host_id else _BYTE_S)
+
+
+def _reading(ask: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _Reading:
+    """The prompt on `worker`; `num_beside`: how many others wait for as long as it is read."""
+    pace, missing = worker.pace, ask.num_tokens - worker.num_matched_tokens
+    read_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
+    ttft_s = worker.num_waiting_tokens * pace.token_s + read_s
+    return _Reading(ttft_s + num_beside * read_s + _late_s(ttft_s, ask.slo.ttft_s, 1), worker, ttft_s, read_s)
+
+
+def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
+    """Those that a prefix could be pulled from, the longest first, and no more of them than are worth a look."""
+    holders = [worker for worker in workers if worker.num_matched_tokens]
+    return sorted(holders, key=lambda worker: (-worker.num_matched_tokens, worker.name))[:_NUM_PULLED_FROM]
+
+
+def _reading_there(ask: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _Reading:
+    """Who has worked more of late is likelier to be wanted by somebody else soon."""
+    return _reading(ask, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
+
+
+def _best_pair(
+    ask: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing: dict[str, float]
+) -> _Way | None:
+    """Both sides in order of their own prices, of equals the first by name, so that a choice can be explained; what a
+    pair adds is never negative, so the search ends where these alone are dearer than the best so far. None: no pair
+    fits."""
+    holders = _sources((*prefill, *decode))
+    readings = [_reading_there(ask, worker, holders) for worker in prefill]
+    readings.sort(key=lambda reading: (reading.cost_s, reading.worker.name))
+    best: _Way | None = None
+    for taker in sorted(decode, key=lambda worker: (writing[worker.name], worker.name)):
+        for reading in readings:
+            least_s = reading.cost_s + writing[taker.name] + _HOP_S
+            if best is not None and least_s + taker.pace.moved_s >= best.cost_s:
+                break
+            if compatible(reading.worker, taker):
+                cost_s = least_s + _unhidden_s(ask, reading, taker)
+                if best is None or cost_s < best.cost_s:
+                    best = _Way(cost_s, reading.worker, taker, reading.ttft_s + _HOP_S, reading.read_s)
+        if best is not None and readings[0].cost_s + writing[taker.name] + _HOP_S >= best.cost_s:
+            break
+    return best
+
+
+def _unhidden_s(ask: RoutingRequest, reading: _Reading, taker: Candidate) -> float:
+    """KV moves while the prompt is read; what is left of it then holds up the second token."""
+    num_bytes = (ask.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
+    return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(reading.worker, taker) - reading.read_s)
+
+
+def _alone(ask: RoutingRequest, worker: Candidate, writing_s: float) -> _Way:
+    """Everything that runs there waits while the prompt is read, in one piece or in chunks between steps."""
+    reading = _reading(ask, worker, 0.0, worker.num_sequences + worker.share)
+    return _Way(reading.cost_s + writing_s, None, worker, reading.ttft_s, reading.read_s)
+
+
+def _writing_s(ask: RoutingRequest, worker: Candidate) -> float:
+    """From the first token to the last, how much longer others take for it, and what breaks a promise in it."""
+    pace, num_beside = worker.pace, worker.num_sequences
+    tpot_s = pace.tpot_s(num_beside + 1)
+    cost_s = ask.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.share))
+    bounds = [bound for bound in (ask.slo.tpot_s, worker.tightest_tpot_s) if bound is not None]
+    cost_s += _late_s(tpot_s, min(bounds, default=None), ask.num_output * (num_beside + 1))
+    needed = ask.num_tokens - worker.num_matched_tokens
+    no_room = worker.num_free_tokens is not None and worker.num_free_tokens < needed
+    no_place = worker.max_sequences is not None and num_beside >= worker.max_sequences
+    return cost_s + _FULL_S * (no_room or no_place)
+
+
+def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
+    return 0.0 if bound_s is None else _LATE * times * max(0.0, predicted_s - bound_s)
+
+
+# ---- what is said of it ----
+
+
+def needs(ask: RoutingRequest) -> str:
+    """What can_decode asks for, in words."""
+    choices = f" in {ask.num_choices} choices" if ask.num_choices > 1 else ""
+    return f"{ask.max_len} tokens{choices}"
+
+
+def _why_here(ask: RoutingRequest, here: _Way) -> str:
+    if 2 * here.decode.num_matched_tokens >= ask.num_tokens:
+        return "hot_cache"
+    return "idle" if here.decode.num_sequences == 0 else "prefill_busy"
+
+
+def _decision(ask: RoutingRequest, way: _Way, other: _Way | None, reason: str) -> Decision:
+    pace = way.decode.pace
+    return Decision(
+        way.prefill and way.prefill.name, way.decode.name, reason, other.words if other else "none", way.cost_s,
+        other and other.cost_s, way.ttft_s, pace.tpot_s(way.decode.num_sequences + 1),
+        way.read_s + (_HOP_S if way.prefill else 0.0), pace.tpot_s(1),
+        (way.prefill or way.decode).num_matched_tokens, way.read_s, ask.num_output * pace.sequence_s,
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Token ids to text as they come: half a character is held back.
+
+What a choice's pieces join to and what Detokenize says are the same code, so they are the same text. A token is looked at
+once, for the bytes that it stands for; from then on decoding is a table.
+"""
+
+import codecs
+import re
+from collections.abc import Callable, Sequence
+
+from gateway.text.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_STEP = 4096  # ids
+_WORD = re.compile("[a-z]+")
+
+
+class Detokenizer:
+    """Makes decoders for one tokenizer. Special tokens have no text."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
+        self._is_byte_level = tokenizer.decoder_steps == ["ByteLevel"]
+        self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_steps
+        self._bytes, self._first_bytes = _Bytes(self.bytes_of), _Bytes(self._first_bytes_of)
+        self._word = [] if self._is_byte_level else self._find_word()
+        self._len_before = len(self._decode(self._word))
+        self._len_behind = len(self._decode(self._word * 2)) - self._len_before
+
+    def decoder(self) -> "TextDecoder":
+        return TextDecoder(self._bytes, self._bytes if self._is_byte_level else self._first_bytes)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence, in steps short enough for other threads to come in between."""
+        decoder = self.decoder()
+        pieces = [decoder.push(token_ids[begin : begin + _STEP]) for begin in range(0, len(token_ids), _STEP)]
+        return "".join(pieces) + decoder.finish()
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The UTF-8 bytes that a token stands for among others, not always whole characters."""
+        token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            return _token_bytes(token)
+        if (value := self._byte_of(token)) is not None:
+            return value
+        text = self._decode([*self._word, token_id, *self._word])
+        return text[self._len_before : len(text) - self._len_behind].encode()
+
+    def _first_bytes_of(self, token_id: int) -> bytes:
+        """The same of a text's first token, where some vocabularies take a space away."""
+        text, value = self._decode([token_id]), self._byte_of(self._tokenizer.id_to_token(token_id) or "")
+        return text.encode() if value is None or not text else value
+
+    def _byte_of(self, token: str) -> bytes | None:
+        """The byte that a token of a vocabulary with byte fallback is written for."""
+        found = _BYTE_TOKEN.fullmatch(token) if self._has_byte_tokens else None
+        return found and bytes.fromhex(found[1])
+
+    def _find_word(self) -> list[int]:
+        """A token: what another one looks like between two of it is what it looks like within a text."""
+        for token_id in range(self._tokenizer.get_vocab_size()):
+            if _WORD.fullmatch(self._decode([token_id])):
+                return [token_id]
+        return []
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class _Bytes(dict[int, bytes]):
+    """Of the tokens that have come so far."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]):
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self[token_id] = self._bytes_of(token_id)
+        return value
+
+
+class TextDecoder:
+    """Text of one sequence of tokens: exact, whatever they come with."""
+
+    __slots__ = ("_bytes", "_first", "_held")
+
+    def __init__(self, bytes_of: _Bytes, first: _Bytes):
+        self._bytes, self._first = bytes_of, first  # `first`: until a token has had text
+        self._held = b""  # of a character
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now and was not before."""
+        value = self._held
+        if self._first is not self._bytes:
+            begun = next((i for i, token_id in enumerate(token_ids) if self._bytes[token_id]), None)
+            if begun is None:
+                return ""
+            value, token_ids = self._first[token_ids[begun]], token_ids[begun + 1 :]
+            self._first = self._bytes
+        value += b"".join(map(self._bytes.__getitem__, token_ids))
+        text, num_read = codecs.utf_8_decode(value, "replace", False)
+        self._held = value[num_read:]
+        return text
+
+    def finish(self) -> str:
+        """What is left: an unfinished character becomes U+FFFD."""
+        value, self._held = self._held, b""
+        return value.decode(errors="replace")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for all bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _token_bytes(token: str) -> bytes:
+    """A token with a character outside the alphabet was added as text."""
+    try:
+        return bytes([_BYTES[character] for character in token])
+    except KeyError:
+        return token.encode()

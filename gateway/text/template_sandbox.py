@@ -1,0 +1,146 @@
+"""Jinja's sandbox with bounds on what a rendering may take: work, and how large a value may grow. What grows by one
+operator, call, filter or loop is counted; for the rest a template is trusted, as the model that it comes with is."""
+
+import re
+from collections.abc import Iterable, Sized
+
+from jinja2 import nodes, pass_context
+from jinja2.compiler import CodeGenerator
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARS = 4 << 20  # of a rendering, and of any value on its way; four times the largest request
+MAX_WORK = 64 << 20  # characters written or copied; seconds at most
+_STEP = 256  # what a call, a filter or one turn of a loop counts as
+_MAX_NUMBER = 1_000_000  # as an argument: a width, an indentation
+_MAX_BITS = 10_000  # of a whole number
+_WIDE_PERCENT = re.compile(r"%[^a-zA-Z%]*(\*|\d{7})")
+_WIDE_FORMAT = re.compile(r"\d{7}|:[^{}]*\{")
+_WORK = "work of this rendering"  # no template can name that
+
+
+class RenderBudget:
+    """What a rendering may still do."""
+
+    def __init__(self):
+        self._left = MAX_WORK
+
+    def spend(self, amount: int) -> None:
+        """Raises SecurityError when it has been too much."""
+        self._left -= amount
+        if self._left < 0:
+            raise SecurityError("it takes more steps than a conversation can need")
+
+
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame) -> None:  # noqa: N802
+        """a ~ b, which is no operator to the sandbox."""
+        self.write("environment.concatenated(context, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class TemplateSandbox(ImmutableSandboxedEnvironment):
+    """Render with `variables(...)`."""
+
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self, **options):
+        super().__init__(finalize=_written, **options)
+        self.filters = {name: _bounded(name, function) for name, function in self.filters.items()}
+        self.filters[_turns.__name__] = _turns
+
+    @staticmethod
+    def variables(**values) -> dict:
+        """Of one rendering: its work is counted with them."""
+        return {**values, _WORK: RenderBudget()}
+
+    def add_filter(self, name: str, function) -> None:
+        self.filters[name] = _bounded(name, function)
+
+    def _parse(self, source, name, filename) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in template.find_all(nodes.For):
+            written = sum(len(data.data) for part in loop.body for data in part.find_all(nodes.TemplateData))
+            arguments = [nodes.Const(written, lineno=loop.lineno)]
+            loop.iter = nodes.Filter(loop.iter, _turns.__name__, arguments, [], None, None, lineno=loop.lineno)
+        return template
+
+    def call(__self, __context: Context, __obj, *args, **kwargs):  # noqa: B902, N805
+        _check_arguments((*args, *kwargs.values()))
+        if getattr(__obj, "__name__", "") in ("format", "format_map"):
+            _check_widths(_WIDE_FORMAT, getattr(getattr(__obj, "__wrapped__", None), "__self__", ""))
+        return _counted(__context, super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left, right):
+        if operator == "%":
+            _check_widths(_WIDE_PERCENT, left)
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            _check(bits, _MAX_BITS, "a number")
+        elif operator == "*":
+            sized, times = (left, right) if isinstance(left, Sized) else (right, left)
+            if isinstance(sized, Sized) and isinstance(times, int):
+                _check(len(sized) * times, MAX_CHARS, "a value")
+        elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
+            _check(len(left) + len(right), MAX_CHARS, "a value")
+        return _counted(context, super().call_binop(context, operator, left, right))
+
+    def concatenated(self, context: Context, parts: Iterable) -> str:
+        texts = [str(part) for part in parts]
+        _check(sum(map(len, texts)), MAX_CHARS, "a value")
+        return _counted(context, "".join(texts))
+
+
+@pass_context
+def _written(context: Context, value):
+    """Everything that a template writes, also into a variable."""
+    context[_WORK].spend(len(value) if isinstance(value, str) else _STEP)
+    return value
+
+
+@pass_context
+def _turns(context: Context, items, num_written: int):
+    """What a loop goes through; `num_written` characters of the template are written in each turn, at most."""
+    items = items if isinstance(items, Sized) else list(items)
+    context[_WORK].spend(len(items) * (_STEP + num_written))
+    return items
+
+
+def _bounded(name: str, function):
+    @pass_context
+    def bounded(context: Context, *args, **kwargs):
+        _check_arguments((*args[1:], *kwargs.values()))
+        if name == "format":
+            _check_widths(_WIDE_PERCENT, args[0])
+        return _counted(context, context.call(function, *args, **kwargs))
+
+    return bounded
+
+
+def _counted(context: Context, value):
+    is_text = isinstance(value, str)
+    if is_text:
+        _check(len(value), MAX_CHARS, "a value")
+    context[_WORK].spend(_STEP + (len(value) if is_text else 0))
+    return value
+
+
+def _check(size: int, most: int, what: str) -> None:
+    if size > most:
+        raise SecurityError(f"{what} in it grows beyond {most}")
+
+
+def _check_arguments(arguments: Iterable) -> None:
+    for value in arguments:
+        if isinstance(value, int):
+            _check(value, _MAX_NUMBER, "an argument")
+
+
+def _check_widths(wide: re.Pattern, text) -> None:
+    if isinstance(text, str) and wide.search(text):
+        raise SecurityError("a width in it is too large, or is an argument")

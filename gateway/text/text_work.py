@@ -1,0 +1,103 @@
+"""What calls ask to be done with text: token ids out of a prompt, text out of token ids. Bounded before it begins, and in
+a thread where it may take longer than a millisecond."""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from baton.service.clock import now
+from baton.service.errors import DeadlineExceeded, InvalidRequest
+from baton.service.security.guard import DEFAULT_TENANT
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.templates import ChatMessage, ChatTemplate, Rendered, TemplateFailed
+from gateway.text.text_threads import TextThreads
+from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
+
+# Of characters, or of ids: what longer work costs is not the event loop's.
+_INLINE = 2048
+
+
+class TextWork:
+    """Of one model. Belongs to the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int):
+        """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
+        self.detokenizer = Detokenizer(tokenizer)
+        self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
+        self._threads = TextThreads()
+
+    async def encode(
+        self,
+        text: str | None,
+        token_ids: Sequence[int] | None,
+        messages: Sequence[ChatMessage] | None,
+        context: int,
+        tenant: str = DEFAULT_TENANT,
+        deadline: float = math.inf,
+    ) -> Sequence[int]:
+        """Token ids of a prompt, given in one of three ways, in little memory. Raises InvalidRequest, at once for a
+        prompt that could never fit; DeadlineExceeded."""
+        if token_ids is not None:
+            return token_ids
+        field = "messages" if text is None else "text"
+        num_chars = len(text) if text is not None else sum(len(message.content) for message in messages)
+        self._check_length(field, num_chars, context)
+        if text is None and self._template is None:
+            raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
+        if text is None:
+            return await self._in_thread(partial(self._encode_chat, messages, context), tenant, deadline)
+        work = partial(self._encode_text, text)
+        return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
+
+    async def decode(self, token_ids: Sequence[int], tenant: str, deadline: float) -> str:
+        """Their text. Raises DeadlineExceeded."""
+        work = partial(self.detokenizer.decode, token_ids)
+        return work() if len(token_ids) <= _INLINE else await self._in_thread(work, tenant, deadline)
+
+    def close(self) -> None:
+        self._threads.close()
+
+    async def _in_thread(self, work: Callable, tenant: str, deadline: float):
+        try:
+            async with asyncio.timeout(None if deadline == math.inf else max(0.0, deadline - now())):
+                return await self._threads.run(tenant, work)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the text waited or was worked on") from None
+
+    def _check_length(self, field: str, num_chars: int, context: int) -> None:
+        """A mebibyte of text costs seconds to tokenize."""
+        if not self._tokenizer.can_fit(num_chars, context):
+            raise InvalidRequest(field, f"is longer than {context} tokens, the context, can be")
+
+    def _encode_text(self, text: str) -> Sequence[int]:
+        try:
+            return self._known("text", self._tokenizer.encode_text(text))
+        except CannotEncode as error:
+            raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
+
+    def _encode_chat(self, messages: Sequence[ChatMessage], context: int) -> Sequence[int]:
+        try:
+            rendered = self._render(messages)
+            self._check_length("messages", len(rendered.text), context)
+            return self._known("messages", self._tokenizer.encode_chat(rendered))
+        except TemplateFailed as error:
+            raise InvalidRequest("messages", f"refused by the model's chat template: {error}") from None
+        except CannotEncode as error:
+            raise InvalidRequest("messages", f"the model's tokenizer fails on them: {error}") from None
+        except ControlTokenInContent:
+            raise InvalidRequest(
+                "messages", "a content spells a control token, and this model's chat template would make it one"
+            ) from None
+
+    def _known(self, field: str, token_ids: list[int]) -> Sequence[int]:
+        if (most := max(token_ids, default=0)) >= self._vocab_size:
+            raise InvalidRequest(field, f"comes to token {most}, and the model has {self._vocab_size} ids")
+        return array("I", token_ids)
+
+    def _render(self, messages: Sequence[ChatMessage]) -> Rendered:
+        """Where no content can spell a control token, where it stands does not matter."""
+        if any(self._tokenizer.may_spell_control(message.content) for message in messages):
+            return self._template.render_spans(messages)
+        return Rendered(self._template.render(messages), ())

@@ -1,0 +1,176 @@
+"""Text to token ids, as transformers does it, except that what users write never becomes a control token."""
+
+import json
+import math
+import os
+
+import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from baton.service.settings import SettingsError
+from gateway.text.control_tokens import ControlTokens, Match
+from gateway.text.templates import Rendered
+
+# A text is encoded by the thread that asks for it: no other has been counted as its tenant's.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+# Steps that take no character away, and what those may take that write several as one: four letters at most.
+_KEEPING, _COMPOSING = ("ByteLevel", "Metaspace", "Digits", "Prepend", "NFD", "NFKD", "Lowercase"), ("NFC", "NFKC")
+_MOST_COMPOSED = 4
+
+
+class CannotEncode(Exception):
+    """The tokenizer gives up on a text; its own words, one line."""
+
+
+class ControlTokenInContent(Exception):
+    """The template moves content about in a way that leaves its control tokens no different from the template's."""
+
+
+class Tokenizer:
+    """One tokenizer.json. Immutable after the start, so threads may share it; the library holds no lock of Python's
+    while it encodes.
+
+    A control token is one that the file calls special, or an added one that is written like a tag: <...> or [...].
+    """
+
+    def __init__(self, tokenizer_json: bytes, name: str = "tokenizer.json"):
+        """Raises SettingsError when the file is not a tokenizer."""
+        self._normal = _load(tokenizer_json, name)
+        content = json.loads(tokenizer_json)
+        self.added = {token["id"]: token for token in content.get("added_tokens") or ()}
+        self._controls = {token["content"]: token for token in self.added.values() if _is_control(token)}
+        self._found = ControlTokens(self._controls)
+        self._plain = _without_control(self._normal, content.get("added_tokens") or ())
+        self.decoder_steps = [step["type"] for step in _steps(content.get("decoder"))]
+        self._normalizer = self._normal.normalizer
+        self._normalizes = any(token.get("normalized") for token in self._controls.values())
+        self._chars_per_token = _most_chars_per_token(content, self._normal)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are left out of text."""
+        return frozenset(token_id for token_id, token in self.added.items() if token.get("special"))
+
+    @property
+    def decoder(self) -> tokenizers.Tokenizer:
+        return self._normal
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises CannotEncode."""
+        tokenizer = self._plain if self._spells_control(text) else self._normal
+        return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
+
+    def encode_chat(self, rendered: Rendered) -> list[int]:
+        """Token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
+        text, spans = rendered
+        if spans is None:
+            raise ControlTokenInContent
+        of_template = self._found.find_outside(text, spans)
+        if of_template == self._found.find(text):
+            return _encode(self._normal, [text])[0].ids
+        return self._encode_around(text, of_template)
+
+    def can_fit(self, num_chars: int, num_tokens: int) -> bool:
+        """False where no text of so many characters has so few tokens: that is known without encoding it."""
+        return num_chars <= num_tokens * self._chars_per_token
+
+    def may_spell_control(self, text: str) -> bool:
+        """Whether `text` spells a control token, or could do so together with what follows it."""
+        return self._found.may_begin_in(text)
+
+    def _spells_control(self, text: str) -> bool:
+        if self._normalizes and self._normalizer and self._found.find(self._normalizer.normalize_str(text)):
+            return True
+        return bool(self._found.find(text))
+
+    def _encode_around(self, text: str, of_template: list[Match]) -> list[int]:
+        pieces, position, strip = [], 0, False
+        for begin, end in of_template:
+            control = self._controls[text[begin:end]]
+            pieces.append(_stripped(text[position:begin], strip, control.get("lstrip", False)))
+            position, strip = end, control.get("rstrip", False)
+        pieces.append(_stripped(text[position:], strip, False))
+        encoded = _encode(self._plain, pieces)
+        token_ids = encoded[0].ids
+        for (begin, end), piece in zip(of_template, encoded[1:], strict=True):
+            token_ids.append(self._controls[text[begin:end]]["id"])
+            token_ids += piece.ids
+        return token_ids
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, texts: list[str], add_special_tokens: bool = False) -> list:
+    """`encode` of one text would hold Python's lock all the while (2 MB on a busy machine: 4.6 s). An expression that
+    backtracks for too long is a panic of the library's, which is no Exception."""
+    try:
+        return tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CannotEncode(" ".join(str(error).split())[:200]) from None
+
+
+def _stripped(text: str, left: bool, right: bool) -> str:
+    text = text.lstrip() if left else text
+    return text.rstrip() if right else text
+
+
+def _load(tokenizer_json: bytes, name: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+    except Exception as error:  # the bindings raise bare Exception
+        raise SettingsError(f"{name}: not a tokenizer: {' '.join(str(error).split())[:200]}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _without_control(tokenizer: tokenizers.Tokenizer, added_tokens: list[dict]) -> tokenizers.Tokenizer:
+    """The same vocabulary, which both then share, and no eye for control tokens."""
+    plain = tokenizers.Tokenizer(tokenizer.model)
+    for part in _PARTS:
+        setattr(plain, part, getattr(tokenizer, part))
+    plain.add_tokens([_added(token) for token in added_tokens])
+    plain.encode_special_tokens = True
+    return plain
+
+
+def _added(token: dict) -> tokenizers.AddedToken:
+    flags = {name: token[name] for name in _FLAGS if name in token}
+    return tokenizers.AddedToken(token["content"], special=token.get("special", False) or _is_control(token), **flags)
+
+
+def _is_control(token: dict) -> bool:
+    content = token["content"]
+    return bool(content.strip()) and (token.get("special", False) or content[0] + content[-1] in ("<>", "[]"))
+
+
+def _most_chars_per_token(content: dict, tokenizer: tokenizers.Tokenizer) -> float:
+    """Infinite where a token may stand for any number of characters: one for all that is unknown, one that swallows
+    the white space beside it, a step that takes characters away."""
+    model, steps = content["model"], [*_steps(content.get("normalizer")), *_steps(content.get("pre_tokenizer"))]
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in content.get("added_tokens") or ())
+    kinds, vocabulary = {step["type"] for step in steps}, tokenizer.get_vocab()
+    alphabet = ByteLevel.alphabet() if "ByteLevel" in kinds else [f"<0x{value:02X}>" for value in range(256)]
+    knows_all = ("ByteLevel" in kinds or model.get("byte_fallback")) and vocabulary.keys() >= set(alphabet)
+    if swallows or not knows_all or not all(map(_keeps, steps)):
+        return math.inf
+    return max(map(len, vocabulary)) * (_MOST_COMPOSED if kinds.intersection(_COMPOSING) else 1)
+
+
+def _steps(part: dict | None) -> list[dict]:
+    """A normalizer, pre-tokenizer or decoder, or what its sequence is made of."""
+    if part is None:
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers") or part.get("decoders")
+    return [step for each in inner for step in _steps(each)] if inner else [part]
+
+
+def _keeps(step: dict) -> bool:
+    if step["type"] == "Replace":
+        return "String" in step["pattern"] and len(step["content"]) >= len(step["pattern"]["String"])
+    if step["type"] == "Split":
+        return step["behavior"] != "Removed"
+    return step["type"] in (*_KEEPING, *_COMPOSING)

@@ -1,0 +1,100 @@
+"""One worker's pool as the transports know it. Where it lies on a GPU, the host memory that goes with it is a mirror:
+the same blocks at the same places, copied only as they cross to or from another worker.
+
+    transports    source                                     taker
+    of the host   device ─ refresh ─► mirror ─ digest ─►     mirror ─ digest ─ flush ─► device
+    of the GPU    device ─ digest ─►                         device (copied by the GPU) ─ digest
+
+The source's watermark is announced when the step that wrote has passed, so what is copied or digested here is written.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from kvtransfer.capabilities import CAPABILITIES, DEVICE, HOST
+from kvtransfer.layout import KVLayout
+from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.memory.device_memory import DeviceRegion
+
+
+class BytePlaces(NamedTuple):
+    """Where in a pool the bytes [block, ..., bytes] of a view lie."""
+
+    offset: int  # of the first one of block 0
+    counts: tuple[int, ...]  # without blocks; the last: bytes that lie side by side
+    strides: tuple[int, ...]  # bytes, from block to block on, all but the last
+
+
+# (places of [block, row, head, unit, bytes], bytes of a word, which blocks, a table of weights, where in it each block
+# begins) -> uint64 [block, unit, row, head], as digest.WordSums.
+DeviceSums = Callable[[BytePlaces, int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+Copy = Callable[[BytePlaces, np.ndarray], None]  # which blocks
+
+
+class DevicePool(NamedTuple):
+    """A pool on a GPU, and what its worker does with it. The functions are called in threads and return when what they
+    do has passed on the GPU."""
+
+    region: DeviceRegion
+    sums: DeviceSums
+    copy_out: Copy  # device -> mirror
+    copy_in: Copy  # mirror -> device
+
+
+class _Mirrored(BlockMemory):
+    waits = True
+
+    def __init__(self, memory, layout: KVLayout, device: DevicePool):
+        super().__init__(memory, layout)
+        self.device = device
+
+    def places(self, view: np.ndarray) -> BytePlaces:
+        """Of a view whose last axis has no gaps."""
+        offset = view.ctypes.data - self.blocks.ctypes.data
+        return BytePlaces(offset, (*view.shape[1:-1], view.shape[-1] * view.itemsize), view.strides[:-1])
+
+
+class Mirror(_Mirrored):
+    """Host memory that stands for a pool on a GPU."""
+
+    def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
+        self.device.copy_out(self.places(view), ids)
+
+    def flush(self, view: np.ndarray, ids: np.ndarray) -> None:
+        self.device.copy_in(self.places(view), ids)
+
+
+class OnDevice(_Mirrored):
+    """The pool on the GPU itself. `blocks`, its mirror, says where what lies, and holds it after `expose` alone."""
+
+    def word_sums(
+        self, words: np.ndarray, ids: np.ndarray, table: np.ndarray, starts: np.ndarray, to: None, to_ids: None
+    ) -> np.ndarray:  # fmt: skip
+        return self.device.sums(self.places(words), words.itemsize, ids, table, starts)
+
+    def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
+        self.device.copy_out(self.places(view), ids)
+
+
+class Pools(NamedTuple):
+    """`device`: None where the pool lies in host memory."""
+
+    host: BlockMemory
+    device: OnDevice | None
+
+    @classmethod
+    def of(cls, memory, layout: KVLayout, device: DevicePool | None) -> "Pools":
+        """`layout`: of the pool. Raises LayoutMismatch for one that cannot be moved."""
+        if device is None:
+            return cls(BlockMemory(memory, layout), None)
+        return cls(Mirror(memory, layout, device), OnDevice(memory, layout, device))
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """What transports must be able to move between."""
+        return (HOST,) if self.device is None else (HOST, DEVICE)
+
+    def used_by(self, transport: str) -> BlockMemory:
+        return self.host if HOST in CAPABILITIES[transport].memory else self.device

@@ -1,0 +1,109 @@
+"""Who pulls what from whom, when source and taker are cut into ranks differently.
+
+    source   rank 0: heads 0-3   rank 1: heads 4-7                     parts of the handle
+    taker    rank 0: heads 0-1   rank 1: 2-3   rank 2: 4-5   rank 3: 6-7
+    shares   (0 <- 0: heads 0-1)  (1 <- 0: 2-3)  (2 <- 1: 4-5)  (3 <- 1: 6-7)       one dialogue each
+
+A share is the box of layers and heads that crosses from one part to one rank. Computed once per pair of workers.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtransfer.errors import LayoutMismatch, ProtocolError
+from kvtransfer.layout import Box, KVLayout, Part
+from kvtransfer.memory.blocks import BlockMemory, Cells
+
+Shard = tuple[Box, ...]
+
+
+class Share(NamedTuple):
+    """`index` of `num_shares`: which of the dialogues that this fetch has with the source rank that holds `part`."""
+
+    part: Part
+    box: Box
+    index: int
+    num_shares: int
+
+
+@functools.lru_cache(maxsize=256)
+def plan(parts: tuple[Part, ...], shards: tuple[Shard, ...], rank: int) -> tuple[Share, ...]:
+    """What `rank` of a taker cut into `shards` pulls. Raises LayoutMismatch when the parts lack something of it."""
+    crossings = [
+        (each, part, box) for each, shard in enumerate(shards) for held in shard for part, box in _cross(held, parts)
+    ]
+    totals = Counter(part.endpoints for _, part, _ in crossings)
+    shares, seen = [], Counter()
+    for each, part, box in crossings:
+        if each == rank:
+            shares.append(Share(part, box, seen[part.endpoints], totals[part.endpoints]))
+        seen[part.endpoints] += 1
+    return tuple(shares)
+
+
+def _cross(wanted: Box, parts: Sequence[Part]) -> list[tuple[Part, Box]]:
+    """`wanted` as boxes out of parts; what several parts hold comes from the first."""
+    layer_cuts = _cuts(wanted.layers, [part.layers for part in parts if part.group == wanted.group])
+    head_cuts = _cuts(wanted.heads, [part.heads for part in parts if part.group == wanted.group])
+    found: list[tuple[Part, Box]] = []
+    for layers in layer_cuts:
+        row: list[tuple[Part, Box]] = []
+        for heads in head_cuts:
+            part = _holder(Box(wanted.group, layers, heads), parts)
+            if row and row[-1][0] is part:
+                heads = range(row.pop()[1].heads.start, heads.stop)
+            row.append((part, Box(wanted.group, layers, heads)))
+        for part, box in row:
+            above = next((i for i, (p, b) in enumerate(found) if p is part and _continues(b, box)), None)
+            if above is None:
+                found.append((part, box))
+            else:
+                found[above] = (part, box._replace(layers=range(found[above][1].layers.start, box.layers.stop)))
+    return found
+
+
+def _continues(above: Box, below: Box) -> bool:
+    return above.heads == below.heads and above.layers.stop == below.layers.start
+
+
+def _cuts(whole: range, others: Sequence[range]) -> list[range]:
+    """`whole` cut wherever one of the others begins or ends."""
+    borders = {whole.start, whole.stop}
+    borders.update(border for each in others for border in (each.start, each.stop) if border in whole)
+    ends = sorted(borders)
+    return [range(begin, end) for begin, end in zip(ends, ends[1:])]
+
+
+def _holder(box: Box, parts: Sequence[Part]) -> Part:
+    for part in parts:
+        if part.group == box.group and contains(part.layers, box.layers) and contains(part.heads, box.heads):
+            return part
+    raise LayoutMismatch(f"no part of the source holds {box}; they hold {[part.box for part in parts]}")
+
+
+def contains(outer: range, inner: range) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
+
+
+def shard_of(part: Part, parts: Sequence[Part]) -> Shard:
+    """All that the rank holds which `part` belongs to: a rank is known by its endpoints."""
+    return tuple(each.box for each in parts if each.endpoints == part.endpoints)
+
+
+def cells_of(memory: BlockMemory, layout: KVLayout, shard: Shard, box: Box) -> Cells:
+    """`box` of the whole model `layout` in the pool of the rank that holds `shard`. Raises ProtocolError where it does
+    not lie there."""
+    for index, held in enumerate(shard):
+        if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
+            if box.layers and box.heads:
+                first_layer = layout.first_layer(box.group) + box.layers.start
+                return Cells(
+                    memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer
+                )
+    raise ProtocolError(f"{box} is not in this pool, which holds {list(shard)}")
+
+
+def _shift(inner: range, outer: range) -> range:
+    return range(inner.start - outer.start, inner.stop - outer.start)

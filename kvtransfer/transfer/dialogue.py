@@ -1,0 +1,145 @@
+"""The order of a dialogue, the same for both sides.
+
+    taker                                   source
+      │ ── Want{ticket, token_begin} ──────► │  ticket checked before anything else
+      │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp
+      │  room made, bytes in place, digested │
+      │ ── Ack{range} ─────────────────────► │  lease alive? generations still the same?
+      │ ◄──────────── Confirm{range} ─────── │
+      │  verified(tokens of which all layers are confirmed)
+      │ ── End{ok} ────────────────────────► │  the lease may end
+    Renew goes both ways every second: the taker's keeps the lease alive, the answer shows that the source is.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+
+from baton.v1 import kv_pb2
+from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transfer.leases import Watermark
+from kvtransfer.wire import Range
+
+RENEW_S = 1.0
+LAST_WORDS_S = 1.0
+# One Ready. Each range has as many bytes as all before it, within these: a taker has something to do at once, works on
+# one range while the source digests the next, and a prompt is few frames (seen: 64 MiB in ranges of 8 MiB took 2 ms
+# more, most of it threads waking each other).
+FIRST_RANGE_BYTES = 1 << 20
+MAX_RANGE_BYTES = 32 << 20
+MAX_SENT_BYTES = 8 << 20  # where the source sends, the taker digests a range only when it is there
+MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small a token is
+
+
+class Cursor:
+    """How far a dialogue has come: all its layers of the tokens below `token`, and those below `layer` of the tokens
+    up to `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few
+    layers at a time over one stretch of tokens until it has them all. `layers`: the dialogue's, counted as in the whole
+    model."""
+
+    def __init__(self, token_begin: int, num_tokens: int, layers: range):
+        """Raises ProtocolError when `token_begin` is not the end of a span or of the prompt."""
+        if not 0 <= token_begin <= num_tokens or (token_begin % SPAN_TOKENS and token_begin != num_tokens):
+            raise ProtocolError(f"token {token_begin} of {num_tokens}: a dialogue begins where a span does")
+        self._begin = self.token = self.token_end = token_begin
+        self.layer = layers.start
+        self.num_tokens = num_tokens
+        self.layers = layers
+
+    @property
+    def done(self) -> bool:
+        return self.token == self.num_tokens
+
+    def upcoming(self, mark: Watermark, token_bytes: int, max_bytes: int) -> Range | None:
+        """The next range that the watermark allows, of about `max_bytes` at most; `token_bytes`: all layers of a
+        token."""
+        num_bytes = min(max_bytes, MAX_RANGE_BYTES, max(FIRST_RANGE_BYTES, (self.token - self._begin) * token_bytes))
+        full_token = mark.upto_token if mark.upto_layer >= self.layers.stop else mark.full_token
+        if self.token_end > self.token:  # a stretch of tokens that has its first layers
+            ready = self.layers.stop if full_token >= self.token_end else mark.upto_layer
+            return self._some_layers(self.token_end, ready, token_bytes, num_bytes)
+        if full_token > self.token:
+            step = max(1, min(MAX_RANGE_TOKENS, num_bytes // token_bytes) // SPAN_TOKENS) * SPAN_TOKENS
+            return Range(self.token, min(full_token, self.token + step), self.layers.start, self.layers.stop)
+        return self._some_layers(mark.upto_token, mark.upto_layer, token_bytes, num_bytes)
+
+    def _some_layers(self, token_end: int, ready: int, token_bytes: int, num_bytes: int) -> Range | None:
+        ready = min(ready, self.layers.stop)
+        if token_end <= self.token or ready <= self.layer:
+            return None
+        layer_bytes = max(1, token_bytes * (token_end - self.token) // len(self.layers))
+        step = max(1, num_bytes // layer_bytes)
+        return Range(self.token, token_end, self.layer, min(ready, self.layer + step))
+
+    def take(self, moved: Range) -> None:
+        """Goes on by `moved`. Raises ProtocolError unless it follows what came before."""
+        if self.token_end > self.token:
+            follows = moved[:3] == (self.token, self.token_end, self.layer)
+        else:
+            end = moved.token_end
+            aligned = self.token < end <= self.num_tokens and (end % SPAN_TOKENS == 0 or end == self.num_tokens)
+            follows = aligned and (moved.token_begin, moved.layer_begin) == (self.token, self.layers.start)
+        if not follows or not moved.layer_begin < moved.layer_end <= self.layers.stop:
+            raise ProtocolError(f"{moved} does not follow token {self.token}..{self.token_end}, layer {self.layer} "
+                                f"of {self.num_tokens} tokens, layers {self.layers}")  # fmt: skip
+        if moved.layer_end == self.layers.stop:
+            self.token = self.token_end = moved.token_end
+            self.layer = self.layers.start
+        else:
+            self.token_end, self.layer = moved.token_end, moved.layer_end
+
+
+def end_frame(status: str = "ok", message: str = "") -> kv_pb2.KVFrame:
+    return kv_pb2.KVFrame(end=kv_pb2.End(status=status, message=message[:500]))
+
+
+def renew_frame() -> kv_pb2.KVFrame:
+    return kv_pb2.KVFrame(renew=kv_pb2.Renew())
+
+
+async def converse(listening: Coroutine, *others: Coroutine) -> None:
+    """Runs the parts of one side until `listening` returns or any of them fails, and raises what failed. All have
+    ended when this does, whatever cancels the waiting: a thread of theirs may still be writing."""
+    tasks = [asyncio.create_task(part) for part in (listening, *others)]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0] not in done and any(isinstance(task.exception(), PeerLost) for task in done):
+            # A broken line is noticed in sending first; why it broke may still be there to be read.
+            await asyncio.wait(tasks[:1], timeout=LAST_WORDS_S)
+        for task in tasks:
+            if task.done():
+                return task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await _settled(tasks)
+
+
+async def together(parts: Sequence[Coroutine]) -> None:
+    """Runs all to their ends; the first failure cancels the others and is raised when they have ended too."""
+    if len(parts) == 1:
+        return await parts[0]
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await _settled(tasks)
+
+
+async def _settled(tasks: list[asyncio.Task]) -> None:
+    cancelled = False
+    while not all(task.done() for task in tasks):
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError:
+            cancelled = True
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # seen
+    if cancelled:
+        raise asyncio.CancelledError

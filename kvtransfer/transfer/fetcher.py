@@ -1,0 +1,231 @@
+"""The side that wants KV: chooses a transport, pulls what is missing, and comes back when the line breaks."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.v1 import kv_pb2
+from kvtransfer.compatible import MIXED, relation
+from kvtransfer.errors import (
+    KVError,
+    LayoutMismatch,
+    LeaseExpired,
+    PeerLost,
+    TicketRefused,
+    TransferTimedOut,
+    TransportBroken,
+)
+from kvtransfer.layout import KVHandle, KVLayout
+from kvtransfer.memory.blocks import check_movable
+from kvtransfer.memory.convert import Codec
+from kvtransfer.memory.digest import KINDS
+from kvtransfer.memory.pools import DevicePool, Pools
+from kvtransfer.memory.reshard import Shard, Share, plan
+from kvtransfer.transfer.dialogue import together
+from kvtransfer.transfer.pull import Destination, Pull, Shelter
+from kvtransfer.transfer.ticket import parse_ticket
+from kvtransfer.transports import inproc
+from kvtransfer.transports.endpoints import Dialer
+from kvtransfer.transports.grpc_stream import OPEN, Security
+from kvtransfer.transports.transport import Line, TransferRates, TransportChoice, allowed, choose
+from kvtransfer.wire import Taker, decode_handle
+
+_PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
+_MAX_BROKEN = 256
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    num_tokens: int
+    num_bytes: int
+    num_bytes_early: int  # of those, what had left the source before its prefill had ended
+    transport: str  # of several ranks of the source, all that were used
+    numerics: str  # exact | mixed
+    transfer_s: float  # from the first Want to the last Confirm
+    after_last_ready_s: float  # what of it the prefill could not hide
+    reason: str  # why this transport, one line
+
+
+class Fetcher:
+    """`memory`: the pool that is written into. `layout`: of the whole model, which the ranks of this taker hold as
+    `shards`; the pool is that of `rank`. `device`: the pool where it lies on a GPU, `memory` then being its mirror.
+    `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
+    forms are taken.
+
+    `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
+
+    def __init__(
+        self, memory, layout: KVLayout, instance: bytes, epoch: int, host_id: str,
+        transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
+        shards: Sequence[Shard] = (), rank: int = 0, codec: Codec | None = None, digest: str = "sum",
+        is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
+    ):  # fmt: skip
+        """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport or digest."""
+        if digest not in KINDS:
+            raise ValueError(f"digest {digest!r}: one of {', '.join(KINDS)}")
+        self.counters: Counter[str] = Counter()
+        self._shards = tuple(map(tuple, shards)) or (layout.whole,)
+        self._rank = rank
+        self._pools = Pools.of(memory, layout.cut(self._shards[rank]), device)
+        self._layout = layout
+        self._instance = instance
+        self._epoch = epoch
+        self._host_id = host_id
+        self._numerics_class = numerics_class
+        self._codec = codec
+        self._digest = digest
+        self._is_strict = is_strict
+        self._transports = allowed(transports)
+        self._doors = Dialer(self._pools.host, device and device.region, socket_folder, security)
+        self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
+        self._rates = TransferRates()
+
+    def taker(self, num_cached_tokens: int = 0) -> Taker:
+        """What a source needs to know to make an offer."""
+        return Taker(
+            self._instance, self._epoch, self._layout, self._numerics_class, num_cached_tokens, self._transports,
+            self._host_id,
+        )  # fmt: skip
+
+    async def fetch(self, handle: bytes, ticket: bytes, destination: Destination, deadline: float) -> FetchReport:
+        """Pulls everything that `destination` misses; `deadline` on time.monotonic().
+
+        Raises a KVError, or what `destination` raises. However it ends, cancellation included, no byte lands and
+        `verified` is not called afterwards."""
+        timeout = asyncio.timeout(max(0.0, deadline - time.monotonic()) if deadline != float("inf") else None)
+        try:
+            async with timeout:
+                report = await self._fetch(decode_handle(handle), self._want(ticket), destination)
+        except TimeoutError as exc:
+            if not timeout.expired():
+                raise
+            self.counters[TransferTimedOut.status] += 1
+            raise TransferTimedOut("the KV was not there in time") from exc
+        except KVError as exc:
+            self.counters[exc.status] += 1
+            raise
+        self.counters["fetches_done"] += 1
+        self.counters["fetches_mixed"] += report.numerics == MIXED
+        return report
+
+    def close(self) -> None:
+        """Unmaps the pools of other processes. No fetch may be under way."""
+        self._doors.close()
+
+    async def _fetch(self, handle: KVHandle, want: kv_pb2.Want, destination: Destination) -> FetchReport:
+        numerics, shares = self._check(handle, want)
+        shelter, began = Shelter(self._pools.host, destination, len(shares)), time.monotonic()
+        pulls = [
+            Pull(self._pools, self._layout, self._shards[self._rank], handle, share, index, shelter, self._digest,
+                 self._codec)
+            for index, share in enumerate(shares)
+        ]  # fmt: skip
+        choices = [
+            choose(share.part.endpoints, self._host_id, self._transports, inproc.is_here, self._pools.memory,
+                   pull.in_blocks, self._broken_with(pull.source))
+            for share, pull in zip(shares, pulls)
+        ]  # fmt: skip
+        used: list[tuple[str, str]] = []
+        await together([self._pull(pull, choice, want, used) for pull, choice in zip(pulls, choices)])
+        last_confirm = max(pull.last_confirm for pull in pulls)
+        return FetchReport(
+            num_tokens=handle.num_tokens - shelter.num_cached_tokens,
+            num_bytes=sum(pull.num_bytes for pull in pulls),
+            num_bytes_early=sum(pull.num_bytes_early for pull in pulls),
+            transport="+".join(dict.fromkeys(transport for transport, _ in used)),
+            numerics=numerics,
+            transfer_s=last_confirm - began,
+            after_last_ready_s=max(0.0, last_confirm - max(pull.last_ready for pull in pulls)),
+            reason="; ".join(dict.fromkeys(reason for _, reason in used)),
+        )
+
+    async def _pull(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want, used: list[tuple[str, str]]) -> None:
+        """One share, over as many lines as it takes."""
+        pauses = iter(_PAUSES_S)
+        while True:
+            before = pull.verified_token
+            try:
+                used.append(await self._pull_once(pull, choice, want))
+                return
+            except (LeaseExpired, TicketRefused):
+                if not pull.is_done:
+                    raise
+                # Only the goodbye was lost, and it had arrived: the source has ended this fetch.
+                used.append((choice.endpoints[0].transport, choice.reason))
+                return
+            except TransportBroken as exc:
+                choice = self._without(choice, pull.source, exc)
+            except PeerLost:
+                if pull.verified_token > before:
+                    pauses = iter(_PAUSES_S)
+                pause = next(pauses, None)
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
+
+    def _broken_with(self, source: bytes) -> set[str]:
+        return {transport for name, transport in self._broken if name == source}
+
+    def _without(self, choice: TransportChoice, source: bytes, exc: TransportBroken) -> TransportChoice:
+        """What is left when the transport that was used does not work with this source, now and in later fetches.
+        Raises `exc` when nothing is."""
+        transport = exc.transport
+        self._broken[source, transport] = None
+        if len(self._broken) > _MAX_BROKEN:
+            del self._broken[next(iter(self._broken))]
+        left = tuple(endpoint for endpoint in choice.endpoints if endpoint.transport != transport)
+        if not left:
+            raise exc
+        log.warning("%s is not used with this source any more: %s", transport, exc)
+        return TransportChoice(left, f"{left[0].transport}, because {transport}: {exc}")
+
+    async def _pull_once(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want) -> tuple[str, str]:
+        """One line from Want to End; the transport and why it was taken. Raises PeerLost when the line breaks."""
+        line, transport, reason = await self._connect(pull, choice)
+        try:
+            await pull.run(line, transport, want)
+        finally:
+            line.close()
+        self._rates.note(pull.source, transport, pull.num_bytes, pull.moving.seconds)
+        rate = self._rates.gigabytes_per_s(pull.source, transport)
+        return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason
+
+    async def _connect(self, pull: Pull, choice: TransportChoice) -> tuple[Line, str, str]:
+        """The best endpoint that can be reached now. Raises PeerLost when none can."""
+        failures = []
+        for endpoint in choice.endpoints:
+            try:
+                line = await self._doors.open(endpoint, pull.source_layout)
+            except PeerLost as exc:
+                failures.append(f"{endpoint.transport}: {exc}")
+                continue
+            reason = f"{endpoint.transport}, because {'; '.join(failures)}" if failures else choice.reason
+            return line, endpoint.transport, reason
+        raise PeerLost("; ".join(failures))
+
+    def _want(self, ticket: bytes) -> kv_pb2.Want:
+        """Raises TicketRefused for another taker's ticket, ProtocolError for bytes that are none."""
+        parsed = parse_ticket(ticket)
+        if (parsed.taker_instance, parsed.taker_epoch) != (self._instance, self._epoch):
+            raise TicketRefused("the ticket is another taker's: every taker needs its own Offer")
+        return kv_pb2.Want(ticket=parsed, taker_instance=self._instance, taker_epoch=self._epoch)
+
+    def _check(self, handle: KVHandle, want: kv_pb2.Want) -> tuple[str, tuple[Share, ...]]:
+        """Before anything is allocated: exact or mixed, and what is to be pulled from whom. Raises LayoutMismatch,
+        TicketRefused."""
+        if want.ticket.lease_id != handle.lease_id:
+            raise TicketRefused("the ticket is for another lease than the handle")
+        check_movable(handle.layout)
+        numerics = relation(
+            handle.layout, handle.numerics_class, self._layout, self._numerics_class, is_strict=self._is_strict
+        )
+        forms = [[group.form for group in layout.groups] for layout in (handle.layout, self._layout)]
+        if self._codec is None and forms[0] != forms[1]:
+            raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._layout} and has no codec")
+        return numerics, plan(handle.parts, self._shards, self._rank)

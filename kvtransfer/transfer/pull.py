@@ -1,0 +1,256 @@
+"""The taker's side of one dialogue."""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from baton import failpoints
+from baton.v1 import kv_pb2
+from kvtransfer.capabilities import CAPABILITIES
+from kvtransfer.errors import DigestMismatch, KVError, PeerLost, ProtocolError, StaleBlocks, TransferFailed, from_status
+from kvtransfer.layout import BlockRef, KVHandle, KVLayout
+from kvtransfer.memory.blocks import BlockMemory, Cells
+from kvtransfer.memory.byte_runs import merged_runs
+from kvtransfer.memory.convert import Codec, read
+from kvtransfer.memory.digest import make_digests, span_names
+from kvtransfer.memory.pools import Pools
+from kvtransfer.memory.reshard import Shard, Share, cells_of, shard_of
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transfer.dialogue import RENEW_S, Cursor, converse, end_frame, renew_frame
+from kvtransfer.transports.transport import Busy, Line, run_blocking
+from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
+
+_NUM_CHECKING = 2  # ranges at a time: one is copied while another is digested, and no thread waits for the loop
+_MAX_WAITING = 4  # ranges in place or announced, not yet digested
+
+
+class Destination(Protocol):
+    """Where a fetch puts KV: the blocks of one request in the taker's pool. Called in the event loop."""
+
+    num_cached_tokens: int  # verified there already, so the fetch begins here; a multiple of 64
+
+    def set_aside(self, upto_token: int) -> Sequence[BlockRef]:
+        """Blocks that hold the tokens [0, upto_token), from the first on, the same ones at every call. What it raises
+        ends the fetch."""
+
+    def verified(self, upto_token: int) -> None:
+        """Digest, generation and lease of everything below were right: it may be attended to and cached."""
+
+
+class Shelter:
+    """Where the shares of one fetch land: `destination` hears of what all of them have."""
+
+    def __init__(self, memory: BlockMemory, destination: Destination, num_shares: int):
+        self.num_cached_tokens = destination.num_cached_tokens
+        self._memory = memory
+        self._destination = destination
+        self._verified = [destination.num_cached_tokens] * num_shares
+        self._told = destination.num_cached_tokens
+        self._blocks: list[BlockRef] = []
+        self.ids = np.empty(0, np.int64)  # of _blocks
+
+    def make_room(self, upto_token: int) -> None:
+        """Raises what the destination raises, TransferFailed, StaleBlocks."""
+        blocks = list(self._destination.set_aside(upto_token))
+        if len(blocks) < self._memory.layout.num_blocks(upto_token):
+            raise TransferFailed(f"the destination set {len(blocks)} blocks aside for {upto_token} tokens")
+        known = min(len(blocks), len(self._blocks))
+        if blocks[:known] != self._blocks[:known]:
+            raise StaleBlocks("the destination has given blocks of this fetch to somebody else")
+        if len(blocks) > known:
+            self._blocks = blocks
+            self.ids = self._memory.check_ids([block.block_id for block in blocks])
+
+    def verified(self, share: int, upto_token: int) -> None:
+        self._verified[share] = upto_token
+        if (common := min(self._verified)) > self._told:
+            self._told = common
+            self._destination.verified(common)
+
+
+class Pull:
+    """What one share of a fetch has achieved; `run` may be called again with a new line after the last was lost."""
+
+    def __init__(
+        self, pools: Pools, layout: KVLayout, shard: Shard, handle: KVHandle, share: Share, index: int,
+        shelter: Shelter, digest: str, codec: Codec | None,
+    ):  # fmt: skip
+        """`layout`, `shard`: the taker's; `index`: which of the shelter's shares this is. Raises ProtocolError."""
+        self._pools = pools
+        self._shard = shard
+        self._layout = layout
+        self._handle = handle
+        self._share = share
+        self._index = index
+        self._shelter = shelter
+        self._codec = codec
+        self._digest = digest
+        self._cells = self._cells_in(pools.host)
+        names = span_names(handle.span_hashes, handle.chain_parent, handle.num_tokens)
+        # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
+        self._digests = make_digests(digest, handle.layout, share.box, names)
+        self._source_shard = shard_of(share.part, handle.parts)
+        # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they lie.
+        self.in_blocks = (
+            self._cells.is_whole and self._source_shard == (share.box,)
+            and handle.layout.groups[share.box.group] == layout.groups[share.box.group]
+        )  # fmt: skip
+        self._source_ids = np.asarray([block.block_id for block in handle.blocks], np.int64)
+        self.verified_token = shelter.num_cached_tokens
+        self.num_bytes = self.num_bytes_early = 0
+        self.moving = Busy()
+        self.last_ready = self.last_confirm = time.monotonic()
+
+    def _cells_in(self, memory: BlockMemory) -> Cells:
+        return cells_of(memory, self._layout, self._shard, self._share.box)
+
+    @property
+    def source(self) -> bytes:
+        """Names the worker that is pulled from."""
+        return self._handle.source_instance
+
+    @property
+    def source_layout(self) -> KVLayout:
+        """Of the pool of the rank that is pulled from."""
+        return self._handle.layout.cut(self._source_shard)
+
+    @property
+    def is_done(self) -> bool:
+        return self.verified_token == self._handle.num_tokens
+
+    async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
+        """Until everything is verified. Raises PeerLost when the line breaks, another KVError when it is over; no
+        byte lands and `verified` is not called once it has raised. The caller closes the line."""
+        share = self._share
+        self._cells = cells = self._cells_in(self._pools.used_by(transport))
+        layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
+        shape = (self.verified_token, self._handle.num_tokens, layers)
+        self._announced, self._confirmed = Cursor(*shape), Cursor(*shape)
+        self._acked: deque[Range] = deque()
+        self._turn = asyncio.Event()  # of the newest range that is placed and checked: it has been acknowledged
+        self._turn.set()
+        self._landed: asyncio.Queue[tuple[Range, np.ndarray]] = asyncio.Queue(_MAX_WAITING)
+        self._line, self._sends = line, CAPABILITIES[transport].source_sends
+        self._reads_runs = CAPABILITIES[transport].reads_runs
+        asked = kv_pb2.Want(
+            token_begin=self.verified_token, transport=transport, digest=self._digest, part=box_to_proto(share.box),
+            share=share.index, num_shares=share.num_shares, layout=layout_to_proto(self._layout),
+            in_blocks=self.in_blocks,
+        )  # fmt: skip
+        asked.MergeFrom(want)
+        try:
+            await line.send(kv_pb2.KVFrame(want=asked))
+            if not self._confirmed.done:
+                checking = (self._check_all() for _ in range(_NUM_CHECKING))
+                await converse(self._listen(), *checking, self._renew())
+            await line.send(end_frame())
+        except PeerLost:
+            raise
+        except KVError as exc:
+            await self._tell(exc)
+            raise
+
+    async def _tell(self, exc: KVError) -> None:
+        try:
+            await self._line.send(end_frame(exc.status, str(exc)))
+        except KVError:
+            pass  # nobody listens any more
+
+    async def _listen(self) -> None:
+        """Until the last Confirm."""
+        while not self._confirmed.done:
+            frame = await self._line.receive()
+            match frame.WhichOneof("kind"):
+                case "ready":
+                    await self._ready(frame.ready)
+                case "confirm":
+                    self._confirm(frame.confirm)
+                case "renew":
+                    pass
+                case "end":
+                    raise from_status(frame.end.status, frame.end.message)
+                case kind:
+                    raise ProtocolError(f"{kind} from a source in mid-dialogue")
+
+    async def _ready(self, ready: kv_pb2.Ready) -> None:
+        """Checks the announcement, makes room, and lets the bytes in where the source sends them."""
+        moved = range_from_proto(ready.range)
+        self._announced.take(moved)
+        self.last_ready = time.monotonic()
+        digests = self._digests.read(ready, moved)
+        if list(ready.generations) != [block.generation for block in self._source_blocks(moved)]:
+            raise StaleBlocks("the source has given blocks of this handle to somebody else")
+        num_bytes = self._cells.num_bytes(moved)
+        if ready.payload_bytes != (num_bytes if self._sends else 0):
+            raise ProtocolError(f"{ready.payload_bytes} bytes follow {moved}, which has {num_bytes}")
+        self._shelter.make_room(moved.token_end)
+        self.num_bytes_early += num_bytes if ready.is_early else 0
+        if self._sends:
+            with self.moving:
+                await self._line.receive_payload(self._cells.incoming(self._shelter.ids, moved, self.in_blocks))
+        await self._landed.put((moved, digests))
+
+    def _source_blocks(self, moved: Range) -> tuple[BlockRef, ...]:
+        size = self._handle.layout.block_size
+        return self._handle.blocks[moved.token_begin // size : -(-moved.token_end // size)]
+
+    async def _check_all(self) -> None:
+        while True:
+            moved, digests = await self._landed.get()
+            failpoints.hit("transfer.landed")
+            before, self._turn = self._turn, asyncio.Event()
+            mine = self._turn
+            num_bytes = self._cells.num_bytes(moved)
+            source = None if self._sends or self._reads_runs else self._source_cells()
+            if self._reads_runs:
+                with self.moving:
+                    await self._line.read(merged_runs(self._layout, self._source_ids, self._shelter.ids, moved))
+            with self.moving if source else contextlib.nullcontext():
+                work = math.inf if self._cells.memory.waits else num_bytes
+                await run_blocking(work, self._place_and_check, source, self._shelter.ids, moved, digests)
+            self.num_bytes += num_bytes
+            await before.wait()  # Acks go in the order of the ranges
+            self._acked.append(moved)
+            await self._line.send(kv_pb2.KVFrame(ack=kv_pb2.Ack(range=range_to_proto(moved))))
+            mine.set()
+
+    def _source_cells(self) -> Cells:
+        source = self._line.source_memory
+        if source is None:
+            raise ProtocolError("Ready before the source has shared its memory")
+        source.check_ids(self._source_ids)
+        return cells_of(source, self._handle.layout, self._source_shard, self._share.box)
+
+    def _place_and_check(self, source: Cells | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
+        """In a thread: copies where the taker reads, digests what has travelled. Raises DigestMismatch."""
+        if source:
+            found = read(self._cells, source, ids, self._source_ids, moved, self._digests, self._codec)
+        else:
+            found = self._digests.of_pool(self._cells, ids, moved)
+        wrong = np.argwhere(found != digests)
+        if len(wrong):
+            token = moved.token_begin + int(wrong[0][0]) * SPAN_TOKENS
+            raise DigestMismatch(f"{len(wrong)} cells from token {token} on are not what the source digested")
+        self._cells.each(ids, moved, self._cells.memory.flush)
+
+    def _confirm(self, confirm: kv_pb2.Confirm) -> None:
+        moved = range_from_proto(confirm.range)
+        if not self._acked or self._acked[0] != moved:
+            raise ProtocolError(f"Confirm of {moved}, which is not the oldest range acknowledged")
+        self._acked.popleft()
+        self._confirmed.take(moved)
+        self.last_confirm = time.monotonic()
+        if self._confirmed.token > self.verified_token:
+            self.verified_token = self._confirmed.token
+            self._shelter.verified(self._index, self.verified_token)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._line.send(renew_frame())

@@ -1,0 +1,200 @@
+"""The side that holds KV: offers it, says how far it is written, and serves the takers that come for it."""
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton import failpoints, tasks
+from kvtransfer.capabilities import CAPABILITIES
+from kvtransfer.compatible import relation
+from kvtransfer.layout import BlockRef, Endpoint, KVHandle, KVLayout, Part
+from kvtransfer.memory.blocks import check_movable
+from kvtransfer.memory.convert import Codec
+from kvtransfer.memory.pools import DevicePool, Pools
+from kvtransfer.memory.region import Region
+from kvtransfer.memory.reshard import Shard
+from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
+from kvtransfer.transfer.connections import Connections
+from kvtransfer.transfer.leases import Lease, LeaseTable
+from kvtransfer.transfer.serving import Serving, Shelf
+from kvtransfer.transfer.ticket import TicketMint, parse_ticket
+from kvtransfer.transports.endpoints import Address, Listeners, Memories
+from kvtransfer.transports.transport import Line, allowed
+from kvtransfer.wire import ID_BYTES, MAX_TOKENS, Taker, encode_handle
+
+
+@dataclass(frozen=True, slots=True)
+class SourceIdentity:
+    instance: bytes  # names the worker
+    epoch: int  # random 64 bits per start
+    model_identity: bytes
+    numerics_class: str
+
+
+class Offer(NamedTuple):
+    lease_id: bytes
+    handle: bytes  # KVHandle
+    ticket: bytes  # Ticket
+
+
+class Source:
+    """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
+    cannot (then there is no shm). `device`: the pool where it lies on a GPU, `memory` then being its mirror.
+    `layout`: of the whole model; what of it lies in this pool is `shard`, all of it where that is empty.
+    `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
+    `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
+    the same form are served. All methods belong to the event loop that `start` ran in.
+
+    `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
+    taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
+
+    def __init__(
+        self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
+        on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
+        device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
+        shard: Shard = (), mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
+    ):  # fmt: skip
+        """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
+        self.identity = identity
+        self.layout = layout
+        self.counters: Counter[str] = Counter()
+        self._host_id = host_id
+        self._region = region
+        self._device = device
+        self._ttl_s = lease_ttl_s
+        self._transports = allowed(transports)
+        self._shard = tuple(shard) or layout.whole
+        self._is_strict = is_strict
+        self._pools = Pools.of(memory, layout.cut(self._shard), device)
+        self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
+        self._shelf = Shelf(
+            self._pools, layout, self._shard, identity.numerics_class, codec, self._leases, mint or TicketMint(),
+            generations, self.counters, {},
+        )  # fmt: skip
+        self._listeners = Listeners()
+        self._connections = {name: Connections() for name in CAPABILITIES}
+        self._reaper: asyncio.Task | None = None
+
+    async def start(self, address: Address | None = None) -> None:
+        """Raises OSError naming what cannot be listened on."""
+        pool = Memories(self._pools.host, self._region, self._device and self._device.region)
+        await self._listeners.open(self._transports, pool, address or Address(), self._host_id, self._accept)
+        self._reaper = tasks.start("lease reaper", self._reap)
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return self._listeners.endpoints
+
+    def offer(
+        self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
+        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, lease_id: bytes | None = None,
+    ) -> Offer:  # fmt: skip
+        """A lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as soon
+        as it asks. `lease_id`: where several ranks lease their parts under one name (wire.join_handles makes one handle
+        of theirs). Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that
+        contradict each other or a key that has a lease."""
+        self._check_taker(taker)
+        if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
+            raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
+        if len(span_hashes) != num_tokens // SPAN_TOKENS or len(chain_parent) != HASH_BYTES:
+            raise ValueError(f"{len(span_hashes)} span hashes for {num_tokens} tokens")
+        self._pools.host.check_ids([block.block_id for block in blocks])
+        lease = self._leases.grant(
+            key, blocks=blocks, num_tokens=num_tokens, num_layers=self.layout.num_layers, span_hashes=span_hashes,
+            chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id,
+        )  # fmt: skip
+        if num_ready_tokens:
+            lease.advance(num_ready_tokens)
+        self.counters["leases_granted"] += 1
+        return self._ticket(lease, taker)
+
+    def offer_again(self, lease_id: bytes, taker: Taker) -> Offer:
+        """The same lease for one more taker. Raises LeaseExpired where it has ended, LayoutMismatch, ValueError."""
+        self._check_taker(taker)
+        lease = self._leases.find(lease_id)
+        self._leases.renew(lease_id)
+        return self._ticket(lease, taker)
+
+    def admit(self, key: Hashable, ticket: bytes) -> None:
+        """A ticket that another rank of this source has minted is good here too."""
+        if lease := self._leases.of(key):
+            lease.add_fetch(parse_ticket(ticket).fetch_id)
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Its taker is not waited for, and not served any more. Idempotent."""
+        parsed = parse_ticket(ticket)
+        self._leases.withdraw(parsed.lease_id, parsed.fetch_id)
+
+    def _ticket(self, lease: Lease, taker: Taker) -> Offer:
+        fetch_id = secrets.token_bytes(ID_BYTES)
+        lease.add_fetch(fetch_id)
+        ticket = self._shelf.mint.mint(lease.lease_id, taker.instance, taker.epoch, fetch_id)
+        return Offer(lease.lease_id, encode_handle(self._handle(lease)), ticket)
+
+    def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None:
+        """KV is written below `upto_token` in the layers below `upto_layer` (None: all). A key without a lease is no
+        fault: it may have ended. Raises ValueError for a watermark that goes back."""
+        if lease := self._leases.of(key):
+            lease.advance(upto_token, upto_layer)
+
+    def finish(self, key: Hashable) -> None:
+        """Everything is written. The lease ends when its taker has confirmed everything."""
+        self._leases.finish(key)
+
+    def cancel(self, key: Hashable) -> None:
+        """Ends the lease and its dialogue. Idempotent."""
+        self._leases.cancel(key)
+
+    def renew(self, lease_id: bytes) -> bool:
+        """The lease lives its ttl from now; False where it has ended."""
+        return self._leases.renew(lease_id)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def num_tickets(self) -> int:
+        """That may still be used, or are in use."""
+        return self._leases.num_fetches
+
+    @property
+    def num_connections(self) -> int:
+        """Of all transports, strangers included."""
+        return sum(map(len, self._connections.values()))
+
+    async def stop(self) -> None:
+        """Ends every dialogue and every lease, and removes the sockets."""
+        await self._listeners.close()
+        if self._reaper:
+            self._reaper.cancel()
+        self._leases.close()
+        tasks = [task for each in self._connections.values() for task in each.cancel()]
+        await asyncio.gather(*tasks, *([self._reaper] if self._reaper else []), return_exceptions=True)
+
+    async def serve(self, line: Line, transport: str) -> None:
+        """One dialogue on a line that was accepted."""
+        await Serving(self._shelf, line, transport, self._connections[transport].establish).run()
+
+    def _accept(self, line: Line, transport: str) -> None:
+        self._connections[transport].open(line, self.serve(line, transport))
+
+    def _check_taker(self, taker: Taker) -> None:
+        numerics = (self.identity.numerics_class, taker.numerics_class)
+        relation(self.layout, numerics[0], taker.layout, numerics[1], is_strict=self._is_strict)
+        check_movable(taker.layout)
+
+    def _handle(self, lease: Lease) -> KVHandle:
+        return KVHandle(
+            self.identity.instance, self.identity.epoch, lease.lease_id, self.identity.model_identity,
+            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._shard),
+            lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks,
+        )  # fmt: skip
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(min(0.25, self._ttl_s / 4))
+            self.counters["leases_expired"] += self._leases.expire()

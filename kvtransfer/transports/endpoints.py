@@ -1,0 +1,177 @@
+"""Where a source is reached and how a taker gets there: one place that knows every transport by name."""
+
+import asyncio
+import functools
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvtransfer.errors import PeerLost, TransferFailed
+from kvtransfer.layout import Endpoint, KVLayout
+from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.memory.cuda_runtime import CudaError
+from kvtransfer.memory.device_memory import DeviceRegion
+from kvtransfer.memory.region import Region
+from kvtransfer.transports import cuda_ipc, grpc_stream, inproc, nixl, shm, tcp
+from kvtransfer.transports import socket_folder as folder
+from kvtransfer.transports.nixl_engine import NixlAgent
+from kvtransfer.transports.transport import Line
+
+_WILDCARDS = ("0.0.0.0", "::")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`advertise_host`: what takers on other machines connect to; needed where `listen_host` is a wildcard and the
+    host's own name does not lead here. `socket_folder`: where processes of this host meet."""
+
+    listen_host: str = "127.0.0.1"
+    advertise_host: str | None = None
+    socket_folder: Path = field(default_factory=folder.default_parent)
+    security: grpc_stream.Security = grpc_stream.OPEN
+
+    def of(self, host: str, port: int) -> str:
+        if self.advertise_host:
+            host = self.advertise_host
+        elif host in _WILDCARDS:
+            host = socket.gethostbyname(socket.gethostname())
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Memories(NamedTuple):
+    """A source's pool: in host memory, the file behind that where other processes may map it, and the pool on a GPU
+    where `host` is its mirror."""
+
+    host: BlockMemory
+    region: Region | None
+    device: DeviceRegion | None
+
+
+class Listeners:
+    """A source's open doors."""
+
+    def __init__(self):
+        self._open: list = []
+        self.endpoints: tuple[Endpoint, ...] = ()
+
+    async def open(
+        self, names: Sequence[str], pool: Memories, address: Address, host_id: str,
+        on_line: Callable[[Line, str], None],
+    ) -> None:  # fmt: skip
+        """One for each transport of `names` that `pool` can be read by. Raises OSError naming what cannot be listened
+        on."""
+        for name in names:
+            found = await self._listen(name, pool, address, lambda line, name=name: on_line(line, name))
+            if found:
+                listener, where = found
+                self._open.append(listener)
+                self.endpoints += (Endpoint(name, where, host_id),)
+
+    async def close(self) -> None:
+        while self._open:
+            await self._open.pop().close()
+
+    async def _listen(self, name: str, pool: Memories, address: Address, on_line) -> tuple | None:
+        block_bytes = pool.host.layout.block_bytes
+        match name:
+            case "inproc":
+                listener = inproc.InprocListener(pool.host, on_line)
+                return listener, listener.name
+            case "cuda_ipc" if pool.device is not None:
+                try:
+                    listener = cuda_ipc.CudaIpcListener(pool.device, block_bytes, address.socket_folder, on_line)
+                except CudaError as exc:
+                    log.warning("cuda_ipc is not offered, this GPU's memory cannot be shared: %s", exc)
+                    return None
+                return listener, listener.address
+            case "shm" if pool.region is not None:
+                listener = shm.ShmListener(pool.region, pool.host.layout, address.socket_folder, on_line)
+                return listener, listener.address
+            case "tcp":
+                listener = await tcp.listen(address.listen_host, on_line)
+                return listener, address.of(*listener.sock.getsockname()[:2])
+            case "nixl":
+                try:
+                    agent = await _agent(pool.host)
+                except TransferFailed as exc:
+                    raise OSError(str(exc)) from exc
+                listener = await nixl.listen(address.listen_host, agent, block_bytes, on_line)
+                return listener, address.of(*listener.sock.getsockname()[:2])
+            case "grpc":
+                listener = await grpc_stream.listen(address.listen_host, on_line, address.security)
+                return listener, address.of(address.listen_host, listener.port)
+        return None
+
+
+class Dialer:
+    """A taker's ways to the sources, with what it keeps of them from one fetch to the next."""
+
+    def __init__(
+        self, memory: BlockMemory, device: DeviceRegion | None, socket_folder: Path | None = None,
+        security: grpc_stream.Security = grpc_stream.OPEN,
+    ):  # fmt: skip
+        """`memory`: the pool that is written into; `device`: where it lies on a GPU too."""
+        self._security = security
+        self._memory = memory
+        self._device = device
+        self._copier: cuda_ipc.Copier | None = None
+        self._agent: NixlAgent | None = None
+        self._making_agent = asyncio.Lock()
+        self._socket_folder = socket_folder or folder.default_parent()
+        self._mappings = shm.Mappings()
+
+    async def open(self, endpoint: Endpoint, layout: KVLayout) -> Line:
+        """`layout`: of the source's pool. Raises PeerLost."""
+        match endpoint.transport:
+            case "inproc":
+                return await inproc.connect(endpoint.address)
+            case "cuda_ipc":
+                where = (endpoint.address, self._socket_folder, self._own_copier())
+                return await cuda_ipc.connect(*where, layout.block_bytes)
+            case "shm":
+                return await shm.connect(endpoint.address, self._socket_folder, self._mappings, layout)
+            case "nixl":
+                return await nixl.connect(endpoint.address, await self._own_agent(), layout.block_bytes)
+            case "grpc":
+                return await grpc_stream.connect(endpoint.address, self._security)
+            case _:
+                return await tcp.connect(endpoint.address)
+
+    def _own_copier(self) -> cuda_ipc.Copier:
+        """Made when it is first needed. Raises PeerLost: another transport may do."""
+        try:
+            self._copier = self._copier or cuda_ipc.Copier(self._device)
+        except CudaError as exc:
+            raise PeerLost(str(exc)) from exc
+        return self._copier
+
+    async def _own_agent(self) -> NixlAgent:
+        """Made when it is first needed. Raises PeerLost: another transport may do."""
+        async with self._making_agent:
+            if self._agent is None:
+                try:
+                    self._agent = await _agent(self._memory)
+                except TransferFailed as exc:
+                    raise PeerLost(str(exc)) from exc
+            return self._agent
+
+    def close(self) -> None:
+        """Unmaps the pools of other processes. No fetch may be under way."""
+        self._mappings.clear()
+        if self._copier:
+            self._copier.close()
+            self._copier = None
+        if self._agent:
+            self._agent.close()
+            self._agent = None
+
+
+async def _agent(memory: BlockMemory) -> NixlAgent:
+    """In a thread: it takes most of a second. Raises TransferFailed."""
+    make = functools.partial(NixlAgent, memory.blocks.ctypes.data, memory.blocks.nbytes)
+    return await asyncio.get_running_loop().run_in_executor(None, make)

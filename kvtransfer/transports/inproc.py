@@ -1,0 +1,89 @@
+"""Same process: the dialogue goes through two queues, the taker copies out of the source's pool, once."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+
+from baton.v1 import kv_pb2
+from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.transports.socket_line import SILENCE_S
+
+_listeners: dict[str, "InprocListener"] = {}
+
+
+class InprocListener:
+    """Reached by takers on the same event loop. `memory`: the pool that they may read."""
+
+    def __init__(self, memory: BlockMemory, on_line: Callable):
+        self.name = secrets.token_hex(16)
+        self.memory = memory
+        self.on_line = on_line
+        self.loop = asyncio.get_running_loop()
+        _listeners[self.name] = self
+
+    async def close(self) -> None:
+        del _listeners[self.name]
+
+
+class InprocLine:
+    def __init__(self, own_memory: BlockMemory | None):
+        self.source_memory: BlockMemory | None = None
+        self._own_memory = own_memory
+        self._silence_s = SILENCE_S
+        self._frames: asyncio.Queue[kv_pb2.KVFrame | None] = asyncio.Queue()
+        self._peer: InprocLine | None = None
+
+    def join(self, peer: "InprocLine") -> None:
+        self._peer, peer._peer = peer, self
+
+    async def share_memory(self) -> None:
+        if self._peer:
+            self._peer.source_memory = self._own_memory
+
+    async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
+        if self._peer is None:
+            raise PeerLost("the line was closed")
+        copied = kv_pb2.KVFrame()
+        copied.CopyFrom(frame)
+        self._peer._frames.put_nowait(copied)
+
+    async def receive(self) -> kv_pb2.KVFrame:
+        try:
+            async with asyncio.timeout(self._silence_s):
+                frame = await self._frames.get()
+        except TimeoutError as exc:
+            raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from exc
+        if frame is None:
+            raise PeerLost("the other side closed the line")
+        return frame
+
+    async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
+        raise ProtocolError("nothing follows a frame where the taker reads")
+
+    async def drain(self) -> None:
+        """What was sent is with the other side already."""
+
+    def close(self) -> None:
+        peer, self._peer = self._peer, None
+        self.source_memory = None
+        self._frames.put_nowait(None)
+        if peer:
+            peer._peer = None
+            peer._frames.put_nowait(None)
+
+
+def is_here(address: str) -> bool:
+    listener = _listeners.get(address)
+    return listener is not None and listener.loop is asyncio.get_running_loop()
+
+
+async def connect(address: str) -> InprocLine:
+    """Raises PeerLost."""
+    listener = _listeners.get(address)
+    if listener is None:
+        raise PeerLost("the source is not in this process any more")
+    taker, source = InprocLine(None), InprocLine(listener.memory)
+    taker.join(source)
+    listener.on_line(source)
+    return taker

@@ -1,0 +1,110 @@
+"""NIXL: the dialogue goes over TCP, the taker reads the source's pool by RDMA, NVLink or what else UCX finds."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from baton.v1 import kv_pb2
+from kvtransfer.errors import ProtocolError
+from kvtransfer.memory.byte_runs import check_within
+from kvtransfer.transports.mapped_line import MappedLine
+from kvtransfer.transports.nixl_engine import NixlAgent
+from kvtransfer.transports.socket_line import SILENCE_S, SocketLine, SocketListener
+from kvtransfer.transports.tcp import connected, listening
+from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
+
+_PROGRESS_S = 0.0005
+_KINDS = (b"DRAM", b"VRAM")
+
+
+class NixlListener:
+    """`agent`: over the pool that takers may read."""
+
+    def __init__(self, sock, agent: NixlAgent, block_bytes: int, on_line: Callable):
+        self._agent = agent
+        self._block_bytes = block_bytes
+        self._lines: set[_NixlSourceLine] = set()
+        self._progressing: asyncio.Task | None = None
+        self._listener = SocketListener(sock, self._make_line, on_line)
+        self.sock = sock
+
+    def _make_line(self, sock) -> "_NixlSourceLine":
+        line = _NixlSourceLine(sock, self._agent, self._block_bytes, self._lines)
+        self._lines.add(line)
+        if self._progressing is None or self._progressing.done():
+            self._progressing = asyncio.create_task(self._progress())
+        return line
+
+    async def _progress(self) -> None:
+        """As long as somebody may be reading: a taker whose line broke still waits for what it had begun."""
+        last = time.monotonic()
+        while self._lines or time.monotonic() - last < SILENCE_S:
+            last = time.monotonic() if self._lines else last
+            self._agent.progress()
+            await asyncio.sleep(_PROGRESS_S)
+
+    async def close(self) -> None:
+        await self._listener.close()
+        if self._progressing:
+            self._progressing.cancel()
+            await asyncio.gather(self._progressing, return_exceptions=True)
+        self._agent.close()
+
+
+class _NixlSourceLine(SocketLine):
+    def __init__(self, sock, agent: NixlAgent, block_bytes: int, lines: set):
+        super().__init__(sock, max_frame_bytes=MAX_TAKER_FRAME_BYTES)
+        self._agent = agent
+        self._block_bytes = block_bytes
+        self._lines = lines
+
+    async def share_memory(self) -> None:
+        agent = self._agent
+        mapping = kv_pb2.Mapping(
+            num_bytes=agent.num_bytes, block_bytes=self._block_bytes, access=agent.metadata, base=agent.base,
+            device=agent.kind.encode(),
+        )  # fmt: skip
+        await self.send(kv_pb2.KVFrame(mapping=mapping))
+
+    def close(self) -> None:
+        super().close()
+        self._lines.discard(self)
+
+
+class _NixlTakerLine(MappedLine):
+    def __init__(self, sock, agent: NixlAgent, block_bytes: int):
+        super().__init__(sock)
+        self._agent = agent
+        self._block_bytes = block_bytes
+        self._peer: str | None = None
+        self._mapping = kv_pb2.Mapping()
+
+    def _map(self, mapping: kv_pb2.Mapping) -> None:
+        if self._peer is not None or mapping.device not in _KINDS or mapping.block_bytes != self._block_bytes:
+            raise ProtocolError("a second Mapping, or one of another pool than its handle speaks of")
+        self._peer, self._mapping = self._agent.open_peer(mapping.access), mapping
+
+    async def read(self, runs: np.ndarray) -> None:
+        if self._peer is None:
+            raise ProtocolError("Ready before the source has shared its memory")
+        mapping = self._mapping
+        check_within(runs, mapping.num_bytes)
+        await self._agent.read(self._peer, mapping.base, mapping.device.decode(), runs, self._silence_s)
+
+    def close(self) -> None:
+        super().close()
+        if self._peer is not None:
+            self._agent.close_peer(self._peer)
+            self._peer = None
+
+
+async def listen(host: str, agent: NixlAgent, block_bytes: int, on_line: Callable) -> NixlListener:
+    """On a port that the system chooses. Raises OSError naming the host."""
+    return NixlListener(await listening(host), agent, block_bytes, on_line)
+
+
+async def connect(address: str, agent: NixlAgent, block_bytes: int) -> SocketLine:
+    """`address`: host:port. Raises PeerLost."""
+    return _NixlTakerLine(await connected(address), agent, block_bytes)

@@ -1,0 +1,145 @@
+"""NIXL as it is installed here, or not, and one agent of it over one pool."""
+
+import asyncio
+import importlib
+import importlib.util
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvtransfer.errors import PeerLost, TransferFailed
+from kvtransfer.memory.byte_runs import OWN, SOURCE, single_rows
+
+_PACKAGES = ("nixl_cu13", "nixl_cu12")  # the package `nixl` only asks for both
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_BUSY_S = 0.002  # so long a transfer is polled at every turn of the loop, then every _PAUSE_S
+_PAUSE_S = 0.0002
+_MAX_IDLE = 16
+
+
+def find_package() -> str | None:
+    """The module that holds NIXL's agent; None where no wheel of it is installed."""
+    return next((name for name in _PACKAGES if importlib.util.find_spec(name)), None)
+
+
+def has_rdma() -> bool:
+    """Whether UCX finds anything better than TCP towards another machine."""
+    try:
+        return any(_RDMA_DEVICES.iterdir())
+    except OSError:
+        return False
+
+
+@dataclass(slots=True)
+class _Peer:
+    name: str
+    num_users: int = 0
+
+
+class NixlAgent:
+    """`base`: address of the pool's first byte; `kind`: DRAM | VRAM. No thread of its own: NIXL's progress thread takes
+    most of a core while it has nothing to do, so a source polls while it is read and a taker while it reads."""
+
+    def __init__(self, base: int, num_bytes: int, kind: str = "DRAM"):
+        """Takes most of a second. Raises TransferFailed, one line."""
+        package = find_package()
+        if package is None:
+            raise TransferFailed("NIXL is not installed: pip install 'baton[nixl]', or choose other --transports")
+        self.base, self.num_bytes, self.kind = base, num_bytes, kind
+        self._peers: dict[bytes, _Peer] = {}  # by metadata
+        try:
+            api = importlib.import_module(f"{package}._api")
+            # Names must differ: agents of containers with one hostname would take each other's metadata.
+            self._agent = api.nixl_agent(
+                secrets.token_hex(16), api.nixl_agent_config(enable_prog_thread=False, backends=[])
+            )
+            self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+            self._registered = self._agent.register_memory([(base, num_bytes, 0, "")], kind)
+            self.metadata: bytes = self._agent.get_agent_metadata()
+        except Exception as exc:  # its bindings raise classes of their own
+            raise TransferFailed(f"NIXL cannot use this pool: {type(exc).__name__}: {exc}") from exc
+
+    def close(self) -> None:
+        """No transfer may be under way. Idempotent."""
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.deregister_memory(self._registered)
+
+    def progress(self) -> None:
+        """What a source has to do for those that read it where the network is emulated."""
+        self._agent.get_new_notifs()
+
+    def open_peer(self, metadata: bytes) -> str:
+        """Its name; to be given back by `close_peer`. Raises PeerLost for metadata that NIXL does not take."""
+        peer = self._peers.pop(metadata, None)
+        if peer is None:
+            try:
+                name = self._agent.add_remote_agent(metadata)
+            except Exception as exc:
+                raise PeerLost(f"NIXL does not reach the source: {type(exc).__name__}: {exc}") from exc
+            peer = _Peer(name.decode() if isinstance(name, bytes) else name)
+        self._peers[metadata] = peer  # the newest last
+        peer.num_users += 1
+        return peer.name
+
+    def close_peer(self, name: str) -> None:
+        """Peers are kept: to meet one again takes milliseconds, and while one line ends others may read."""
+        for peer in self._peers.values():
+            peer.num_users -= peer.name == name
+        idle = [metadata for metadata, peer in self._peers.items() if not peer.num_users]
+        for metadata in idle[: max(0, len(idle) - _MAX_IDLE)]:
+            self._remove(metadata)
+
+    def _drop_peer(self, name: str) -> None:
+        """Its connection ends, and with it what was under way."""
+        for metadata in [metadata for metadata, peer in self._peers.items() if peer.name == name]:
+            self._remove(metadata)
+
+    def _remove(self, metadata: bytes) -> None:
+        try:
+            self._agent.remove_remote_agent(self._peers.pop(metadata).name)
+        except Exception:
+            pass  # it has gone already
+
+    async def read(self, peer: str, peer_base: int, peer_kind: str, runs: np.ndarray, within_s: float) -> None:
+        """`runs` as in runs.merged_runs. Raises PeerLost. When it is cancelled the transfer is still awaited: no byte
+        lands once it has raised, unless the peer had to be dropped, whose connection then ends with it."""
+        moving = asyncio.ensure_future(self._read(peer, peer_base, peer_kind, runs, within_s))
+        try:
+            await asyncio.shield(moving)
+        except asyncio.CancelledError:
+            while not moving.done():
+                try:
+                    await asyncio.wait({moving})
+                except asyncio.CancelledError:
+                    continue
+            if not moving.cancelled():
+                moving.exception()  # seen: the cancellation is what counts
+            raise
+
+    async def _read(self, peer: str, peer_base: int, peer_kind: str, runs: np.ndarray, within_s: float) -> None:
+        try:
+            ours, theirs = self._described(runs, OWN, self.base), self._described(runs, SOURCE, peer_base)
+            handle = self._agent.initialize_xfer(
+                "READ", self._agent.get_xfer_descs(ours, self.kind), self._agent.get_xfer_descs(theirs, peer_kind), peer
+            )
+            state, began = self._agent.transfer(handle), time.monotonic()
+            while state == "PROC" and (elapsed_s := time.monotonic() - began) < within_s:
+                await asyncio.sleep(0 if elapsed_s < _BUSY_S else _PAUSE_S)
+                state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                self._drop_peer(peer)
+            self._agent.release_xfer_handle(handle)
+        except Exception as exc:
+            self._drop_peer(peer)
+            raise PeerLost(f"NIXL: {type(exc).__name__}: {exc}") from exc
+        if state != "DONE":
+            raise PeerLost("NIXL: the transfer failed" if state == "ERR" else f"NIXL: not done within {within_s:g} s")
+
+    @staticmethod
+    def _described(runs: np.ndarray, column: int, base: int) -> np.ndarray:
+        rows = single_rows(runs)
+        return np.stack([rows[:, column] + base, rows[:, 2], np.zeros(len(rows), np.int64)], 1).astype(np.uint64)

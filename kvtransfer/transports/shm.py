@@ -1,0 +1,160 @@
+"""Shared memory: the source hands its pool's descriptor over a unix socket, the taker maps it and copies, once."""
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.v1 import kv_pb2
+from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.layout import KVLayout
+from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.memory.region import Region
+from kvtransfer.transports.mapped_line import MappedLine
+from kvtransfer.transports.socket_folder import SocketFolder, check_peer, socket_path
+from kvtransfer.transports.socket_line import SocketLine, SocketListener
+from kvtransfer.transports.tcp import CONNECT_S
+from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
+
+_MAX_IDLE = 8
+_IDLE_S = 60.0
+
+
+class ShmListener:
+    """A unix socket in a folder that only this user can enter. `region`: the pool that takers may read; `address`:
+    the socket as takers find it below the same `parent`."""
+
+    def __init__(self, region: Region, layout: KVLayout, parent: Path, on_line: Callable):
+        """Raises OSError when there can be no socket below `parent`."""
+        self._folder = SocketFolder(parent)
+        self.address = self._folder.address
+        sock = self._folder.bind()
+        self._listener = SocketListener(sock, lambda accepted: _SharingLine(accepted, region, layout), on_line)
+
+    async def close(self) -> None:
+        await self._listener.close()
+        self._folder.remove()
+
+
+class _SharingLine(SocketLine):
+    def __init__(self, sock: socket.socket, region: Region, layout: KVLayout):
+        super().__init__(sock, max_frame_bytes=MAX_TAKER_FRAME_BYTES)
+        self._region = region
+        self._layout = layout
+
+    async def share_memory(self) -> None:
+        mapping = kv_pb2.Mapping(num_bytes=len(self._region.memory), block_bytes=self._layout.block_bytes)
+        descriptor = self._region.open_read_only()
+        try:
+            await self.send_with_fd(kv_pb2.KVFrame(mapping=mapping), descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(slots=True)
+class _Mapped:
+    region: Region
+    memory: BlockMemory
+    num_users: int
+    idle_since: float
+
+
+class Mappings:
+    """Pools of other processes, mapped once and kept for the next fetch: touching fresh pages costs as much as the
+    copy. A pool whose process is lost is unmapped with its last user, an idle one by the first fetch a minute later."""
+
+    def __init__(self):
+        self._mapped: dict[tuple[int, int], _Mapped] = {}
+
+    def open(self, fd: int, num_bytes: int, layout: KVLayout) -> tuple[int, int]:
+        """Takes `fd` over; the returned key is to be given back by `close`. Raises ProtocolError."""
+        status = os.fstat(fd)
+        key = (status.st_dev, status.st_ino)
+        mapped = self._mapped.get(key)
+        if mapped is not None:
+            os.close(fd)
+            if len(mapped.region.memory) != num_bytes:
+                raise ProtocolError(f"a pool of {len(mapped.region.memory)} bytes is said to have {num_bytes}")
+        else:
+            region = Region.map(fd, num_bytes)
+            mapped = self._mapped[key] = _Mapped(region, BlockMemory(region.memory, layout), 0, 0.0)
+        mapped.num_users += 1
+        return key
+
+    def memory(self, key: tuple[int, int]) -> BlockMemory:
+        return self._mapped[key].memory
+
+    def close(self, key: tuple[int, int], lost: bool) -> None:
+        mapped = self._mapped[key]
+        mapped.num_users -= 1
+        mapped.idle_since = 0.0 if lost else time.monotonic()
+        idle = sorted((each.idle_since, key) for key, each in self._mapped.items() if not each.num_users)
+        for position, (since, key) in enumerate(idle):
+            if since < time.monotonic() - _IDLE_S or position < len(idle) - _MAX_IDLE:
+                self._mapped.pop(key).region.close()
+
+    def clear(self) -> None:
+        for mapped in self._mapped.values():
+            mapped.region.close()
+        self._mapped.clear()
+
+
+class _ReadingLine(MappedLine):
+    def __init__(self, sock: socket.socket, mappings: Mappings, layout: KVLayout):
+        super().__init__(sock, takes_fds=True)
+        self._mappings = mappings
+        self._layout = layout
+        self._key: tuple[int, int] | None = None
+        self._lost = False
+
+    @property
+    def source_memory(self) -> BlockMemory | None:
+        return self._mappings.memory(self._key) if self._key else None
+
+    async def receive(self) -> kv_pb2.KVFrame:
+        try:
+            return await super().receive()
+        except PeerLost:
+            self._lost = True
+            raise
+
+    def _map(self, mapping: kv_pb2.Mapping) -> None:
+        descriptor = self.take_fd()
+        if descriptor is None or self._key:
+            raise ProtocolError("a Mapping without its descriptor, or a second one")
+        if mapping.block_bytes != self._layout.block_bytes or mapping.num_bytes < mapping.block_bytes:
+            os.close(descriptor)
+            raise ProtocolError(f"a pool of {mapping.num_bytes} bytes in blocks of {mapping.block_bytes}, "
+                                f"its handle speaks of {self._layout.block_bytes}")  # fmt: skip
+        self._key = self._mappings.open(descriptor, mapping.num_bytes, self._layout)
+
+    def close(self) -> None:
+        super().close()
+        if self._key:
+            key, self._key = self._key, None
+            self._mappings.close(key, self._lost)
+
+
+async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayout) -> SocketLine:
+    """`address`: the source's socket below `parent`; `layout`: of the source's pool. Raises PeerLost."""
+    return _ReadingLine(await reached(address, parent), mappings, layout)
+
+
+async def reached(address: str, parent: Path) -> socket.socket:
+    """Raises PeerLost."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await asyncio.get_running_loop().sock_connect(sock, socket_path(parent, address))
+            check_peer(sock)
+    except (OSError, ValueError, TimeoutError) as exc:
+        sock.close()
+        raise PeerLost(f"the source cannot be reached at {address}: {exc}") from exc
+    except BaseException:
+        sock.close()
+        raise
+    return sock

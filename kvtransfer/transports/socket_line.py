@@ -1,0 +1,246 @@
+"""A Line over a stream socket, TCP or unix."""
+
+import array
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Iterable
+
+from baton import tasks
+from baton.v1 import kv_pb2
+from kvtransfer.errors import PeerLost, ProtocolError
+from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.wire import HEADER_BYTES, MAX_FRAME_BYTES, decode_frame, encode_frame, frame_length
+
+SILENCE_S = 5.0  # dialogues say something every second, so a silent peer is gone
+_DRAIN_S = 1.0
+_BATCH_BYTES = 1 << 20  # bytes moved before other tasks of the loop get their turn
+_AHEAD_BYTES = 32 << 10  # a Ready with its digests, mostly
+_WAKE_BYTES = 256 << 10  # of a payload: a line that brings less in SILENCE_S is as good as lost
+_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+
+
+class SocketLine:
+    """Raw bytes go between the socket and the caller's buffers without a copy of our own. One task receives, several
+    may send. `takes_fds`: descriptors that come with a frame are kept (unix sockets only)."""
+
+    def __init__(self, sock: socket.socket, *, takes_fds: bool = False, max_frame_bytes: int = MAX_FRAME_BYTES):
+        sock.setblocking(False)
+        self._sock = sock
+        self._silence_s = SILENCE_S
+        self._takes_fds = takes_fds
+        self._max_frame_bytes = max_frame_bytes
+        self._fds: list[int] = []
+        self._scratch = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead = bytearray()  # received, and not yet asked for
+        self._wakes_at = 1
+        self._sending = asyncio.Lock()
+        self._waiting: set[asyncio.Future] = set()
+        self._closed = False
+
+    @property
+    def source_memory(self) -> BlockMemory | None:
+        return None
+
+    async def share_memory(self) -> None:
+        """Nothing to share: the source sends."""
+
+    async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
+        data = memoryview(encode_frame(frame))
+        async with self._sending:
+            await self._send_all([data])
+            for group in payload:
+                await self._send_all(group)
+
+    async def send_with_fd(self, frame: kv_pb2.KVFrame, fd: int) -> None:
+        data = memoryview(encode_frame(frame))
+        async with self._sending:
+            sent = await self._retry(self._send_fd, True, data, fd)
+            await self._send_all([data[sent:]])
+
+    async def receive(self) -> kv_pb2.KVFrame:
+        try:
+            async with asyncio.timeout(self._silence_s):  # in all: bytes that trickle are no frame
+                header = await self._take(HEADER_BYTES)
+                return decode_frame(await self._take(frame_length(header, self._max_frame_bytes)))
+        except TimeoutError as exc:
+            raise PeerLost(f"the other side was silent for {self._silence_s:g} s, or in the midst of a frame") from exc
+
+    async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
+        try:
+            for group in groups:
+                await self._receive_into(group)
+        finally:
+            self._wake_at(1)
+
+    def take_fd(self) -> int | None:
+        """The descriptor that came with a frame, at most once; the caller closes it."""
+        return self._fds.pop(0) if self._fds else None
+
+    async def drain(self) -> None:
+        # Closing a socket with unread bytes resets it, and the other side may lose the End that explains why.
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                self._sock.shutdown(socket.SHUT_WR)
+                scratch = memoryview(bytearray(1 << 16))
+                while await self._retry(self._sock.recv_into, False, scratch):
+                    pass
+        except (OSError, TimeoutError, PeerLost):
+            pass
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        loop, descriptor = asyncio.get_running_loop(), self._sock.fileno()
+        loop.remove_reader(descriptor)
+        loop.remove_writer(descriptor)
+        for waiting in list(self._waiting):
+            if not waiting.done():
+                waiting.set_exception(PeerLost("the line was closed"))
+        self._sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    async def _send_all(self, buffers: list[memoryview]) -> None:
+        buffers, moved = _rest(buffers, 0), 0
+        while buffers:
+            sent = await self._retry(self._sock.sendmsg, True, _batch(buffers))
+            buffers, moved = _rest(buffers, sent), moved + sent
+            if moved >= _BATCH_BYTES and buffers:
+                moved = 0
+                await asyncio.sleep(0)
+
+    async def _take(self, num_bytes: int) -> bytes:
+        """Of what has come; as much as there is of what follows is read with it."""
+        while len(self._ahead) < num_bytes:
+            count = await self._retry(self._receive_once, False, [self._scratch])
+            if count == 0:
+                raise PeerLost("the other side closed the line")
+            self._ahead += self._scratch[:count]
+        taken = bytes(self._ahead[:num_bytes])
+        del self._ahead[:num_bytes]
+        return taken
+
+    async def _receive_into(self, buffers: list[memoryview]) -> None:
+        buffers, moved = _rest(buffers, 0), 0
+        while buffers and self._ahead:
+            count = min(len(buffers[0]), len(self._ahead))
+            buffers[0][:count] = self._ahead[:count]
+            del self._ahead[:count]
+            buffers = _rest(buffers, count)
+        while buffers:
+            self._wake_at(min(_WAKE_BYTES, sum(map(len, buffers))))
+            count = await self._retry(self._receive_once, False, _batch(buffers))
+            if count == 0:
+                raise PeerLost("the other side closed the line")
+            buffers, moved = _rest(buffers, count), moved + count
+            if moved >= _BATCH_BYTES and buffers:
+                moved = 0
+                await asyncio.sleep(0)
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """So much is waited for before the loop hears of it: a payload is not read a packet at a time."""
+        if self._wakes_at != num_bytes and not self._closed:
+            self._wakes_at = num_bytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+
+    def _send_fd(self, data: memoryview, fd: int) -> int:
+        return socket.send_fds(self._sock, [data], [fd])
+
+    def _receive_once(self, buffers: list[memoryview]) -> int:
+        space = _FD_SPACE if self._takes_fds else 0  # without room the kernel drops descriptors that come unasked
+        count, ancillary, flags, _ = self._sock.recvmsg_into(buffers, space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array.array("i")
+                received.frombytes(data[: len(data) - len(data) % received.itemsize])
+                self._fds.extend(received)
+        if self._takes_fds and flags & socket.MSG_CTRUNC or len(self._fds) > 1:
+            raise ProtocolError("more descriptors than the one that belongs to a Mapping")
+        return count
+
+    async def _retry(self, operation: Callable, writes: bool, *args):
+        while True:
+            if self._closed:
+                raise PeerLost("the line was closed")
+            try:
+                return operation(*args)
+            except (BlockingIOError, InterruptedError):
+                await self._ready(writes)
+            except OSError as exc:
+                raise PeerLost(f"the line broke: {exc}") from exc
+
+    async def _ready(self, writes: bool) -> None:
+        """Until the socket can be read or written. Raises PeerLost after SILENCE_S or when the line is closed."""
+        loop = asyncio.get_running_loop()
+        add, remove = (loop.add_writer, loop.remove_writer) if writes else (loop.add_reader, loop.remove_reader)
+        waiting = loop.create_future()
+        descriptor = self._sock.fileno()
+        self._waiting.add(waiting)
+        add(descriptor, _wake, waiting)
+        timer = loop.call_later(self._silence_s, _lose, waiting, self._silence_s)
+        try:
+            await waiting
+        finally:
+            timer.cancel()
+            self._waiting.discard(waiting)
+            if not self._closed:
+                remove(descriptor)
+
+
+def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What remains of `buffers` behind the first `count` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+def _batch(buffers: list[memoryview]) -> list[memoryview]:
+    """About _BATCH_BYTES of them, at least one byte."""
+    total = 0
+    for index, buffer in enumerate(buffers):
+        total += len(buffer)
+        if total >= _BATCH_BYTES:
+            return [*buffers[:index], buffer[: len(buffer) - (total - _BATCH_BYTES)]]
+    return buffers
+
+
+def _wake(waiting: asyncio.Future) -> None:
+    if not waiting.done():
+        waiting.set_result(None)
+
+
+def _lose(waiting: asyncio.Future, silence_s: float) -> None:
+    if not waiting.done():
+        waiting.set_exception(PeerLost(f"the other side was silent for {silence_s:g} s"))
+
+
+class SocketListener:
+    """Accepts on a bound socket and gives every connection, as a Line, to `on_line`."""
+
+    def __init__(self, sock: socket.socket, make_line: Callable[[socket.socket], SocketLine], on_line: Callable):
+        sock.setblocking(False)
+        sock.listen(1024)  # a crowd of strangers must not fill it
+        self.sock = sock
+        self._make_line = make_line
+        self._on_line = on_line
+        self._accepting = tasks.start("KV accepting", self._accept)
+
+    async def close(self) -> None:
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self.sock.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self.sock)
+                self._on_line(self._make_line(sock))
+            except (OSError, MemoryError):
+                # Out of descriptors or memory, or a connection that was gone before it was accepted: others come.
+                await asyncio.sleep(0.1)

@@ -1,0 +1,103 @@
+"""`baton bench` as a user runs it: what it writes, what it says, and what it refuses."""
+
+import csv
+import json
+
+import pytest
+
+from baton.cli.client import bench as bench_module
+from baton.cli.main import main
+from tests.support.gateway.gateway_stub import StubGateway, serving
+
+
+@pytest.fixture(scope="module")
+def target():
+    with serving(StubGateway(delay_s=0.002)) as target:
+        yield target
+
+
+def bench(*arguments: str) -> int:
+    return main(["bench", *arguments])
+
+
+def test_a_run_and_its_files(target, tmp_path, capsys):
+    out = tmp_path / "run"
+    status = bench("--target", target, "--rate", "50", "--num-requests", "20", "--slo", "ttft=10s", "--out", str(out))
+    said = capsys.readouterr().out
+    summary = json.loads((out / "summary.json").read_text())
+    assert status == (0 if summary["valid"] else 1)
+    assert summary["num_answered"] == 20 and summary["slo_met_share"] == 1.0 and summary["bound"]["sentence"] in said
+    assert len(list(csv.DictReader((out / "requests.csv").open()))) == 20
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_trace(target, tmp_path, capsys):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 900, "output_length": 9, "hash_ids": [1, 2]}\n' * 6)
+    bench("--target", target, "--trace", str(trace), "--length-scale", "0.25", "--out", str(tmp_path / "o"))
+    summary = json.loads((tmp_path / "o" / "summary.json").read_text())
+    assert summary["num_requests"] == 6 and summary["workload"].startswith("trace t.jsonl")
+
+
+def test_a_sweep_ends_where_the_objective_is_missed(target, tmp_path):
+    arguments = ("--slo", "ttft=1ms", "--num-requests", "8", "--output-tokens", "2", "--out", str(tmp_path / "s"))
+    bench("--target", target, "--sweep", *arguments)
+    summary = json.loads((tmp_path / "s" / "summary.json").read_text())
+    assert summary["highest_rate_within_slo"] is None and len(summary["sweep"]) == 1
+
+
+def test_a_sweep_closes_in_on_the_highest_rate(target, tmp_path, monkeypatch, capsys):
+    """A stack that takes 11 requests a second: doubled up to 16, then halved to within a tenth. No step finds the
+    prompts of another in the cache."""
+    measure, seeds = bench_module._Bench._measure, []
+
+    def limited(self, jobs, name):
+        seeds.append(self._plan.seed)
+        summary, ran = measure(self, jobs[:2], name)
+        return {**summary, "valid": True, "slo_met_share": float(float(name.split()[-2]) <= 11)}, ran
+
+    monkeypatch.setattr(bench_module._Bench, "_measure", limited)
+    arguments = ("--slo", "ttft=10s", "--output-tokens", "2", "--out", str(tmp_path / "s"))
+    assert bench("--target", target, "--sweep", "--seed", "5", *arguments) == 0
+    summary = json.loads((tmp_path / "s" / "summary.json").read_text())
+    assert [step["rate"] for step in summary["sweep"]] == [1, 2, 4, 8, 10, 11, 12, 16]
+    assert summary["highest_rate_within_slo"] == 11 and summary["lowest_rate_beyond_slo"] == 12
+    assert "highest rate within the SLO: 11/s; 12/s was not" in capsys.readouterr().out
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_two_runs_are_compared(target, tmp_path, capsys):
+    for name in ("a", "b"):
+        bench("--target", target, "--closed", "4", "--num-requests", "8", "--out", str(tmp_path / name))
+    capsys.readouterr()
+    assert bench("--compare", str(tmp_path / "a"), str(tmp_path / "b")) == 0
+    assert "TTFT p50, ms" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (("--sweep",), "--sweep needs --slo"),
+        (("--trace", "nowhere.csv"), "nowhere.csv"),
+        (("--compare", "a", "b"), "a/summary.json"),
+        (("--out", "."), "exists"),
+    ],
+)
+def test_wrong_use(arguments, named, capsys):
+    assert bench("--target", "127.0.0.1:9", *arguments) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("--slo", "fast"), ("--rate", "0"), ("--closed", "-1"), ("--processes", "x")])
+def test_values_that_are_none(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        bench(*arguments)
+    assert caught.value.code == 2 and arguments[1] in capsys.readouterr().err
+
+
+def test_nobody_there(capsys, tmp_path):
+    assert bench("--target", "127.0.0.1:9", "--out", str(tmp_path / "o")) == 1
+    assert "127.0.0.1:9: UNAVAILABLE" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,114 @@
+"""`baton bench` that does not get to its end, and inputs that are none: one line, and never half a result."""
+
+import gzip
+import signal
+import sys
+import time
+
+import pytest
+
+from baton.cli.main import main
+from baton.loadgen import report
+from tests.support.gateway.gateway_stub import StubGateway, serving
+from tests.support.pace import patience
+from tests.support.process import Process
+
+
+@pytest.fixture(scope="module")
+def stub():
+    return StubGateway(delay_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def target(stub):
+    with serving(stub) as target:
+        yield target
+
+
+def started(stub: StubGateway, target: str, folder) -> Process:
+    """A run of minutes, on its way."""
+    num_before = len(stub.prompts)
+    argv = [
+        sys.executable,
+        "-m",
+        "baton.cli.main",
+        "bench",
+        "--target",
+        target,
+        "--rate",
+        "20",
+        "--num-requests",
+        "5000",
+    ]
+    process = Process("bench", [*argv, "--out", str(folder / "run")], folder)
+    deadline = time.monotonic() + patience(60)
+    while len(stub.prompts) < num_before + 5:
+        assert process.alive and time.monotonic() < deadline, process.text()
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_broken_off_leaves_no_result(stub, target, tmp_path, number):
+    process = started(stub, target, tmp_path)
+    process.popen.send_signal(number)
+    status = process.wait()
+    assert not (tmp_path / "run").exists() and not list(tmp_path.rglob("*.json"))
+    if number == signal.SIGINT:
+        assert (
+            status == 1 and "interrupted; nothing was written" in process.text() and "Traceback" not in process.text()
+        )
+        assert not list(tmp_path.glob(".run*"))
+
+
+def test_a_report_that_cannot_be_made_leaves_no_result(target, tmp_path, monkeypatch):
+    def crash(*args):
+        raise RuntimeError("in the middle of it")
+
+    monkeypatch.setattr(report, "page", crash)
+    with pytest.raises(RuntimeError):
+        main(["bench", "--target", target, "--closed", "4", "--num-requests", "4", "--out", str(tmp_path / "run")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_where_nothing_can_be_written_costs_no_run(target, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["bench", "--target", target, "--out", str(tmp_path / "file" / "run")]) == 1
+    error = capsys.readouterr().err
+    assert "Not a directory" in error and error.count("\n") == 1
+
+
+TRACES = {
+    "empty.jsonl": b"",
+    "blank.jsonl": b"\n\n",
+    "list.jsonl": b"[1, 2]\n",
+    "cut.jsonl": b'{"timestamp": 0, "input_len',
+    "nothing.jsonl": b'{"timestamp": 0, "input_length": 0, "output_length": 1}\n',
+    "never.jsonl": b'{"timestamp": NaN, "input_length": 8, "output_length": 1}\n',
+    "endless.jsonl": b'{"timestamp": 0, "input_length": Infinity, "output_length": 1}\n',
+    "bytes.jsonl": b"\xff\xfe\x00",
+    "header.csv": b"TIMESTAMP,ContextTokens,GeneratedTokens\n",
+    "columns.csv": b"a,b,c\n1,2,3\n",
+    "short.csv": b"TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00\n",
+    "wide.csv": b"TIMESTAMP,ContextTokens,GeneratedTokens\n" + b"x" * 200_000,
+    "cut.csv.gz": gzip.compress(b"TIMESTAMP,ContextTokens,GeneratedTokens\n" * 100)[:40],
+    "spoilt.jsonl.gz": gzip.compress(b"{}" * 1000)[:12] + b"\xff" * 30,
+    "plain.jsonl.gz": b"not packed",
+    "trace.parquet": b"PAR1",
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_traces_that_are_none(name, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_bytes(TRACES[name])
+    assert main(["bench", "--target", "127.0.0.1:9", "--trace", str(path), "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_for_a_trace(tmp_path, capsys):
+    (tmp_path / "t.csv").mkdir()
+    assert main(["bench", "--target", "127.0.0.1:9", "--trace", str(tmp_path / "t.csv")]) == 2
+    assert "Is a directory" in capsys.readouterr().err

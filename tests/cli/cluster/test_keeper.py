@@ -1,0 +1,225 @@
+"""The keeper with small programs: ready lines, restarts with growing pauses, failed starts, drains, no orphans."""
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.cli.cluster import keeper as keeper_module
+from baton.cli.cluster.keeper import Keeper, StartError
+from tests.support.pace import patience
+
+IMPORTS = "import os, signal, sys, time\n"
+SAY_READY = "print('ready grpc=h:1 pid=%d' % os.getpid(), flush=True)\n"
+READY = IMPORTS + SAY_READY
+
+
+def program(body: str) -> list[str]:
+    return [sys.executable, "-c", body]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition, what: str):
+    deadline = time.monotonic() + patience(20)
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+async def test_ready_then_drained():
+    keeper = Keeper("x", program(READY + "time.sleep(60)"))
+    fields = await keeper.started
+    assert fields["grpc"] == "h:1" and alive(int(fields["pid"]))
+    assert await keeper.stop(10)
+    assert not alive(int(fields["pid"]))
+
+
+async def test_killed_when_it_does_not_drain(capfd):
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True)\n"
+    keeper = Keeper("x", program(IMPORTS + deaf + SAY_READY + "time.sleep(60)"))
+    fields = await keeper.started
+    assert not await keeper.stop(0.2)
+    assert not alive(int(fields["pid"]))
+    assert "deaf" in capfd.readouterr().err
+
+
+async def test_restarts_with_growing_pauses(tmp_path, capfd):
+    log = tmp_path / "starts"
+    body = READY + f"open({str(log)!r}, 'a').write(f'{{time.monotonic()}}\\n'); sys.exit(7)"
+    keeper = Keeper("worker", program(body), pause_s=0.05, max_pause_s=0.2)
+    await until(lambda: log.exists() and len(log.read_text().split()) >= 5, "it was not started again")
+    await keeper.stop(10)
+    starts = [float(line) for line in log.read_text().split()]
+    gaps = [after - before for before, after in zip(starts, starts[1:])]
+    assert all(gap >= pause for gap, pause in zip(gaps, [0.05, 0.1, 0.2, 0.2]))
+    err = capfd.readouterr().err
+    assert "worker ended with status 7; it starts again in 0.05 s" in err and "again in 0.2 s" in err
+
+
+async def test_a_settled_program_is_restarted_soon(capfd):
+    keeper = Keeper("worker", program(READY + "sys.exit(0)"), pause_s=0.01, settled_s=0.0)
+    seen = ""
+
+    def three():
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return seen.count("again in") >= 3
+
+    await until(three, "no restarts")
+    await keeper.stop(10)
+    assert "0.02" not in seen
+
+
+async def test_killed_by_name(capfd):
+    keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
+    os.kill(int((await keeper.started)["pid"]), signal.SIGKILL)
+    seen = ""
+
+    def told():
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "was killed by SIGKILL" in seen
+
+    await until(told, "nothing was said")
+    await keeper.stop(10)
+
+
+@pytest.mark.parametrize("status, told", [(1, 1), (2, 2), (7, 1)])
+async def test_failed_start_is_its_last_line(status, told, capfd):
+    body = f"sys.stderr.write('loading\\nx: /m/config.json is missing\\n'); sys.exit({status})"
+    keeper = Keeper("x", program(IMPORTS + body))
+    with pytest.raises(StartError) as raised:
+        await keeper.started
+    assert str(raised.value) == "x: /m/config.json is missing" and raised.value.status == told
+    await keeper.stop(1)
+    assert "loading" not in capfd.readouterr().err
+
+
+async def test_what_a_start_is_at_is_shown_at_once(capfd):
+    said = "sys.stderr.write('loading\\nstarting: x: reading /m\\n'); sys.stderr.flush(); time.sleep(60)"
+    keeper, seen = Keeper("x", program(IMPORTS + said)), ""
+
+    def told():
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "starting: x: reading /m" in seen
+
+    await until(told, "it was held back")
+    assert "loading" not in seen
+    await keeper.stop(10)
+
+
+async def test_failed_start_of_a_crash_is_whole():
+    keeper = Keeper("x", program("raise RuntimeError('a bug')"))
+    with pytest.raises(StartError) as raised:
+        await keeper.started
+    assert str(raised.value).startswith("Traceback") and "a bug" in str(raised.value)
+
+
+async def test_silent_failed_start():
+    keeper = Keeper("decode worker 0", program("import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(StartError, match="decode worker 0 was killed by SIGKILL"):
+        await keeper.started
+
+
+async def test_a_slow_start_can_be_watched(capfd, monkeypatch):
+    monkeypatch.setattr("baton.cli.cluster.keeper._HOLD_S", 0.05)
+    keeper = Keeper("gateway", program(IMPORTS + "print('no worker yet', file=sys.stderr); time.sleep(60)"))
+    seen = ""
+
+    def told():
+        nonlocal seen
+        seen += capfd.readouterr().err
+        return "no worker yet" in seen
+
+    await until(told, "nothing was shown")
+    await keeper.stop(10)
+
+
+async def test_stopped_before_it_was_ready():
+    keeper = Keeper("x", program("import time; time.sleep(60)"))
+    await asyncio.sleep(0.05)
+    assert await keeper.stop(10)
+    assert keeper.started.cancelled()
+
+
+async def test_its_children_go_with_it():
+    body = "import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    body += "import os, time; print(f'ready child={child.pid}', flush=True); time.sleep(60)"
+    keeper = Keeper("x", program(body))
+    child = int((await keeper.started)["child"])
+    await keeper.stop(0.2)  # the child has its stdout, so that it does not seem to go
+    await until(lambda: not alive(child), "its child lives")
+
+
+def test_it_does_not_outlive_us():
+    ours = f"""
+import asyncio, sys
+from baton.cli.cluster.keeper import Keeper
+async def main():
+    keeper = Keeper("x", [sys.executable, "-c", {READY + "time.sleep(60)"!r}])
+    print((await keeper.started)["pid"], flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", ours], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    assert alive(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + patience(10)
+    while alive(pid):
+        assert time.monotonic() < deadline, "it outlived its parent"
+        time.sleep(0.01)
+
+
+async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch):
+    spawn, refused = keeper_module._Child.spawn, []
+
+    async def refuse(argv):
+        if len(refused) < 3 and keeper.started.done():
+            refused.append(argv)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await spawn(argv)
+
+    monkeypatch.setattr(keeper_module._Child, "spawn", refuse)
+    keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
+    first = await keeper.started
+    os.kill(int(first["pid"]), signal.SIGKILL)
+    await until(lambda: len(refused) == 3 and keeper._child.status is None, "it was not started again")
+    assert await keeper.stop(10)
+    assert "worker could not be started: Resource temporarily unavailable; it starts again" in capfd.readouterr().err
+
+
+async def test_a_program_that_is_not_there_is_one_line():
+    keeper = Keeper("worker", ["/nowhere/program"])
+    with pytest.raises(StartError, match="^/nowhere/program: No such file or directory$"):
+        await keeper.started
+    assert await keeper.stop(10)
+
+
+async def test_a_child_goes_on_where_nobody_reads_what_it_says(monkeypatch):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(keeper_module.sys, "stderr", Gone())
+    keeper = Keeper("worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY))
+    await keeper.started
+    await until(lambda: keeper._child.status is not None, "the child stands still")
+    await keeper.stop(10)

@@ -1,0 +1,68 @@
+"""`baton top`: one look, from what a gateway would say."""
+
+import pytest
+
+from baton.cli.cluster.top import frame
+from baton.cli.main import main
+from baton.v1 import fleet_pb2 as pb
+from baton.v1 import inference_pb2, worker_pb2
+
+
+@pytest.fixture
+def workers():
+    load = worker_pb2.Load(num_running=3, num_waiting=1, tokens_per_s=250, num_blocks_total=100)
+    load.blocks_by_holder.extend([0, 5, 10, 35, 30, 20])
+    return pb.ListWorkersResponse(
+        workers=[
+            pb.WorkerView(
+                address="10.0.0.1:50052", role="decode", state="serving", load=load, clock_offset_s=1.5,
+                clock_error_s=0.0004,
+            )
+        ]
+    )  # fmt: skip
+
+
+def view(**fields) -> pb.RequestView:
+    return pb.RequestView(timing=inference_pb2.Timing(ttft_s=0.25, tpot_s=0.02), **fields)
+
+
+def test_a_frame(workers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    requests = pb.ListRequestsResponse(
+        running=[view(request_id="slowest", phase="decoding", age_s=7.5, prompt_tokens=80, output_tokens=4)],
+        recent=[view(outcome="ok"), view(outcome="failed")],
+        num_running=1,
+        uptime_s=60,
+        bound="Bound by queue: requests wait.",
+    )
+    text = frame("door:1", workers, requests, "4.0 requests/s")
+    assert "baton door:1  ready" in text and "4.0 requests/s" in text
+    assert "TTFT  p50    250.0 ms" in text and "TPOT  p50     20.0 ms" in text and "of the last 2 1 failed" in text
+    worker = next(line for line in text.splitlines() if "decode 10.0.0.1" in line)
+    assert worker.split()[2:] == ["serving", "3", "1", "250", "50%", "30%", "20%", "+1500.0", "±", "0.4", "ms"]
+    assert text.splitlines()[-1] == "Bound by queue: requests wait."
+    assert "slowest" in text and "decoding" in text and "7.50s" in text
+
+
+def test_a_narrow_terminal(workers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert max(map(len, frame("t", workers, pb.ListRequestsResponse(), "").splitlines())) <= 40
+
+
+def test_a_clock_that_is_not_compared_yet(workers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    for field in ("clock_offset_s", "clock_error_s"):
+        workers.workers[0].ClearField(field)
+    line = next(line for line in frame("t", workers, pb.ListRequestsResponse(), "").splitlines() if "decode 10" in line)
+    assert line.endswith(" -")
+
+
+def test_a_fleet_that_is_not_ready(workers):
+    workers.not_ready = "no decode worker serves"
+    assert "not ready: no decode worker serves" in frame("t", workers, pb.ListRequestsResponse(), "")
+
+
+def test_nobody_there(capsys):
+    assert main(["top", "--target", "127.0.0.1:9", "--once"]) == 1
+    assert "127.0.0.1:9: UNAVAILABLE" in capsys.readouterr().err
+    assert main(["top", "--interval", "0"]) == 2

@@ -1,0 +1,267 @@
+"""`baton up` with stand-ins for gateway and workers: options, the ready line, failures in one line, drain and kill.
+
+The stand-ins are packages of the same names in the folder that it runs in. The real ones are in tests/e2e.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from baton.cli.cluster import up
+from baton.cli.cluster.keeper import StartError
+from baton.service.settings import SettingsError, make_parser
+from tests.support.pace import patience
+from tests.support.process import ROOT
+
+WORKER = """
+import os, signal, socket, sys, time
+argv = sys.argv[1:]
+name = sys.argv[0].split("/")[-2]
+def drain(*_):
+    open("drained", "a").write(name + "\\n")
+    while os.path.exists(f"{name}.hangs"):
+        time.sleep(0.05)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, drain)
+open(f"{name}.argv", "a").write("\\n".join(argv) + "\\n--\\n")
+if os.path.exists(f"{name}.fails"):
+    print(f"{name}: /m/model.safetensors is truncated", file=sys.stderr)
+    sys.exit(1)
+listen = argv[argv.index("--listen") + 1]
+host, port = listen.split(":")
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind((host, int(port)))
+server.listen()
+print(f"ready grpc={listen} admin=h:2 pid={os.getpid()}", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in ("gateway", "prefill_worker", "decode_worker"):
+        package = tmp_path / name
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text(WORKER)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen:
+    argv = [sys.executable, "-m", "baton.cli", "up", "--model", "m", "--listen", "127.0.0.1:0", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def until(condition):
+    deadline = time.monotonic() + patience(20)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def argvs(folder: Path, name: str) -> list[list[str]]:
+    return [text.strip().split("\n") for text in (folder / f"{name}.argv").read_text().split("--\n")[:-1]]
+
+
+def test_ready_line_options_and_drain_order(folder):
+    process = start(folder, "--decode", "2", "--block-size", "16", "--prefill.threads=1", "--admin", "127.0.0.1:0")
+    ready = dict(field.split("=") for field in process.stdout.readline().split()[1:])
+    assert int(ready["pid"]) == process.pid and ready["grpc"].startswith("127.0.0.1:") and ready["admin"]
+    process.send_signal(signal.SIGTERM)
+    status, _, err = finish(process)
+    assert status == 0 and "draining" in err
+    assert (folder / "drained").read_text().split()[0] == "gateway"
+    assert sorted((folder / "drained").read_text().split()[1:]) == ["decode_worker", "decode_worker", "prefill_worker"]
+    (prefill,), decode, (gateway,) = (argvs(folder, name) for name in ("prefill_worker", "decode_worker", "gateway"))
+    assert {"--block-size=16", "--threads=1"} <= set(prefill)
+    assert len(decode) == 2 and all("--block-size=16" in argv and "--threads=1" not in argv for argv in decode)
+    listens = [argv[argv.index("--listen") + 1] for argv in decode]
+    assert sorted(gateway[gateway.index("--decode-workers") + 1].split(",")) == sorted(listens)
+    assert "--admin=127.0.0.1:0" in gateway and not any(argument.startswith("--redis") for argument in gateway)
+
+
+def test_several_gateways(folder):
+    process = start(folder, "--gateways", "3", "--admin", "127.0.0.1:4567")
+    ready = dict(field.split("=") for field in process.stdout.readline().split()[1:])
+    gateways = argvs(folder, "gateway")
+    listens = [argv[argv.index("--listen") + 1] for argv in gateways]
+    assert sorted(listens) == sorted(ready["gateways"].split(",")) and len(set(listens)) == 3
+    assert len({argv[argv.index("--decode-workers") + 1] for argv in gateways}) == 1
+    assert sum("--admin" in argv for argv in gateways) == 2, "the address that was given is the first one's"
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0
+
+
+def test_a_dead_worker_listens_at_its_address_again(folder):
+    process = start(folder)
+    process.stdout.readline()
+    children = psutil.Process(process.pid).children()
+    next(child for child in children if "decode_worker" in child.cmdline()).kill()
+    until(lambda: len(argvs(folder, "decode_worker")) == 2)
+    first, second = (argv[argv.index("--listen") + 1] for argv in argvs(folder, "decode_worker"))
+    assert first == second
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 0
+
+
+def test_second_signal_kills(folder):
+    (folder / "gateway.hangs").touch()
+    process = start(folder)
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    until((folder / "drained").exists)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 1
+    assert (folder / "drained").read_text().split() == ["gateway"]
+
+
+def test_failed_start_is_one_line_and_stops_the_rest(folder):
+    (folder / "decode_worker.fails").touch()
+    (folder / "prefill_worker.fails").touch()
+    status, out, err = finish(start(folder))
+    assert (status, out) == (1, "")
+    assert len(err.splitlines()) == 1 and "model.safetensors is truncated" in err
+
+
+def test_port_taken(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = "127.0.0.1:%d" % taken.getsockname()[1]
+        status, out, err = finish(start(folder, "--listen", address))
+    assert (status, out) == (1, "") and len(err.splitlines()) == 1 and address in err
+    assert not (folder / "gateway.argv").exists()
+
+
+def plan(*argv: str):
+    parser = make_parser("baton", "")
+    up.add_parser(parser.add_subparsers())
+    return up.make_plan(parser.parse_args(["up", *argv]))
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--quantization", "int2"], ["--quantization", "int2"]),
+        (["--kv-dtype", "fp4"], ["--kv-dtype", "fp4"]),
+        (["--speculator", "luck"], ["--speculator", "luck"]),
+        (["--draft-model", "d"], ["--draft-model"]),
+        (["--num-draft-tokens", "4"], ["--num-draft-tokens"]),
+        (["--gpu-memory-utilization", "0.9", "--device", "cpu"], ["--gpu-memory-utilization"]),
+        (["--gpu-memory-utilization", "1.5"], ["--gpu-memory-utilization 1.5"]),
+        (["--device", "tpu"], ["--device", "tpu"]),
+        (["--decode.quantization", "int2"], ["--decode.quantization", "int2"]),
+        (["--prefill", "0", "--prefill.threads", "1"], ["--prefill.threads", "--prefill 0"]),
+        (["--threads", "1", "--prefill.threads", "2", "--decode.threads", "2"], ["--threads"]),
+        (["--prefill.block-size", "48"], ["--block-size 48"]),
+        (["--block-size", "x"], ["--block-size", "whole number"]),
+        (["--prefill.block-size", "x"], ["--prefill.block-size", "whole number"]),
+        (["--threads", "0"], ["--threads"]),
+        (["--transports", "udp"], ["--transports", "udp"]),
+        (["--decode", "0"], ["--decode"]),
+    ],
+)
+def test_options_without_effect_are_refused(folder, options, words):
+    with pytest.raises(SettingsError) as raised:
+        plan("--model", str(folder / "m"), *options)
+    assert "\n" not in str(raised.value)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_missing_model_is_named(tmp_path):
+    with pytest.raises(StartError, match="nowhere"):
+        plan("--model", str(tmp_path / "nowhere"))
+
+
+def test_shipped_model_is_the_default():
+    assert plan().model == ROOT / "demo" / "target"
+
+
+@pytest.mark.parametrize("argv", [[], ["what"], ["up", "--no-such"], ["up", "--prefil", "1"], ["generate"]])
+def test_wrong_use(argv):
+    done = subprocess.run([sys.executable, "-m", "baton.cli", *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize("argv", [[], ["up"], ["generate"], ["train-demo"]])
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_and_version(argv, flag):
+    done = subprocess.run([sys.executable, "-m", "baton.cli", *argv, flag], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout and not done.stderr
+
+
+def loaded_by(program: str) -> set[str]:
+    program += "; import sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_is_light():
+    heavy = {"torch", "transformers", "tokenizers", "numpy", "opentelemetry", "redis"}
+    assert not heavy & loaded_by("import baton.cli.main, baton.cli.cluster.up, baton.cli.client.bench")
+
+
+def test_a_command_does_not_wait_for_what_others_import():
+    called = "import contextlib\nwith contextlib.suppress(SystemExit): main(['up', '--prefill', 'x'])"
+    assert not {"tqdm", "baton.cli.client.bench"} & loaded_by(f"from baton.cli.main import main\n{called}\npass")
+
+
+def test_a_worker_imports_of_torch_what_torch_imports():
+    """No compiler of torch's, no training, nothing for .gguf files: each takes a tenth of a second to some seconds."""
+    load = "from pathlib import Path; from baton.engine.core.config import EngineConfig; from baton.engine.engine import Engine"
+    load += "; Engine.load(EngineConfig(Path('demo/target'), num_blocks=64))"
+    beyond = loaded_by(f"import torch, baton.worker.app; {load}") - loaded_by("import torch")
+    rooms = {".".join(name.split(".")[:2]) for name in beyond}
+    assert not {"torch._dynamo", "torch._inductor", "torch.testing", "torch.onnx"} & rooms
+    assert not {"sympy", "transformers", "tokenizers", "gguf", "redis", "jinja2"} & rooms
+
+
+def test_workers_share_the_cores(folder, monkeypatch):
+    """Of one `baton up`, those that were told no number: what the others leave."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(*options: str) -> tuple[list[str], list[str]]:
+        made = plan("--model", str(folder / "m"), *options).worker_options
+        return tuple([word for word in made[role] if "--threads" in word] for role in ("prefill", "decode"))
+
+    assert threads() == (["--threads=8"], ["--threads=8"])
+    assert threads("--threads", "auto") == (["--threads=8"], ["--threads=8"])
+    assert threads("--prefill", "2", "--decode", "3") == (["--threads=3"], ["--threads=3"])
+    assert threads("--prefill.threads", "4", "--decode", "3") == (["--threads=4"], ["--threads=4"])
+    assert threads("--prefill.threads", "10", "--decode", "2") == (["--threads=10"], ["--threads=3"])
+    assert threads("--threads", "5", "--decode.threads", "auto") == (["--threads=5"], ["--threads=11"])
+    assert threads("--threads", "32") == (["--threads=32"], ["--threads=32"]), "what was said holds"
+    assert threads("--prefill", "20") == (["--threads=1"], ["--threads=1"]), "a worker has one at least"
+    assert threads("--prefill", "0")[1] == ["--threads=16"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert threads() == ([], []), "each reads it itself"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("BATON_THREADS", "3")
+    assert threads() == (["--threads=3"], ["--threads=3"])
+
+
+def test_gateway_options_go_to_the_gateway(folder):
+    made = plan("--model", str(folder / "m"), "--gateway.cluster-secret", "s", "--redis", "redis://h:1/0")
+    assert set(made.gateway_options) == {"--cluster-secret=s", "--redis=redis://h:1/0"}

@@ -1,0 +1,106 @@
+"""One suite over all attention backends: what they compute, what they read, and how one is chosen."""
+
+import pytest
+import torch
+
+from baton.engine import native
+from baton.engine.attention.base import AttentionShape
+from baton.engine.attention.selection import BACKENDS, choose
+from baton.engine.core.device import scope
+from baton.engine.kv.stored_forms import STORED
+from tests.support.engine.attention_step import assert_close_to_exact, one_step
+
+WINDOW = 40
+CPU_BACKENDS = ("native", "sdpa", "reference")  # test_attention_triton.py and test_attention_flash.py have the others
+ON_CPU = {
+    "flash3": "needs a CUDA device", "flash": "needs a CUDA device", "triton-fast": "Triton's interpreter is for tests",
+    "triton": "Triton's interpreter is for tests", "flashinfer": "needs a CUDA device",
+}  # fmt: skip
+
+
+def made(name: str, shape: AttentionShape):
+    """The backend, or a skip that says why there is none."""
+    if reason := BACKENDS[name].unfit(shape):
+        pytest.skip(reason)
+    return choose(name, shape)[0]
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("heads", [(4, 4, 16), (8, 2, 32), (5, 1, 24), (40, 1, 16), (3, 1, 48), (4, 2, 256)], ids=str)
+@pytest.mark.parametrize("block_size", [8, 128])
+def test_against_fp64(name, heads, block_size):
+    """Chunks and decode tokens of many lengths in one step, a full and a windowed layer, garbage all around."""
+    shape = AttentionShape(*heads, windows=(None, WINDOW), dtype=torch.float32)
+    backend = made(name, shape)
+    lengths = [(1, 1), (1, 64), (1, 65), (7, 7), (1, 300), (30, 200), (1, 513), (100, 612)]
+    assert_close_to_exact(backend, *one_step(shape, lengths, block_size), atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("form", STORED)
+def test_forms(name, compute, form):
+    """The stored form may differ from the compute dtype."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[compute]
+    shape = AttentionShape(4, 2, 32, windows=(None,), dtype=dtype)
+    backend = made(name, shape)
+    assert_close_to_exact(backend, *one_step(shape, [(1, 90), (20, 150)], form=form), atol=2e-2)
+
+
+def test_auto_takes_the_first_that_fits_and_says_why(monkeypatch):
+    fits = AttentionShape(4, 2, 32, windows=(None,), dtype=torch.float32)
+    odd = AttentionShape(4, 2, 24, windows=(None,), dtype=torch.float32)
+    if native.library() is not None:
+        backend, reasons = choose("auto", fits)
+        assert backend.name == "native" and reasons == dict.fromkeys(
+            [*ON_CPU, "sdpa", "reference"], "native was chosen"
+        )
+        backend, reasons = choose("auto", odd)
+        assert backend.name == "sdpa"
+        assert reasons == ON_CPU | {"native": "head_dim 24 is not a multiple of 16", "reference": "sdpa was chosen"}
+    monkeypatch.setattr("baton.engine.native.library", lambda: None)
+    monkeypatch.setattr("baton.engine.native.reason", lambda: "no compiler")
+    backend, reasons = choose("auto", fits)
+    assert backend.name == "sdpa" and reasons == ON_CPU | {"native": "no compiler", "reference": "sdpa was chosen"}
+    with pytest.raises(ValueError, match="'native': no compiler; what fits: sdpa, reference"):
+        choose("native", fits)
+
+
+def test_what_cannot_be_exact_is_refused(monkeypatch):
+    shape = AttentionShape(4, 2, 24, windows=(None,), dtype=torch.float32)
+    monkeypatch.setattr("baton.engine.attention.sdpa.has_flash", lambda shape: False)
+    backend, reasons = choose("auto", shape)
+    assert backend.name == "reference" and "refused in batch-invariant mode" in reasons["sdpa"]
+    with pytest.raises(ValueError, match="sdpa.*refused in batch-invariant mode"):
+        choose("sdpa", shape)
+    assert choose("sdpa", shape, batch_invariant=False)[0].name == "sdpa"
+
+
+def test_unknown_backend():
+    with pytest.raises(
+        ValueError,
+        match="'flush': one of auto, native, flash3, flash, triton-fast, triton, flashinfer, sdpa, reference",
+    ):
+        choose("flush", AttentionShape(4, 2, 32, windows=(None,), dtype=torch.float32))
+
+
+def test_a_gpu_backend_without_a_gpu():
+    """One line that says what would fit; a worker ends with it and 2."""
+    shape = AttentionShape(4, 2, 32, windows=(None,), dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="'flash': needs a CUDA device; what fits: (native, )?sdpa, reference$"):
+        choose("flash", shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_torch_on_a_gpu(name):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda", 0)
+    shape = AttentionShape(8, 2, 64, windows=(None, WINDOW), dtype=torch.bfloat16, device=device)
+    backend, _ = choose(name, shape, batch_invariant=False)
+    step = one_step(shape, [(1, 90), (20, 150)], form="bf16")
+    with scope(device):
+        assert_close_to_exact(backend, *step, atol=2e-2)
+    with pytest.raises(ValueError, match="refused in batch-invariant mode"):
+        choose(name, shape)

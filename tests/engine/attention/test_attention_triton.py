@@ -1,0 +1,154 @@
+"""The Triton kernels: in the interpreter on a CPU (tiny steps, it is slow), compiled where there is a GPU."""
+
+import pytest
+import torch
+
+from baton.engine import kernels
+from baton.engine.attention.base import AttentionShape
+from baton.engine.attention.selection import BACKENDS
+from baton.engine.attention.triton_paged import FIXED_SPLIT
+from baton.engine.core.batch import SeqSlice, SeqTable
+from baton.engine.kv.stored_forms import STORED
+from tests.support.engine.attention_step import assert_close_to_exact, attended, batch_of, one_step
+
+WINDOW = 40
+TRITON = ("triton", "triton-fast")
+LENGTHS = [(1, 1), (1, 64), (3, 65), (35, 100), (1, 2 * FIXED_SPLIT + 5)]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if reason := kernels.unavailable(request.param):
+        pytest.skip(reason)
+    return torch.device(request.param)
+
+
+def made(name, heads, device, dtype=torch.float32, windows=(None, WINDOW), form=""):
+    shape = AttentionShape(*heads, windows, dtype, device, form)
+    if reason := BACKENDS[name].unfit(shape):
+        pytest.skip(reason)
+    return BACKENDS[name](shape)
+
+
+@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("heads", [(2, 1, 64), (5, 1, 96), (4, 4, 128), (4, 2, 256), (71, 1, 24)], ids=str)
+def test_against_fp64(name, heads, device):
+    """Every group size and head dimension; chunks with a prefix and decode in one step, a full and a windowed layer."""
+    backend = made(name, heads, device)
+    block_size = 8 if heads[0] == 5 else 64
+    lengths = LENGTHS[:3] if heads[0] == 71 else LENGTHS
+    assert_close_to_exact(backend, *one_step(backend.shape, lengths, block_size, seed=heads[0]), atol=3e-6)
+
+
+@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("form", STORED)
+def test_forms(name, form, device):
+    """Decoded in the kernel: what remains is the rounding of bf16 products, not that of the form."""
+    backend = made(name, (4, 2, 64), device, torch.bfloat16, (None,), form)
+    assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (20, 150)], form=form), atol=2e-2)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("heads", [(3, 1, 96), (2, 2, 128), (2, 1, 256)], ids=str)
+def test_integers_in_every_head_dimension(heads, form, device):
+    backend = made("triton", heads, device, torch.bfloat16, (WINDOW,), form)
+    assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (3, 70)], form=form), atol=2e-2)
+
+
+@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("form", ["fp16", "int4"])
+def test_fp16(name, form, device):
+    backend = made(name, (2, 2, 64), device, torch.float16, (None,), form)
+    assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (40, 90)], form=form), atol=4e-3)
+
+
+@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_step_known_by_its_bounds(name, query_len, device):
+    """As in a CUDA graph: nothing but the table, larger bounds than the step's, rows of padding with a kv_len of 0."""
+    backend = made(name, (2, 1, 64), device)
+    pool, batch, q = one_step(backend.shape, [(query_len, 70), (query_len, 3), (query_len, 2 * FIXED_SPLIT + 9)])
+    table = SeqTable.of(batch.seqs, device)
+    starts = torch.arange(5, dtype=torch.int32, device=device) * query_len
+    kv_lens = torch.cat((table.kv_lens, table.kv_lens.new_zeros(1)))
+    blocks = torch.nn.functional.pad(table.block_ids, (0, 5, 0, 1))
+    padded = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, query_len))
+    bounds = batch_of([])
+    object.__setattr__(bounds, "table", SeqTable(starts, kv_lens, blocks, query_len, 4 * FIXED_SPLIT))
+    for layer in range(2):
+        known = attended(backend, pool, batch, layer, q)
+        torch.testing.assert_close(attended(backend, pool, bounds, layer, padded)[: len(q)], known, atol=3e-6, rtol=0)
+        if backend.batch_invariant:
+            assert torch.equal(attended(backend, pool, bounds, layer, padded)[: len(q)], known)
+
+
+@pytest.mark.parametrize("dtype, form", [(torch.float32, "fp32"), (torch.bfloat16, "int8")], ids=str)
+def test_fixed_tiles_are_row_invariant(dtype, form, device):
+    """A token's bits are the same alone (its KV split over programs), in a crowd (not split), and in chunks of any
+    length, wherever it stands in a tile."""
+    backend = made("triton", (6, 2, 64), device, dtype, form=form)
+    num_tokens, kv_len = 24, FIXED_SPLIT + 30
+    pool, batch, q = one_step(backend.shape, [(num_tokens, kv_len)], form=form)
+    block_ids = batch.seqs[0].block_ids
+
+    def tokens(begin: int, end: int, row: int = 0) -> SeqSlice:
+        return SeqSlice(row, end - begin, kv_len - num_tokens + end, block_ids)
+
+    crowd = batch_of([tokens(row, row + 1, row) for row in range(num_tokens)])
+    alone = batch_of([tokens(23, 24)])
+    crowded = len(q) * 2 >= backend._wanted
+    assert backend.plan(alone, pool).launches[0].num_splits == 2
+    assert backend.plan(crowd, pool).launches[0].num_splits == (1 if crowded else 2)
+    for layer in range(2):
+        whole = attended(backend, pool, batch, layer, q)
+        assert torch.equal(attended(backend, pool, crowd, layer, q), whole)
+        for begin, end in ((0, 1), (23, 24), (13, 14), (5, 20)):
+            got = attended(backend, pool, batch_of([tokens(begin, end)]), layer, q[begin:end])
+            assert torch.equal(got, whole[begin:end]), f"rows {begin} to {end} of layer {layer}"
+
+
+def test_the_fast_form_splits_by_load(device):
+    backend = made("triton-fast", (8, 2, 64), device)
+    pool, batch, _ = one_step(backend.shape, [(1, 1000)] * 2)
+    (launch,) = backend.plan(batch, pool).launches
+    assert launch.num_splits > 1 and launch.num_programs == launch.num_splits
+    (launch,) = backend.plan(batch_of(batch.seqs * 200), pool).launches
+    assert launch.num_splits == 1
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_a_graph_for_a_long_context_works_as_for_a_short_one(name, device, monkeypatch):
+    """Its grid is bounded by the GPU; a sequence is shared by as many programs as its own length feeds."""
+    backend = made(name, (2, 1, 64), device)
+    monkeypatch.setattr(backend, "_wanted", 16)
+    monkeypatch.setattr(backend, "_most", 32)
+    pool, batch, q = one_step(backend.shape, [(1, 1000), (1, 200)])
+    table = SeqTable.of(batch.seqs, device)
+    bounds = batch_of([])
+    object.__setattr__(bounds, "table", SeqTable(table.query_starts, table.kv_lens, table.block_ids, 1, 1 << 17))
+    (launch,) = backend.plan(bounds, pool).launches
+    assert launch.num_programs == (16 if backend.batch_invariant else 8)
+    assert launch.num_splits == ((1 << 17) // FIXED_SPLIT if backend.batch_invariant else 8)
+    launch.stats.fill_(float("nan"))
+    out = torch.zeros_like(q)
+    plan = backend.plan(bounds, pool)
+    object.__setattr__(plan, "launches", (launch,))
+    backend(plan, 0, q, out)
+    used = (~launch.stats[..., 0].isnan()).sum(dim=2)[:, 0].tolist()
+    assert used == ([4, 1] if backend.batch_invariant else [8, 2])  # of 256 positions; of 128, the least
+    torch.testing.assert_close(out, attended(backend, pool, batch, 0, q), atol=3e-6, rtol=0)
+
+
+def test_what_it_cannot_do_is_said(monkeypatch):
+    wide = AttentionShape(4, 2, 512, (None,), torch.float32)
+    assert BACKENDS["triton"].unfit(wide) in ("head_dim 512 is above 256", "needs a CUDA device")
+    monkeypatch.setattr("baton.engine.kernels.INTERPRETED", False)
+    shape = AttentionShape(4, 2, 64, (None,), torch.float32)
+    assert BACKENDS["triton"].unfit(shape) == "needs a CUDA device"
+    on_gpu = AttentionShape(4, 2, 64, (None,), torch.bfloat16, torch.device("cuda"), "fp8_e4m3")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
+    assert BACKENDS["triton"].unfit(on_gpu) == "the device has compute capability 8.6, needs 8.9"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert BACKENDS["triton"].unfit(on_gpu) == "triton is not installed: pip install 'baton[gpu]'"

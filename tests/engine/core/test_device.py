@@ -1,0 +1,86 @@
+"""Where an engine computes, how much of a GPU its pool gets, and what it says where that cannot be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import GIB, Memory, check_weights, find_device, pool_blocks
+from baton.engine.engine import Engine
+from baton.engine.weights.formats.placed import placed
+from tests.support.engine.folders import make_folder
+from tests.support.engine.weight_forms import FORMS
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+H200 = Memory(total=140 * GIB, free=138 * GIB)
+
+
+def says(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@without_gpu
+def test_no_gpu_here(tmp_path):
+    assert find_device("auto") == find_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="device cuda: torch .* sees no CUDA device; leave it at auto") as error:
+        find_device("cuda")
+    says(error)
+    make_folder(tmp_path, "llama2")
+    with pytest.raises(ValueError, match="device cuda"):
+        Engine.load(EngineConfig(tmp_path, device="cuda"))
+    with pytest.raises(ValueError, match="no effect on a CPU"):
+        Engine.load(EngineConfig(tmp_path, gpu_memory_utilization=0.5))
+
+
+def test_options():
+    for options, words in (
+        (dict(device="tpu"), "device 'tpu': one of auto, cpu, cuda"),
+        (dict(gpu_memory_utilization=1.5), "at most 1"),
+        (dict(gpu_memory_utilization=0.5, device="cpu"), "no effect on a CPU"),
+    ):
+        with pytest.raises(ValueError, match=words) as error:
+            EngineConfig("m", **options)
+        says(error)
+
+
+def test_a_gpu_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old One")
+    assert find_device("auto") == torch.device("cpu")
+    with pytest.raises(ValueError, match="Old One has compute capability 7.5, at least 8.0 is needed"):
+        find_device("cuda")
+
+
+def test_the_pool_gets_what_is_left():
+    num_blocks = pool_blocks(H200, 0.9, 3 * GIB, GIB // 128, 100)
+    assert num_blocks == int((140 * 0.9 - 2 - 3) * 128)
+    others = replace(H200, free=20 * GIB)  # 120 GiB are in use
+    assert pool_blocks(others, 0.9, GIB, GIB // 128, 100) == int((140 * 0.9 - 120 - 1) * 128)
+    with pytest.raises(
+        ValueError, match=r"140.0 GiB, 0.5 of it may be used, 120.0 are in use, a step takes 1.00"
+    ) as error:
+        pool_blocks(others, 0.5, GIB, GIB // 128, 100)
+    assert "at least 0.78 are needed" in says(error)
+
+
+def test_a_model_that_does_not_fit():
+    check_weights(100 * GIB, H200, 0.9, "auto")
+    with pytest.raises(ValueError, match="200.0 GiB, the GPU has 138.0 GiB free of 140.0") as error:
+        check_weights(200 * GIB, H200, 0.9, "auto")
+    assert "quantization fp8 or int8 or int4-g128 would fit" in says(error)
+    with pytest.raises(ValueError, match="quantization int4-g128 would fit"):
+        check_weights(280 * GIB, H200, 0.9, "none")
+    with pytest.raises(ValueError, match="a smaller model is needed"):
+        check_weights(200 * GIB, H200, 0.9, "int8")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_can_be_placed(name):
+    weight = FORMS[name]((32, 64))
+    moved = placed(weight, torch.device("meta"))
+    assert moved.values.is_meta and moved.scales.is_meta and moved.shape == weight.shape
+    assert getattr(moved, "outliers", None) is None or moved.outliers.values.is_meta

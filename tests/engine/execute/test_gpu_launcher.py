@@ -1,0 +1,169 @@
+"""The GPU's launcher with the device replaced: its steps in flight, its graphs and buffers, layers as they pass, and a
+share of the multiprocessors."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+pytest.importorskip("triton")
+
+from baton.engine import kernels  # noqa: E402
+from baton.engine.core.config import EngineConfig  # noqa: E402
+from baton.engine.core.request import Progress  # noqa: E402
+from baton.engine.engine import Engine  # noqa: E402
+from baton.engine.execute import launcher, sm_partition, watermark  # noqa: E402
+from baton.engine.execute.launcher import GpuLauncher  # noqa: E402
+from baton.engine.execute.watermark import LayerEvents  # noqa: E402
+from tests.engine.execute.test_graphs import compute_again  # noqa: E402
+from tests.support.engine.folders import make_folder, random_ids  # noqa: E402
+from tests.support.engine.toys import make_request, run, toy_engine  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the real device is tested by test_gpu_engine.py"),
+    pytest.mark.skipif(kernels.INTERPRETED is False, reason="Triton's interpreter is off in this process"),
+]
+
+
+class Event:
+    """Passed once somebody waits for it."""
+
+    def record(self, stream=None) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: compute_again)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
+
+
+def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not(tmp_path, device):
+    """Both in the interpreter; the steps in graphs take tokens that nobody has read from where they were drawn."""
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64,
+        max_num_batched_tokens=66,
+    )  # fmt: skip
+    sampled = dict(temperature=0.9, seed=3, top_p=0.9)
+    requests = [make_request("greedy", random_ids(9, 1), 6), make_request("sampled", random_ids(14, 2), 4, **sampled)]
+    plain, over = Engine.load(config), Engine.load(config)
+    made = over.runner.launcher = GpuLauncher(over.runner.model, over.pool, over.config, False)
+    assert made.overlaps and made.num_graphs == 2
+    launches = []
+    launch = made.launch
+    made.launch = lambda batch, draw, before: launches.append(batch.token_ids) or launch(batch, draw, before)
+    wanted, found = run(plain, requests), run(over, requests)
+    assert {key: record.answer() for key, record in found.items()} == {key: r.answer() for key, r in wanted.items()}
+    assert sum(bool((ids < 0).all()) for ids in launches) > 2
+
+
+def test_layers_are_told_when_their_events_have_passed():
+    log = []
+
+    class Logged(Event):
+        def synchronize(self) -> None:
+            log.append("passed")
+
+    events = LayerEvents(Logged)
+    for layer in range(3):
+        events.record(layer)
+    assert not log
+    events.tell(log.append)
+    assert log == ["passed", 0, "passed", 1, "passed", 2]
+
+
+def test_a_held_prompt_is_told_by_layers_behind_their_events(tmp_path, device, monkeypatch):
+    monkeypatch.setattr(watermark, "MIN_INTERVAL_S", 0.0)
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=2)
+    engine = Engine.load(EngineConfig(tmp_path, device="cpu", attention="triton", num_blocks=8, max_num_seqs=1))
+    engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
+    within: list[Progress] = []
+    engine.on_progress = within.extend
+    request = make_request("held", random_ids(6, 1), 1)
+    engine.accept(request)
+    after = [output for output in engine.step() if isinstance(output, Progress)]
+    assert within == [Progress(request.key, 6, layer + 1) for layer in range(2)]
+    assert after == [Progress(request.key, 6, 2)]
+
+
+# ---- a share of the multiprocessors ----
+
+
+def h200(monkeypatch, create=None):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    if create is not None:
+        from torch.cuda import green_contexts
+
+        monkeypatch.setattr(green_contexts, "SUPPORTED", True)
+        monkeypatch.setattr(green_contexts, "GreenContext", SimpleNamespace(create=create, Stream=None))
+
+
+@pytest.mark.parametrize("share, num_sms", [(0.7, 96), (0.5, 64), (0.01, 8), (0.99, 128)])
+def test_a_share_is_a_green_context(share, num_sms, monkeypatch):
+    asked = []
+    stream = SimpleNamespace()
+
+    def create(**options):
+        asked.append(options)
+        return SimpleNamespace(Stream=lambda: stream)
+
+    h200(monkeypatch, create)
+    partition = sm_partition.Partition(torch.device("cuda", 1), share)
+    assert asked == [{"num_sms": num_sms, "device_id": 1}] and partition.stream is stream
+    assert partition.words == f"{num_sms} of 132 multiprocessors"
+
+
+def test_where_there_are_none_it_is_one_line(monkeypatch):
+    h200(monkeypatch)
+    with pytest.raises(ValueError, match=r"^sm_share 0.5: torch .* was built without green contexts; leave it out$"):
+        sm_partition.Partition(torch.device("cuda", 0), 0.5)
+
+    def create(**options):
+        raise RuntimeError("CUDA driver error:\n operation not supported")
+
+    h200(monkeypatch, create)
+    with pytest.raises(ValueError, match="no green contexts here .*not supported.*leave it out") as error:
+        sm_partition.Partition(torch.device("cuda", 0), 0.5)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(sm_share=1.0), "sm_share 1: above 0, below 1"),
+        (dict(sm_share=0.0), "sm_share 0: above 0"),
+        (dict(sm_share=0.5, device="cpu"), "sm_share has no effect on a CPU"),
+    ],
+)
+def test_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig("m", **options)
+
+
+def test_all_of_a_step_runs_in_its_place():
+    engine = toy_engine()
+    inside: list[bool] = []
+
+    class Place:
+        entered = False
+
+        def __enter__(self):
+            self.entered = True
+
+        def __exit__(self, *_):
+            self.entered = False
+
+    place = Place()
+    engine.runner.launcher.place = lambda: place
+    engine.runner.model.before_forward = lambda batch: inside.append(place.entered)
+    run(engine, [make_request("a", range(40), 5)])
+    assert len(inside) == 5 and all(inside) and not place.entered

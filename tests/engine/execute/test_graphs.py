@@ -1,0 +1,125 @@
+"""Decode steps in padded, static shapes: what a graph computes is what the step alone comes to. Captured on a GPU;
+on a CPU replayed by computing again, with Triton's interpreter for attention."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+pytest.importorskip("triton")
+
+from baton.engine import kernels  # noqa: E402
+from baton.engine.core.batch import ForwardBatch, SeqSlice  # noqa: E402
+from baton.engine.core.device import scope  # noqa: E402
+from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths  # noqa: E402
+from baton.engine.execute.inputs import StepInputs, StepShape, StepViews  # noqa: E402
+from baton.engine.kv.pool import KVPool  # noqa: E402
+from baton.engine.models.loader import load_model  # noqa: E402
+from kvtransfer.layout import KVLayout  # noqa: E402
+from tests.support.engine.folders import make_folder, random_ids  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type) or "there"
+)
+BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 24, 96
+
+
+def compute_again(run):
+    """`Capture` without graphs: the outputs stay where they are."""
+    outputs = run()
+
+    def replay():
+        for old, new in zip(outputs, run(), strict=True):
+            old.copy_(new)
+
+    return replay, outputs
+
+
+class Bench:
+    """One model, two pools of the same content: steps run in graphs, and as they are."""
+
+    def __init__(self, folder):
+        make_folder(folder, "llama3", head_dim=16, num_hidden_layers=1)
+        self.model = load_model(folder, attention="triton", device=DEVICE)
+        layout = KVLayout((self.model.kv_group("fp32", BLOCK_SIZE),))
+        self.pools = [KVPool(layout, NUM_BLOCKS, device=DEVICE) for _ in range(2)]
+        table = layout.num_blocks(CONTEXT)
+        self.inputs = [StepInputs(DEVICE, StepShape(32, 32, 8, table)) for _ in range(2)]
+        capture = CudaCapture() if DEVICE.type == "cuda" else compute_again
+        with torch.inference_mode(), scope(DEVICE):
+            self.graphs = DecodeGraphs(self.model, self.pools[0], self.inputs[0], (1, 4), (1, 3), CONTEXT, capture)
+        content = torch.randn(self.pools[0].blocks.shape, device=DEVICE)
+        for pool in self.pools:
+            pool.blocks.copy_(content)
+
+    def batch(self, kv_lens: list[int], width: int) -> ForwardBatch:
+        """Sequences with blocks of their own, `width` new tokens each."""
+        free, seqs, slots, positions = list(range(NUM_BLOCKS)), [], [], []
+        for index, kv_len in enumerate(kv_lens):
+            blocks = [free.pop() for _ in range(-(-kv_len // BLOCK_SIZE))]
+            seqs.append(SeqSlice(index * width, width, kv_len, torch.tensor(blocks)))
+            positions += range(kv_len - width, kv_len)
+            slots += [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(kv_len - width, kv_len)]
+        ids, rows = random_ids(len(slots), len(kv_lens)), torch.arange(len(slots))
+        return ForwardBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(slots), seqs, rows)
+
+    def check(self, kv_lens: list[int], width: int) -> None:
+        batch = self.batch(kv_lens, width)
+        shape = self.graphs.shape_for(batch)
+        with torch.inference_mode(), scope(DEVICE):
+            _, logits = self.graphs.run(batch, shape)
+            wanted = self.model.forward(self.inputs[1].send(batch), self.pools[1])
+        assert logits.shape == wanted.shape
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(self.pools[0].blocks, self.pools[1].blocks, rtol=1e-4, atol=1e-4)
+
+
+def test_graphs_compute_what_the_steps_do(tmp_path):
+    bench = Bench(tmp_path)
+    assert len(bench.graphs) == 4
+    for kv_lens, width in (([33], 1), ([33, 7, 90], 1), ([5, 60, 61, 62], 1), ([17, 80, 3], 3), ([2], 1)):
+        bench.check(kv_lens, width)
+    assert bench.graphs.shape_for(bench.batch([40, 50], 2)) is None  # no graph of that width
+    assert bench.graphs.shape_for(bench.batch([20, 20, 20, 20, 20], 1)) is None  # too many
+    mixed = bench.batch([40, 50], 3)
+    mixed.seqs[1] = SeqSlice(3, 1, 48, mixed.seqs[1].block_ids)
+    assert bench.graphs.shape_for(mixed) is None
+
+
+def test_padding_repeats_the_shortest():
+    """Whatever a sequence of padding writes is what is there already."""
+    inputs = StepInputs(torch.device("cpu"), StepShape(8, 8, 4, 3))
+    seqs = [SeqSlice(0, 2, 40, torch.tensor([5, 6, 7])), SeqSlice(2, 2, 18, torch.tensor([8, 9]))]
+    rows = torch.arange(4)
+    batch = ForwardBatch(rows + 100, torch.tensor([38, 39, 16, 17]), torch.tensor([1, 2, 3, 4]), seqs, rows)
+    shape = StepShape(8, 8, 4, 3)
+    inputs.send_padded(batch, shape)
+    parts = StepViews.of(inputs._target, shape)
+    assert parts.token_ids.tolist() == [100, 101, 102, 103, 102, 103, 102, 103]
+    assert parts.slots.tolist() == [1, 2, 3, 4, 3, 4, 3, 4] and parts.positions.tolist()[4:6] == [16, 17]
+    assert parts.kv_lens.tolist() == [40, 18, 18, 18] and parts.query_starts.tolist() == [0, 2, 4, 6, 8]
+    assert parts.block_ids.tolist() == [[5, 6, 7], [8, 9, 0], [8, 9, 0], [8, 9, 0]]
+    assert parts.logit_rows.tolist() == list(range(8))
+
+
+def test_a_mixed_step_is_sent_as_it_is():
+    inputs = StepInputs(torch.device("cpu"), StepShape(64, 64, 4, 9))
+    seqs = [SeqSlice(0, 1, 20, torch.tensor([3, 4])), SeqSlice(1, 5, 5, torch.tensor([7]))]
+    ids = torch.arange(6)
+    sent = inputs.send(ForwardBatch(ids, ids + 1, ids + 2, seqs, torch.tensor([0, 5])))
+    assert sent.token_ids.tolist() == ids.tolist() and sent.logit_rows.tolist() == [0, 5]
+    assert sent.table.query_starts.tolist() == [0, 1, 6] and sent.table.kv_lens.tolist() == [20, 5]
+    assert sent.table.block_ids.tolist() == [[3, 4], [7, 0]]
+    assert (sent.table.max_query_len, sent.table.max_kv_len) == (5, 20)
+    assert [seq.block_ids.tolist() for seq in sent.seqs] == [[3, 4], [7, 0]]
+
+
+def test_ladder():
+    assert ladder(1) == [1] and ladder(3) == [1, 2, 3] and ladder(16) == [1, 2, 4, 8, 16]
+    sizes = ladder(256)
+    assert sizes[0] == 1 and sizes[-1] == 256 and sizes == sorted(set(sizes))
+    assert all(large - small <= max(8, small // 8) for small, large in zip(sizes, sizes[1:], strict=False))
+    assert widths(False, None) == [1] and widths(True, 4) == [1, 5] and widths(True, None)[-1] == 17

@@ -1,0 +1,247 @@
+"""Two steps in flight: the next decode step is launched while the tokens of the one before are still on the device.
+
+The device is replaced by one that computes as late as it may, so that whatever the loop did too early would be seen.
+"""
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.engine.core.batch import known_ids
+from baton.engine.core.request import FinishReason, Refusal
+from baton.engine.execute.launcher import LaunchedTokens, Launcher
+from tests.support.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine, toy_logits
+
+
+class Late(LaunchedTokens):
+    def __init__(self, launcher):
+        self._launcher = launcher
+        self.drawn = None
+
+    def read(self) -> list[int]:
+        self._launcher.compute_until(self)
+        return self.drawn.tolist()
+
+
+class LateLauncher(Launcher):
+    """Computes a launch when it is read, or when another step must pass."""
+
+    overlaps = True
+
+    def __init__(self, model, pool):
+        super().__init__(model, pool)
+        self.waiting: list = []
+        self.num_overlapped = 0
+
+    def launch(self, batch, draw, before):
+        tokens = Late(self)
+        self.num_overlapped += before is not None
+        assert len(self.waiting) < 2, "more than two steps in flight"
+        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, before).drawn))
+        return tokens
+
+    def compute_until(self, tokens) -> None:
+        while tokens.drawn is None:
+            self._compute()
+
+    def _compute(self) -> None:
+        tokens, compute = self.waiting.pop(0)
+        with torch.inference_mode():
+            tokens.drawn = compute()
+
+    def wait(self) -> None:
+        while self.waiting:
+            self._compute()
+
+
+def two_deep(*proposers, **options):
+    engine = toy_engine(*proposers, **options)
+    engine.runner.launcher = LateLauncher(engine.runner.model, engine.pool)
+    return engine
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def stopping(name: str, ids: list[int], after: int, **options):
+    """A request whose greedy answer ends at a stop token behind `after` tokens or before."""
+    tokens = list(ids)
+    for _ in range(after):
+        tokens.append(int(toy_logits(tokens).argmax()))
+    return make_request(name, ids, 200, stop_token_ids=frozenset(tokens[-1:]), **options)
+
+
+def workload(seed: int) -> list:
+    chance = random.Random(seed)
+    shared = [prompt(140, 1000 * seed + index) for index in range(2)]
+    requests = []
+    for index in range(14):
+        ids = shared[chance.randrange(2)][: chance.choice((70, 129, 140))] if chance.random() < 0.5 else []
+        ids = ids + prompt(chance.randint(1, 90), 100 * seed + index)
+        options = dict(priority=chance.choice((0, 0, 1)), seed=index, n=chance.choice((1, 1, 1, 2, 3)))
+        if chance.random() < 0.5:
+            options["temperature"] = chance.choice((0.7, 1.3))
+        if chance.random() < 0.2:
+            options |= chance.choice((dict(top_k=20), dict(top_p=0.8), dict(min_p=0.05, logit_bias=((5, 1.0),))))
+        max_tokens = chance.choice((1, 2, 20, 60, 120))
+        if chance.random() < 0.1:  # takes the general sampler: such a step is not launched ahead
+            options["logprobs"], max_tokens = 1, 10
+        if chance.random() < 0.5:
+            stops = chance.sample(range(VOCAB), 6)
+            options |= dict(stop_token_ids=frozenset(stops), min_tokens=chance.choice((0, 0, 12)))
+        requests.append(make_request(f"r{index}", ids, max_tokens, **options))
+    return requests
+
+
+def served(engine, requests, seed: int) -> Collector:
+    """Comes in and is cancelled at random, checked after every step."""
+    chance, records, left = random.Random(seed), Collector(), list(requests)
+    doomed = {request.key: chance.randint(1, 40) for request in requests if chance.random() < 0.3}
+    for _ in range(6000):
+        while left and chance.random() < 0.3:
+            try:
+                engine.submit(left[0])
+                left.pop(0)
+            except Refusal:
+                break
+        for key in list(doomed):
+            made = sum(map(len, records[key].tokens.values()))
+            if made >= doomed[key] and chance.random() < 0.5:
+                engine.cancel(key)
+                del doomed[key]
+        records.take(engine.step())
+        engine.check_integrity()
+        if not left and not engine.has_work():
+            break
+    assert not left and engine.ledger.num_available == engine.num_blocks
+    return records
+
+
+@pytest.mark.parametrize("num_blocks, num_seqs", [(128, 8), (40, 8), (32, 3)])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tokens_of_one_step_at_a_time(seed, num_blocks, num_seqs):
+    """Cancels, stops, choices, preemption, prefix hits: what is given out is what one step at a time gives."""
+    requests = workload(seed)
+    options = dict(num_blocks=num_blocks, max_num_seqs=num_seqs)
+    engine = two_deep(**options)
+    records, plain = served(engine, requests, seed), served(toy_engine(**options), requests, seed)
+    assert engine.runner.launcher.num_overlapped > 10 and not engine.runner.launcher.waiting
+    for request in requests:
+        expected, found, alone = toy_answer(request), records[request.key], plain[request.key]
+        assert found.ended is not None and found.ended.error in ("", "cancelled")
+        for choice, tokens in found.tokens.items():
+            assert tokens == expected[choice][0][: len(tokens)]
+        if not found.ended.error:
+            assert found.answer() == expected
+            assert alone.ended.error == "cancelled" or alone.answer() == found.answer()
+
+
+def test_what_ended_keeps_its_blocks_until_the_step_behind_has_passed():
+    """Its stop token is read when the next step, with one more token of it, is on its way."""
+    engine = two_deep(num_blocks=16, max_num_seqs=2)
+    ending = stopping("ending", prompt(30, 1), 9)
+    other = make_request("other", prompt(20, 2), 100)
+    engine.submit(ending)
+    engine.submit(other)
+    records = Collector()
+    while not records[ending.key].reasons:
+        records.take(engine.step())
+    assert records[ending.key].reasons == {0: FinishReason.STOP}
+    assert records[ending.key].ended is None  # a step that may write into its blocks has not passed
+    assert len(engine.runner.launcher.waiting) == 1
+    held = engine.ledger.counts()["running"]
+    engine.check_integrity()
+    records.take(engine.step())
+    assert records[ending.key].ended.error == "" and engine.ledger.counts()["running"] < held
+    run(engine, collector=records)
+    for request in (ending, other):
+        assert records[request.key].answer() == toy_answer(request)
+
+
+def test_no_step_is_launched_behind_the_last_token():
+    engine = two_deep()
+    request = make_request("a", prompt(30, 1), 20)
+    records = run(engine, [request])
+    assert records[request.key].answer() == toy_answer(request)
+    # One token of the prompt's step, 19 of decode steps; the first of these was chosen with nothing in flight.
+    assert len(engine.runner.model.batch_sizes) == 20 and engine.runner.launcher.num_overlapped == 18
+
+
+def test_commands_are_obeyed_with_nothing_in_flight():
+    """A cancelled request's blocks are free at once: no step that may touch them is left."""
+    engine = two_deep()
+    requests = [make_request(name, prompt(40, index), 300) for index, name in enumerate("ab")]
+    records = Collector()
+    for request in requests:
+        engine.submit(request)
+    for _ in range(20):
+        records.take(engine.step())
+    assert engine.runner.launcher.waiting
+    engine.cancel(requests[0].key)
+    records.take(engine.step())
+    assert records[requests[0].key].ended.error == "cancelled"
+    assert all(piece.seq.group.key == requests[1].key for piece in engine._flight.slices)
+    run(engine, collector=records)
+    assert records[requests[1].key].answer() == toy_answer(requests[1])
+
+
+def test_a_deadline_ends_what_is_in_flight():
+    engine = two_deep()
+    request = make_request("a", prompt(40, 1), 400, deadline=time.monotonic() + 1e6)
+    engine.submit(request)
+    records = Collector()
+    for _ in range(10):
+        records.take(engine.step())
+    group = engine.admission.groups[request.key]
+    group.deadline = 0.0
+    engine.admission.groups.expect(group)
+    run(engine, collector=records)
+    assert records[request.key].ended.error == "deadline" and engine.ledger.num_available == engine.num_blocks
+
+
+def test_a_step_that_fails_in_flight_ends_its_keys_and_the_next_ones_are_served():
+    engine = two_deep()
+    request = make_request("a", prompt(40, 1), 300)
+    engine.submit(request)
+    records = Collector()
+    for _ in range(10):
+        records.take(engine.step())
+
+    def broken(batch):
+        raise RuntimeError("lost")
+
+    engine.runner.model.before_forward = broken
+    with pytest.raises(RuntimeError, match="lost"):
+        for _ in range(3):
+            records.take(engine.step())
+    engine.runner.launcher.waiting.clear()
+    records.take(engine.fail("lost"))
+    assert records[request.key].ended.error == "failed"
+    engine.runner.model.before_forward = lambda batch: None
+    again = replace(request, key=request.key._replace(attempt=1))
+    assert run(engine, [again])[again.key].answer() == toy_answer(again)
+
+
+def test_what_waits_and_could_enter_is_not_kept_waiting():
+    engine = two_deep(max_num_seqs=2)
+    first, second = (make_request(name, prompt(40, index), 60) for index, name in enumerate("ab"))
+    engine.submit(first)
+    records = Collector()
+    for _ in range(6):
+        records.take(engine.step())
+    engine.submit(second)
+    records.take(engine.step())
+    records.take(engine.step())
+    assert records[second.key].first is not None
+    run(engine, collector=records)
+    assert records[first.key].answer() == toy_answer(first) and records[second.key].answer() == toy_answer(second)
+
+
+def test_tokens_of_the_step_before_take_their_places():
+    ids = torch.tensor([5, ~0, 7, ~2, ~2])
+    assert known_ids(ids, torch.tensor([50, 51, 52])).tolist() == [5, 50, 7, 52, 52]

@@ -1,0 +1,82 @@
+"""Compile the linear kernels and those between products for GPUs that are not here; prints JSON as compile_kernels.py
+does. Run with TRITON_INTERPRET=0."""
+
+import json
+import sys
+
+from baton.engine.kernels import linear, rows
+from tests.engine.kernels.compile_kernels import compiled
+
+# kind -> dtype of the weight, and of x where it is not bf16
+KINDS = {"dense": ("bf16", "bf16"), "int8": ("int8", "bf16"), "fp8": ("fp8_e4m3", "bf16"), "int4": ("int4", "bf16"),
+         "w8a8": ("int8", "int8")}  # fmt: skip
+
+
+def form(kind: str, grouped: bool, offsets: bool) -> tuple[dict, dict]:
+    """Pointers and constants that the kernels share; what a form has not is None."""
+    stored, x = KINDS[kind]
+    pointers = {"x": x, "w": stored, "y": "bf16", "bias": "fp32"}
+    given = {"scales": kind != "dense", "offsets": offsets, "x_scales": kind == "w8a8"}
+    pointers |= {name: "fp32" for name, is_given in given.items() if is_given}
+    constants = {name: None for name, is_given in given.items() if not is_given}
+    return pointers, constants | {"KIND": kind, "GROUPED": grouped, "OFFSETS": offsets, "BIAS": True}
+
+
+def only(kernel, pointers: dict, constants: dict) -> tuple[dict, dict]:
+    """Those that a kernel has."""
+    return tuple({k: v for k, v in each.items() if k in kernel.arg_names} for each in (pointers, constants))
+
+
+def multiply(kind, capability, tile, partial, grouped=False, offsets=False, block_k=128, fusion=False):
+    pointers, constants = form(kind, grouped, offsets)
+    constants |= {"PARTIAL": partial, "BLOCK_M": tile, "BLOCK_N": 64, "BLOCK_K": block_k}
+    pointers |= {"partials": "fp32"}
+    return compiled(linear.multiply, pointers, constants, capability, 8 if tile > 64 else 4, fusion)
+
+
+def add_segments(kind, capability):
+    pointers, constants = form(kind, False, False)
+    constants |= {"BLOCK_M": 64, "BLOCK_N": 64}
+    kernel = linear.add_segments
+    return compiled(kernel, *only(kernel, pointers | {"partials": "fp32"}, constants), capability, 4)
+
+
+def multiply_row(kind, capability, grouped=False, offsets=False):
+    pointers, constants = form(kind, grouped, offsets)
+    constants |= {"BLOCK_N": 8, "BLOCK_K": 512, "PACK_K": 128}
+    kernel = linear.multiply_row
+    return compiled(kernel, *only(kernel, pointers, constants), capability, 4, True)
+
+
+def main() -> None:
+    made = {}
+    for capability in (80, 90):
+        for kind in KINDS:
+            if kind == "fp8" and capability < 89:
+                continue
+            block_k = 64 if kind == "dense" else 128
+            for partial in (True, False):
+                way = "partial" if partial else "whole"
+                made[f"{capability} {kind} {way}"] = multiply(kind, capability, 64, partial, block_k=block_k)
+            for tile in (16, 128):
+                name = f"{capability} {kind} tile{tile}"
+                made[name] = multiply(kind, capability, tile, False, block_k=block_k, fusion=True)
+            made[f"{capability} {kind} segments"] = add_segments(kind, capability)
+            if kind != "w8a8":
+                made[f"{capability} {kind} row"] = multiply_row(kind, capability)
+        for kind in ("int4", "int8"):
+            for group in (32, 128):
+                name = f"{capability} {kind} g{group}-asym"
+                made[name] = multiply(kind, capability, 64, True, True, True, group)
+                made[f"{name} row"] = multiply_row(kind, capability, True, True)
+        pointers = {"x": "bf16", "values": "int8", "scales": "fp32"}
+        made[f"{capability} quantize"] = compiled(linear.quantize_rows, pointers, {"BLOCK": 1024}, capability, 4)
+        pointers = dict.fromkeys(("x", "delta", "weight", "out"), "bf16")
+        made[f"{capability} norm"] = compiled(rows._add_norm, pointers, {"ADDS": True, "BLOCK": 4096}, capability, 8)
+        pointers = dict.fromkeys(("gate_up", "out"), "bf16")
+        made[f"{capability} swiglu"] = compiled(rows._swiglu, pointers, {"BLOCK": 1024}, capability, 4)
+    json.dump(made, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The kernels compile for GPUs that are not here: Triton brings the assembler along."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHARED_MEMORY = {"80": 166912, "90": 232448}  # bytes that a block may have on an A100, on an H100
+
+
+def compiled(module: str, cache) -> dict[str, dict]:
+    """What a module of this folder compiles, each kernel within what a block may have."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", f"tests.engine.kernels.{module}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    made = json.loads(done.stdout)
+    for name, kernel in made.items():
+        assert kernel["bytes"] and kernel["shared"] <= SHARED_MEMORY[name.split()[0]], name
+    return made
+
+
+@pytest.mark.long
+def test_linear_kernels_compile_for_ampere_and_hopper(tmp_path):
+    made = compiled("compile_linear", tmp_path)
+    for capability, kind in (name.split()[:2] for name in made if name.endswith(" whole")):
+        # The two ways of the exact form add products in the same instructions.
+        partial, whole = (made[f"{capability} {kind} {way}"]["products"] for way in ("partial", "whole"))
+        assert partial == whole and whole, kind
+        assert capability != "90" or all("wgmma" in product for product in whole)
+
+
+@pytest.mark.long
+def test_compiled_for_ampere_and_hopper(tmp_path):
+    made = compiled("compile_kernels", tmp_path)
+    for form in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"):
+        # The two ways of the fixed form add products in the same instructions.
+        assert made[f"90 {form} partial"]["products"] == made[f"90 {form} whole"]["products"]
+        assert all("wgmma" in product for product in made[f"90 {form} whole"]["products"])

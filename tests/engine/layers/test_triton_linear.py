@@ -1,0 +1,218 @@
+"""Triton's linear kernels against the dequantized weight in float64: on a GPU, or in Triton's interpreter on a CPU.
+Outputs are poisoned: what a kernel does not write shows."""
+
+import math
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+pytest.importorskip("triton")
+
+from baton.engine import kernels  # noqa: E402
+from baton.engine.layers.linear import tinygemm, triton, tuning  # noqa: E402
+from baton.engine.layers.linear.gpu import GpuChoice  # noqa: E402
+from baton.engine.layers.linear.triton import GpuLinear, levels_of, packed_by, refusal  # noqa: E402
+from baton.engine.weights.forms import DenseWeight, pack_int4  # noqa: E402
+from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(
+    bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type) or "there"
+)
+BF16 = torch.bfloat16
+# Relative error of y: bf16 in and out 2^-9; int8 activations about 1/254 of a row's largest value; e4m3 3 bits.
+TOLERANCE = {"bf16": 0.004, "int8": 0.012, "e4m3": 0.04}
+SHAPE = (70, 256)  # no multiple of a tile
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel is to fill is NaN before."""
+    empty = torch.Tensor.new_empty
+
+    def poison(self, *size, **options):
+        made = empty(self, *size, **options)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison)
+    monkeypatch.setattr(triton, "MIN_SEGMENT", 64)  # segments also in a small weight
+    torch.manual_seed(0)
+
+
+def on_device(weight):
+    from baton.engine.weights.formats.placed import placed
+
+    return placed(weight, DEVICE)
+
+
+def error(y: torch.Tensor, truth: torch.Tensor) -> float:
+    return ((y.double().cpu() - truth).norm() / truth.norm()).item()
+
+
+def rounding(name: str) -> str:
+    if name.startswith("fp8"):
+        return "bf16" if name == "fp8-tensor" else "e4m3"
+    return "int8" if name.endswith("dynamic") else "bf16"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_path_of_every_form(name):
+    weight, bias = FORMS[name](SHAPE), torch.randn(SHAPE[0]).to(BF16)
+    if refusal(weight, BF16):
+        pytest.skip(refusal(weight, BF16))
+    for exact in (True, False):
+        kernel = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, exact)
+        for path in kernel.paths:
+            if path in ("int_mm", "scaled_mm", "tinygemm") and DEVICE.type == "cpu":
+                continue  # a library's, of the GPU
+            for num_rows in (1, 19):
+                if kernel.fits(path, num_rows) and not (num_rows == 1 and path == "tile128"):
+                    x = torch.randn(num_rows, SHAPE[1]).to(BF16)
+                    kernel.use([(math.inf, path)])
+                    found = error(kernel(x.to(DEVICE)), reference(weight, x, bias))
+                    assert found < TOLERANCE[rounding(name)], (path, num_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_dense(dtype):
+    weight, x = dense_weight((33, 200), dtype), torch.randn(5, 200).to(dtype)
+    for path in ("tile16", "row"):
+        kernel = GpuLinear(on_device(weight), None, dtype, False)
+        kernel.use([(math.inf, path)])
+        rows = x[:1] if path == "row" else x
+        y = kernel(rows.to(DEVICE))
+        assert y.dtype == dtype
+        assert error(y, reference(weight, rows)) < {torch.float32: 1e-6, torch.float16: 1e-3}.get(dtype, 0.004)
+
+
+@pytest.mark.parametrize("name", ["int4-g32-asym", "int8", "int8-dynamic", "fp8-row-dynamic"])
+def test_exact_rows_do_not_depend_on_their_batch(name, monkeypatch):
+    """One row alone, among few and among many; by partial sums and in one go."""
+    kernel = GpuLinear(on_device(FORMS[name](SHAPE)), None, BF16, True)
+    assert kernel._num_segments > 1
+    x = torch.randn(70, SHAPE[1]).to(BF16).to(DEVICE)
+    split = kernel(x)
+    assert torch.equal(kernel(x[5:6]), split[5:6]) and torch.equal(kernel(x[3:21]), split[3:21])
+    monkeypatch.setattr(triton, "SEGMENTED_PROGRAMS", 0)
+    assert torch.equal(kernel(x), split)
+
+
+def test_int4_packing_keeps_every_column():
+    q = torch.randint(-8, 8, (3, 96), dtype=torch.int8)
+    packed = packed_by(pack_int4(q), 96, 64)
+    assert packed.shape == (3, 64)
+    low, high = ((half.to(torch.int8) - 8).view(3, 2, 32) for half in (packed & 15, packed >> 4))
+    assert torch.equal(torch.stack((low, high), dim=2).flatten(1)[:, :96], q)
+    assert not torch.stack((low, high), dim=2).flatten(1)[:, 96:].any()
+    assert torch.equal(levels_of(packed, 64)[:, :96].to(torch.int8) - 8, q)
+
+
+@pytest.fixture
+def tinygemm_of_the_cpu(monkeypatch):
+    """torch has the same product for CPUs, in another order of the weight: with it what ours is given is computed."""
+    if DEVICE.type == "cuda":
+        return
+
+    def pack(levels):
+        assert levels.dtype == torch.uint8 and levels.is_contiguous()
+        assert levels.shape[0] % 8 == 0 and levels.shape[1] % 64 == 0  # of 8 inner tiles of 16 inputs
+        whole = torch.stack((levels >> 4, levels & 15), dim=2).flatten(1)
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(whole.int(), 1)
+
+    def multiply(x, packed, group, scales):
+        assert x.dtype == scales.dtype == BF16 and scales.is_contiguous() and group in (32, 64, 128, 256)
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales)
+
+    monkeypatch.setattr(tinygemm, "pack", pack)
+    monkeypatch.setattr(tinygemm, "multiply", multiply)
+
+
+@pytest.mark.parametrize("group, asym, order", [(32, False, False), (64, True, False), (128, True, True)])
+def test_tinygemm(group, asym, order, tinygemm_of_the_cpu):
+    """Scales are rounded to bf16: 2^-9 of each weight."""
+    weight, bias = int_weight((64, 256), 4, group, asym, order), torch.randn(64).to(BF16)
+    kernel, x = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, False), torch.randn(5, 256).to(BF16)
+    before = kernel.num_bytes
+    kernel.use([(math.inf, "tinygemm")])
+    assert error(kernel(x.to(DEVICE)), reference(weight, x, bias)) < 0.006
+    assert kernel.num_bytes > before
+    kernel.use([(math.inf, "tile16")])
+    assert kernel.num_bytes == before  # what nobody reads is not kept
+
+
+def test_what_tinygemm_does_not_take():
+    for out, inner, group, dtype in (
+        (64, 256, 16, BF16), (60, 256, 32, BF16), (64, 192, 32, BF16), (64, 256, 32, torch.float16),
+    ):  # fmt: skip
+        assert not tinygemm.fits(out, inner, group, dtype)
+    assert "tinygemm" not in GpuLinear(on_device(int_weight((64, 256), 4, 32)), None, BF16, True).paths
+
+
+def test_a_copy_of_the_weight_must_pay(tmp_path, tinygemm_of_the_cpu):
+    """A tenth faster is not enough for as much memory again."""
+    for seconds, taken in ((0.95, "row"), (0.8, "tinygemm")):
+        kernel = GpuLinear(on_device(int_weight((64, 256), 4, 32)), None, BF16, False)
+        slow = dict.fromkeys(kernel.paths, 2.0) | {"row": 1.0, "tinygemm": seconds}
+        calls = []
+        kernel.paths = {name: (lambda x, name=name: calls.append(name)) for name in slow}
+
+        def measure(run, slow=slow, calls=calls):
+            run()
+            return slow[calls[-1]]
+
+        tuning.Table(tmp_path / f"{taken}.json", measure).apply(kernel, DEVICE, BF16)
+        kernel(torch.zeros(1, 256, device=DEVICE, dtype=BF16))
+        assert calls[-1] == taken
+
+
+def test_a_table_is_measured_once_and_read_again(tmp_path):
+    calls = []
+    slow = {"row": 1.0, "cublas": 3.0, "tile16": 2.0, "tile64": 4.0, "tile128": 5.0}
+
+    def make():
+        kernel = GpuLinear(on_device(dense_weight((16, 64), BF16)), None, BF16, False)
+        kernel.paths = {name: (lambda x, name=name: calls.append((name, len(x)))) for name in slow}
+        return kernel
+
+    def measure(run):
+        run()
+        return slow[calls[-1][0]]
+
+    path = tmp_path / "cache" / "table.json"
+    tuning.Table(path, measure).apply(make(), DEVICE, BF16)
+    assert {name for name, _ in calls} == set(slow) and path.exists()
+    calls.clear()
+    kernel = make()
+    tuning.Table(path, lambda run: pytest.fail("measured again")).apply(kernel, DEVICE, BF16)
+    for num_rows in (1, 2, 5000):
+        kernel(torch.zeros(num_rows, 64, device=DEVICE, dtype=BF16))
+    assert calls == [("row", 1), ("tile16", 2), ("tile16", 5000)]
+    path.write_text("no table")
+    tuning.Table(path, measure).apply(make(), DEVICE, BF16)
+
+
+def test_choice(monkeypatch):
+    made = GpuChoice("auto", True, BF16, DEVICE)
+    odd = int_weight((16, 48), 4, 16)
+    assert made(on_device(dense_weight((16, 64), BF16))).name == "triton" and "fast" in made.reasons
+    kernel = made(on_device(odd))
+    assert "groups of 16" in made.reasons["triton, as it is stored"]
+    x = torch.randn(3, 48).to(BF16)
+    assert error(kernel(x.to(DEVICE)), reference(odd, x)) < 0.006  # the weight is rounded to bf16 too
+    with pytest.raises(ValueError, match="number of rows"):
+        GpuChoice("fast", True, BF16, DEVICE)
+    with pytest.raises(ValueError, match="one of auto"):
+        GpuChoice("native", True, BF16, DEVICE)
+    monkeypatch.setattr(kernels, "unavailable", lambda device: "triton is not installed")
+    with pytest.raises(ValueError, match="not installed"):
+        GpuChoice("auto", True, BF16, DEVICE)
+    kernel = GpuChoice("auto", False, BF16, DEVICE)(DenseWeight(torch.eye(16, dtype=BF16, device=DEVICE)))
+    assert kernel.name == "fast"
+
+
+def test_a_table_that_cannot_be_written_is_no_matter(tmp_path):
+    (tmp_path / "file").write_text("")
+    tuning.Table(tmp_path / "file" / "linear.json", lambda run: 0.0)._save()

@@ -1,0 +1,159 @@
+"""A model folder that cannot be served ends with one line that names the file."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.core.model_spec import ModelError, ModelSpec
+from baton.engine.models.loader import load_model, model_identity
+from tests.support.engine.folders import make_folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_folder(tmp_path / "model", "qwen3")
+    return tmp_path / "model"
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        if value is None:
+            config.pop(key)
+        else:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+def assert_refused(folder, *parts: str):
+    with pytest.raises(ModelError) as error:
+        load_model(folder)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (str(folder), *parts):
+        assert part in message, message
+
+
+def test_missing_folder(tmp_path):
+    assert_refused(tmp_path / "nowhere", "no such model folder")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_missing_file(folder, name):
+    (folder / name).unlink()
+    assert_refused(folder, name, "no such file")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x80"])
+def test_config_is_not_json(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    assert_refused(folder, "config.json")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -10])
+def test_truncated_weights(folder, keep):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert_refused(folder, "model.safetensors", "truncated or not a safetensors file")
+
+
+def test_weights_of_another_format(folder):
+    torch.save({"a": torch.zeros(3)}, folder / "model.safetensors")
+    assert_refused(folder, "model.safetensors", "truncated or not a safetensors file")
+
+
+def test_unknown_architecture(folder):
+    change_config(folder, architectures=["MambaForCausalLM"])
+    assert_refused(folder, "config.json", "MambaForCausalLM is not supported", "LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_hidden_layers"])
+def test_config_lacks_a_size(folder, key):
+    change_config(folder, **{key: None})
+    assert_refused(folder, "config.json", f"{key} is missing")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_size": "many"},
+        {"num_key_value_heads": 3},
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "spiral"}},
+        {"rope_parameters": {"rope_type": "linear"}},
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        {"dtype": "float64"},
+        {"layer_types": ["full_attention"], "use_sliding_window": True, "sliding_window": 8},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_config_that_cannot_be(folder, changes):
+    change_config(folder, **changes)
+    assert_refused(folder, "config.json")
+
+
+def test_missing_tensor(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path)
+    assert_refused(folder, "model.safetensors", "tensor model.layers.1.mlp.up_proj.weight is missing")
+
+
+def test_wrong_shape(folder):
+    change_config(folder, intermediate_size=101)
+    assert_refused(folder, "model.safetensors", "mlp.gate_proj.weight has shape [100, 48]", "asks for [101, 48]")
+
+
+def test_weights_that_are_no_numbers(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, path)
+    assert_refused(folder, "model.safetensors", "model.norm.weight is torch.int8")
+
+
+def test_missing_shard(tmp_path):
+    folder = tmp_path / "sharded"
+    make_folder(tmp_path / "single", "qwen3").save_pretrained(folder, max_shard_size="60KB")
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert_refused(folder, shard.name, "no such file")
+
+
+def test_index_that_leaves_the_folder(folder):
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_refused(folder, "model.safetensors.index.json", "not a file of this folder")
+
+
+@pytest.mark.parametrize("option", [{"dtype": "int3"}, {"attention": "flush"}, {"linear": "warp"}, {"linear": "fast"}])
+def test_wrong_option(folder, option):
+    with pytest.raises(ValueError, match=next(iter(option.values()))):
+        load_model(folder, **option)
+
+
+def test_identity_names_config_weights_and_tokenizer(folder):
+    identities = {model_identity(folder)}
+    assert model_identity(folder) in identities
+    (folder / "tokenizer.json").write_text("{}")
+    identities.add(model_identity(folder))
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    identities.add(model_identity(folder))
+    change_config(folder, rms_norm_eps=1e-5)
+    identities.add(model_identity(folder))
+    assert len(identities) == 4
+
+
+def test_end_of_sequence_ids_come_from_generation_config(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert ModelSpec.from_folder(folder).eos_token_ids == (5, 7)
+    (folder / "generation_config.json").unlink()
+    assert ModelSpec.from_folder(folder).eos_token_ids == (2,)

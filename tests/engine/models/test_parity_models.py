@@ -1,0 +1,142 @@
+"""Every family against transformers: fp32 logits within 1e-4, 64 greedy tokens equal, alone and in a mixed batch."""
+
+import json
+
+import pytest
+import torch
+
+from baton.engine.models.loader import load_model
+from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids
+
+TOLERANCE = 1e-4
+NUM_GREEDY = 64
+
+
+PROMPTS = {"short": random_ids(5, 1), "middle": random_ids(70, 2), "long": random_ids(150, 3)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Matrices this small only wait for a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request, tmp_path_factory):
+    """A folder, and what transformers makes of it: greedy tokens of PROMPTS, logits of the long one."""
+    folder = tmp_path_factory.mktemp("model")
+    reference = make_folder(folder, request.param)
+    expected = {key: their_greedy(reference, ids) for key, ids in PROMPTS.items()}
+    return folder, expected, theirs(reference, PROMPTS["long"])
+
+
+def theirs(model, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+def their_greedy(model, token_ids: list[int], count: int = NUM_GREEDY) -> list[int]:
+    with torch.inference_mode():
+        prompt = torch.tensor([token_ids])
+        ids = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return ids[0, len(token_ids) :].tolist()
+
+
+def pick(logits: torch.Tensor) -> int:
+    """The best token that is not an end of sequence, as `min_new_tokens` has it."""
+    row = logits[-1].clone()
+    row[SMALL["eos_token_id"]] = float("-inf")
+    return int(row.argmax())
+
+
+def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = NUM_GREEDY) -> dict[str, list[int]]:
+    """Chunked prefill and decode of all prompts in one batch; who has its whole prompt decodes beside the rest."""
+    waiting = {name: list(ids) for name, ids in prompts.items()}
+    output: dict[str, list[int]] = {name: [] for name in prompts}
+    while any(len(ids) < count for ids in output.values()):
+        work = {}
+        for name in prompts:
+            if waiting[name]:
+                work[name], waiting[name] = waiting[name][:chunk], waiting[name][chunk:]
+            elif len(output[name]) < count:
+                work[name] = output[name][-1:]
+        for name, logits in hand.step(work).items():
+            if not waiting[name]:
+                output[name].append(pick(logits))
+    return output
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "reference"])
+def test_logits_and_greedy(family, attention):
+    folder, expected, logits = family
+    model = load_model(folder, attention=attention)
+    torch.testing.assert_close(Hand(model).step({"a": PROMPTS["long"]})["a"], logits, atol=TOLERANCE, rtol=0)
+    assert greedy(Hand(model), {"middle": PROMPTS["middle"]}, chunk=1000)["middle"] == expected["middle"]
+    assert greedy(Hand(model), PROMPTS, chunk=48) == expected
+    assert len(set(expected["long"])) > 3, "the model repeats itself, the comparison says little"
+
+
+@pytest.mark.parametrize("name", ["llama3.1", "llama-yarn", "llama-linear", "mistral", "qwen2-window"])
+def test_old_config_spelling(tmp_path, name):
+    """`rope_scaling` beside `rope_theta`, and no layer_types: what folders from before transformers 5 have."""
+    reference = make_folder(tmp_path, name)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    parameters = config.pop("rope_parameters")
+    config["rope_theta"] = parameters.pop("rope_theta")
+    config["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters} if len(parameters) > 1 else None
+    config.pop("layer_types", None)
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    path.write_text(json.dumps(config))
+    ids = random_ids(100, 4)
+    logits = Hand(load_model(tmp_path)).step({"a": ids})["a"]
+    torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_sharded_equals_single(tmp_path):
+    reference = make_folder(tmp_path / "single", "qwen3")
+    reference.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    ids = random_ids(30, 5)
+    single, sharded = (Hand(load_model(tmp_path / name)).step({"a": ids})["a"] for name in ("single", "sharded"))
+    assert torch.equal(single, sharded)
+
+
+def test_dynamic_beyond_the_original_context(tmp_path):
+    """Where it is well defined: a prompt within the original context, decoded past it token by token."""
+    reference = make_folder(tmp_path, "llama-dynamic", max_position_embeddings=64)
+    model = load_model(tmp_path)
+    assert model.spec.context == 128
+    ids = random_ids(50, 6)
+    assert greedy(Hand(model), {"a": ids}, chunk=1000)["a"] == their_greedy(reference, ids)
+
+
+@pytest.mark.parametrize(("max_model_len", "num_tokens"), [(None, 60), (256, 200)])
+def test_longrope_on_both_sides(tmp_path, max_model_len, num_tokens):
+    """Short factors up to the original context, long ones where a longer context is served."""
+    rope = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 64}
+    reference = make_folder(tmp_path, "llama-longrope", rope_parameters={"rope_theta": 10000.0, **rope})
+    model = load_model(tmp_path, max_model_len=max_model_len)
+    ids = random_ids(num_tokens, 7)
+    torch.testing.assert_close(Hand(model).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0)
+
+
+def test_bf16_follows_transformers(tmp_path):
+    """bf16 rounds at other places than transformers does: near, not equal."""
+    reference = make_folder(tmp_path, "llama3.1", dtype=torch.bfloat16)
+    model = load_model(tmp_path)
+    assert model.dtype == torch.bfloat16
+    ids = random_ids(100, 8)
+    ours, exact = Hand(model, form="bf16").step({"a": ids})["a"], theirs(reference.float(), ids)
+    error = (ours - exact).abs().mean() / exact.abs().mean()
+    assert error < 0.03

@@ -1,0 +1,192 @@
+"""Out of blocks: the last in rank parks and goes on later, with the same answer."""
+
+import random
+
+import pytest
+
+from baton.engine.core.request import Refusal
+from tests.engine.schedule.test_scheduling import check, prompt
+from tests.support.engine.toys import Collector, make_request, run, toy_engine
+
+
+def growing(count: int, num_tokens: int = 40, max_tokens: int = 150) -> list:
+    return [make_request(f"r{i}", prompt(num_tokens + i, i), max_tokens, temperature=1.0, seed=i) for i in range(count)]
+
+
+def test_sequences_that_outgrow_the_pool_park_and_come_back():
+    engine = toy_engine(num_blocks=32, max_model_len=512)
+    requests = growing(4)
+    records = run(engine, requests)
+    check(records, requests)
+    preempted = [records[request.key].ended.report.num_preemptions for request in requests]
+    assert preempted[0] == 0 and sum(preempted) > 0
+    assert engine.ledger.num_available == 32
+
+
+def test_what_parked_goes_on_by_a_prefix_hit():
+    engine = toy_engine(num_blocks=24, max_model_len=384, max_num_seqs=2)
+    requests = growing(2, num_tokens=64, max_tokens=200)
+    records = run(engine, requests)
+    check(records, requests)
+    assert records[requests[1].key].ended.report.num_preemptions >= 1
+    computed = sum(tokens for _, tokens in engine.runner.model.batch_sizes)
+    made = sum(len(records[request.key].tokens[0]) + request.num_prompt_tokens for request in requests)
+    assert computed < made + 150  # not once more from the start
+
+
+def test_the_lowest_priority_parks_first():
+    engine = toy_engine(num_blocks=24, max_model_len=384, max_num_seqs=2)
+    low, high = make_request("low", prompt(64), 200), make_request("high", prompt(64, 2), 200, priority=1)
+    records = run(engine, [low, high])
+    check(records, [low, high])
+    assert records[high.key].ended.report.num_preemptions == 0
+    assert records[low.key].ended.report.num_preemptions > 0
+
+
+def test_choices_park_one_by_one():
+    engine = toy_engine(num_blocks=40, max_model_len=512, max_num_seqs=6)
+    requests = [make_request(f"r{i}", prompt(70, i), 160, n=3, temperature=1.2, seed=i) for i in range(2)]
+    records = run(engine, requests)
+    check(records, requests)
+    assert sum(records[request.key].ended.report.num_preemptions for request in requests) > 0
+
+
+def test_one_sequence_may_have_the_whole_pool():
+    engine = toy_engine(num_blocks=8, max_model_len=128)
+    request = make_request("a", prompt(60), max_tokens=128 - 60)
+    records = run(engine, [request])
+    assert len(records[request.key].tokens[0]) == 128 - 60
+    assert records[request.key].ended.report.num_preemptions == 0
+
+
+def test_a_held_prefill_is_never_parked():
+    engine = toy_engine(num_blocks=16, max_model_len=256, max_num_batched_tokens=68)
+    local = make_request("local", prompt(20), max_tokens=200, priority=1)
+    engine.submit(local)
+    records = Collector()
+    for _ in range(3):
+        records.take(engine.step())
+    held = make_request("held", prompt(140, 2))
+    engine.accept(held)
+    while records[held.key].first is None or records[local.key].ended is None:
+        if records[held.key].first is not None and not engine.scheduler.running:
+            engine.release_lease(held.key)  # the local one has parked: only the lease's end lets it go on
+        records.take(engine.step())
+        engine.check_integrity()
+        if held.key in engine.admission.groups:
+            assert len(engine.admission.groups[held.key].trunk.block_ids) == 9
+    check(records, [local])
+    assert records[held.key].progress == [64, 128, 140]
+    assert records[held.key].ended.error == ""
+    assert records[local.key].ended.report.num_preemptions > 0
+
+
+def test_a_held_prefill_passes_one_that_waits_for_blocks():
+    """The other way round each would wait for the other until the lease expires."""
+    engine = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2)
+    local = make_request("local", prompt(20), max_tokens=220)
+    held = make_request("held", prompt(140, 2))
+    engine.submit(local)
+    records = Collector()
+    records.take(engine.step())
+    engine.accept(held)
+    engine.scheduler.park(engine.admission.groups[local.key].trunk)
+    other = make_request("other", prompt(60, 3))  # takes what is left
+    engine.admit(other)
+    engine.set_aside(other.key, 60)
+    for _ in range(3):
+        records.take(engine.step())
+        engine.check_integrity()
+    assert records[held.key].first is not None
+    engine.release_lease(held.key)
+    engine.cancel(other.key)
+    engine.fetch_settled(other.key)
+    check(run(engine, collector=records), [local])
+
+
+def test_credit_is_kept_for_those_who_were_admitted():
+    """A running sequence parks rather than take the blocks of a fetch that was granted."""
+    engine = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2)
+    running = make_request("running", prompt(60), max_tokens=190)
+    engine.submit(running)
+    records = Collector()
+    records.take(engine.step())
+    admitted = make_request("admitted", prompt(70, 2), max_tokens=8)
+    engine.admit(admitted)
+    for _ in range(250):
+        records.take(engine.step())
+        engine.check_integrity()
+    assert records[running.key].ended is None and not engine.launched
+    assert len(engine.set_aside(admitted.key, 70)) == 5
+    engine.cancel(admitted.key)
+    engine.fetch_settled(admitted.key)
+    check(run(engine, collector=records), [running])
+
+
+def test_what_waits_gives_way_to_what_is_before_it():
+    """A waiting request's promise must not keep the one before it from running."""
+    engine = toy_engine(num_blocks=20, max_model_len=256, max_num_seqs=1)
+    first, second = make_request("first", prompt(100), 150), make_request("second", prompt(60, 2), 60)
+    records = run(engine, [first, second])
+    check(records, [first, second])
+
+
+def test_what_was_promised_runs_past_one_that_cannot_be_helped():
+    """Taking the promise of the one behind would not make room enough: it is left alone."""
+    engine = toy_engine(num_blocks=20, max_model_len=256)
+    held, long = make_request("held", prompt(128)), make_request("long", prompt(60, 2), max_tokens=190)
+    engine.accept(held)
+    engine.submit(long)
+    records = Collector()
+    while not (engine.scheduler.waiting and not engine.scheduler.running):
+        records.take(engine.step())
+    short = make_request("short", prompt(20, 3), max_tokens=10)
+    engine.submit(short)
+    for _ in range(10):
+        records.take(engine.step())
+        engine.check_integrity()
+    check(records, [short])
+    assert records[long.key].ended is None
+    engine.release_lease(held.key)
+    check(run(engine, collector=records), [long])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_load_on_a_small_pool(seed):
+    chance = random.Random(seed)
+    block_size = chance.choice([16, 32, 64])
+    engine = toy_engine(
+        block_size=block_size,
+        num_blocks=512 // block_size,
+        max_num_seqs=chance.choice([2, 4, 6]),
+        max_num_batched_tokens=chance.choice([70, 100, 200]),
+    )
+    shared = prompt(150, seed)
+    records, requests = Collector(), []
+    for index in range(14):
+        tokens = shared[: chance.choice([0, 64, 100, 140])] + prompt(chance.randint(1, 120), seed + index)
+        request = make_request(
+            f"r{index}",
+            tokens,
+            max_tokens=chance.randint(1, 140),
+            n=chance.choice([1, 1, 1, 2, 3]),
+            temperature=chance.choice([0.0, 1.0]),
+            seed=index,
+            priority=chance.choice([0, 0, 1]),
+            stop_token_ids=frozenset(chance.sample(range(97), 1)),
+            min_tokens=chance.choice([0, 1]),
+        )
+        while True:
+            try:
+                engine.submit(request)
+                break
+            except Refusal:
+                assert engine.has_work()
+                records.take(engine.step())
+                engine.check_integrity()
+        requests.append(request)
+        for _ in range(chance.randint(0, 20)):
+            records.take(engine.step())
+            engine.check_integrity()
+    check(run(engine, collector=records), requests)
+    assert engine.ledger.num_available == engine.num_blocks and engine.ledger.num_reserved == 0

@@ -1,0 +1,255 @@
+"""Tenants share slots, blocks and steps evenly; one that is alone has everything; no answer hangs on any of it."""
+
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.core.request import Refusal, Request, State
+from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
+
+FLOOD, QUIET = b"flood", b"quiet"
+
+
+def of(tenant: bytes, name: str, num_tokens: int = 40, max_tokens: int = 8, **options) -> Request:
+    prompt = [crc32(tenant + name.encode()) % 90 + i % 7 for i in range(num_tokens)]
+    return make_request(name, prompt, max_tokens, tenant_mark=tenant, **options)
+
+
+def steps(engine, records: Collector, num: int) -> None:
+    for _ in range(num):
+        records.take(engine.step())
+        engine.check_integrity()
+
+
+def running(engine) -> dict[bytes, int]:
+    tenants = [seq.group.tenant for seq in engine.scheduler.running]
+    return {tenant: tenants.count(tenant) for tenant in tenants}
+
+
+def check(records: Collector, requests) -> None:
+    for request in requests:
+        assert records[request.key].ended.error == ""
+        assert records[request.key].answer() == toy_answer(request)
+
+
+def test_who_comes_gets_a_place_where_another_has_taken_all():
+    engine, records = toy_engine(max_num_seqs=4), Collector()
+    flood = [of(FLOOD, f"f{i}", max_tokens=60, priority=10) for i in range(4)]
+    for request in flood:
+        engine.submit(request)
+    steps(engine, records, 4)
+    assert running(engine) == {FLOOD: 4}
+    quiet = [of(QUIET, f"q{i}", max_tokens=30) for i in range(3)]
+    for request in quiet[:1]:
+        engine.submit(request)
+    steps(engine, records, 1)
+    assert records[quiet[0].key].first is not None and running(engine) == {FLOOD: 3, QUIET: 1}
+    for request in quiet[1:]:
+        engine.submit(request)
+    steps(engine, records, 3)
+    assert running(engine) == {FLOOD: 2, QUIET: 2}, "and no more than its part"
+    run(engine, collector=records)
+    check(records, flood + quiet)
+
+
+def test_the_choices_of_one_request_leave_others_their_places():
+    engine, records = toy_engine(max_num_seqs=8), Collector()
+    flood = [of(FLOOD, f"f{i}", max_tokens=50, n=8, temperature=1.0, seed=i) for i in range(1)]
+    for request in flood:
+        engine.submit(request)
+    steps(engine, records, 3)
+    assert running(engine) == {FLOOD: 8}
+    quiet = of(QUIET, "q")
+    engine.submit(quiet)
+    steps(engine, records, 1)
+    assert records[quiet.key].first is not None
+    run(engine, collector=records)
+    check(records, [*flood, quiet])
+
+
+def test_who_is_alone_has_everything():
+    engine = toy_engine(max_num_seqs=4)
+    requests = [of(FLOOD, f"f{i}", max_tokens=20) for i in range(5)]
+    records = run(engine, requests)
+    check(records, requests)
+    assert not any(records[request.key].ended.report.num_preemptions for request in requests)
+    assert max(size for size, _ in engine.runner.model.batch_sizes) == 4
+
+
+def test_prompts_are_read_by_turns():
+    """A prompt waits for one chunk of another tenant's, however many of those are there."""
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=128), Collector()
+    flood = [of(FLOOD, f"f{i}", 400, priority=10) for i in range(3)]
+    for request in flood:
+        engine.submit(request)
+    steps(engine, records, 2)
+    quiet = of(QUIET, "q", 100)
+    engine.submit(quiet)
+    steps(engine, records, 1)
+    assert records[quiet.key].first is not None
+    run(engine, collector=records)
+    check(records, [*flood, quiet])
+
+
+def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
+    """Where tenants share: a step that reads for one who has had its turns is a quarter of a whole one."""
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=128, max_num_batched_tokens=512), Collector()
+    sizes = engine.runner.model.batch_sizes
+    run(engine, [of(QUIET, "q0", 40)], records)
+    for i in range(3):
+        engine.submit(of(FLOOD, f"f{i}", 500, 1))
+    steps(engine, records, 3)
+    assert sizes[-1] == (1, 128)
+    quiet = of(QUIET, "q1", 480)
+    engine.submit(quiet)
+    steps(engine, records, 1)
+    assert records[quiet.key].first is not None and sizes[-1] == (1, 480)
+    run(engine, collector=records)
+    check(records, [quiet])
+
+
+def test_turns_are_by_tokens():
+    """Two tenants that always have prompts to read are read the same number of tokens, whatever these are like."""
+    engine, records = toy_engine(max_num_seqs=16, num_blocks=512), Collector()
+    for i in range(2):
+        engine.submit(of(QUIET, f"q{i}", 450, 1))
+    for i in range(12):
+        engine.submit(of(FLOOD, f"f{i}", 75, 1))
+    steps(engine, records, 6)
+    groups = engine.admission.groups.values()
+    left = {tenant: sum(group.trunk.remaining for group in groups if group.tenant == tenant) for tenant in (FLOOD, QUIET)}
+    assert min(left.values()) > 0 and abs(left[FLOOD] - left[QUIET]) <= 2 * 128, left
+
+
+# ---- the door ----
+
+
+def refusal(call) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        call()
+    return caught.value
+
+
+def test_one_tenant_does_not_fill_the_door():
+    engine = toy_engine(max_num_seqs=8)  # 10 choices are admitted
+    for i in range(2):
+        engine.admit(of(FLOOD, f"f{i}", n=5))
+    assert refusal(lambda: engine.admit(of(FLOOD, "f2"))).reason == "queue_full"
+    for i in range(5):
+        engine.admit(of(QUIET, f"q{i}"))
+    assert refusal(lambda: engine.admit(of(QUIET, "q5"))).reason == "queue_full"
+    engine.admit(of(b"third", "t", n=8))  # its first, however large
+    assert refusal(lambda: engine.admit(of(b"third", "t2"))).reason == "queue_full"
+
+
+def test_one_tenants_prompts_do_not_fill_the_line_before_a_prefill():
+    engine = toy_engine()  # 2 x 128 tokens may wait
+    for i in range(2):
+        engine.accept(of(FLOOD, f"f{i}", 128))
+    assert refusal(lambda: engine.accept(of(FLOOD, "f2", 64))).reason == "queue_full"
+    engine.accept(of(QUIET, "q", 300))
+    assert refusal(lambda: engine.accept(of(QUIET, "q2", 64))).reason == "queue_full"
+
+
+def test_without_marks_there_is_one_tenant():
+    engine = toy_engine(num_blocks=32)
+    engine.admit(make_request("a", [1] * 470, 8))
+    engine.admit(make_request("b", [2] * 10, 8))
+    assert engine.ledger.num_available == 0, "nothing is kept for others"
+
+
+# ---- blocks ----
+
+
+def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=32, max_model_len=256), Collector()
+    flood = [of(FLOOD, f"f{i}", 60, 160, named=False) for i in range(3)]
+    for request in flood:
+        engine.submit(request)
+    while engine.ledger.num_available > 2:
+        steps(engine, records, 1)
+    quiet = of(QUIET, "q", 150, 8)
+    assert refusal(lambda: engine.admit(quiet)).retry_after_s < 0.1
+    assert refusal(lambda: engine.admit(of(FLOOD, "f9", 20))).reason == "kv_full", "they are owed to another"
+    steps(engine, records, 1)
+    engine.submit(quiet)
+    while records[quiet.key].ended is None:
+        steps(engine, records, 1)
+    assert not records[quiet.key].ended.report.num_preemptions
+    run(engine, collector=records)
+    check(records, [*flood, quiet])
+
+
+def test_promises_leave_a_few_blocks_for_whoever_comes():
+    """What is admitted and not there yet cannot park."""
+    engine = toy_engine(max_num_seqs=16, num_blocks=64, max_model_len=256)
+    for i in range(20):
+        try:
+            engine.admit(of(FLOOD, f"f{i}", 100, 60))
+        except Refusal as refused:
+            assert refused.reason == "kv_full"
+    assert engine.ledger.num_available >= 8
+    engine.admit(of(QUIET, "q", 40, 8))
+
+
+def test_nobody_parks_for_a_tenant_that_holds_more():
+    engine, records = toy_engine(max_num_seqs=8, num_blocks=32, max_model_len=400), Collector()
+    flood = [of(FLOOD, f"f{i}", 40, 200, named=False, priority=10) for i in range(3)]
+    quiet = of(QUIET, "q", 40, 60, named=False)
+    for request in (*flood, quiet):
+        engine.submit(request)
+    run(engine, collector=records)
+    check(records, [*flood, quiet])
+    assert not records[quiet.key].ended.report.num_preemptions
+    assert any(records[request.key].ended.report.num_preemptions for request in flood)
+
+
+def test_what_parks_unread_holds_nothing():
+    engine, records = toy_engine(max_num_seqs=4), Collector()
+    flood = [of(FLOOD, f"f{i}", max_tokens=60) for i in range(4)]
+    for request in flood:
+        engine.submit(request)
+    steps(engine, records, 4)
+    for request in flood:
+        engine.park(request.key)
+    steps(engine, records, 1)
+    assert not engine.scheduler.running and not engine.scheduler._tenants and engine.ledger.num_reserved == 0
+    assert all(group.state is State.PARKED for group in engine.admission.groups.values())
+    engine.admit(of(FLOOD, "f4", n=4))
+    engine.cancel(of(FLOOD, "f4").key)
+    for request in flood:
+        engine.resume(request.key)
+    run(engine, collector=records)
+    check(records, flood)
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.sampled_from([b"", b"a", b"b", b"c"]), st.integers(1, 200), st.integers(1, 40), st.integers(1, 3),
+        st.integers(-3, 3), st.integers(0, 6),
+    ),
+    min_size=2, max_size=12,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=12)
+@given(REQUESTS, st.integers(20, 60), st.integers(3, 8))
+def test_no_answer_hangs_on_who_else_is_there(drawn, num_blocks, max_num_seqs):
+    engine, records = toy_engine(max_num_seqs=max_num_seqs, num_blocks=num_blocks, max_model_len=256), Collector()
+    requests = []
+    for i, (tenant, num_tokens, max_tokens, n, priority, pause) in enumerate(drawn):
+        request = of(tenant, f"r{i}", num_tokens, max_tokens, n=n, priority=priority, temperature=1.0, seed=i)
+        for _ in range(2000):
+            try:
+                engine.submit(request)
+                break
+            except Refusal as refused:
+                assert refused.reason in ("queue_full", "kv_full")
+                steps(engine, records, 1)
+        requests.append(request)
+        steps(engine, records, pause)
+    run(engine, collector=records)
+    check(records, requests)
+    assert not engine.scheduler._tenants and engine.ledger.num_reserved == 0

@@ -1,0 +1,162 @@
+"""A quantized model that cannot be right ends with one line that names the file and the tensor."""
+
+import json
+
+import pytest
+import torch
+
+from baton.engine.core.config import QUANTIZATIONS
+from baton.engine.core.model_spec import ModelError
+from baton.engine.models.loader import load_model
+from baton.engine.weights.formats.registry import CHOICES
+from tests.support.engine import published
+from tests.support.engine.folders import make_folder
+
+PROJECTION = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture(params=["gptq", "awq", "fp8"])
+def folder(request, tmp_path):
+    published.dense_folder(tmp_path)
+    getattr(published, f"write_{request.param}")(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def gptq(tmp_path):
+    published.dense_folder(tmp_path)
+    published.write_gptq(tmp_path)
+    return tmp_path
+
+
+def assert_refused(folder, *parts: str):
+    with pytest.raises(ModelError) as error:
+        load_model(folder)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in (str(folder), *parts):
+        assert part in message, message
+
+
+def scale_of(tensors) -> str:
+    return next(name for name in tensors if name.startswith(PROJECTION) and "scale" in name)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite(folder, value):
+    def change(tensors):
+        tensors[scale_of(tensors)][0, 0] = value
+
+    published.change_tensors(folder, change)
+    assert_refused(folder, "model.safetensors", PROJECTION, "NaN or infinite")
+
+
+def test_scales_of_the_wrong_shape(folder):
+    def change(tensors):
+        name = scale_of(tensors)
+        tensors[name] = torch.cat((tensors[name], tensors[name]))
+
+    published.change_tensors(folder, change)
+    assert_refused(folder, "model.safetensors", PROJECTION, "has shape")
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
+def test_a_missing_part(gptq, part):
+    published.change_tensors(gptq, lambda tensors: tensors.pop(f"{PROJECTION}.{part}"))
+    assert_refused(gptq, "model.safetensors", f"tensor {PROJECTION}.{part} is missing")
+
+
+def test_integers_that_are_no_words(gptq):
+    name = f"{PROJECTION}.qweight"
+    published.change_tensors(gptq, lambda tensors: tensors.update({name: tensors[name].float()}))
+    assert_refused(gptq, f"tensor {name} is torch.float32", "int32")
+
+
+def test_an_order_that_fills_no_groups(gptq):
+    name = f"{PROJECTION}.g_idx"
+    published.change_tensors(gptq, lambda tensors: tensors[name].fill_(1))
+    assert_refused(gptq, f"tensor {name}", "does not give each of 2 groups 32 inputs")
+
+
+def test_a_symmetric_config_with_zero_points(tmp_path):
+    """Which is also what a version 2 file looks like when it calls itself version 1."""
+    published.dense_folder(tmp_path)
+    published.write_gptq(tmp_path, version="gptq_v2")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    published.change_config(tmp_path, quantization_config=config | {"checkpoint_format": "gptq"})
+    assert_refused(tmp_path, "qzeros", "config.json says sym", "gptq_v2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        (dict(group_size=48), ("groups of 48 do not divide",)),
+        (dict(bits=8), ("has shape", "qweight")),
+        (dict(bits=3), ("3 bits is not supported", "4 and 8")),
+        (dict(checkpoint_format="marlin"), ("'marlin' is not supported", "gptq_v2")),
+        (
+            dict(quant_method="hqq"),
+            ("method hqq is not supported", "gptq, awq, fp8, compressed-tensors, bitsandbytes,"),
+        ),
+        (dict(quant_method="mxfp4"), ("method mxfp4 is not supported",)),
+        (dict(quant_method=None), ("(none given) is not supported",)),
+        (dict(quant_method="awq"), ("has shape", "qweight")),
+        (dict(quant_method="fp8"), ("weight", "missing")),
+        (dict(quant_method="bitsandbytes", load_in_4bit=True), ("is missing, config.json says load_in_4bit",)),
+        (dict(quant_method="compressed-tensors"), ("config_groups is missing or empty",)),
+    ],
+    ids=str,
+)
+def test_a_config_that_contradicts_the_tensors(gptq, changes, parts):
+    config = json.loads((gptq / "config.json").read_text())["quantization_config"]
+    published.change_config(gptq, quantization_config=config | changes)
+    assert_refused(gptq, *parts)
+
+
+def test_a_config_without_the_tensors(tmp_path):
+    published.dense_folder(tmp_path)
+    published.change_config(tmp_path, quantization_config=dict(quant_method="gptq", bits=4, group_size=32))
+    assert_refused(tmp_path, "qweight is missing")
+
+
+def test_tensors_without_the_config(gptq):
+    published.change_config(gptq, quantization_config=None)
+    assert_refused(gptq, "weight is missing")
+
+
+@pytest.mark.parametrize("layout", ["nvfp4-pack-quantized", "marlin-24"])
+def test_layouts_of_compressed_tensors_that_are_not_read(gptq, layout):
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+    config = dict(quant_method="compressed-tensors", format=layout, config_groups=groups)
+    published.change_config(gptq, quantization_config=config)
+    assert_refused(gptq, "config.json", f"'{layout}' is not supported", "pack-quantized")
+
+
+def test_a_shard_of_another_model(tmp_path):
+    make_folder(tmp_path / "one", "qwen3").save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    index = tmp_path / "sharded" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    files = sorted(set(content["weight_map"].values()))
+    (tmp_path / "sharded" / files[0]).write_bytes((tmp_path / "sharded" / files[1]).read_bytes())
+    assert_refused(tmp_path / "sharded", ".safetensors")
+
+
+def test_choices_are_the_settings():
+    assert QUANTIZATIONS == CHOICES
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
+def test_a_quantized_folder_is_not_quantized_again(gptq, quantization):
+    with pytest.raises(ValueError, match=rf"quantization {quantization}: .* is already quantized \(gptq\)"):
+        load_model(gptq, quantization=quantization)
+
+
+def test_unknown_choice(gptq):
+    with pytest.raises(ValueError, match="quantization 'int3': one of auto, none, int8"):
+        load_model(gptq, quantization="int3")
+
+
+def test_a_rounding_whose_group_does_not_divide(tmp_path):
+    make_folder(tmp_path, "qwen3")
+    with pytest.raises(ModelError, match="q_proj.weight: groups of 32 do not divide 48 inputs"):
+        load_model(tmp_path, quantization="int4-g32")

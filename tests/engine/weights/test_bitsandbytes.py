@@ -1,0 +1,52 @@
+"""bitsandbytes folders, written with its own functions, against its own dequantization."""
+
+import pytest
+import torch
+from bitsandbytes import functional
+
+from baton.engine.models.loader import load_model
+from baton.engine.weights.forms import DenseWeight, IntWeight
+from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
+from tests.support.engine import published
+
+
+def test_int8(tmp_path):
+    def write(weight):
+        values, scb, _ = functional.int8_vectorwise_quant(weight)
+        parts = {"weight": values, "SCB": scb, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return parts, functional.int8_vectorwise_dequant(values, scb)
+
+    model = published.dense_folder(tmp_path)
+    meanings = published.rewrite(tmp_path, dict(quant_method="bitsandbytes", load_in_8bit=True), write)
+    assert all(isinstance(weight, IntWeight) for weight in assert_reads(tmp_path, meanings).values())
+    assert_same_logits(tmp_path, model, meanings)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_four_bit_floats_are_expanded(tmp_path, kind, nested):
+    def write(weight):
+        values, state = functional.quantize_4bit(weight, quant_type=kind, compress_statistics=nested)
+        parts = {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
+        return {"weight": values} | parts, functional.dequantize_4bit(values, state)
+
+    model = published.dense_folder(tmp_path)
+    config = dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type=kind)
+    meanings = published.rewrite(tmp_path, config, write)
+    for module, weight in read_all(tmp_path, meanings).items():
+        assert isinstance(weight, DenseWeight)
+        torch.testing.assert_close(weight.values, meanings[module], atol=1e-5, rtol=1e-5)
+    assert_same_logits(tmp_path, model, meanings)
+    assert f"14 x {kind} expanded to dense" in load_model(tmp_path).weights.notes
+
+
+def test_modules_left_out(tmp_path):
+    def write(weight):
+        values, scb, _ = functional.int8_vectorwise_quant(weight)
+        return {"weight": values, "SCB": scb}, functional.int8_vectorwise_dequant(values, scb)
+
+    model = published.dense_folder(tmp_path)
+    skip = tuple(f"model.layers.{layer}.self_attn.v_proj" for layer in range(2))
+    config = dict(quant_method="bitsandbytes", load_in_8bit=True, llm_int8_skip_modules=["v_proj", "lm_head"])
+    meanings = published.rewrite(tmp_path, config, write, skip)
+    assert_same_logits(tmp_path, model, meanings)

@@ -1,0 +1,144 @@
+"""compressed-tensors folders, written by the library itself, against its own decompression."""
+
+import pytest
+import torch
+from compressed_tensors.compressors import IntQuantizationCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor, NaiveQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
+from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
+from tests.support.engine import published
+
+COMPRESSORS = {
+    "pack-quantized": PackedQuantizationCompressor,
+    "int-quantized": IntQuantizationCompressor,
+    "float-quantized": FloatQuantizationCompressor,
+    "naive-quantized": NaiveQuantizationCompressor,
+}
+
+
+def write_compressed(folder, layout: str, weights: dict, activations: dict | None = None, skip=(), **config):
+    """Every linear but those in `skip`; returns what they mean."""
+    args = QuantizationArgs(**weights)
+    inputs = QuantizationArgs(**activations) if activations else None
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=inputs)
+    compressor = COMPRESSORS[layout]
+
+    def write(weight):
+        state = {"weight": weight} | scales_of(weight, args)
+        stored = compressor.compress(state, scheme)
+        if activations and not activations.get("dynamic"):
+            stored["input_scale"] = torch.tensor([0.02])
+        meaning = compressor.decompress(dict(stored), scheme)["weight"]
+        return stored, meaning
+
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": layout}
+    config = dict(quant_method="compressed-tensors", format=layout, config_groups={"group_0": group}) | config
+    return published.rewrite(folder, config | dict(ignore=["lm_head", *config.get("ignore", ())]), write, skip)
+
+
+def scales_of(weight, args) -> dict:
+    """Scale and zero point over the smallest and largest value of each group, row, block or all."""
+    rows, columns = weight.shape
+    if args.strategy == "block":
+        height, width = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
+        parts = padded.unflatten(0, (-1, height)).unflatten(2, (-1, width)).permute(0, 2, 1, 3).flatten(2)
+    elif args.strategy == "tensor":
+        parts = weight.reshape(1, -1)
+    else:
+        parts = weight.unflatten(1, (-1, args.group_size or columns))
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    scale = scale.reshape(-1) if args.strategy == "tensor" else scale
+    return {"weight_scale": scale, "weight_zero_point": zero.reshape(scale.shape)}
+
+
+INT4 = dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
+INT8 = dict(num_bits=8, type="int", strategy="channel", symmetric=True)
+FP8 = dict(num_bits=8, type="float", symmetric=True)
+TOKEN = dict(num_bits=8, type="int", strategy="token", dynamic=True, symmetric=True)
+FP8_TOKEN = dict(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+FP8_STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+FP8_GROUP = dict(num_bits=8, type="float", strategy="group", group_size=128, dynamic=True, symmetric=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights", "activations"),
+    [
+        ("pack-quantized", INT4, None),
+        ("pack-quantized", INT4 | dict(symmetric=False), None),
+        ("pack-quantized", INT4 | dict(group_size=64), None),
+        ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=True), None),
+        ("pack-quantized", dict(num_bits=4, type="int", strategy="channel", symmetric=False), None),
+        ("pack-quantized", INT4 | dict(num_bits=8), None),
+        ("pack-quantized", INT4 | dict(num_bits=8, symmetric=False), None),
+        ("pack-quantized", INT8, None),
+        ("int-quantized", INT8, TOKEN),
+        ("int-quantized", INT8 | dict(strategy="tensor"), TOKEN),
+        ("int-quantized", INT8 | dict(symmetric=False), TOKEN),
+        ("naive-quantized", INT8, None),
+        ("naive-quantized", INT8 | dict(strategy="group", group_size=32), None),
+    ],
+    ids=str,
+)
+def test_integers(tmp_path, layout, weights, activations):
+    model = published.dense_folder(tmp_path)
+    meanings = write_compressed(tmp_path, layout, weights, activations)
+    for weight in assert_reads(tmp_path, meanings).values():
+        assert isinstance(weight, IntWeight) and weight.bits == weights["num_bits"]
+        assert weight.activations == ("dynamic" if activations else "none")
+        assert (weight.offsets is None) == weights["symmetric"]
+    assert_same_logits(tmp_path, model, meanings)
+
+
+@pytest.mark.parametrize(
+    ("weights", "activations", "expected"),
+    [
+        (FP8 | dict(strategy="tensor"), FP8_STATIC, "static"),
+        (FP8 | dict(strategy="channel"), FP8_TOKEN, "dynamic"),
+        (FP8 | dict(strategy="channel"), None, "none"),
+        (FP8 | dict(strategy="block", block_structure=[128, 128]), FP8_GROUP, "dynamic-block"),
+    ],
+    ids=str,
+)
+def test_floats(tmp_path, weights, activations, expected):
+    model = published.dense_folder(tmp_path, hidden_size=256, intermediate_size=384)
+    meanings = write_compressed(tmp_path, "float-quantized", weights, activations)
+    for weight in assert_reads(tmp_path, meanings).values():
+        assert isinstance(weight, Fp8Weight) and weight.activations == expected
+    assert_same_logits(tmp_path, model, meanings)
+
+
+def test_ignored_modules(tmp_path):
+    model = published.dense_folder(tmp_path)
+    skip = tuple(f"model.layers.{layer}.mlp.down_proj" for layer in range(2)) + ("model.layers.0.self_attn.q_proj",)
+    ignore = [r"re:.*down_proj$", "model.layers.0.self_attn.q_proj"]
+    meanings = write_compressed(tmp_path, "pack-quantized", INT4, skip=skip, ignore=ignore)
+    dense = read_all(tmp_path, {skip[0]: torch.zeros(64, 128), skip[2]: torch.zeros(64, 64)})
+    assert all(isinstance(weight, DenseWeight) for weight in dense.values())
+    assert_same_logits(tmp_path, model, meanings)  # q stays apart from k and v
+
+
+def test_groups_by_input(tmp_path):
+    """weight_g_idx, which the library has since given up: an order of inputs as GPTQ's."""
+    model = published.dense_folder(tmp_path)
+    meanings = write_compressed(tmp_path, "pack-quantized", INT4)
+    order = {size: torch.randperm(size, generator=torch.Generator().manual_seed(size)) for size in (64, 128)}
+
+    def shuffle(tensors):
+        for module, meaning in meanings.items():
+            columns = order[meaning.shape[1]]
+            unpacked = read_all(tmp_path, {module: meaning})[module].integers()
+            shuffled = torch.empty_like(unpacked).index_copy_(1, columns, unpacked)
+            packed = published.words((shuffled.numpy().astype(int) + 8).T, 4).T.copy()
+            tensors[f"{module}.weight_packed"] = torch.from_numpy(packed)
+            groups = torch.empty(len(columns), dtype=torch.int32)
+            groups[columns] = torch.arange(len(columns), dtype=torch.int32) // 32
+            tensors[f"{module}.weight_g_idx"] = groups
+            meanings[module] = torch.empty_like(meaning).index_copy_(1, columns, meaning)
+
+    published.change_tensors(tmp_path, shuffle)
+    assert all(weight.order is not None for weight in assert_reads(tmp_path, meanings).values())
+    assert_same_logits(tmp_path, model, meanings)

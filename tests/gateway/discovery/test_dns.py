@@ -1,0 +1,81 @@
+"""Workers behind a name: one that joins it is used, one that leaves is forgotten once its session has ended."""
+
+import socket
+
+import pytest
+
+from baton.v1 import inference_pb2 as pb
+from gateway.discovery import dns as names
+from tests.support.gateway.fake_worker import FakeWorker
+
+
+class FakeDNS:
+    def __init__(self, monkeypatch):
+        self.addresses: dict[str, list[str]] = {}  # by name; none: not found
+        monkeypatch.setattr(names, "addresses_of", self._addresses_of)
+        monkeypatch.setattr(names, "RESOLVE_S", 0.02)
+
+    async def _addresses_of(self, host: str, port: str) -> list[str]:
+        if host not in self.addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.addresses[host]
+
+
+@pytest.fixture
+def dns(monkeypatch) -> FakeDNS:
+    return FakeDNS(monkeypatch)
+
+
+async def answered(c) -> str:
+    """By which worker the answer was written."""
+    await c.stub.Complete(pb.GenerateRequest(text="hello", stopping=pb.Stopping(max_tokens=3)))
+    return next(link.address for link in c.gateway.registry.decode if link.serving)
+
+
+async def test_a_scaled_service_is_found_and_followed(cluster, digest, dns):
+    first, second = [await FakeWorker("decode", digest, 400).start() for _ in range(2)]
+    dns.addresses["decode"] = [first.address]
+    async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
+        c.workers += [first, second]
+        registry = c.gateway.registry
+        serving = lambda: [link.address for link in registry.decode if link.serving]  # noqa: E731
+        await c.until(lambda: serving() == [first.address] and registry.not_ready() is None)
+        dns.addresses["decode"].append(second.address)
+        await c.until(lambda: sorted(serving()) == sorted([first.address, second.address]))
+
+        # Gone from the DNS alone ends nothing; gone for good is forgotten.
+        dns.addresses["decode"] = [second.address]
+        await answered(c)
+        assert len(serving()) == 2
+        await first.stop()
+        await c.until(lambda: [link.address for link in registry.links] == [second.address])
+        assert await answered(c) == second.address
+
+
+async def test_a_name_that_is_not_found_is_said(cluster, dns):
+    async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
+        await c.until(lambda: "decode:50062: Name or service not known" in (c.gateway.registry.not_ready() or ""))
+
+
+async def test_a_dns_that_fails_for_a_moment_ends_nothing(cluster, digest, dns):
+    worker = await FakeWorker("decode", digest, 400).start()
+    dns.addresses["decode"] = [worker.address]
+    async with cluster(0, 0, decode_workers=("decode:50062",)) as c:
+        c.workers.append(worker)
+        registry = c.gateway.registry
+        await c.until(lambda: registry.not_ready() is None)
+        link = registry.decode[0]
+        del dns.addresses["decode"]
+        await c.until(lambda: registry._names[0].reason)
+        assert registry.decode == [link] and registry.not_ready() is None
+
+
+@pytest.mark.parametrize(
+    "address, is_name", [("decode:1", True), ("localhost:1", True), ("10.0.0.1:1", False), ("[::1]:1", False)]
+)
+def test_what_is_looked_up(address, is_name):
+    assert names.is_name(address) is is_name
+
+
+async def test_the_machines_own_name_is_one_worker():
+    assert await names.addresses_of("localhost", "50062") == ["127.0.0.1:50062"]

@@ -1,0 +1,146 @@
+"""The registry's view of fleets that are larger than what a request looks at."""
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from baton.service.errors import Unavailable
+from baton.v1 import worker_pb2 as pb
+from gateway.config.settings import GatewaySettings
+from gateway.fleet import candidates
+from gateway.fleet.registry import Registry
+from gateway.link.worker_link import LinkState, WorkerLink
+from gateway.model.model_folder import Defaults, ModelFolder
+from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.prefix_matches import Matches, WorkerBits
+from gateway.routing.routing import NUM_DRAWN, NUM_HOLDERS, RoutingRequest
+
+FOLDER = ModelFolder(Path("/m"), "m", 4096, 1000, frozenset(), Defaults(), b"", b"", None, {})
+ASK = RoutingRequest(2000, 2001)
+
+
+def fleet(num: int, split: str = "always", transports=("tcp",)) -> Registry:
+    """`num` workers of each role, one of each on a host."""
+    addresses = [f"127.0.0.1:{port}" for port in range(1, 2 * num + 1)]
+    settings = GatewaySettings(
+        model=Path("/m"), split=split, prefill_workers=tuple(addresses[:num]), decode_workers=tuple(addresses[num:])
+    )
+    registry = Registry(settings, FOLDER, EmbeddedIndex(), b"secret")
+    for i, link in enumerate(registry.links):
+        serve(link, f"host{i % num}", transports, role="prefill" if i < num else "decode")
+    return registry
+
+
+def held(num_spans: dict[bytes, int]) -> Matches:
+    """What an index would say."""
+    workers = dict(enumerate(num_spans))
+    longest = max(num_spans.values(), default=0)
+    bits = (sum(1 << i for i, id in workers.items() if num_spans[id] > at) for at in range(longest))
+    return Matches(bits, WorkerBits.of(workers))
+
+
+def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill") -> None:
+    hello = pb.Hello(
+        instance=hashlib.sha256(link.address.encode()).digest()[:16],
+        epoch=1,
+        roles=[role],
+        host_id=host,
+        limits=pb.Limits(max_model_len=4096, max_num_seqs=64, block_size=16),
+        kv_gives=["kv"],
+        kv_takes=["kv"],
+        model=pb.ModelCard(transports=transports),
+        kv_token_bytes=1000,
+    )
+    link.note_hello(hello)
+    link._become(LinkState.SERVING, "")
+
+
+def test_the_holder_is_found_among_many():
+    registry = fleet(300)
+    holder = registry.prefill[217]
+    matches = held({link.worker_id: 1 for link in registry.links} | {holder.worker_id: 21})
+    for _ in range(3):
+        assert registry.route(ASK, matches, ())[1] is holder
+        assert registry.route(ASK, matches, {holder.worker_id})[1] is not holder
+    reader = next(link for link in registry.prefill if link is not holder)
+    assert registry.holder_for(reader, matches, ()) is holder
+    assert registry.holder_for(holder, matches, ()) is None
+
+
+def test_a_request_looks_at_few(monkeypatch):
+    registry, looked = fleet(300), []
+    seen = registry.candidates.seen
+    monkeypatch.setattr(
+        registry.candidates, "seen", lambda links, *rest: looked.append(len(links)) or seen(links, *rest)
+    )
+    registry.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
+    assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
+
+
+def test_the_only_partner_is_found_among_many():
+    """KV goes through shared memory alone, so that each decode worker has one prefill worker."""
+    registry = fleet(200, transports=("shm",))
+    for _ in range(10):
+        _, source, taker = registry.route(ASK, Matches(), ())
+        assert source.hello.host_id == taker.hello.host_id
+
+
+def test_who_serves_no_longer_is_not_chosen():
+    registry = fleet(2)
+    first, second = registry.prefill
+    registry.decode[0]._become(LinkState.DRAINING, "draining")
+    first._become(LinkState.CONNECTING, "gone")
+    assert registry.not_ready() is None
+    _, source, taker = registry.route(ASK, Matches(), ())
+    assert source is second and taker is registry.decode[1]
+    second._become(LinkState.STALLED, "stalled")
+    assert "no prefill worker" in registry.not_ready()
+    with pytest.raises(Unavailable):
+        registry.route(ASK, Matches(), ())
+    serve(first, "host0")
+    assert registry.not_ready() is None and registry.route(ASK, Matches(), ())[1] is first
+
+
+def test_work_that_was_given_is_spread():
+    """A worker that nobody has heard of yet is not given all that comes at once."""
+    registry = fleet(4)
+    chosen = [registry.route(ASK, Matches(), ())[1].address for _ in range(40)]
+    assert {chosen.count(link.address) for link in registry.prefill} == {10}
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
+    """Three of 120, of which a request looks at sixteen; whatever is avoided, and whoever holds the prefix."""
+    registry, ask = fleet(120, split="auto"), RoutingRequest(8000, 8400)
+    links = getattr(registry, role)
+    long, other = links[7::40], registry.decode if role == "prefill" else registry.prefill
+    for link in (*long, *other):
+        hello = link.hello
+        hello.limits.max_model_len = 8500
+        link._become(LinkState.CONNECTING, "again")
+        link.note_hello(hello)
+        link._become(LinkState.SERVING, "")
+    matches = held({link.worker_id: 1 for link in links})
+    for avoid in ((), {long[0].worker_id}, {link.worker_id for link in links}):
+        for _ in range(20):
+            _, source, taker = registry.route(ask, matches, avoid)
+            assert taker.limits.max_model_len == 8500 and (source is None or source.limits.max_model_len == 8500)
+            assert role == "decode" or registry.source_for(taker, ask, matches, avoid) in long
+            if avoid == {long[0].worker_id}:
+                assert long[0] not in (source, taker)
+    assert registry.others(role, ask, {link.worker_id for link in long[1:]})
+    assert not registry.others(role, ask, {link.worker_id for link in long})
+
+
+def test_prompts_of_others_wait_behind_ones_own():
+    """Tenants take turns: of what another has waiting as much is ahead as one's own tenant has, and this prompt."""
+    link = type("Link", (), {"load": pb.Load(num_waiting_tokens=90_000)})()
+    link.prefill_tokens = Counter(flood=80_000, quiet=100)
+    link.num_prefill_tokens = link.prefill_tokens.total()
+    assert candidates._waiting(link, RoutingRequest(500, 501, tenant="quiet")) == 100 + 600 + 600
+    assert candidates._waiting(link, RoutingRequest(500, 501, tenant="flood")) == 80_000 + 100 + 9_900
+    assert candidates._waiting(link, None) == 90_000
+    link.prefill_tokens = Counter(default=80_100)
+    assert candidates._waiting(link, RoutingRequest(500, 501)) == 90_000, "there is one tenant"

@@ -1,0 +1,117 @@
+"""Which model is served is the operator's word, or that of workers that he has named: never that of whoever registers
+first."""
+
+import hashlib
+
+import pytest
+
+from gateway.config.settings import GatewaySettings
+from gateway.discovery import registration
+from gateway.fleet import registry
+from gateway.model import model_identities
+from gateway.model.model_identities import ModelIdentities
+from tests.gateway.discovery.test_registration import register, serving
+from tests.gateway.orchestration.test_answers import generate
+from tests.support.gateway.fake_worker import IDENTITY, FakeWorker
+
+OTHER = hashlib.sha256(b"another model").digest()
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    monkeypatch.setattr(registration, "_LOOK_S", 0.02)
+    monkeypatch.setattr(registry, "LOOK_S", 0.02)
+    assert model_identities.LOOK_S == 1.0
+
+
+@pytest.fixture
+def stranger(digest):
+    return FakeWorker("decode", digest, 400, model_identity=OTHER)
+
+
+def reason_of(c, worker) -> str:
+    return next((link.reason for link in c.gateway.registry.links if link.address == worker.address), "")
+
+
+async def test_a_stranger_does_not_decide_where_workers_are_named(cluster, stranger):
+    await stranger.start()
+    async with cluster(0, 1) as c:
+        c.workers.append(stranger)
+        named = c.decode[0]
+        await register(c, stranger.address)
+        await c.until(lambda: OTHER.hex() in reason_of(c, stranger))
+        await named.stop()
+        await c.until(lambda: not serving(c))
+        num_looks = len(stranger.commands)
+        await c.until(lambda: len(stranger.commands) > num_looks)  # once more, and nobody else is here
+        await c.until(lambda: "come first" in reason_of(c, stranger))
+        assert "\n" not in reason_of(c, stranger) and not serving(c)
+        named.held.clear()
+        await named.start(named.port)
+        await c.until(lambda: serving(c) == [named.address])
+        assert await generate(c, max_tokens=2)
+
+
+async def test_one_of_the_same_model_that_registers_serves_after_the_named_one_has_gone(cluster, digest):
+    twin = await FakeWorker("decode", digest, 400).start()
+    async with cluster(0, 1) as c:
+        c.workers.append(twin)
+        await c.decode[0].stop()
+        await c.until(lambda: not serving(c))
+        await register(c, twin.address)
+        await c.until(lambda: serving(c) == [twin.address])
+
+
+async def test_only_what_is_listed_serves(cluster, digest, stranger):
+    good = await FakeWorker("decode", digest, 400).start()
+    await stranger.start()
+    async with cluster(0, 0, model_identity=(IDENTITY.hex(),)) as c:
+        c.workers += [good, stranger]
+        await register(c, stranger.address)  # first
+        await c.until(lambda: "--model-identity does not list" in reason_of(c, stranger))
+        await register(c, good.address)
+        await c.until(lambda: serving(c) == [good.address])
+        assert await generate(c, max_tokens=2)
+
+
+async def test_the_list_changes_while_everything_runs(cluster, digest, stranger, tmp_path):
+    path = tmp_path / "models"
+    path.write_text(f"# what we serve\n{IDENTITY.hex()}  # old\n")
+    good = await FakeWorker("decode", digest, 400).start()
+    await stranger.start()
+    async with cluster(0, 0, model_identity=(f"@{path}",)) as c:
+        c.workers += [good, stranger]
+        for worker in (stranger, good):
+            await register(c, worker.address)
+        await c.until(lambda: serving(c) == [good.address])
+        path.write_text("nonsense\n")  # changes nothing
+        await c.until(lambda: not c.gateway.registry._identities._is_file_good)
+        assert serving(c) == [good.address]
+        path.write_text(f"{OTHER.hex()}\n")
+        await c.until(lambda: serving(c) == [stranger.address])
+        assert c.gateway.registry.identity == OTHER
+        await c.until(lambda: "does not list" in reason_of(c, good))
+
+
+@pytest.mark.parametrize("given, told", [
+    (("12ab",), "--model-identity: '12ab' is not a model digest"),
+    (("X" * 10_000,), "--model-identity: 'XXXX"),
+    (("@/nowhere/models",), "--model-identity: /nowhere/models: No such file"),
+])  # fmt: skip
+def test_what_is_no_digest_is_one_line(folder, given, told):
+    with pytest.raises(ValueError) as caught:
+        GatewaySettings(model=folder, model_identity=given)
+    assert str(caught.value).startswith(told) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_empty_file_is_no_list(tmp_path):
+    path = tmp_path / "models"
+    path.write_text("# nothing yet\n\n")
+    with pytest.raises(ValueError, match="lists no model"):
+        ModelIdentities((f"@{path}",), False)
+
+
+def test_without_named_workers_the_first_decides():
+    identities = ModelIdentities((), False)
+    assert identities.why_not(OTHER, None, False) is None
+    assert "the workers that came first another" in identities.why_not(IDENTITY, OTHER, False)

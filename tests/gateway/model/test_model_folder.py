@@ -1,0 +1,150 @@
+"""What stands in a model's small files is checked at the start: one line that names the file and the value."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from baton.service.settings import SettingsError
+from gateway.model.model_folder import Defaults, read_folder
+
+NESTED = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def change(folder, name: str, **values) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refusal(folder, name: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        read_folder(folder)
+    told = str(caught.value)
+    assert told.startswith(str(folder / name)) and "\n" not in told and len(told) < 400
+    return told
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ({"top_k": -1}, Defaults()),  # vLLM's "off"
+        ({"top_k": 0}, Defaults()),  # transformers'
+        ({"temperature": -3.0, "do_sample": False}, Defaults()),  # is not looked at
+        ({"temperature": 0, "do_sample": True}, Defaults()),
+        ({"top_p": 1, "min_p": 0, "repetition_penalty": 1, "temperature": None, "top_k": None}, Defaults()),
+        ({"max_new_tokens": 2**31 - 1}, Defaults(max_tokens=2**31 - 1)),
+    ],
+)
+def test_what_others_take_for_nothing(copied, values, expected):
+    change(copied, "generation_config.json", **values)
+    assert read_folder(copied).defaults == expected
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_p": 0}, {"top_p": 1.5}, {"top_p": "0.9"}, {"top_p": float("nan")}, {"top_p": True}, {"top_k": -2},
+        {"top_k": 2**32}, {"top_k": 5.5}, {"top_k": "5"}, {"min_p": -0.1}, {"repetition_penalty": 0},
+        {"repetition_penalty": 10**400}, {"temperature": -1, "do_sample": True},
+        {"temperature": float("inf"), "do_sample": True}, {"do_sample": "yes"}, {"max_new_tokens": 0},
+        {"max_new_tokens": -1}, {"max_new_tokens": [5]}, {"eos_token_id": 400}, {"eos_token_id": -1},
+        {"eos_token_id": [0, 10**6]}, {"eos_token_id": "0"}, {"eos_token_id": True}, {"eos_token_id": {"a": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_means_nothing_is_refused(copied, values):
+    """Each would have been refused, or have ended in INTERNAL, for requests that say nothing of it; an end beyond the
+    vocabulary ended workers."""
+    change(copied, "generation_config.json", **values)
+    assert next(iter(values)) in refusal(copied, "generation_config.json")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"vocab_size": 0}, {"vocab_size": "400"}, {"vocab_size": 400.0}, {"vocab_size": 2**63},
+        {"max_position_embeddings": True}, {"max_position_embeddings": -5}, {"max_position_embeddings": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_config(copied, values):
+    change(copied, "config.json", **values)
+    assert next(iter(values)) in refusal(copied, "config.json")
+
+
+def test_the_config_s_own_end_counts_where_there_is_no_other(copied):
+    change(copied, "config.json", eos_token_id=400)
+    read_folder(copied)
+    (copied / "generation_config.json").unlink()
+    assert "eos_token_id 400" in refusal(copied, "config.json")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"chat_template": 5}, {"chat_template": ["a"]}, {"chat_template": [{"name": "default"}]},
+        {"chat_template": [{"name": "default", "template": 5}]}, {"chat_template": {"default": "x"}},
+        {"bos_token": 5}, {"eos_token": ["</s>"]}, {"pad_token": {"text": "x"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tokenizer_config(copied, values):
+    change(copied, "tokenizer_config.json", **values)
+    assert next(iter(values)) in refusal(copied, "tokenizer_config.json")
+
+
+def test_a_template_that_is_no_text(copied):
+    (copied / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    refusal(copied, "chat_template.jinja")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", NESTED, '{"a": ' + "9" * 5000 + "}"], ids=range(6))
+def test_no_json_object(copied, name, content):
+    (copied / name).write_text(content)
+    refusal(copied, name)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=4,
+)
+FILES = {
+    "config.json": ("vocab_size", "max_position_embeddings", "eos_token_id"),
+    "generation_config.json": (
+        "eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"
+    ),
+    "tokenizer_config.json": ("chat_template", "bos_token", "eos_token", "unk_token"),
+    "special_tokens_map.json": ("bos_token", "pad_token"),
+}  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_stands_there_is_good_or_refused_in_one_line(copied, data):
+    for name, keys in FILES.items():
+        path = copied / name
+        before = path.read_text() if path.exists() else "{}"
+        values = data.draw(st.dictionaries(st.sampled_from(keys), JSON, max_size=2))
+        path.write_text(json.dumps(json.loads(before) | values))
+    try:
+        read = read_folder(copied)
+    except SettingsError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(0 <= token_id < read.vocab_size for token_id in read.eos_ids)
+        assert read.defaults.top_k >= 0 and 0 < read.defaults.top_p <= 1 and read.defaults.repetition_penalty > 0
+    finally:
+        for name in FILES:
+            (copied / name).unlink(missing_ok=True)
+        pristine = {"max_position_embeddings": 1024, "vocab_size": 400, "eos_token_id": 0}
+        (copied / "config.json").write_text(json.dumps(pristine))

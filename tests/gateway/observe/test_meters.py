@@ -1,0 +1,170 @@
+"""What the gateway counts, by whatever way a request ends; and that the page is one that Prometheus reads."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as classic
+
+from baton.service.errors import Cancelled, Internal, InvalidRequest, Overloaded, Unavailable
+from baton.service.observe.telemetry import TraceContext
+from baton.service.slo import Slo
+from gateway.config.slo_classes import BUILT_IN, read_classes
+from gateway.observe.meters import GatewayMeters, outcome
+from gateway.request.request_record import Record
+from gateway.request.timing import PHASES, Measured, Stamps, breakdown, timing
+
+
+def record(**stamps) -> Record:
+    return Record(
+        context=TraceContext(7, 8), parent=TraceContext(7, 0), stamps=Stamps(received=100.0, **stamps), model="tiny",
+        operation="chat", num_prompt_tokens=12, num_cached_tokens=4, num_output_tokens=5, num_longest_output=5,
+        num_attempts=1,
+    )  # fmt: skip
+
+
+ANSWERED = dict(
+    tokenized=100.1,
+    routed=100.2,
+    granted=100.3,
+    prefill_sent=100.3,
+    first_sent=101.0,
+    second_sent=101.2,
+    last_sent=102.0,
+)
+
+
+def samples(meters: GatewayMeters) -> dict[tuple, float]:
+    text = meters.page({}).body.decode()
+    return {
+        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample.value
+        for family in classic(text)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def meters():
+    return GatewayMeters("tiny", BUILT_IN, lambda: 3, lambda: 2)
+
+
+def test_an_answered_request_is_counted_as_its_timing_says(meters):
+    answered = record(**ANSWERED)
+    answered.measured = Measured(queue_s=0.1, prefill_s=0.4)
+    meters.ended(answered, None)
+    seen = samples(meters)
+    assert seen["baton_requests_total", "ok", ""] == 1
+    assert (seen["baton_tokens_total", "input"], seen["baton_tokens_total", "cached"]) == (12, 4)
+    assert seen["baton_tokens_total", "output"] == 5
+    told = timing(answered.stamps, answered.measured, 5)
+    assert seen["baton_ttft_seconds_sum",] == pytest.approx(told.ttft_s)
+    assert seen["baton_tpot_seconds_sum",] == pytest.approx(told.tpot_s)
+    assert seen["baton_e2e_seconds_sum",] == pytest.approx(2.0)
+    phases = {phase: seen["baton_phase_seconds_sum", phase] for phase in PHASES}
+    assert phases == pytest.approx(breakdown(answered.stamps, answered.measured))
+    assert {phase: phases[phase] for phase in PHASES[:-1]} == pytest.approx(
+        {phase: getattr(told, f"{phase}_s") for phase in PHASES[:-1]}
+    )
+    # Nothing is left out and nothing counted twice.
+    assert sum(phases.values()) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (None, ("ok", "")),
+        (Cancelled("gone"), ("cancelled", "CANCELLED")),
+        (asyncio.CancelledError(), ("cancelled", "CANCELLED")),
+        (Overloaded("full", 1.0, reason="QUEUE_WAIT"), ("refused", "QUEUE_WAIT")),
+        (InvalidRequest("prompt", "too long"), ("refused", InvalidRequest("prompt", "x").reason)),
+        (Unavailable("none", reason="NO_WORKER"), ("failed", "NO_WORKER")),
+        (Internal("oops"), ("failed", Internal("oops").reason)),
+        (RuntimeError("bug"), ("failed", "INTERNAL")),
+    ],
+)
+def test_every_ending_has_an_outcome(meters, error, expected):
+    assert outcome(error) == expected
+    meters.ended(record(), error)
+    assert samples(meters)["baton_requests_total", *expected] == 1
+
+
+def test_calls_that_the_guard_turned_away(meters):
+    meters.denied("/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED")
+    meters.denied("other", "PERMISSION_DENIED")
+    meters.denied("other", "PERMISSION_DENIED")
+    seen = samples(meters)
+    assert seen["baton_denied_total", "/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED"] == 1
+    assert seen["baton_denied_total", "other", "PERMISSION_DENIED"] == 2
+
+
+def test_a_refused_request_leaves_the_latencies_alone(meters):
+    meters.ended(record(), Overloaded("full", 1.0))
+    seen = samples(meters)
+    assert seen["baton_ttft_seconds_count",] == seen["baton_e2e_seconds_count",] == 0
+
+
+def test_attempts_after_the_first_are_migrations(meters):
+    moved = record(**ANSWERED)
+    moved.num_attempts = 3
+    meters.ended(moved, None)
+    assert samples(meters)["baton_migrations_total",] == 2
+
+
+def test_gauges_are_read_at_the_scrape(meters):
+    seen = samples(meters)
+    assert (seen["baton_running",], seen["baton_waiting",]) == (3, 2)
+
+
+def test_exemplars_lead_to_the_trace(meters):
+    meters.ended(record(**ANSWERED), None)
+    meters.gap(record(), 0.02)
+    reply = meters.page({"accept": "application/openmetrics-text; version=1.0.0"})
+    assert "openmetrics" in reply.content_type
+    exemplars = {
+        sample.name: sample.exemplar.labels
+        for family in openmetrics(reply.body.decode())
+        for sample in family.samples
+        if sample.exemplar
+    }
+    for name in ("baton_ttft_seconds_bucket", "baton_itl_seconds_bucket", "baton_e2e_seconds_bucket"):
+        assert exemplars[name] == {"trace_id": f"{7:032x}"}
+
+
+def test_what_is_not_sampled_has_no_exemplar(meters):
+    unsampled = record(**ANSWERED)
+    unsampled.context = TraceContext(7, 8, sampled=False)
+    meters.ended(unsampled, None)
+    reply = meters.page({"accept": "application/openmetrics-text"})
+    assert b"trace_id" not in reply.body
+
+
+@pytest.mark.parametrize(
+    "slo_class, error, counted, met",
+    [
+        ("standard", None, 1, 1),
+        ("interactive", None, 1, 0),
+        ("batch", None, 1, 1),
+        ("standard", Overloaded("full", 1.0), 1, 0),
+        ("standard", Unavailable("none", reason="NO_WORKER"), 1, 0),
+        ("standard", InvalidRequest("prompt", "too long"), 0, 0),
+        ("standard", Cancelled("gone"), 0, 0),
+    ],
+)
+def test_service_levels(meters, slo_class, error, counted, met):
+    """The record has a TTFT of 1.0 s and a TPOT of 50 ms: beyond interactive, within standard."""
+    quick = record(**{**ANSWERED, "last_sent": 101.2, "second_sent": 101.1})
+    quick.checked = SimpleNamespace(slo_class=slo_class)
+    meters.ended(quick, error)
+    seen = samples(meters)
+    assert (seen["baton_slo_requests_total", slo_class], seen["baton_slo_met_total", slo_class]) == (counted, met)
+
+
+def test_a_file_of_service_levels(tmp_path):
+    path = tmp_path / "slo.toml"
+    path.write_text('standard = "ttft=2s"\nbulk = ""\n')
+    assert read_classes(path) == {"standard": Slo(ttft_s=2.0), "bulk": Slo()}
+    for text in ("", "fast = 'ttft=1s'", "standard = 'soon'", "standard = 3", "not toml"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=str(path)):
+            read_classes(path)

@@ -1,0 +1,42 @@
+"""The requests that operators see: running and ended ones, in order, bounded, and without a word of content."""
+
+import asyncio
+
+from baton.service.errors import Overloaded
+from baton.v1 import fleet_pb2 as pb
+from gateway.observe import recent_requests
+from gateway.observe.recent_requests import Journal
+from tests.gateway.observe.test_meters import ANSWERED, record
+
+ALL = pb.ListRequestsRequest()
+
+
+def test_running_then_ended():
+    kept, first, second = Journal(), record(**ANSWERED), record()
+    kept.began(first)
+    kept.began(second)
+    listed = kept.listed(ALL, num_waiting=1)
+    assert (listed.num_running, listed.num_waiting, listed.num_ended) == (2, 1, 0)
+    assert [view.phase for view in listed.running] == ["tokenizing"] * 2 and not listed.recent
+    kept.ended(first, None)
+    kept.ended(second, Overloaded("full", 1.0, reason="QUEUE_WAIT"))
+    listed = kept.listed(ALL, num_waiting=0)
+    assert not listed.running and listed.num_ended == 2 and listed.num_output_tokens == 10
+    assert [(view.outcome, view.reason) for view in listed.recent] == [("refused", "QUEUE_WAIT"), ("ok", "")]
+    assert listed.recent[1].timing.ttft_s == 1.0 and listed.recent[1].trace_id == f"{7:032x}"
+
+
+def test_only_the_last_are_kept(monkeypatch):
+    kept = Journal()
+    for _ in range(recent_requests.NUM_KEPT + 50):
+        each = record()
+        kept.began(each)
+        kept.ended(each, asyncio.CancelledError())
+    listed = kept.listed(pb.ListRequestsRequest(max_recent=10_000), 0)
+    assert len(listed.recent) == recent_requests.NUM_KEPT and listed.num_ended == recent_requests.NUM_KEPT + 50
+    assert len(kept.listed(pb.ListRequestsRequest(max_recent=3), 0).recent) == 3
+
+
+def test_no_content():
+    names = {field.name for field in pb.RequestView.DESCRIPTOR.fields}
+    assert not names & {"prompt", "text", "token_ids", "messages"}

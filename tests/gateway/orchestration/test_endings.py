@@ -1,0 +1,340 @@
+"""Cancels, losses, refusals and deadlines in every phase; nothing is left on any worker."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc._cython import cygrpc
+
+from gateway.link.mailbox import Mailbox
+from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of, read
+from tests.support.client import make_request, read_error
+from tests.support.gateway.fake_worker import tokens_of
+
+GATES = {"admit": "decode", "accept": "prefill", "prefill": "prefill", "fetch": "decode", "decode": "decode"}
+
+
+def hold(c, gate: str) -> None:
+    for worker in getattr(c, GATES[gate]):
+        worker.hold(gate)
+
+
+def release(c, gate: str) -> None:
+    for worker in c.workers:
+        worker.release(gate)
+
+
+async def reached(c, gate: str) -> None:
+    """The request stands at the gate."""
+    command = {"admit": "admit", "accept": "prefill", "prefill": "prefill", "fetch": "fetch", "decode": "start"}[gate]
+    await c.until(lambda: any(command in worker.kinds() for worker in c.workers))
+
+
+async def refused(call) -> "Refused":  # noqa: F821
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return read_error(caught.value)
+
+
+def start(c, **fields):
+    return asyncio.create_task(generate(c, **{"max_tokens": 6, **fields}))
+
+
+def holder(c, role: str):
+    return next(worker for worker in getattr(c, role) if worker.held or worker.kinds())
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("n", [1, 3])
+async def test_the_client_goes(cluster, gate, n):
+    async with cluster() as c:
+        hold(c, gate)
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6, n=n), timeout=20)
+        await reached(c, gate)
+        call.cancel()
+        await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
+        release(c, gate)
+        await c.idle()
+        assert c.gateway.service.num_running == 0
+        assert len(await generate(c, max_tokens=2)) >= 1
+
+
+@pytest.mark.parametrize("gate", GATES)
+async def test_the_deadline_passes(cluster, gate):
+    async with cluster() as c:
+        hold(c, gate)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=0.3))
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        release(c, gate)
+        await c.idle()
+
+
+async def test_a_deadline_of_ours(cluster):
+    async with cluster(default_timeout_s=1.0) as c:
+        hold(c, "prefill")
+        said = await refused(read(c.stub.Generate(make_request(PROMPT, max_tokens=6))))
+        assert said.code == grpc.StatusCode.DEADLINE_EXCEEDED and "fetching" in said.message
+        await c.idle()
+
+
+@pytest.mark.parametrize("gate", ["accept", "prefill", "fetch"])
+async def test_the_prefill_worker_dies_and_another_takes_over(cluster, gate):
+    async with cluster(num_prefill=2) as c:
+        hold(c, gate)
+        running = start(c)
+        await reached(c, gate)
+        dead = holder(c, "prefill")
+        await dead.stop()
+        c.workers.remove(dead)
+        release(c, gate)
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+@pytest.mark.parametrize("gate", ["admit", "accept", "prefill", "fetch", "decode"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_the_decode_worker_dies_and_another_takes_over(cluster, gate, n):
+    async with cluster(num_decode=2) as c:
+        hold(c, gate)
+        running = start(c, n=n)
+        await reached(c, gate)
+        dead = holder(c, "decode")
+        await dead.stop()
+        c.workers.remove(dead)
+        release(c, gate)
+        messages = await running
+        for index in range(n):
+            assert ids_of(messages, index) == tokens_of(PROMPT, 6, 400, index)
+        assert messages[-1].usage.prompt_tokens == 300
+        await c.idle()
+
+
+async def test_the_decode_worker_dies_in_mid_stream(cluster):
+    """The other one gets prompt and output so far; no token is lost or repeated."""
+    async with cluster(num_decode=2) as c:
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=20)
+        messages = [await call.read() for _ in range(5)]
+        dead = holder(c, "decode")
+        await dead.stop()
+        c.workers.remove(dead)
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        assert ids_of(messages) == tokens_of(PROMPT, 200, 400)
+        other = next(worker for worker in c.decode if worker is not dead)
+        admitted = next(message for kind, message in other.commands if kind == "admit")
+        assert admitted.spec.num_prompt_tokens == 300 and len(admitted.spec.token_ids) > 300
+        await c.idle()
+
+
+async def test_nobody_can_take_over(cluster):
+    async with cluster() as c:
+        hold(c, "decode")
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        assert (await call.read()).token_ids
+        await c.decode[0].stop()
+        said = await refused(call.read())
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DECODE_WORKER_LOST"
+        assert "after 1 tokens" in said.message and said.retry_after_s
+        c.workers.remove(c.decode[0])
+        await c.idle()
+
+
+async def test_poison(cluster):
+    """Two workers that die with a request in their hands are enough; the second death may be seen a little late."""
+    async with cluster(num_prefill=4) as c:
+        hold(c, "prefill")
+        running = start(c)
+        num_dead = 0
+        while not running.done():
+            for dead in [worker for worker in c.prefill if worker.held]:
+                dead.held.clear()
+                await dead.stop()
+                num_dead += 1
+            await asyncio.sleep(0.01)
+        said = await refused(running)
+        assert num_dead <= 3
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
+
+
+@pytest.mark.parametrize("reason, num_steps", [("ENGINE_FAILED", 2), ("STEP_FAILED", 4)])
+async def test_poison_that_fails_steps(cluster, reason, num_steps):
+    """Alone in a step a prompt is to blame for it; among others it may have been any of them."""
+    async with cluster(num_prefill=4) as c:
+        for worker in c.prefill:
+            worker.failures["prefill"] = [(13, reason)]
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
+        assert sum("prefill" in worker.kinds() for worker in c.prefill) == num_steps
+        await c.idle()
+
+
+async def test_who_was_beside_a_poison_twice_is_innocent(cluster):
+    async with cluster(num_prefill=3) as c:
+        for worker in c.prefill[:2]:
+            worker.failures["prefill"] = [(13, "STEP_FAILED")]
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_a_failed_transfer_is_tried_with_another_source(cluster):
+    async with cluster(num_prefill=2) as c:
+        c.decode[0].failures["fetch"] = [(15, "DIGEST_MISMATCH")]
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        assert all("prefill" in worker.kinds() for worker in c.prefill)
+        await c.idle()
+
+
+async def test_the_same_failure_over_and_over_ends(cluster):
+    async with cluster() as c:
+        c.decode[0].failures["fetch"] = [(15, "DIGEST_MISMATCH")] * 9
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.DATA_LOSS and said.reason == "DIGEST_MISMATCH"
+        await c.idle()
+
+
+@pytest.mark.parametrize("code, status", [(3, "INVALID_ARGUMENT"), (4, "DEADLINE_EXCEEDED")])
+async def test_what_no_other_worker_would_change(cluster, code, status):
+    async with cluster(num_prefill=2) as c:
+        for worker in c.prefill:
+            worker.failures["prefill"] = [(code, "WHY")]
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode[status] and said.reason == "WHY"
+        assert sum("prefill" in worker.kinds() for worker in c.prefill) == 1
+        await c.idle()
+
+
+async def test_a_full_decode_worker_is_passed_over(cluster):
+    async with cluster(num_decode=2) as c:
+        for worker in c.decode[:1]:
+            worker.refusals = ["kv_full"] * 3
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_all_full_for_a_while(cluster):
+    """Requests stand in line, and are served in order when there is room."""
+    async with cluster(num_decode=2) as c:
+        for worker in c.decode:
+            worker.refusals = ["kv_full"] * 4
+        answers = await asyncio.gather(*(start(c) for _ in range(6)))
+        assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 6, 400)] * 6
+        assert not c.gateway.lines.credit
+        await c.idle()
+
+
+async def test_full_prefill_workers(cluster):
+    async with cluster(num_prefill=2) as c:
+        for worker in c.prefill:
+            worker.refusals = ["queue_full"] * 3
+        answers = await asyncio.gather(*(start(c) for _ in range(4)))
+        assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 6, 400)] * 4
+        assert not c.gateway.lines.prefill
+        await c.idle()
+
+
+async def test_full_for_too_long(cluster):
+    async with cluster(max_queue_wait_s=0.2) as c:
+        c.decode[0].refusals = ["kv_full"] * 1000
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.retry_after_s
+        assert not c.gateway.lines.credit
+        await c.idle()
+
+
+async def test_a_full_line(cluster):
+    async with cluster(max_queued_requests=1) as c:
+        c.decode[0].refusals = ["kv_full"] * 10_000
+        waiting = start(c, request_id="first")
+        await c.until(lambda: len(c.gateway.lines.credit))
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.reason == "QUEUE_FULL" and said.retry_after_s
+        c.decode[0].refusals = []
+        assert ids_of(await waiting) == tokens_of(PROMPT, 6, 400)
+
+
+async def test_too_many_requests(cluster):
+    async with cluster(max_concurrent_requests=2) as c:
+        hold(c, "prefill")
+        running = [start(c), start(c)]
+        await c.until(lambda: c.gateway.service.num_running == 2)
+        said = await refused(start(c))
+        assert said.reason == "TOO_MANY_REQUESTS" and said.retry_after_s
+        release(c, "prefill")
+        for messages in await asyncio.gather(*running):
+            assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
+
+
+async def test_no_worker(cluster):
+    async with cluster() as c:
+        await c.decode[0].stop()
+        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
+
+
+async def test_a_worker_comes_back_under_a_new_epoch(cluster):
+    async with cluster() as c:
+        await generate(c, max_tokens=2)
+        worker, link = c.decode[0], c.gateway.registry.decode[0]
+        before = link.worker_id
+        await worker.stop()
+        await c.until(lambda: not link.serving)
+        assert before not in c.gateway.index._feeds
+        worker.hello.epoch = worker.epoch = 7
+        worker.spans.clear()
+        worker.held.clear()
+        await worker.start(worker.port)
+        await c.until(lambda: link.serving)
+        assert link.worker_id != before and link.worker_id in c.gateway.index._feeds
+        assert ids_of(await generate(c, max_tokens=4)) == tokens_of(PROMPT, 4, 400)
+
+
+async def test_a_prefill_worker_that_is_gone_leaves_the_decode_worker(cluster):
+    async with cluster(split="auto") as c:
+        await c.prefill[0].stop()
+        await c.until(lambda: not c.gateway.registry.prefill[0].serving)
+        assert ids_of(await start(c)) == tokens_of(PROMPT, 6, 400)
+        assert c.decode[0].kinds() == ["admit", "prefill"]
+
+
+async def test_a_client_that_does_not_read(cluster, monkeypatch):
+    """Its sequence ends as soon as the bound is passed; the worker is told at once, whatever the client does."""
+    async with cluster(max_unread_tokens=50) as c:
+        c.decode[0].hold("decode")
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=700, n=4, logprobs=0), timeout=20)
+        await reached(c, "decode")
+        leg = next(iter(c.gateway.registry.decode[0].legs.values()))
+        # The request's reader stands still, as it would in a write.
+        monkeypatch.setattr(Mailbox, "next", lambda mailbox, until: asyncio.Event().wait())
+        c.decode[0].release("decode")
+        await c.until(lambda: "cancel" in c.decode[0].kinds())
+        assert 50 < leg.num_unread <= 54
+        await c.until(lambda: not c.decode[0].held)
+        call.cancel()
+        await c.idle()
+
+
+async def test_draining(cluster):
+    async with cluster() as c:
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        c.gateway.service.is_draining = True
+        said = await refused(start(c))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DRAINING"
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+
+
+async def test_a_message_to_who_has_just_gone_is_a_cancellation(cluster, caplog):
+    """gRPC says so by an error of its own when the write comes before its cancellation; it is no failure of ours."""
+
+    async def write() -> None:
+        raise cygrpc.ExecuteBatchError("Failed grpc_call_start_batch")
+
+    async with cluster() as c:
+        caplog.clear()
+        with pytest.raises(asyncio.CancelledError):
+            await c.gateway.service._answered(write, context=None)
+        assert not caplog.records

@@ -1,0 +1,129 @@
+"""A prefix that another worker holds is asked for, and the prompt is computed where it does not come."""
+
+import asyncio
+
+import pytest
+
+from gateway.link.worker_link import LinkState
+from gateway.orchestration import prefix_source
+from gateway.routing.latency_model import WorkerRates
+from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
+from tests.support.gateway.fake_worker import tokens_of
+
+MAX_TOKENS = 4
+NUM_PREFIX = 256  # whole spans of the prompt with something left to compute
+
+
+def test_tokens_in_place_of_an_offer():
+    """What nobody has asked for is a no."""
+    said = []
+    source = prefix_source.PrefixSource(lambda sources, holder: said.append((sources, holder)))
+    source.add(None, 0, 0, [1], [], 0)
+    assert said == [([], None)] and not source.hurry()
+
+
+async def known(c, holder) -> None:
+    """Until the index has heard what the worker holds."""
+    hashes = c.gateway.names.spans("default", PROMPT[:NUM_PREFIX]).hashes
+    async with asyncio.timeout(10):
+        while not any(worker.startswith(holder.instance) for worker in await c.gateway.index.lookup(hashes)):
+            await asyncio.sleep(0.01)
+
+
+async def read_elsewhere(c, before=lambda holder, reader: None):
+    """Has one prefill worker read the prompt and asks again when only the other one has room; the answer, the Prefill
+    that the other one got, and the Offers that were made."""
+    for link in c.gateway.registry.links:
+        link.hello.kv_token_bytes = 1
+    c.gateway.registry.candidates._said.clear()
+    first = await generate(c, max_tokens=MAX_TOKENS)
+    await c.idle()
+    for link in c.gateway.registry.links:
+        link.rates = WorkerRates()  # a fake reads so fast that nothing would be pulled
+    holder, reader = sorted(c.prefill, key=lambda worker: "prefill" not in worker.kinds())
+    assert "prefill" not in reader.kinds()
+    await known(c, holder)
+    holder.refusals = ["queue_full"] * 1000
+    for worker in c.decode:
+        worker.spans.clear()
+    for link in c.gateway.registry.decode:
+        c.gateway.index.drop(link.worker_id)  # or it would be asked, where its address comes first
+    before(holder, reader)
+    again = await generate(c, max_tokens=MAX_TOKENS)
+    assert ids_of(again) == ids_of(first)
+    prefill = next(message for kind, message in reader.commands if kind == "prefill")
+    offers = [message for worker in c.workers for kind, message in worker.commands if kind == "offer"]
+    return again, prefill, offers
+
+
+async def test_a_prefix_is_pulled(cluster, monkeypatch):
+    monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)  # the machine may be busy; what is late is tested below
+    async with cluster(num_prefill=2) as c:
+        messages, prefill, offers = await read_elsewhere(c)
+        assert len(prefill.sources) == 1 and messages[-1].usage.cached_tokens == NUM_PREFIX
+        (offer,) = offers
+        assert len(offer.spans.hashes) == NUM_PREFIX // 64 and offer.taker.instance in [w.instance for w in c.prefill]
+        assert offer.key.attempt != prefill.key.attempt and offer.budget_ms > 0
+        await c.idle()
+
+
+def forget(holder, reader) -> None:
+    holder.spans.clear()
+
+
+def say_nothing(holder, reader) -> None:
+    holder.hold("offer")
+
+
+def fail(holder, reader) -> None:
+    holder.failures["offer"] = [(13, "WHY")]
+
+
+@pytest.mark.parametrize("trouble", [forget, say_nothing, fail])
+async def test_what_does_not_come_is_computed(cluster, trouble):
+    async with cluster(num_prefill=2) as c:
+        messages, prefill, offers = await read_elsewhere(c, trouble)
+        assert len(offers) == 1 and not prefill.sources and messages[-1].usage.cached_tokens == 0
+        for worker in c.prefill:
+            worker.release("offer")
+        await c.idle()
+
+
+async def test_what_is_cheap_is_computed(cluster):
+    async with cluster(num_prefill=2) as c:
+        _, prefill, offers = await read_elsewhere(
+            c, lambda *_: [link.note_prefill(128, 1e-4) for link in c.gateway.registry.links]
+        )
+        assert not offers and not prefill.sources
+        await c.idle()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatch, is_there):
+    """All full spans of prompt and answer are asked for; no prefill worker reads the prompt again for the rest."""
+    monkeypatch.setattr(prefix_source, "OFFER_WAIT_S", 10.0)
+    async with cluster(num_decode=2) as c:
+        for link in c.gateway.registry.links:
+            link.hello.kv_token_bytes, link.rates = 1, WorkerRates()
+        c.gateway.registry.candidates._said.clear()
+        asking = asyncio.create_task(generate(c, max_tokens=300))
+        running = c.gateway._pipeline.running
+        await c.until(lambda: any(each._answer.num_output_tokens >= 40 for each in running.values()))
+        (left,) = (worker for worker in c.decode if worker.held)
+        (taker,) = (worker for worker in c.decode if worker is not left)
+        left.hold("decode")
+        left.state = "draining"
+        if is_there:
+            left.seal(c.gateway.names.spans("default", PROMPT, tokens_of(PROMPT, 300, 400)).hashes)
+        else:
+            left.spans.clear()
+        await c.until(lambda: any(link.state is LinkState.DRAINING for link in c.gateway.registry.decode))
+        left.failures["decode"] = [(14, "DRAINING")]
+        left.release("decode")
+        assert ids_of(await asking) == tokens_of(PROMPT, 300, 400)
+        (offer,) = (message for kind, message in left.commands if kind == "offer")
+        spec = next(message.spec for kind, message in taker.commands if kind == "admit")
+        assert len(offer.spans.hashes) == (len(spec.token_ids) - 1) // 64 > (len(PROMPT) - 1) // 64
+        assert taker.kinds()[: 3 if is_there else 2] == ["admit", *["fetch"] * is_there, "prefill"]
+        assert c.prefill[0].kinds().count("prefill") == 1
+        await c.idle()

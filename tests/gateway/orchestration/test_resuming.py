@@ -1,0 +1,289 @@
+"""Sessions that break while answers are written, clients that go on with one: no token lost, repeated or changed."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from baton.service.net.server import Health
+from baton.v1 import inference_pb2 as pb
+from gateway.link.worker_link import LinkState
+from gateway.orchestration import failures
+from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
+from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
+from tests.support.client import make_request
+from tests.support.gateway.fake_worker import tokens_of
+
+RESUMED = {"request_id": "again", "seed": 1}
+
+
+async def rest_of(call) -> list[pb.GenerateResponse]:
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+def hang_up(worker) -> None:
+    """The session breaks, the worker lives."""
+    for session in list(worker._sessions):
+        session.tasks["abort",] = asyncio.create_task(session.context.abort(grpc.StatusCode.UNAVAILABLE, "reset"))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_broken_session_is_attached_to(cluster, n):
+    async with cluster(num_decode=2) as c:
+        hold(c, "decode")
+        running = start(c, n=n)
+        await reached(c, "decode")
+        (worker,) = (worker for worker in c.decode if worker.held)
+        hang_up(worker)
+        await c.until(lambda: "attach" in worker.kinds())
+        release(c, "decode")
+        messages = await running
+        for index in range(n):
+            assert ids_of(messages, index) == tokens_of(PROMPT, 6, 400, index)
+        assert worker.kinds().count("admit") == 1 and not worker.parked
+        assert "attach" not in next(each for each in c.decode if each is not worker).kinds()
+        await c.idle()
+
+
+async def test_a_worker_that_knows_nothing_any_more(cluster):
+    """A session breaks and what it carried is gone: another attempt, and the same answer."""
+    async with cluster() as c:
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        c.decode[0].hold("attach")
+        hang_up(c.decode[0])
+        await c.until(lambda: "attach" in c.decode[0].kinds())
+        c.decode[0].parked.clear()
+        c.decode[0].release("attach")
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert c.decode[0].kinds().count("admit") == 2
+        await c.idle()
+
+
+@pytest.mark.parametrize("received", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("is_parked", [True, False])
+async def test_a_client_resumes(cluster, received, is_parked):
+    async with cluster(num_decode=2) as c:
+        expected = tokens_of(PROMPT, 6, 400)
+        if is_parked:
+            c.park("again", PROMPT, max_tokens=6, seed=1)
+        messages = await generate(c, max_tokens=6, resume_from=[received], **RESUMED)
+        assert ids_of(messages) == expected[received:]
+        last = messages[-1]
+        assert last.finish_reason == pb.FINISH_REASON_LENGTH and last.usage.output_tokens == 6
+        assert last.usage.prompt_tokens == len(PROMPT) and messages[0].seed == 1
+        assert any("admit" in worker.kinds() for worker in c.decode) is not is_parked
+        for worker in c.decode:
+            worker.parked.clear()
+        await c.idle()
+
+
+async def test_text_and_stop_strings_go_over_the_seam(cluster):
+    async with cluster(num_decode=2) as c:
+        whole = await generate(c, max_tokens=40, **RESUMED)
+        text = "".join(message.text for message in whole)
+        stop = text[len(text) // 2 : len(text) // 2 + 6]
+        stopped = await generate(c, max_tokens=40, stop=[stop], **RESUMED)
+        num_tokens = len(ids_of(stopped))
+        assert stopped[-1].matched_stop == stop and 1 < num_tokens <= 40
+        for index in range(len(stopped)):  # a client has whole messages
+            received = len(ids_of(stopped[:index]))
+            messages = await generate(c, max_tokens=40, stop=[stop], resume_from=[received], **RESUMED)
+            assert ids_of(messages) == ids_of(stopped)[received:]
+            assert "".join(message.text for message in messages) == "".join(each.text for each in stopped[index:])
+            assert messages[-1].matched_stop == stop
+        await c.idle()
+
+
+async def test_choices_resume_each_from_its_own(cluster):
+    async with cluster(num_decode=2) as c:
+        messages = await generate(c, max_tokens=6, n=2, resume_from=[2, 4], **RESUMED)
+        assert ids_of(messages, 0) == tokens_of(PROMPT, 6, 400, 0)[2:]
+        assert ids_of(messages, 1) == tokens_of(PROMPT, 6, 400, 1)[4:]
+        assert messages[-1].usage.output_tokens == 12
+
+
+@pytest.mark.parametrize("fields, field, says", [
+    ({"resume_from": [1], "seed": 1}, "resume_from", "request_id"),
+    ({"resume_from": [1], "request_id": "again", "temperature": 1.0}, "resume_from", "seed"),
+    ({"resume_from": [1, 2], **RESUMED}, "resume_from", "one each"),
+    ({"resume_from": [7], **RESUMED}, "resume_from[0]", "max_tokens"),
+    ({"resume_from": [6], "stop_token_ids": [tokens_of(PROMPT, 6, 400)[1]], **RESUMED}, "resume_from[0]", "after 2"),
+])  # fmt: skip
+async def test_what_cannot_be_resumed(cluster, fields, field, says):
+    async with cluster() as c:
+        said = await refused(generate(c, max_tokens=6, **fields))
+        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == (field,) and says in said.message
+        await c.idle()
+
+
+async def test_a_client_comes_back_before_its_stream_is_known_to_be_dead(cluster):
+    async with cluster() as c:
+        hold(c, "decode")
+        lost = c.stub.Generate(make_request(PROMPT, max_tokens=6, **RESUMED), timeout=20)
+        first = await lost.read()
+        again = asyncio.create_task(generate(c, max_tokens=6, resume_from=[len(first.token_ids)], **RESUMED))
+        assert (await refused(rest_of(lost))).code == grpc.StatusCode.CANCELLED
+        release(c, "decode")
+        assert ids_of([first]) + ids_of(await again) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_greedy_needs_no_seed(cluster):
+    async with cluster() as c:
+        messages = await generate(c, max_tokens=6, request_id="again", temperature=0.0, resume_from=[2])
+        assert ids_of(messages) == tokens_of(PROMPT, 6, 400)[2:]
+
+
+async def test_whoever_lost_the_only_worker_waits_for_it_a_moment(cluster):
+    async with cluster() as c:
+        hold(c, "decode")
+        running = [start(c) for _ in range(3)]
+        await c.until(lambda: len(c.decode[0].held) == 3)
+        await c.decode[0].stop()
+        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        c.decode[0].held.clear()
+        c.decode[0].parked.clear()
+        c.decode[0].epoch = c.decode[0].hello.epoch = 7
+        release(c, "decode")
+        await c.decode[0].start(c.decode[0].port)
+        for messages in await asyncio.gather(*running):
+            assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
+        assert not c.gateway.lines.credit
+        await c.idle()
+
+
+async def test_a_silent_worker_is_left(cluster, monkeypatch):
+    """It stands still: nothing comes from it, and its connection stays."""
+    async with cluster(num_decode=2) as c:
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        (worker,) = (worker for worker in c.decode if worker.held)
+        for session in worker._sessions:
+            session.tasks["load",].cancel()
+        worker.hold("attach")
+        release(c, "decode")
+        worker.hold("decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        worker.release("attach")
+        worker.release("decode")
+        worker.parked.clear()
+        await c.idle()
+
+
+async def test_a_gateway_that_stood_still_blames_nobody(cluster):
+    async with cluster(num_decode=2) as c:
+        before = [link.hello for link in c.gateway.registry.links]
+        for link in c.gateway.registry.links:
+            link._heard_at, link._was_heard = -1e9, True
+        time.sleep(4.0)  # the whole process, as a frozen one
+        await asyncio.sleep(0.6)
+        assert [link.hello for link in c.gateway.registry.links] == before
+        assert all(link.state is LinkState.SERVING for link in c.gateway.registry.links)
+
+
+async def test_a_stalled_worker_is_left_where_another_serves(cluster):
+    async with cluster(num_decode=2) as c:
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        (worker,) = (worker for worker in c.decode if worker.held)
+        worker.state = "stalled"
+        await c.until(lambda: any(each.held for each in c.decode if each is not worker))
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
+
+
+async def test_a_stalled_worker_alone_may_come_back(cluster):
+    async with cluster() as c:
+        hold(c, "decode")
+        running = start(c)
+        await reached(c, "decode")
+        c.decode[0].state = "stalled"
+        await c.until(lambda: c.gateway.registry.decode[0].state is LinkState.STALLED)
+        c.decode[0].state = "serving"
+        release(c, "decode")
+        assert ids_of(await running) == tokens_of(PROMPT, 6, 400)
+        assert c.decode[0].kinds().count("admit") == 1
+
+
+async def test_a_gateway_that_goes_says_how_to_go_on(cluster):
+    async with cluster(drain_grace_s=0.2) as c:
+        hold(c, "decode")
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6, request_id="long"), timeout=20)
+        first = await call.read()
+        assert first.seed and first.request_id == "long"
+        draining = asyncio.create_task(c.gateway._drain(Health(_NoServer())))
+        said = await refused(rest_of(call))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DRAINING" and "resume_from" in said.message
+        await draining
+        await c.until(lambda: "long" in c.decode[0].parked)
+        assert "cancel" not in c.decode[0].kinds()
+
+
+class _NoServer:
+    def add_generic_rpc_handlers(self, handlers) -> None: ...
+
+    def add_registered_method_handlers(self, *args) -> None: ...
+
+
+async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
+    async with cluster(num_prefill=4) as c:
+        hold(c, "prefill")
+        running = start(c)
+        while not running.done():
+            for dead in [worker for worker in c.prefill if worker.held]:
+                dead.held.clear()
+                await dead.stop()
+            await asyncio.sleep(0.01)
+        assert (await refused(running)).reason == "POISON"
+        release(c, "prefill")
+        num_commands = [len(worker.kinds()) for worker in c.workers]
+        said = await refused(generate(c, max_tokens=6))
+        assert said.code == grpc.StatusCode.ABORTED and said.reason == "POISON"
+        assert [len(worker.kinds()) for worker in c.workers] == num_commands
+        assert ids_of(await generate(c, PROMPT[1:], max_tokens=4)) == tokens_of(PROMPT[1:], 4, 400)
+
+
+async def test_a_failure_is_no_storm(cluster):
+    """What fails everywhere is tried again as often as the budget allows, and no more."""
+    async with cluster(num_prefill=2) as c:
+        c.gateway._pipeline.recovery._retries = 3.0
+        c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")] * 1000
+        said = [await refused(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
+        assert {each.code for each in said} == {grpc.StatusCode.UNAVAILABLE}
+        assert said[-1].reason == "RETRY_BUDGET" and said[-1].retry_after_s
+        assert c.decode[0].kinds().count("admit") <= 4 + 3
+        await c.idle()
+
+
+async def test_every_step_counts_as_progress(cluster):
+    """A long answer may lose more workers than a request that gets nowhere."""
+    async with cluster() as c:
+        worker, num_lost = c.decode[0], failures.MAX_BARREN + 3
+        worker.hold("end")
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=30)
+        await c.until(lambda: c.gateway._pipeline.running)
+        (attempts,) = c.gateway._pipeline.running.values()
+        for lost in range(1, num_lost + 1):
+            await c.until(lambda: attempts._has_stepped)
+            worker.hold("decode")
+            worker.hold("attach")
+            await asyncio.sleep(0.1)  # a session that lives for a moment is no worker that dies of each
+            hang_up(worker)
+            await c.until(lambda lost=lost: worker.kinds().count("attach") == lost)
+            worker.parked.clear()
+            worker.release("attach")
+            await c.until(lambda lost=lost: worker.kinds().count("admit") == 1 + lost)
+            worker.release("decode")
+        worker.release("end")
+        assert ids_of(await rest_of(call)) == tokens_of(PROMPT, 200, 400)
+        await c.idle()

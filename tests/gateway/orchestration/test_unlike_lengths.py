@@ -1,0 +1,176 @@
+"""Workers that hold unlike lengths: an answer is ended by its max_tokens alone, and nobody is asked for what he cannot
+hold."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from baton.v1 import inference_pb2 as pb
+from tests.gateway.orchestration.test_answers import generate, ids_of
+from tests.gateway.orchestration.test_endings import refused
+from tests.support.client import make_request
+from tests.support.gateway.fake_worker import tokens_of
+
+LENGTH = pb.FINISH_REASON_LENGTH
+PROMPT = list(range(10, 60))  # with 400 tokens behind it more than 256, and less than 1,024
+LONG = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True)
+
+
+async def read_some(call, num_messages: int = 1 << 20) -> list[pb.GenerateResponse]:
+    """So many messages, or all that are left."""
+    messages: list[pb.GenerateResponse] = []
+    while len(messages) < num_messages and (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+async def say_again(c, worker) -> None:
+    """The gateway has what the worker's Hello says now."""
+    link = next(link for link in c.gateway.registry.links if link.address == worker.address)
+    before = link.hello
+    link.hang_up()
+    await c.until(lambda: link.serving and link.hello is not before)
+
+
+async def test_a_request_goes_only_where_all_of_it_fits(cluster):
+    async with cluster(0, (1024, 256)) as c:
+        long, short = c.decode
+        answers = await asyncio.gather(*(generate(c, **LONG) for _ in range(12)))
+        assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 400, 400)] * 12
+        assert "admit" not in short.kinds() and long.kinds().count("admit") == 12
+        fitting = [generate(c, prompt=PROMPT, max_tokens=200, ignore_eos=True) for _ in range(12)]
+        assert [ids_of(messages) for messages in await asyncio.gather(*fitting)] == [tokens_of(PROMPT, 200, 400)] * 12
+        assert "admit" in short.kinds()  # who is small is not idle
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_worker_that_ends_at_its_own_length_ends_nothing(cluster, n):
+    """As one of another version might: another one goes on."""
+    async with cluster(0, 2) as c:
+        whole, early = c.decode
+        whole.refusals, early.ends_at = ["kv_full"], 256
+        messages = await generate(c, n=n, **LONG)
+        for choice in range(n):
+            assert ids_of(messages, choice) == tokens_of(PROMPT, 400, 400, choice)
+        assert messages[-1].finish_reason == LENGTH
+        assert early.kinds()[:2] == ["admit", "prefill"] and "admit" in whole.kinds()
+        await c.idle()
+
+
+async def test_a_first_token_is_no_end_for_the_length_of_who_read_the_prompt(cluster):
+    async with cluster(1, 1) as c:
+        c.prefill[0].ends_at = len(PROMPT) + 1
+        assert ids_of(await generate(c, prompt=PROMPT, max_tokens=20, ignore_eos=True)) == tokens_of(PROMPT, 20, 400)
+        assert c.decode[0].kinds() == ["admit", "fetch", "start"]
+
+
+async def test_the_longer_one_dies_in_mid_stream(cluster):
+    """The shorter one cannot go on, and the client is not told that it has asked for too much."""
+    async with cluster(0, (1024, 256)) as c:
+        long, _ = c.decode
+        call = c.stub.Generate(make_request(**LONG), timeout=20)
+        got = await read_some(call, 300)
+        await long.stop()
+        said = await refused(read_some(call))
+        assert len(got) == 300 and said.code == grpc.StatusCode.UNAVAILABLE
+        assert said.reason == "DECODE_WORKER_LOST" and said.retry_after_s
+        await c.until(lambda: not c.gateway.registry.decode[0].serving)
+        for _ in range(2):  # it may come back: a request for it is not wrong
+            said = await refused(generate(c, **LONG))
+            assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
+            assert "can hold 450 tokens" in said.message
+        await generate(c, prompt=PROMPT, max_tokens=100)
+
+
+async def test_another_of_the_same_length_goes_on(cluster):
+    async with cluster(0, (1024, 256, 1024)) as c:
+        call = c.stub.Generate(make_request(**LONG), timeout=20)
+        got = await read_some(call, 300)
+        busy = next(worker for worker in c.decode if worker.held)
+        await busy.stop()
+        messages = got + await read_some(call)
+        assert ids_of(messages) == tokens_of(PROMPT, 400, 400) and messages[-1].finish_reason == LENGTH
+        assert "admit" not in c.decode[1].kinds()
+
+
+async def test_a_request_that_nobody_can_hold_is_told_at_once(cluster):
+    async with cluster(0, (512, 256)) as c:
+        said = await refused(generate(c, prompt=PROMPT, max_tokens=463))
+        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("stopping.max_tokens",)
+        assert "the longest decode worker holds, 512: 462 are left" in said.message
+        said = await refused(generate(c, prompt=PROMPT * 11, max_tokens=1))
+        assert said.fields == ("token_ids.ids",) and "holds 512" in said.message
+        assert [worker.kinds() for worker in c.decode] == [[], []]
+        await generate(c, prompt=PROMPT, max_tokens=462)
+
+
+async def test_choices_need_blocks(cluster):
+    """Of 16 tokens each; the prompt fills 31 of 32 and a bit."""
+    async with cluster(0, (512, 512)) as c:
+        prompt = (PROMPT * 10)[:497]
+        for worker, num_blocks in zip(c.decode, (32, 40), strict=True):
+            worker.hello.limits.num_blocks, worker.hello.limits.block_size = num_blocks, 16
+            await say_again(c, worker)
+        for _ in range(6):
+            assert len(await generate(c, prompt=prompt, max_tokens=4, n=8))
+        assert c.decode[0].kinds() == [] and c.decode[1].kinds().count("admit") == 6
+        c.decode[1].hello.limits.num_blocks = 33
+        await say_again(c, c.decode[1])
+        said = await refused(generate(c, prompt=prompt, max_tokens=4, n=8))
+        assert said.code == grpc.StatusCode.INVALID_ARGUMENT and said.fields == ("sampling.n",)
+        assert "the largest decode worker has 33 blocks" in said.message
+
+
+@pytest.mark.parametrize("split", ["auto", "always"])
+@pytest.mark.parametrize("num_tokens", [638, 639, 640, 641])
+async def test_a_prompt_about_as_long_as_the_prefill_worker(cluster, split, num_tokens):
+    prompt = [10 + i % 300 for i in range(num_tokens)]
+    async with cluster((640,), (1024,), split=split) as c:
+        messages = await generate(c, prompt=prompt, max_tokens=20, ignore_eos=True)
+        assert ids_of(messages) == tokens_of(prompt, 20, 400)
+        assert ("prefill" in c.prefill[0].kinds()) <= (num_tokens < 640)
+        if split == "always" and num_tokens < 640:
+            assert c.decode[0].kinds() == ["admit", "fetch", "start"]
+
+
+@pytest.mark.parametrize("split", ["auto", "always"])
+async def test_a_prefill_worker_that_refuses_it_for_its_length_is_not_waited_for(cluster, split):
+    """Whatever it has said of itself: the decode worker reads the prompt alone, in no line."""
+    prompt = [10 + i % 300 for i in range(600)]
+    async with cluster(2, 1, split=split) as c:
+        for worker in c.prefill:
+            worker.refusals = ["too_long"] * 100
+        messages = await generate(c, prompt=prompt, max_tokens=20, ignore_eos=True)
+        assert ids_of(messages) == tokens_of(prompt, 20, 400)
+        assert all(worker.kinds().count("prefill") <= 1 for worker in c.prefill)
+
+
+async def test_a_decode_worker_that_refuses_it_for_its_length_is_asked_once(cluster):
+    async with cluster(0, 2) as c:
+        for worker in c.decode:
+            worker.refusals = ["too_long"] * 100
+        said = await refused(generate(c, **LONG))
+        assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER"
+        assert [worker.kinds() for worker in c.decode] == [["admit"]] * 2
+        c.decode[1].refusals = []
+        assert ids_of(await generate(c, **LONG)) == tokens_of(PROMPT, 400, 400)
+
+
+async def test_the_only_long_one_that_is_full_is_waited_for(cluster):
+    """And not asked again and again meanwhile, since a short one is there."""
+    async with cluster(0, (1024, 256)) as c:
+        c.decode[0].refusals = ["kv_full"] * 5
+        assert ids_of(await generate(c, **LONG)) == tokens_of(PROMPT, 400, 400)
+        assert c.decode[0].kinds().count("admit") == 6 and c.decode[1].kinds() == []
+
+
+async def test_what_goes_on_elsewhere_is_read_by_who_can_read_the_answer_too(cluster):
+    """600 tokens fit the prefill worker, with 100 of the answer behind them no longer."""
+    prompt = [10 + i % 300 for i in range(600)]
+    async with cluster((640,), (1024, 1024), split="always") as c:
+        call = c.stub.Generate(make_request(prompt, max_tokens=200, ignore_eos=True), timeout=20)
+        got = await read_some(call, 100)
+        await next(worker for worker in c.decode if worker.held).stop()
+        assert ids_of(got + await read_some(call)) == tokens_of(prompt, 200, 400)
+        assert c.prefill[0].kinds().count("prefill") == 1

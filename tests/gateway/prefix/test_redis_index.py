@@ -1,0 +1,345 @@
+"""The index in a real Redis: two gateways share what they know, and whatever Redis does is a miss at worst."""
+
+import asyncio
+import contextlib
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.v1 import worker_pb2 as pb
+from gateway.prefix import redis_index, slot_leases
+from gateway.prefix.prefix_matches import Matches
+from gateway.prefix.redis_index import RedisIndex, SecretDiffers
+from gateway.prefix.slot_leases import KV_TTL_S
+from gateway.prefix.worker_bitmap import NUM_SLOTS, bit_sets, places_of
+from tests.gateway.orchestration.test_answers import generate
+from tests.support.pace import patience
+from tests.support.redis_server import RedisServer
+
+SPANS = [hashlib.sha256(bytes([i])).digest() for i in range(20)]
+WORKER, OTHER = b"w" * 24, b"o" * 24
+
+
+@pytest.fixture
+def server(tmp_path):
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def index(server, name: bytes, worker: bytes | None = WORKER, fingerprint: bytes = b"f" * 16):
+    """A gateway's index with one worker; `.snapshots` counts what it asked the worker for."""
+    made = RedisIndex(server.url, name)
+    made.snapshots = 0
+
+    def subscribe() -> None:
+        made.snapshots += 1
+
+    if worker is not None:
+        made.join(worker, subscribe)
+    await made.check_secret(fingerprint)
+    running = asyncio.create_task(made.run())
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until(is_true) -> None:
+    async with asyncio.timeout(patience(10)):
+        while not (await is_true() if asyncio.iscoroutinefunction(is_true) else is_true()):
+            await asyncio.sleep(0.01)
+
+
+def snapshot(*spans) -> pb.BlockEvents:
+    return pb.BlockEvents(seq=0, snapshot=True, sealed=spans)
+
+
+async def finds(index, worker: bytes, num_spans: int, spans=SPANS) -> None:
+    async def found() -> bool:
+        return (await index.lookup(spans)).get(worker, 0) == num_spans
+
+    await until(found)
+
+
+async def test_what_one_writes_the_other_finds(server):
+    async with index(server, b"a") as a, index(server, b"b", None) as b:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(b, WORKER, 5)
+        a.apply(WORKER, pb.BlockEvents(seq=1, sealed=SPANS[5:8], evicted=SPANS[3:4]))
+        await finds(b, WORKER, 3)
+        names = server.client.keys("kv:*")
+        assert len(names) == 8 and all(len(name) == 3 + 16 for name in names)
+        assert all(0 < server.client.ttl(name) <= KV_TTL_S for name in names)
+
+
+async def test_long_prompts_are_looked_up_by_samples(server):
+    """The longest prefix is found exactly, others to within 16 spans."""
+    chain = [hashlib.sha256(b"long%d" % i).digest() for i in range(300)]
+    async with index(server, b"one") as one:
+        one.join(OTHER, lambda: None)
+        await until(lambda: len(one._slots.places.worker_at) == 2)
+        for lengths, expected in (
+            ((300, 40), (300, 32)), ((250, 250), (250, 250)), ((17, 3), (17, 2)), ((3, 0), (3, 0)), ((64, 63), (64, 48)),
+            ((100, 99), (100, 99)),
+        ):  # fmt: skip
+            server.client.delete("kv:", *server.client.keys("kv:*"))
+            for worker, length in zip((WORKER, OTHER), lengths, strict=True):
+                one._workers[worker].feed.subscribe()
+                one._workers[worker].feed.spans.clear()
+                one.apply(worker, snapshot(*chain[:length]))
+            await until(lambda: len(server.client.keys("kv:*")) == max(lengths))
+            await until(lambda: not any(entry.pending for entry in one._workers.values()))
+
+            async def found() -> bool:
+                matches = await one.lookup(chain)
+                return tuple(map(matches.get, (WORKER, OTHER))) == expected
+
+            await until(found)
+
+
+async def test_two_workers_have_two_slots(server):
+    async with index(server, b"a") as a, index(server, b"b", OTHER) as b:
+        await until(lambda: a.snapshots and b.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        b.apply(OTHER, snapshot(*SPANS[:2]))
+        await finds(a, OTHER, 2)
+        assert (await a.lookup(SPANS))[WORKER] == 5
+        assert len(server.client.keys("baton:slot:*")) == 2
+
+
+async def test_one_gateway_writes(server):
+    async with index(server, b"a") as a, index(server, b"b") as b:
+        await until(lambda: a.snapshots + b.snapshots)
+        await asyncio.sleep(0.2)
+        assert a.snapshots + b.snapshots == 1, "two gateways write one worker's events"
+        writer, reader = (a, b) if a.snapshots else (b, a)
+        reader.apply(WORKER, snapshot(*SPANS))
+        writer.apply(WORKER, snapshot(*SPANS[:1]))
+        await finds(reader, WORKER, 1)
+
+
+async def test_the_writer_goes_and_another_takes_over(server):
+    async with index(server, b"b") as b:
+        async with index(server, b"a") as a:
+            await until(lambda: a.snapshots + b.snapshots)
+            if b.snapshots:
+                return  # it is the writer already
+        server.client.delete(b"baton:writer:" + WORKER)  # instead of waiting for its time to live
+        await until(lambda: b.snapshots)
+
+
+async def test_a_gap_asks_for_a_snapshot(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots == 1)
+        a.apply(WORKER, snapshot(*SPANS[:2]))
+        a.apply(WORKER, pb.BlockEvents(seq=2, sealed=SPANS[2:4]))
+        assert a.snapshots == 2
+        a.apply(WORKER, pb.BlockEvents(seq=3, sealed=SPANS[4:5]))
+        assert a.snapshots == 2, "one question is enough"
+        a.apply(WORKER, snapshot(*SPANS[1:4]))
+        await finds(a, WORKER, 3, SPANS[1:])
+        await finds(a, WORKER, 0)
+
+
+async def test_another_secret_refuses(server):
+    async with index(server, b"a"):
+        with pytest.raises(SecretDiffers):
+            await RedisIndex(server.url, b"b").check_secret(b"g" * 16)
+
+
+async def test_a_dead_redis_is_a_miss(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(a, WORKER, 5)
+        server.kill()
+        for _ in range(5):
+            assert await a.lookup(SPANS) == {}
+        assert not a._breaker.closed
+        server.start()  # empty: everything is written again
+        await finds(a, WORKER, 5)
+
+
+async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:5]))
+        await finds(a, WORKER, 5)
+        server.freeze()
+        asked = 0
+        while a._breaker.closed:
+            assert await a.lookup(SPANS) == {}
+            asked += 1
+        assert asked == 3
+
+        async def ask(names):
+            raise AssertionError("an open breaker asks nobody")
+
+        a._ask = ask
+        assert await a.lookup(SPANS) == {}
+        del a._ask
+        server.thaw()
+        await finds(a, WORKER, 5)
+
+
+async def test_whatever_stands_in_redis_is_survived(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:8]))
+        await finds(a, WORKER, 8)
+        names = [b"kv:" + span[:16] for span in SPANS]
+        server.client.set(names[5], b"\xff" * 100_000)
+        await finds(a, WORKER, 5)
+        server.client.delete(names[4])
+        server.client.lpush(names[4], "not a string")
+        await finds(a, WORKER, 4)
+        server.client.set(names[3], b"")
+        await finds(a, WORKER, 3)
+        server.client.set("baton:slot:200", b"nobody we know")
+        server.client.lpush("baton:slot:201", "x")
+        await asyncio.sleep(1.2)
+        await finds(a, WORKER, 3)
+
+
+async def test_flushall_is_healed(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:6]))
+        await finds(a, WORKER, 6)
+        server.client.flushall()
+        await finds(a, WORKER, 6)
+
+
+async def test_a_cancelled_lookup_leaves_no_reply_for_another(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS[:6]))
+        await finds(a, WORKER, 6)
+        for _ in range(50):
+            lost = asyncio.create_task(a.lookup(SPANS))
+            await asyncio.sleep(0)
+            lost.cancel()
+            assert await a.lookup(SPANS[3:]) in ({WORKER: 3}, {})
+            await asyncio.gather(lost, return_exceptions=True)
+
+
+async def test_without_redis_from_the_start():
+    made = RedisIndex("redis://127.0.0.1:1/0", b"a")
+    await made.check_secret(b"f" * 16)
+    assert await made.lookup(SPANS) == {}
+
+
+async def test_two_gateways_share_what_they_served(cluster, server):
+    """A prompt served through gateway A is found by gateway B, on workers of its own list."""
+    async with cluster(num_prefill=2, redis=server.url, split="auto") as a:
+        addresses = {
+            "prefill_workers": tuple(worker.address for worker in a.prefill),
+            "decode_workers": tuple(worker.address for worker in a.decode),
+        }
+        async with cluster(num_prefill=0, redis=server.url, **{**addresses, "split": "auto"}) as b:
+            await until(lambda: len(server.client.keys("baton:slot:*")) == 3)
+            found = False
+            for attempt in range(1, 6):  # on a busy machine Redis may answer after its budget
+                prompt = [10 + attempt, *range(10, 329)] * 2
+                assert (await generate(a, prompt, max_tokens=3))[-1].usage.cached_tokens == 0
+                await until(lambda: len(server.client.keys("kv:*")) == 10 * attempt)
+                found = found or (await generate(b, prompt, max_tokens=3))[-1].usage.cached_tokens >= 0.9 * len(prompt)
+            assert found
+
+
+@given(st.lists(st.one_of(st.none(), st.binary(max_size=40), st.integers(), st.text(max_size=3)), max_size=12))
+def test_longest_runs_of_slots(values):
+    slots = [b"%d" % slot if slot % 3 else None for slot in range(NUM_SLOTS)]
+
+    def bit(value, slot: int) -> bool:
+        is_there = isinstance(value, bytes) and slot // 8 < len(value) <= NUM_SLOTS // 8
+        return is_there and bool(value[slot // 8] & 128 >> slot % 8)
+
+    expected = {}
+    for slot in range(NUM_SLOTS):
+        run = next((i for i, value in enumerate(values) if not bit(value, slot)), len(values))
+        if run and slots[slot]:
+            expected[slots[slot]] = run
+    assert Matches(bit_sets(values), places_of(slots)) == expected
+
+
+@pytest.fixture
+def short_lives(monkeypatch):
+    """Hours in seconds: a span lives 3 s, a slot rests for 5 s, and one without a writer is retired after 1 s."""
+    for module, name, seconds in (
+        (redis_index, "KV_TTL_S", 3), (redis_index, "_REFRESH_S", 1.0), (redis_index, "_HEARTBEAT_S", 0.1),
+        (redis_index, "WRITER_TTL_S", 1), (redis_index, "GIVE_UP_S", 1.0), (slot_leases, "GIVE_UP_S", 1.0),
+        (slot_leases, "ORPHAN_S", 1.0), (slot_leases, "SLOT_TTL_S", 5),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, seconds)
+
+
+async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
+    """Two hold the same spans, one dies, the other renews them; whoever has the dead one's slot after it, has nothing."""
+    async with index(server, b"a") as a:
+        a.join(OTHER, lambda: None)
+        await until(lambda: all(entry.slot is not None for entry in a._workers.values()))
+        for worker in (WORKER, OTHER):
+            a._workers[worker].feed.subscribe()
+            a.apply(worker, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        await finds(a, OTHER, 20)
+        slot = a._workers[WORKER].slot
+        a.drop(WORKER)
+        name = f"baton:slot:{slot}"
+        await until(lambda: server.client.get(name) == slot_leases.RETIRED)
+        await until(lambda: server.client.get(name) is None)
+        kept = [server.client.getbit(b"kv:" + span[:16], slot) for span in SPANS]
+        assert kept == [0] * 20, "bits of the dead worker are in its slot, which is free"
+        await finds(a, OTHER, 20)
+        await until(lambda: not a._slots._holders[slot])
+        await asyncio.sleep(1.2)  # it is left to whoever had it for as long as a writer may be silent
+        new = b"n" * 24
+        a.join(new, lambda: None)
+        await until(lambda: a._workers[new].slot == slot)
+        assert (await a.lookup(SPANS)).get(new, 0) == 0
+
+
+async def test_one_key_of_another_kind_holds_up_no_others(server):
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        server.client.lpush(b"kv:" + SPANS[3][:16], "no bit string")
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 3)
+        await finds(a, WORKER, 16, SPANS[4:])
+        assert not a._workers[WORKER].pending
+
+
+async def test_a_batch_that_fails_is_written_again(server, caplog):
+    """Evictions too, which no snapshot would tell again."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        server.client.config_set("maxmemory", "1")
+        server.client.config_set("maxmemory-policy", "noeviction")
+        a.apply(WORKER, pb.BlockEvents(seq=1, evicted=SPANS[7:]))
+        await until(lambda: "index events were not written" in caplog.text)
+        server.client.config_set("maxmemory", "0")
+        await finds(a, WORKER, 7)
+
+
+async def test_another_writer_takes_another_slot(server):
+    """It cannot know which bits the last one set."""
+    async with index(server, b"a") as a:
+        await until(lambda: a.snapshots)
+        a.apply(WORKER, snapshot(*SPANS))
+        await finds(a, WORKER, 20)
+        slot = a._workers[WORKER].slot
+    server.client.delete(b"baton:writer:" + WORKER)
+    async with index(server, b"b") as b:
+        await until(lambda: b.snapshots)
+        b.apply(WORKER, snapshot(*SPANS[:4]))
+        await finds(b, WORKER, 4)
+        assert b._workers[WORKER].slot != slot
+        assert server.client.get(f"baton:slot:{slot}") == slot_leases.RETIRED

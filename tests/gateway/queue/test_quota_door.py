@@ -1,0 +1,240 @@
+"""Quotas, service levels and lines at the door, through a gateway between FakeWorkers."""
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.service.clock import now
+from gateway.queue.admission import Bid
+from tests.gateway.observe.test_meters import samples
+from tests.gateway.orchestration.test_answers import PROMPT, generate, read
+from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
+from tests.support.client import make_request
+
+
+def quotas(folder: Path, text: str) -> Path:
+    path = folder / "quotas.toml"
+    path.write_text(text)
+    return path
+
+
+def of_class(c, slo_class: str, **fields):
+    request = make_request(PROMPT, max_tokens=6, **fields)
+    request.slo_class = slo_class
+    return read(c.stub.Generate(request, timeout=20))
+
+
+def line_up(c, wait_s: float) -> tuple:
+    """Somebody stands in line for a prefill worker, behind whom others would wait for so long."""
+    line = c.gateway.lines.prefill
+    line._served_tokens, line._served_s = 1000.0, 1.0
+    return line, line.join(Bid(-1e9, round(1000 * wait_s)), lambda: None)
+
+
+async def test_requests_at_once(cluster, tmp_path):
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
+        hold(c, "decode")
+        running = [start(c), start(c)]
+        await c.until(lambda: c.gateway.service.num_running == 2)
+        error = await refused(generate(c))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_REQUESTS")
+        assert "concurrent_requests" in error.message and error.retry_after_s > 0
+        release(c, "decode")
+        await asyncio.gather(*running)
+        assert await generate(c, max_tokens=2)
+
+
+async def test_tokens_a_second(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 400\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        assert await generate(c, max_tokens=90)  # 390 of 400
+        assert await generate(c, max_tokens=2)  # what is begun is served
+        error = await refused(generate(c))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_TOKENS")
+        assert "tokens_per_s" in error.message and error.retry_after_s > 0
+
+
+async def test_choices_at_once(cluster, tmp_path):
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 8\n")) as c:
+        hold(c, "decode")
+        running = [start(c, n=5), start(c, n=3)]
+        await c.until(lambda: c.gateway.service.num_running == 2)
+        assert (await refused(generate(c))).reason == "TENANT_REQUESTS"
+        release(c, "decode")
+        await asyncio.gather(*running)
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 3\n")) as c:
+        error = await refused(generate(c, n=4))
+        assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("sampling.n",))
+
+
+async def test_what_a_request_may_come_to_is_set_aside(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 2000\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        hold(c, "decode")
+        running = start(c, n=8, max_tokens=300)  # 300 + 8 x 300
+        await reached(c, "decode")
+        assert (await refused(generate(c))).reason == "TENANT_TOKENS"
+        running.cancel()
+        release(c, "decode")
+        await c.until(lambda: c.gateway.service.num_running == 0)
+        assert await generate(c, max_tokens=2)
+
+
+async def test_a_priority_needs_a_right(cluster, tmp_path):
+    async def sent(c, priority: int) -> int:
+        request = make_request(PROMPT, max_tokens=2)
+        request.priority = priority
+        await read(c.stub.Generate(request, timeout=20))
+        return [admit.spec.priority for kind, admit in c.decode[0].commands if kind == "admit"][-1]
+
+    async with cluster() as c:
+        assert [await sent(c, priority) for priority in (7, 0, -7)] == [0, 0, -7]
+    async with cluster(quotas=quotas(tmp_path, "[default]\nmax_priority = 5\n")) as c:
+        assert [await sent(c, priority) for priority in (7, 3, -7)] == [5, 3, -7]
+
+
+# How a request may end, and whether it has used anything by then.
+ENDINGS = ("answered", "cancelled", "cancelled in a fetch", "deadline", "too late", "too long", "failed", "superseded")
+
+
+async def end(c, how: str) -> None:
+    """One request that ends so."""
+    if how == "answered":
+        assert await generate(c, max_tokens=5, n=2)
+    elif how.startswith("cancelled"):
+        gate = "fetch" if how.endswith("fetch") else "decode"
+        hold(c, gate)
+        running = start(c, n=2)
+        await reached(c, gate)
+        running.cancel()
+        release(c, gate)
+    elif how == "deadline":
+        hold(c, "prefill")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await read(c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=0.3))
+        release(c, "prefill")
+    elif how == "too late":
+        line, place = line_up(c, 5.0)
+        assert (await refused(of_class(c, "standard"))).reason == "TTFT_BUDGET"
+        line.leave(place, served=False)
+        line._served_tokens = line._served_s = 0.0
+    elif how == "too long":
+        assert (await refused(generate(c, list(range(20, 320)) * 3, max_tokens=800))).code.name == "INVALID_ARGUMENT"
+    elif how == "failed":
+        c.decode[0].failures["decode"] = [(13, "ENGINE_FAILED")] * 10
+        await refused(generate(c))
+        c.decode[0].failures.clear()
+    elif how == "superseded":
+        hold(c, "decode")
+        fields = {"request_id": "again", "seed": 1, "max_tokens": 6}
+        first = asyncio.create_task(generate(c, **fields))
+        await reached(c, "decode")
+        second = asyncio.create_task(generate(c, resume_from=[0], **fields))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await first
+        release(c, "decode")
+        assert await second
+    await c.until(lambda: c.gateway.service.num_running == 0)
+    await c.idle()
+    for worker in c.workers:
+        worker.commands.clear()
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+async def test_what_is_set_aside_is_settled_however_a_request_ends(cluster, tmp_path, how):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 100000\nconcurrent_requests = 8\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        held = c.gateway._quotas.enter("default", now())  # it stays while this one runs
+        await end(c, how)
+        usage = c.gateway._quotas._usage["default"]
+        assert usage.num_running == 1
+        num_used = usage.num_reserved - usage.num_returned
+        most = 700 if how == "superseded" else 320
+        assert num_used == (310 if how == "answered" else num_used) and 0 <= num_used <= most
+        held.settle(0, now())
+
+
+async def test_a_request_that_names_its_class_is_refused_where_it_would_be_late(cluster):
+    async with cluster() as c:
+        line, place = line_up(c, 2.0)
+        error = await refused(of_class(c, "standard"))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TTFT_BUDGET") and error.retry_after_s > 0
+        # It names none, or one without a bound: it waits.
+        waiting = [start(c), asyncio.create_task(of_class(c, "batch"))]
+        await c.until(lambda: len(line) == 3)
+        line.leave(place)
+        assert all(await asyncio.gather(*waiting))
+        assert await of_class(c, "standard")
+        await c.idle()
+
+
+async def test_nobody_waits_for_what_would_take_longer_than_the_longest_wait(cluster):
+    async with cluster(max_queue_wait_s=2.0) as c:
+        line_up(c, 3.0)
+        assert (await refused(generate(c))).reason == "TTFT_BUDGET"
+
+
+async def test_who_would_be_served_after_its_deadline_is_told_at_once(cluster):
+    async with cluster() as c:
+        line, place = line_up(c, 5.0)
+        request = make_request(PROMPT, max_tokens=6)
+        error = await refused(read(c.stub.Generate(request, timeout=3)))
+        assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "DEADLINE_BUDGET")
+        assert "deadline" in error.message and error.retry_after_s >= 1
+        waiting = asyncio.create_task(read(c.stub.Generate(request, timeout=20)))
+        await c.until(lambda: len(line) == 2)
+        line.leave(place)
+        assert await waiting
+
+
+async def test_a_promise_of_tokens_is_not_broken_by_one_more(cluster):
+    async with cluster() as c:
+        (link,) = c.gateway.registry.decode
+        for i in range(20):
+            link.rates.note_decode(1 + i % 5, 0.01 + 0.03 * (1 + i % 5), 0.0)
+        hold(c, "decode")
+        running = [start(c), start(c)]
+        await reached(c, "decode")
+        await c.until(lambda: len(link.legs) == 2)
+        assert (await refused(of_class(c, "interactive"))).reason == "TPOT_BUDGET"
+        release(c, "decode")
+        await asyncio.gather(*running)
+        await c.until(lambda: not link.load.num_running)
+        assert await of_class(c, "interactive")  # alone it may be as slow as it is
+
+
+async def test_the_lines_are_bounded_in_tokens(cluster):
+    async with cluster(max_queued_tokens=400) as c:
+        c.prefill[0].refusals = ["queue_full"] * 100_000
+        waiting = start(c)
+        await c.until(lambda: len(c.gateway.lines.prefill) == 1)
+        assert (await refused(generate(c))).reason == "QUEUE_TOKENS"
+        c.prefill[0].refusals = []
+        assert await waiting
+
+
+async def test_what_a_promise_holds_is_let_go(cluster):
+    async with cluster() as c:
+        assert await of_class(c, "interactive")
+        await c.idle()
+        for link in c.gateway.registry.links:
+            assert not link.promised and link.num_prefill_tokens == 0
+
+
+async def test_how_requests_were_routed_is_counted(cluster):
+    async with cluster() as c:
+        await generate(c, max_tokens=2)
+        await c.until(lambda: c.gateway.service.num_running == 0)
+        seen = samples(c.gateway.meters)
+        assert seen["baton_routes_total", "forced", "split"] == 1
+        assert seen["baton_route_cost_seconds_count", "taken"] == seen["baton_route_cost_seconds_count", "other"] == 1
+
+
+async def test_workers_tell_tenants_apart_and_learn_no_names(cluster):
+    async with cluster() as c:
+        names = c.gateway.names
+        marks = {names.mark(tenant) for tenant in ("acme", "bravo", "default")}
+        assert len(marks) == 3 and names.mark("acme") == names.mark("acme") and names.mark("default") == b""
+        assert not any(b"acme" in mark or len(mark) > 32 for mark in marks)

@@ -1,0 +1,265 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.service.errors import InvalidRequest, Overloaded
+from gateway.queue.quotas import Quota, Quotas, Reservation, Told, read_quotas
+
+
+def refused(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Overloaded:
+    with pytest.raises(Overloaded) as caught:
+        quotas.enter(tenant, at, num_choices)
+    return caught.value
+
+
+def use(quotas: Quotas, tenant: str, num_tokens: int, at: float) -> Reservation:
+    """A request that comes to all that it reserves, and still runs."""
+    reservation = quotas.enter(tenant, at)
+    reservation.reserve(num_tokens, at)
+    return reservation
+
+
+def told(num_reserved: int, num_returned: int = 0, balance: float = 500.0, num_running: int = 0) -> dict:
+    return {"other": {"a": Told(num_running, num_reserved, num_returned, balance)}}
+
+
+def test_choices_at_once():
+    quotas = Quotas({"a": Quota(concurrent_requests=8)})
+    large = quotas.enter("a", 0.0, 5)
+    error = refused(quotas, "a", 0.0, 4)
+    assert error.reason == "TENANT_REQUESTS" and "concurrent_requests" in error.message and error.retry_after_s > 0
+    small = quotas.enter("a", 0.0, 3)
+    refused(quotas, "a", 0.0)
+    for _ in range(10):
+        quotas.enter("b", 0.0, 8)  # nobody bounds it
+    large.settle(0, 0.0)
+    quotas.enter("a", 0.0, 5)
+    refused(quotas, "a", 0.0)
+    small.settle(0, 0.0)
+    with pytest.raises(InvalidRequest, match="sampling.n: is 9, and concurrent_requests of this tenant is 8"):
+        quotas.enter("a", 0.0, 9)
+
+
+def test_tokens_a_second():
+    quotas = Quotas({"default": Quota(100.0, 500.0)})
+    for tenant in ("a", "b"):
+        use(quotas, tenant, 700, 0.0).settle(700, 0.0)
+    error = refused(quotas, "a", 1.0)
+    assert error.reason == "TENANT_TOKENS" and "tokens_per_s" in error.message
+    assert error.retry_after_s == pytest.approx(1.01)  # 100 short, and one to go
+    refused(quotas, "b", 1.9)
+    quotas.enter("a", 2.1)
+
+
+def test_a_rest_saves_up_one_burst():
+    quotas = Quotas({"a": Quota(100.0, 500.0)})
+    quotas.enter("a", 0.0)
+    use(quotas, "a", 501, 1e6)
+    refused(quotas, "a", 1e6)
+
+
+def test_what_a_request_may_come_to_is_set_aside_until_it_has_ended():
+    quotas = Quotas({"a": Quota(100.0, 500.0)})
+    first, second = quotas.enter("a", 0.0), quotas.enter("a", 0.0)  # both are being tokenized
+    first.reserve(600, 0.0)
+    with pytest.raises(Overloaded) as caught:
+        second.reserve(1, 0.0)
+    assert caught.value.reason == "TENANT_TOKENS"
+    second.settle(0, 0.0)
+    refused(quotas, "a", 0.5)
+    first.settle(10, 0.5)
+    use(quotas, "a", 400, 0.5)
+
+
+TENANTS = ("a", "b", "c")
+OPERATIONS = st.one_of(
+    st.tuples(st.just("enter"), st.sampled_from(TENANTS), st.integers(1, 8)),
+    st.tuples(st.just("reserve"), st.integers(0, 20), st.integers(0, 400)),
+    st.tuples(st.just("settle"), st.integers(0, 20), st.floats(0, 1)),
+    st.tuples(st.just("pass"), st.floats(0, 3), st.none()),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(OPERATIONS, max_size=120))
+def test_all_that_is_reserved_is_settled_once(operations):
+    """Whatever comes in whatever order, some of it twice: what runs and what is taken is what the requests that have
+    not ended hold, and no tenant gets more than its burst, its rate and one request."""
+    table = {"a": Quota(100.0, 500.0, 16), "b": Quota(50.0, 50.0), "c": Quota(concurrent_requests=9)}
+    quotas, at = Quotas(table), 0.0
+    running, used = [], dict.fromkeys(TENANTS, 0)
+    for kind, which, value in operations:
+        if kind == "pass":
+            at += which
+        elif kind == "enter":
+            try:
+                reservation = quotas.enter(which, at, value)
+            except Overloaded:
+                continue
+            running.append([reservation, which, value, 0])
+        elif kind == "reserve" and running:
+            request = running[which % len(running)]
+            try:
+                request[0].reserve(value, at)
+            except Overloaded:
+                continue
+            request[3] += value
+        elif kind == "settle" and running:
+            reservation, tenant, _, num_reserved = running.pop(which % len(running))
+            used[tenant] += (num_used := int(value * num_reserved))
+            reservation.settle(num_used, at)
+            reservation.settle(0, at)
+        for tenant, usage in quotas._usage.items():
+            mine = [request for request in running if request[1] == tenant]
+            assert usage.num_running == sum(request[2] for request in mine)
+            num_out = usage.num_reserved - usage.num_returned - sum(request[3] for request in mine)
+            assert 0 <= num_out <= used[tenant]  # the rest was counted before it had been idle
+    for reservation, *_ in running:
+        reservation.settle(0, at)
+    assert not any(usage.num_running for usage in quotas._usage.values())
+    assert used["a"] <= 500 + 100 * at + 400 and used["b"] <= 50 + 50 * at + 400
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 400), st.floats(0, 1)), max_size=60))
+def test_no_tenant_gets_more_than_its_rate_and_one_burst_and_one_request(requests):
+    quotas, at, used = Quotas({"a": Quota(100.0, 500.0)}), 0.0, 0
+    for pause_s, num_tokens, share in requests:
+        at += pause_s
+        try:
+            reservation = quotas.enter("a", at)
+        except Overloaded:
+            continue
+        reservation.reserve(num_tokens, at)
+        used += (num_used := int(share * num_tokens))
+        reservation.settle(num_used, at)
+    assert used <= 500 + 100 * at + 400
+
+
+def test_who_is_idle_is_forgotten_and_its_counts_do_not_fall():
+    quotas = Quotas({"a": Quota(100.0, 500.0), "default": Quota(concurrent_requests=5)})
+    use(quotas, "a", 300, 0.0).settle(200, 0.0)
+    for i in range(100):
+        quotas.enter(f"t{i}", 0.0).settle(0, 0.0)
+    quotas.enter("b", 1.5)
+    assert set(quotas._usage) == {"a", "b"}
+    quotas.enter("b", 3.0)
+    assert set(quotas._usage) == {"b"}
+    use(quotas, "a", 1, 3.0)
+    assert quotas.told(3.0)["a"][1:3] == (301, 300)
+
+
+# ---- other gateways ----
+
+
+def test_others_are_told_of_whoever_uses_most():
+    quotas = Quotas({"default": Quota(concurrent_requests=5)})
+    for i in range(400):
+        quotas.enter(f"t{i}", 0.0, 1 + (i >= 200))
+    assert len(quotas.told(0.0)) == 256 and {f"t{i}" for i in range(200, 400)} < set(quotas.told(0.0))
+
+
+def test_counts_that_fall_fill_no_bucket():
+    quotas = Quotas({"a": Quota(100.0, 1000.0)})
+    use(quotas, "a", 900, 0.0)
+    for counts in ((500_000, 0), (10, 0), (0, 0), (500_000, 500_000)):
+        quotas.note_others(told(*counts), 0.0)
+        assert quotas.told(0.0)["a"].balance <= 100
+
+
+def test_what_another_gateway_gives_back_is_at_most_what_it_took():
+    quotas = Quotas({"a": Quota(100.0, 1000.0)})
+    use(quotas, "a", 900, 0.0)
+    for counts, balance in (((5000, 4800), 100), ((5050, 4800), 50), ((5050, 4830), 80), ((5050, 5050), 100)):
+        quotas.note_others(told(*counts), 0.0)
+        assert quotas.told(0.0)["a"].balance == balance
+    quotas.note_others({}, 0.0)
+    quotas.note_others(told(10, 0, -70.0), 0.0)  # it has begun anew, and knows of more than this one
+    assert quotas.told(0.0)["a"].balance == -70
+    quotas.note_others(told(10, 10), 0.0)
+    assert quotas.told(0.0)["a"].balance == -60
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 1), st.integers(0, 2000), st.integers(0, 2000), st.integers(-(10**6), 10**6)),
+        max_size=40,
+    )
+)
+def test_nothing_that_is_told_fills_a_bucket(tellings):
+    """A tenant uses what it gets, and another gateway tells whatever it likes: never more than burst and rate."""
+    quotas, at, used = Quotas({"a": Quota(100.0, 500.0)}), 0.0, 0
+    for pause_s, num_reserved, num_returned, balance in tellings:
+        at += pause_s
+        quotas.note_others(told(num_reserved, min(num_returned, num_reserved), balance), at)
+        try:
+            use(quotas, "a", 50, at).settle(50, at)
+            used += 50
+        except Overloaded:
+            pass
+    assert used <= 500 + 100 * at + 50
+
+
+def test_a_tenant_that_comes_here_late_brings_what_it_uses_elsewhere():
+    quotas = Quotas({"a": Quota(100.0, 500.0, 4)})
+    quotas.note_others(told(700, 0, -200.0, 4), 0.0)
+    assert not quotas._usage, "nobody gets an entry by being told of"
+    assert refused(quotas, "a", 0.0).reason == "TENANT_REQUESTS"
+    quotas.note_others(told(700, 0, -200.0, 0), 0.0)
+    assert refused(quotas, "a", 0.0).reason == "TENANT_TOKENS"
+
+
+# ---- the file ----
+
+
+def test_the_file(tmp_path):
+    path = tmp_path / "quotas.toml"
+    path.write_text("[default]\ntokens_per_s = 50\n[a]\nconcurrent_requests = 3\nmax_priority = 4\n")
+    assert read_quotas(path) == {"default": Quota(50, 500), "a": Quota(concurrent_requests=3, max_priority=4)}
+    assert Quotas(read_quotas(path)).quota("a").max_priority == 4
+    assert Quotas({}).quota("a").max_priority == Quotas(read_quotas(path)).quota("b").max_priority == 0
+    assert read_quotas(None) == {}
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a = 3", "a is not a table"),
+        ("[a]\ntokens = 3", r"\[a\] tokens is not one of tokens_per_s"),
+        ("[a]\ntokens_per_s = 0", "over 0"),
+        ("[a]\ntokens_per_s = true", "over 0"),
+        ("[a]\nconcurrent_requests = 2.5", "over 0"),
+        ("[a]\nmax_priority = 1.0", "over 0"),
+        ("[a]\nburst_tokens = 5", "no effect"),
+        ("[a", "quotas.toml"),
+    ],
+)
+def test_a_file_that_cannot_be_meant(tmp_path, text, said):
+    path = tmp_path / "quotas.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said) as caught:
+        read_quotas(path)
+    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_the_file_is_read_again(tmp_path, caplog):
+    path = tmp_path / "quotas.toml"
+    path.write_text("[a]\nconcurrent_requests = 1\n")
+    quotas = Quotas(read_quotas(path), path)
+    first = quotas.enter("a", 10.0)
+    refused(quotas, "a", 12.0)
+    path.write_text("[a]\nconcurrent_requests = 2\ntokens_per_s = 10\n")
+    quotas.enter("a", 14.0).reserve(120, 16.0)  # 100 was saved up
+    refused(quotas, "a", 16.0)
+    first.settle(0, 16.0)
+    assert refused(quotas, "a", 16.1).reason == "TENANT_TOKENS"
+    path.write_text("[a]\nconcurrent_requests = no\n")  # half written
+    assert refused(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones stay in use" in caplog.text
+    path.write_text("[b]\nconcurrent_requests = 1\n")
+    quotas.enter("a", 18.4)  # nobody bounds it any more
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(ValueError, match="No such file"):
+        read_quotas(tmp_path / "nothing.toml")

@@ -1,0 +1,137 @@
+"""Every field of a request at its borders and beyond them; the error names the field."""
+
+import math
+
+import pytest
+
+from baton.service.errors import InvalidRequest, NotFound
+from baton.v1 import inference_pb2 as pb
+from gateway.config.served_model import PRESETS, ServedModel
+from gateway.model.model_folder import Defaults
+from gateway.request.validation import check, check_size, resolve_max_tokens
+from tests.support.client import make_request
+
+MAX_OUTPUT_TOKENS = PRESETS["normal"].output_tokens
+SERVED = ServedModel("fake", 1024, 400, frozenset([0, 4]), Defaults(), proposers=frozenset(["ngram"]))
+WIDE = ServedModel("wide", 100_000, 400, frozenset(), Defaults())
+PROMPT = [10, 20, 30]
+
+
+def field_of(request, served=SERVED) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        checked = check(request, served)
+        resolve_max_tokens(checked, len(request.token_ids.ids), served)
+    assert caught.value.message.startswith(caught.value.field)
+    return caught.value.field
+
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+BAD = [
+    ("slo_class", pb.GenerateRequest(text="x", slo_class="instant")),
+    ("speculation.proposer", pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle"))),
+    ("speculation.num_tokens", pb.GenerateRequest(text="x", speculation=pb.Speculation(num_tokens=17))),
+    ("input", make_request(None)),
+    ("text", make_request("")),
+    ("token_ids.ids", make_request([])),
+    ("token_ids.ids[1]", make_request([1, 400])),
+    ("token_ids", make_request([5] * 1024)),
+    ("messages.messages", pb.GenerateRequest(messages=pb.Messages())),
+    ("messages.messages[1].role", make_request([("user", "x"), ("", "y")])),
+    ("messages.messages[0].role", make_request([("root", "x")])),
+    ("request_id", make_request(PROMPT, request_id="a b")),
+    ("request_id", make_request(PROMPT, request_id="x" * 65)),
+    ("stopping.max_tokens", make_request(PROMPT, max_tokens=0)),
+    ("stopping.max_tokens", make_request(PROMPT, max_tokens=1022)),
+    ("stopping.max_tokens", make_request(PROMPT, max_tokens=2**32 - 1)),
+    ("stopping.min_tokens", make_request(PROMPT, min_tokens=9, max_tokens=8)),
+    ("stopping.min_tokens", make_request(PROMPT, min_tokens=257)),
+    ("sampling.temperature", make_request(PROMPT, temperature=-0.01)),
+    ("sampling.top_p", make_request(PROMPT, top_p=0.0)),
+    ("sampling.top_p", make_request(PROMPT, top_p=1.01)),
+    ("sampling.min_p", make_request(PROMPT, min_p=-0.01)),
+    ("sampling.min_p", make_request(PROMPT, min_p=1.01)),
+    ("sampling.repetition_penalty", make_request(PROMPT, repetition_penalty=0.0)),
+    ("sampling.n", make_request(PROMPT, n=0)),
+    ("sampling.n", make_request(PROMPT, n=9)),
+    ("sampling.logprobs", make_request(PROMPT, logprobs=21)),
+    ("stopping.stop", make_request(PROMPT, stop=["x"] * 17)),
+    ("stopping.stop[1]", make_request(PROMPT, stop=["a", ""])),
+    ("stopping.stop[0]", make_request(PROMPT, stop=["é" * 129])),
+    ("stopping.stop_token_ids[0]", make_request(PROMPT, stop_token_ids=[400])),
+    ("sampling.logit_bias", make_request(PROMPT, logit_bias={400: 1.0})),
+    ("sampling.logit_bias", make_request(PROMPT, logit_bias={5: math.nan})),
+    ("sampling.logit_bias", make_request(PROMPT, logit_bias={5: math.inf})),
+    *((f"sampling.{name}", make_request(PROMPT, **{name: math.nan})) for name in FLOATS),
+    *((f"sampling.{name}", make_request(PROMPT, **{name: -math.inf})) for name in FLOATS),
+]
+
+
+@pytest.mark.parametrize("field, request_", BAD, ids=[f"{i}-{field}" for i, (field, _) in enumerate(BAD)])
+def test_the_field_is_named(field, request_):
+    assert field_of(request_) == field
+
+
+def test_too_much_for_all_choices():
+    assert field_of(make_request(PROMPT, n=8, max_tokens=MAX_OUTPUT_TOKENS // 8 + 1), WIDE) == "sampling.n"
+    checked = check(make_request(PROMPT, n=8, max_tokens=MAX_OUTPUT_TOKENS // 8), WIDE)
+    assert resolve_max_tokens(checked, 3, WIDE) == MAX_OUTPUT_TOKENS // 8
+
+
+def test_too_many_biases():
+    assert field_of(make_request(PROMPT, logit_bias={i: 1.0 for i in range(1025)}), WIDE) == "sampling.logit_bias"
+
+
+def test_a_mebibyte():
+    check_size(make_request("a" * ((1 << 20) - 100)))
+    for request, field in (
+        (make_request("a" * (1 << 20)), "text"),
+        (make_request([("user", "a" * (1 << 20))]), "messages"),
+        (pb.GenerateRequest(request_id="a" * (1 << 20)), "request"),
+        (pb.DetokenizeRequest(token_ids=[399] * (1 << 19)), "token_ids"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            check_size(request)
+        assert caught.value.field == field
+
+
+def test_zero_is_a_value_and_unset_is_the_model_s():
+    served = ServedModel("fake", 1024, 400, frozenset([0]), Defaults(0.7, 50, 0.9, 0.1, 1.3, 99))
+    unset = check(make_request(PROMPT), served)
+    sampling = unset.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 50, 0.9)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.n, sampling.logprobs) == (0.1, 1.3, 1, None)
+    assert resolve_max_tokens(unset, 3, served) == 99 and resolve_max_tokens(unset, 1000, served) == 24
+    zeros = check(make_request(PROMPT, temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0), served).sampling
+    assert (zeros.temperature, zeros.top_k, zeros.min_p, zeros.seed, zeros.logprobs) == (0.0, 0, 0.0, 0, 0)
+
+
+def test_stop_tokens_include_the_end_of_sequence_unless_ignored():
+    assert check(make_request(PROMPT, stop_token_ids=[9]), SERVED).stop_token_ids == {0, 4, 9}
+    assert check(make_request(PROMPT, stop_token_ids=[9], ignore_eos=True), SERVED).stop_token_ids == {9}
+
+
+def test_seeds_and_ids_are_drawn():
+    first, second = (check(make_request(PROMPT), SERVED) for _ in range(2))
+    assert first.sampling.seed != second.sampling.seed and first.sampling.seed < 2**53
+    assert first.request_id != second.request_id
+
+
+def test_unknown_model():
+    with pytest.raises(NotFound):
+        check(make_request(PROMPT, model="other"), SERVED)
+    assert check(make_request(PROMPT, model="fake"), SERVED).token_ids.tolist() == [10, 20, 30]
+
+
+def test_a_request_without_a_service_level_is_standard():
+    assert check(make_request(PROMPT), SERVED).slo_class == "standard"
+    assert check(pb.GenerateRequest(text="x", slo_class="batch"), SERVED).slo_class == "batch"
+
+
+@pytest.mark.parametrize("proposer", ["", "off", "ngram"])
+def test_a_proposer_that_is_run_may_be_named(proposer):
+    asked = pb.Speculation(proposer=proposer, num_tokens=16)
+    assert check(pb.GenerateRequest(text="x", speculation=asked), SERVED).speculation == asked
+
+
+def test_before_a_worker_has_said_what_it_runs_any_proposer_may_be_named():
+    check(pb.GenerateRequest(text="x", speculation=pb.Speculation(proposer="eagle")), WIDE)

@@ -1,0 +1,133 @@
+"""Published chat templates, rendered as transformers renders them; and whose characters are whose."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+
+from gateway.text.templates import ChatMessage, ChatTemplate, TemplateFailed
+from gateway.text.tokenizer import ControlTokenInContent, Tokenizer
+from tests.support.gateway.small_tokenizers import byte_level, sentencepiece, special
+
+FOLDER = Path(__file__).parent / "templates"
+TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
+SPECIAL = {
+    "llama-3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "qwen-chatml": {"eos_token": "<|im_end|>"},
+    "mistral": {"bos_token": "<s>", "eos_token": "</s>"},
+    "llama-2": {"bos_token": "<s>", "eos_token": "</s>"},
+    "zephyr": {"bos_token": "<s>", "eos_token": "</s>"},
+}
+TURNS = [("user", " What is\n2 + 2? "), ("assistant", "Four.\n\n"), ("user", "東京 <b>&amp;</b> 'quotes' {{ x }}")]
+CHATS = {
+    "one": [("user", "the fox")],
+    "turns": TURNS,
+    "system": [("system", " Be brief. "), *TURNS],
+    "empty": [("user", ""), ("assistant", " "), ("user", "x")],
+}
+
+
+def messages(chat) -> list[ChatMessage]:
+    return [ChatMessage(role, content) for role, content in chat]
+
+
+def reference(name: str, tokenizer_json: bytes):
+    tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=TEMPLATES[name], **SPECIAL[name]
+    )
+
+
+def chat_template(name: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[name], SPECIAL[name])
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ["byte_level", "normalizer", "first"])
+def test_as_transformers(name, chat, kind):
+    """The same string and the same ids; what a template refuses is refused with its words."""
+    tokenizer_json = byte_level() if kind == "byte_level" else sentencepiece(kind)
+    expected, template = reference(name, tokenizer_json), chat_template(name)
+    conversation = [{"role": role, "content": content} for role, content in CHATS[chat]]
+    try:
+        text = expected.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        with pytest.raises(TemplateFailed, match=str(error)[:40]):
+            template.render(messages(CHATS[chat]))
+        return
+    assert template.render(messages(CHATS[chat])) == text
+    rendered = template.render_spans(messages(CHATS[chat]))
+    assert rendered.text == text
+    ids = expected.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    assert Tokenizer(tokenizer_json).encode_chat(rendered) == ids
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_spans_are_the_contents(name):
+    chat = CHATS["turns"]
+    text, spans = chat_template(name).render_spans(messages(chat))
+    assert [text[begin:end] for begin, end in spans] == [content.strip() for _, content in chat]
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "normalizer", "first"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_content_never_becomes_a_control_token(name, kind):
+    tokenizer_json = byte_level() if kind == "byte_level" else sentencepiece(kind)
+    tokenizer, template = Tokenizer(tokenizer_json), chat_template(name)
+    controls = set(special(tokenizer_json).values())
+    evil = "".join(special(tokenizer_json)) + " the <|en</s> fox <s"
+    plain = tokenizer.encode_chat(template.render_spans(messages([("user", "the fox")])))
+    attacked = tokenizer.encode_chat(template.render_spans(messages([("user", evil)])))
+    assert [i for i in attacked if i in controls] == [i for i in plain if i in controls]
+    if kind == "byte_level":
+        text = tokenizer.decoder.decode(attacked, skip_special_tokens=False)
+        assert text == template.render(messages([("user", evil)]))
+
+
+def test_a_token_across_the_border_of_a_content():
+    """Half from the content, half from the template: not the template's."""
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] }}|>end{% endfor %}", {})
+    rendered = template.render_spans(messages([("user", "say <|endoftext")]))
+    assert "<|endoftext|>" in rendered.text
+    token_ids = Tokenizer(byte_level()).encode_chat(rendered)
+    assert not set(token_ids) & set(special(byte_level()).values())
+
+
+def test_a_template_that_moves_content_about():
+    """What cannot be told apart is refused, not guessed."""
+    template = ChatTemplate("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}", {})
+    rendered = template.render_spans(messages([("user", "<|end|>")]))
+    assert rendered.spans is None
+    with pytest.raises(ControlTokenInContent):
+        Tokenizer(byte_level()).encode_chat(rendered)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ 1 / 0 }}",
+        "{{ missing.attribute }}",
+        "{{ messages[99]['content'] + 1 }}",
+    ],
+)
+def test_a_template_cannot_break_out(source):
+    with pytest.raises(TemplateFailed):
+        ChatTemplate(source, {}).render(messages([("user", "x")]))
+
+
+def test_a_template_that_does_not_compile():
+    with pytest.raises(TemplateFailed):
+        ChatTemplate("{% for %}", {})
+
+
+def test_what_templates_are_given():
+    source = (
+        "{% generation %}{{ messages | tojson }}{% endgeneration %}{{ strftime_now('%%') }}"
+        "{% for i in range(3) %}{% break %}{% endfor %}"
+    )
+    assert ChatTemplate(source, {}).render(messages([("user", "<é>")])) == '[{"role": "user", "content": "<é>"}]%'

@@ -1,0 +1,185 @@
+"""Tokenize and Detokenize, and the prompts of Generate: bounded, counted and paid before any work is done."""
+
+import asyncio
+import json
+import threading
+
+import grpc
+import pytest
+
+from baton.v1 import inference_pb2 as pb
+from gateway.text import text_work
+from gateway.text.tokenizer import CannotEncode
+from tests.gateway.orchestration.test_answers import generate
+from tests.gateway.orchestration.test_endings import refused
+from tests.gateway.queue.test_quota_door import quotas
+
+
+def tokenize(c, content, **fields):
+    if isinstance(content, str):
+        return c.stub.Tokenize(pb.TokenizeRequest(text=content), timeout=20, **fields)
+    messages = pb.Messages(messages=[pb.Message(role="user", content=one) for one in content])
+    return c.stub.Tokenize(pb.TokenizeRequest(messages=messages), timeout=20, **fields)
+
+
+def detokenize(c, token_ids):
+    return c.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=20)
+
+
+async def test_there_and_back(cluster):
+    async with cluster() as c:
+        for text in ("the fox", "Größe 東京 🙂 " * 20, "the fox " * 400, "<|user|>"):
+            token_ids = (await tokenize(c, text)).token_ids
+            assert (await detokenize(c, token_ids)).text == text
+        assert (await detokenize(c, [])).text == ""
+        assert (await detokenize(c, [0, 1, 4])).text == ""
+
+
+async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
+    async with cluster() as c:
+        work = c.gateway._pipeline.text
+        monkeypatch.setattr(work._tokenizer, "encode_text", lambda text: pytest.fail("it was tokenized"))
+        monkeypatch.setattr(work._template, "render", lambda messages: pytest.fail("it was rendered"))
+        for content, field in (("a" * 1_000_000, "text"), (["a" * 10_000] * 100, "messages")):
+            error = await refused(tokenize(c, content))
+            assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
+            assert "the context" in error.message
+
+
+async def test_what_the_template_makes_too_long_is_not_tokenized(cluster, monkeypatch):
+    async with cluster() as c:
+        work = c.gateway._pipeline.text
+        monkeypatch.setattr(work._template, "render", lambda messages: "a" * 1_000_000)
+        monkeypatch.setattr(work._tokenizer, "encode_chat", lambda rendered: pytest.fail("it was tokenized"))
+        error = await refused(tokenize(c, ["hello"]))
+        assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("messages",))
+
+
+@pytest.mark.parametrize("limits, most", [("normal", 1024), ("strict", 128)])
+async def test_messages_are_counted(cluster, limits, most):
+    async with cluster(limits=limits) as c:
+        assert (await tokenize(c, ["a"] * most)).token_ids
+        for call in (tokenize(c, ["a"] * (most + 1)), generate(c, [("user", "a")] * (most + 1))):
+            error = await refused(call)
+            assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("messages.messages",))
+            assert f"at most {most}" in error.message
+
+
+async def test_no_more_ids_than_the_context(cluster, monkeypatch):
+    async with cluster() as c:
+        assert (await detokenize(c, [300] * 1024)).text
+        decoded = []
+        monkeypatch.setattr(c.gateway._pipeline.text.detokenizer, "decode", decoded.append)
+        error = await refused(detokenize(c, [300] * 1025))
+        assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("token_ids",)) and not decoded
+
+
+async def test_tokens_are_paid(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 150\n"
+    for call, num_before in ((lambda c: tokenize(c, "x" * 90), 2), (lambda c: detokenize(c, [300] * 80), 2)):
+        async with cluster(quotas=quotas(tmp_path, text)) as c:
+            for _ in range(num_before):
+                await call(c)
+            for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
+                assert (await refused(other)).reason == "TENANT_TOKENS"
+
+
+async def test_a_refused_text_is_not_paid(cluster, tmp_path):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 150\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        for _ in range(3):
+            assert (await refused(tokenize(c, "a" * 1_000_000))).code.name == "INVALID_ARGUMENT"
+        await tokenize(c, "x")
+
+
+class Held:
+    """Work on a long text, which waits until it is let go."""
+
+    def __init__(self, monkeypatch, c):
+        self.go, self.began, self.num = threading.Event(), threading.Event(), 0
+        tokenizer = c.gateway._pipeline.text._tokenizer
+        encode = tokenizer.encode_text
+
+        def held(text):
+            self.num += 1
+            self.began.set()
+            assert len(text) <= text_work._INLINE or self.go.wait(20)
+            return encode(text)
+
+        monkeypatch.setattr(tokenizer, "encode_text", held)
+
+    async def until_began(self):
+        assert await asyncio.to_thread(self.began.wait, 10)
+
+
+LONG = "the fox " * 300
+
+
+async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
+    async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
+        held = Held(monkeypatch, c)
+        running = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(2)]
+        await c.until(lambda: len(c.gateway._pipeline.admission.request_ids) == 2)
+        for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
+            assert (await refused(other)).reason == "TENANT_REQUESTS"
+        held.go.set()
+        await asyncio.gather(*running)
+        assert not c.gateway._pipeline.admission.request_ids
+
+
+async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp_path, monkeypatch):
+    text = "[default]\ntokens_per_s = 0.001\nburst_tokens = 5000\n"
+    async with cluster(quotas=quotas(tmp_path, text)) as c:
+        held = Held(monkeypatch, c)
+        calls = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(3)]
+        await held.until_began()
+        await c.until(lambda: len(c.gateway._pipeline.admission.request_ids) == 3)
+        for call in calls:
+            call.cancel()
+        await c.until(lambda: not c.gateway._pipeline.admission.request_ids)
+        assert (await refused(tokenize(c, "x"))).reason == "TENANT_TOKENS"
+        held.go.set()
+        await c.until(lambda: not c.gateway._pipeline.text._threads._lines)
+        assert held.num == 1, "two were gone before their thread began"
+
+
+async def test_a_prompt_that_waits_for_its_thread_is_ended_by_its_deadline(cluster, monkeypatch):
+    async with cluster(default_timeout_s=0.2) as c:
+        held = Held(monkeypatch, c)
+        for call in (c.stub.Tokenize(pb.TokenizeRequest(text=LONG)), c.stub.Complete(pb.GenerateRequest(text=LONG))):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        held.go.set()
+
+
+async def test_short_texts_need_no_thread(cluster, monkeypatch):
+    async with cluster() as c:
+        held = Held(monkeypatch, c)
+        blocked = asyncio.ensure_future(tokenize(c, LONG))
+        await held.until_began()
+        assert (await tokenize(c, "x" * 2048)).token_ids and await generate(c, "the fox")
+        held.go.set()
+        await blocked
+
+
+async def test_a_token_that_the_model_does_not_have(cluster, folder):
+    """Tokenizers come with tokens that were added and never trained."""
+    content = json.loads((folder / "config.json").read_text())
+    async with cluster() as c:
+        c.gateway._pipeline.text._vocab_size = content["vocab_size"] - 130
+        for call in (tokenize(c, "the fox"), generate(c, "the fox"), tokenize(c, ["the fox"])):
+            error = await refused(call)
+            assert error.code.name == "INVALID_ARGUMENT" and "the model has 270 ids" in error.message
+
+
+async def test_what_the_tokenizer_gives_up_on(cluster, monkeypatch):
+    def give_up(*args):
+        raise CannotEncode("retry-limit")
+
+    async with cluster() as c:
+        for name in ("encode_text", "encode_chat"):
+            monkeypatch.setattr(c.gateway._pipeline.text._tokenizer, name, give_up)
+        for content, field in (("x", "text"), (["x"], "messages")):
+            error = await refused(tokenize(c, content))
+            assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and "retry-limit" in error.message

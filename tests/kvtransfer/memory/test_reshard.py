@@ -1,0 +1,287 @@
+"""Any cut, any block size, any form: what arrives is what a slow reference says, and each byte travels once."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from kvtransfer import errors
+from kvtransfer.compatible import EXACT, MIXED, gives, relation, takes
+from kvtransfer.errors import LayoutMismatch, ProtocolError
+from kvtransfer.layout import ELEMENT_BITS, LOSSINESS, Box, Endpoint, KVGroup, KVLayout, Part
+from kvtransfer.memory import blocks
+from kvtransfer.memory.convert import encode, read
+from kvtransfer.memory.digest import make_digests, span_names
+from kvtransfer.memory.reshard import cells_of, plan, shard_of
+from kvtransfer.wire import Range, decode_handle, encode_handle, join_handles
+from tests.support.kvtransfer.rig import Destination, span_hashes, until
+from tests.support.kvtransfer.unlike import (
+    IDENTITY,
+    NUM_HEADS,
+    NUM_LAYERS,
+    Cluster,
+    Rank,
+    by_heads,
+    by_layers,
+    cells,
+    check_arrived,
+    codec,
+    layout,
+    numerics,
+)  # fmt: skip
+
+CUTS = [*(by_heads(tp) for tp in (1, 2, 4)), by_layers(2)]
+FORMS = (("bf16", "bf16"), ("int4", "int4"), ("bf16", "int8"), ("fp32", "fp8_e4m3"), ("int8", "int4"))
+SIZES = ((16, 16), (1, 64), (64, 16), (32, 128), (192, 128))
+NUM_TOKENS = 150
+
+
+def parts_of(shards) -> tuple[Part, ...]:
+    return tuple(
+        Part(*box, (Endpoint("tcp", f"h:{rank}", "host"),)) for rank, shard in enumerate(shards) for box in shard
+    )
+
+
+# ---- the plan ----
+
+
+@pytest.mark.parametrize("source", [*CUTS, by_heads(8)])
+@pytest.mark.parametrize("taker", [*CUTS, by_heads(8)])
+def test_every_cell_is_pulled_once_by_each_rank_that_wants_it(source, taker):
+    parts, totals = parts_of(source), {}
+    for rank, shard in enumerate(taker):
+        seen = set()
+        for share in plan(parts, taker, rank):
+            held = next(part for part in parts if part is share.part)
+            for layer, head in itertools.product(share.box.layers, share.box.heads):
+                assert layer in held.layers and head in held.heads and (layer, head) not in seen
+                seen.add((layer, head))
+            totals.setdefault(share.part.endpoints, []).append((share.index, share.num_shares))
+        assert seen == {(layer, head) for box in shard for layer in box.layers for head in box.heads}
+    for shares in totals.values():
+        assert sorted(shares) == [(index, len(shares)) for index in range(len(shares))]
+
+
+def test_equal_cuts_have_one_share_each_and_are_planned_once():
+    parts = parts_of(by_heads(4))
+    assert [len(plan(parts, by_heads(4), rank)) for rank in range(4)] == [1] * 4
+    assert plan(parts, by_heads(4), 2) is plan(parts, by_heads(4), 2)
+    assert len(plan(parts, by_heads(1), 0)) == 4 and len(plan(parts_of(by_layers(2)), by_heads(2), 0)) == 2
+
+
+def test_a_part_that_is_missing():
+    with pytest.raises(LayoutMismatch, match="no part of the source holds"):
+        plan(parts_of(by_heads(4))[:3], by_heads(1), 0)
+
+
+def test_groups_are_planned_apart():
+    two = KVLayout((KVGroup("paged", 2, 4, 8, "bf16", 16), KVGroup("paged", 3, 2, 8, "bf16", 16)))
+    parts = tuple(Part(*box, (Endpoint("tcp", "h:1", "host"),)) for box in two.whole)
+    shares = plan(parts, (two.whole,), 0)
+    assert [(share.box, share.index, share.num_shares) for share in shares] == [
+        (two.whole[0], 0, 2), (two.whole[1], 1, 2),
+    ]  # fmt: skip
+    assert shard_of(parts[0], parts) == two.whole and two.first_layer(1) == 2
+
+
+def test_boxes_that_are_not_there():
+    rank = Rank.make(layout(16, "bf16"), by_heads(2)[1], 2)
+    for box in (Box(0, range(4), range(0, 2)), Box(0, range(2, 5), range(2, 4)), Box(1, range(1), range(1))):
+        with pytest.raises(ProtocolError, match="not in this pool"):
+            cells_of(rank.memory, rank.layout, rank.shard, box)
+    rank.region.close()
+    with pytest.raises(ValueError):
+        layout(16, "bf16").cut((Box(0, range(5), range(4)),))
+
+
+# ---- the bytes: all combinations, read and sent ----
+
+
+def moved_in_parts(num_tokens: int) -> list[Range]:
+    """As a dialogue moves them: whole, then a stretch by layers."""
+    return [Range(0, 64, 0, NUM_LAYERS), Range(64, num_tokens, 0, 1), Range(64, num_tokens, 1, NUM_LAYERS)]
+
+
+@pytest.mark.parametrize("forms", FORMS, ids="-".join)
+@pytest.mark.parametrize("source_cut", CUTS, ids=lambda cut: f"p{len(cut)}")
+@pytest.mark.parametrize("taker_cut", CUTS, ids=lambda cut: f"d{len(cut)}")
+def test_all_combinations(forms, source_cut, taker_cut, monkeypatch):
+    rng = np.random.default_rng(5)
+    tokens = (63, 64, int(rng.integers(65, NUM_TOKENS - 1)), NUM_TOKENS - 1)
+    monkeypatch.setattr(blocks, "CHUNK_BYTES", 4096)  # several chunks a range
+    for sizes in SIZES:
+        whole = [layout(size, form) for size, form in zip(sizes, forms)]
+        ids = [rng.permutation(each.num_blocks(NUM_TOKENS) + 3) for each in whole]
+        sources = [Rank.make(whole[0], shard, len(ids[0])) for shard in source_cut]
+        for rank in sources:
+            rank.memory.blocks[:] = rng.integers(0, 256, rank.memory.blocks.shape, dtype=np.uint8)
+        for how in (read_share, send_share):
+            takers = [Rank.make(whole[1], shard, len(ids[1])) for shard in taker_cut]
+            for index, rank in enumerate(takers):
+                for share in plan(parts_of(source_cut), taker_cut, index):
+                    (source,) = [each for each in sources if each.shard == shard_of(share.part, parts_of(source_cut))]
+                    how(source, rank, share.box, *ids)
+            check_arrived(sources, ids[0], takers, ids[1], tokens)
+            for rank in takers:
+                rank.region.close()
+        for rank in sources:
+            rank.region.close()
+
+
+def ranges_of(box: Box) -> list[Range]:
+    """moved_in_parts, as far as the box has their layers."""
+    found = []
+    for moved in moved_in_parts(NUM_TOKENS):
+        begin, end = max(moved.layer_begin, box.layers.start), min(moved.layer_end, box.layers.stop)
+        if begin < end:
+            found.append(moved._replace(layer_begin=begin, layer_end=end))
+    return found
+
+
+def digests_for(rank: Rank, box: Box):
+    names = span_names(span_hashes(NUM_TOKENS), bytes(32), NUM_TOKENS)
+    return make_digests("sum", rank.layout, box, names)
+
+
+def read_share(source: Rank, taker: Rank, box: Box, source_ids, taker_ids) -> None:
+    for moved in ranges_of(box):
+        theirs, ours = cells(source, box), cells(taker, box)
+        found = read(ours, theirs, taker_ids, source_ids, moved, digests_for(taker, box), codec)
+        assert (found == digests_for(source, box).of_pool(theirs, source_ids, moved)).all(), (
+            "both sides name the cells alike"
+        )
+
+
+def send_share(source: Rank, taker: Rank, box: Box, source_ids, taker_ids) -> None:
+    for moved in ranges_of(box):
+        theirs, ours = cells(source, box), cells(taker, box)
+        alike = source.layout == taker.layout and theirs.is_whole and ours.is_whole
+        if theirs.form != ours.form:
+            sent = encode(theirs, source_ids, moved, ours.group, codec)
+            data = b"".join(bytes(each.flat) for each in sent)
+            promised = digests_for(source, box).of_parts(moved, ((each.part, each.staged) for each in sent))
+        else:
+            data = b"".join(bytes(b) for group in theirs.outgoing(source_ids, moved, alike) for b in group)
+            promised = digests_for(source, box).of_pool(theirs, source_ids, moved)
+        assert len(data) == ours.num_bytes(moved)
+        for group in ours.incoming(taker_ids, moved, alike):
+            for buffer in group:
+                buffer[:], data = data[: len(buffer)], data[len(buffer) :]
+        assert not data and (digests_for(taker, box).of_pool(ours, taker_ids, moved) == promised).all()
+
+
+def test_a_codec_that_gives_other_sizes():
+    source, taker = (Rank.make(layout(16, form), by_heads(1)[0], 4) for form in ("bf16", "int8"))
+    (box,), ids, moved = source.shard, np.arange(4), Range(0, 64, 0, 1)
+    for bad, error in ((lambda *rows: rows[:2], errors.TransferFailed), (None, LayoutMismatch)):
+        with pytest.raises(error):
+            read(cells(taker, box), cells(source, box), ids, ids, moved, digests_for(taker, box), bad)
+    for rank in (source, taker):
+        rank.region.close()
+
+
+# ---- who may feed whom ----
+
+
+@pytest.mark.parametrize("source_form", ELEMENT_BITS)
+@pytest.mark.parametrize("taker_form", ELEMENT_BITS)
+def test_the_same_or_a_lossier_form(source_form, taker_form):
+    ours, theirs = (layout(16, source_form), numerics(source_form)), (layout(64, taker_form), numerics(taker_form, 2))
+    fits = source_form == taker_form or LOSSINESS[source_form] < LOSSINESS[taker_form]
+    if fits:
+        assert relation(*ours, *theirs) == MIXED
+    else:
+        with pytest.raises(
+            LayoutMismatch, match=f"{source_form} cannot become {taker_form}.*keeps.*the taker KVLayout"
+        ):
+            relation(*ours, *theirs)
+    assert bool(set(gives(*ours)) & set(takes(*theirs))) == fits
+    assert not set(gives(*ours, is_strict=True)) & set(takes(*theirs))
+    assert not set(gives(*ours)) & set(takes(*theirs, is_strict=True))
+
+
+def test_one_class_is_exact_whatever_its_blocks():
+    ours, theirs = (layout(16, "bf16"), numerics("bf16")), (layout(64, "bf16"), numerics("bf16"))
+    assert relation(*ours, *theirs, is_strict=True) == EXACT
+    for strict in ((True, True), (True, False), (False, True)):
+        assert set(gives(*ours, is_strict=strict[0])) & set(takes(*theirs, is_strict=strict[1]))
+
+
+def test_another_model_or_shape():
+    ours = (layout(16, "bf16"), numerics("bf16"))
+    others = (
+        (layout(16, "bf16"), numerics("bf16").replace(IDENTITY, "f" * 16)),
+        (KVLayout((KVGroup("paged", NUM_LAYERS, NUM_HEADS * 2, 8, "bf16", 16),)), numerics("bf16")),
+        (layout(16, "bf16"), "no class at all"),
+    )
+    for other in others:
+        with pytest.raises(LayoutMismatch):
+            relation(*ours, *other)
+        assert not set(gives(*ours)) & set(takes(*other)) and not set(gives(*other)) & set(takes(*ours))
+
+
+# ---- over real lines ----
+
+
+@pytest.mark.parametrize("transport", ("inproc", "shm", "tcp"))
+@pytest.mark.parametrize("digest", ("sum", "sha256"))
+@pytest.mark.parametrize("source_cut, taker_cut", ((1, 2), (2, 1), (4, 2), (2, 4), (1, 8)), ids=lambda tp: str(tp))
+def test_ranks_pull_what_crosses_their_own(transport, digest, source_cut, taker_cut):
+    async def main():
+        shapes = (layout(16, "bf16"), by_heads(source_cut), layout(64, "int8"), by_heads(taker_cut))
+        async with Cluster(transport, *shapes, digest=digest) as cluster:
+            handle, ticket = cluster.offer("k", 300)
+            destinations = cluster.destinations(300)
+            fetching = asyncio.create_task(cluster.fetch(handle, ticket, destinations))
+            cluster.advance("k", 128)
+            await until(lambda: all(each.upto[-1:] == [128] for each in destinations), "the first chunk, on all ranks")
+            cluster.advance("k", 300, 2)
+            cluster.finish("k")
+            reports = await fetching
+            assert all(report.numerics == MIXED and report.num_tokens == 300 for report in reports)
+            assert all(report.num_bytes_early > 0 for report in reports)
+            cluster.check_arrived((0, 127, 128, 299))
+            await until(lambda: len(cluster.endings) == source_cut, "every rank's lease is over")
+            assert {ending for _, _, ending in cluster.endings} == {"released"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", ("shm", "tcp"))
+def test_ranks_that_are_alike_move_whole_blocks(transport):
+    async def main():
+        async with Cluster(transport, layout(16, "bf16"), by_heads(2), layout(16, "bf16"), by_heads(2)) as cluster:
+            handle, ticket = cluster.offer("k", 300)
+            cluster.finish("k")
+            await cluster.fetch(handle, ticket, cluster.destinations(300))
+            cluster.check_arrived((0, 127, 299))
+
+    asyncio.run(main())
+
+
+def test_handles_of_other_leases_are_not_joined():
+    async def main():
+        async with Cluster("tcp", layout(16, "bf16"), by_heads(2), layout(16, "bf16"), by_heads(1)) as cluster:
+            first, second = (decode_handle(cluster.offer(key, 100)[0]) for key in "ab")
+            with pytest.raises(ProtocolError, match="different leases"):
+                join_handles([encode_handle(first), encode_handle(second)])
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_fails_fails_the_fetch():
+    """Half of the heads is nothing: what one rank has verified is never told."""
+
+    async def main():
+        async with Cluster("tcp", layout(16, "bf16"), by_heads(2), layout(16, "bf16"), by_heads(1)) as cluster:
+            handle, ticket = cluster.offer("k", 300)
+            cluster.sources[1].cancel("k")
+            cluster.sources[0].finish("k")
+            destination = cluster.destinations(300)[0]
+            assert isinstance(destination, Destination)
+            with pytest.raises(errors.KVError):
+                await cluster.fetch(handle, ticket, [destination])
+            assert destination.upto == []
+
+    asyncio.run(main())

@@ -1,0 +1,90 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtransfer.errors import ProtocolError
+from kvtransfer.transfer import dialogue
+from kvtransfer.transfer.dialogue import Cursor
+from kvtransfer.transfer.leases import Watermark
+from kvtransfer.wire import Range
+
+NUM_LAYERS = 5
+LAYERS = range(NUM_LAYERS)
+CHUNK = st.tuples(st.integers(1, 4), st.lists(st.integers(0, NUM_LAYERS - 1), max_size=3))  # spans, layer marks
+
+
+@given(
+    chunks=st.lists(CHUNK, min_size=1, max_size=5),
+    tail=st.integers(0, 63),
+    begin_span=st.integers(0, 3),
+    max_bytes=st.sampled_from((1, 64 * 10, 64 * 25, 10**6)),
+)
+def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_bytes):
+    num_tokens = 64 * sum(spans for spans, _ in chunks) + tail
+    begin = min(64 * begin_span, num_tokens)
+    sent, taken = (Cursor(begin, num_tokens, LAYERS) for _ in range(2))
+    seen = set()
+    marks, full = [], 0
+    for index, (spans, layers) in enumerate(chunks):
+        upto = full + 64 * spans + (tail if index == len(chunks) - 1 else 0)
+        marks += [Watermark(full, upto, layer) for layer in sorted(layers)] + [Watermark(upto, upto, NUM_LAYERS)]
+        full = upto
+    before, dialogue.MAX_RANGE_BYTES = dialogue.MAX_RANGE_BYTES, max_bytes
+    try:
+        for mark in marks:
+            while not sent.done and (moved := sent.upcoming(mark, 5, 10**7)):
+                sent.take(moved), taken.take(moved)
+                cells = {(t, layer) for t in range(*moved[:2]) for layer in range(*moved[2:])}
+                assert cells and not cells & seen
+                assert all(t < mark.full_token or t < mark.upto_token and layer < mark.upto_layer for t, layer in cells)
+                seen |= cells
+    finally:
+        dialogue.MAX_RANGE_BYTES = before
+    assert taken.done and len(seen) == (num_tokens - begin) * NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    "bad", (Range(0, 64, 0, 5), Range(128, 192, 0, 5), Range(64, 64, 0, 5), Range(64, 100, 0, 5), Range(64, 999, 0, 5),
+            Range(64, 128, 1, 5), Range(64, 128, 0, 6), Range(64, 128, 0, 0)),
+)  # fmt: skip
+def test_ranges_follow_each_other(bad):
+    cursor = Cursor(0, 200, LAYERS)
+    cursor.take(Range(0, 64, 0, 5))
+    with pytest.raises(ProtocolError):
+        cursor.take(bad)
+
+
+def test_layers_of_a_stretch_follow_each_other():
+    cursor = Cursor(64, 200, LAYERS)
+    cursor.take(Range(64, 192, 0, 2))
+    for bad in (Range(64, 192, 0, 2), Range(64, 128, 2, 5), Range(64, 192, 3, 5), Range(192, 200, 0, 5)):
+        with pytest.raises(ProtocolError):
+            cursor.take(bad)
+    cursor.take(Range(64, 192, 2, 5))
+    cursor.take(Range(192, 200, 0, 5))
+    assert cursor.done
+
+
+@pytest.mark.parametrize("begin", (-64, 63, 264, 201))
+def test_begins_where_a_span_does(begin):
+    with pytest.raises(ProtocolError):
+        Cursor(begin, 200, LAYERS)
+
+
+def test_ranges_of_small_tokens_fit_a_frame():
+    moved = Cursor(0, 1 << 20, LAYERS).upcoming(Watermark(1 << 20, 1 << 20, NUM_LAYERS), 5, 10**7)
+    assert moved == Range(0, dialogue.MAX_RANGE_TOKENS, 0, NUM_LAYERS)
+
+
+def test_some_layers_of_a_model():
+    """A rank that holds layers 4 to 8: what is written below or above them does not concern it."""
+    cursor = Cursor(0, 200, range(4, 8))
+    assert cursor.upcoming(Watermark(0, 128, 4), 1, 10**7) is None
+    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7) == Range(0, 128, 4, 6)
+    cursor.take(Range(0, 128, 4, 6))
+    assert cursor.upcoming(Watermark(0, 128, 6), 1, 10**7) is None
+    assert cursor.upcoming(Watermark(0, 128, 12), 1, 10**7) == Range(0, 128, 6, 8)
+    cursor.take(Range(0, 128, 6, 8))
+    assert cursor.upcoming(Watermark(128, 200, 9), 1, 10**7) == Range(128, 200, 4, 8), (
+        "complete here before it is elsewhere"
+    )

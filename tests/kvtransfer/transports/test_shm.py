@@ -1,0 +1,98 @@
+"""What is particular to shared memory: its sockets, its mappings, its folder."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtransfer.errors import TransferFailed
+from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.source import Source
+from kvtransfer.transports import socket_folder
+from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports.transport import local_host_id
+from tests.support.kvtransfer.rig import NUMERICS, running
+
+
+def socket_of(source: Source) -> Path:
+    address = next(endpoint.address for endpoint in source.endpoints() if endpoint.transport == "shm")
+    return Path(socket_folder.socket_path(socket_folder.default_parent(), address))
+
+
+def test_same_pool_is_mapped_once():
+    async def main():
+        async with running("shm") as rig:
+            await rig.fetch(rig.ready_offer("a"), rig.destination())
+            await rig.fetch(rig.ready_offer("b"), rig.destination())
+            assert len(rig.fetcher._doors._mappings._mapped) == 1
+            memory = next(iter(rig.fetcher._doors._mappings._mapped.values())).memory
+            with pytest.raises(ValueError):
+                memory.blocks[0, 0] = 1  # another process's pool can be read, not written
+
+    asyncio.run(main())
+
+
+
+
+def test_a_pool_that_cannot_be_mapped_has_no_shm():
+    async def main():
+        async with running("tcp") as rig:
+            plain = Source(
+                bytearray(rig.layout.block_bytes), rig.layout, rig.source.identity, "host", print,
+                generations=int, region=None,
+            )  # fmt: skip
+            await plain.start(Address(advertise_host="kv.example"))
+            assert [endpoint.transport for endpoint in plain.endpoints()] == ["inproc", "tcp", "grpc"]
+            assert all(endpoint.address.startswith("kv.example:") for endpoint in plain.endpoints()[1:])
+            await plain.stop()
+
+    asyncio.run(main())
+
+
+def test_stop_leaves_no_socket_behind():
+    async def main():
+        async with running("shm") as rig:
+            path = socket_of(rig.source)
+            assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
+            await rig.source.stop()
+            assert not path.parent.exists()
+
+    asyncio.run(main())
+
+
+def test_next_transport_when_the_best_cannot_be_reached():
+    async def main():
+        async with running("shm") as rig:
+            both = Fetcher(
+                rig.regions[1].memory, rig.layout, b"decode-0", 22, local_host_id(), ("shm", "tcp"),
+                numerics_class=NUMERICS,
+            )  # fmt: skip
+            socket_of(rig.source).unlink()
+            offer = rig.ready_offer()
+            report = await both.fetch(offer.handle, offer.ticket, rig.destination(), time.monotonic() + 10)
+            assert report.transport == "tcp" and rig.arrived()
+            assert report.reason.startswith("tcp, because shm: the source cannot be reached")
+            both.close()
+
+    asyncio.run(main())
+
+
+def test_two_folders_are_two_hosts(tmp_path):
+    """Containers meet by a folder that both see, whatever their mount namespaces; without one they take the network."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir(), theirs.mkdir()
+    seen_elsewhere = tmp_path / "volume"
+    seen_elsewhere.symlink_to(ours)  # the same volume under another path
+    assert local_host_id(ours) == local_host_id(seen_elsewhere) != local_host_id(theirs)
+
+    async def main():
+        async with running("shm", source_folder=ours, taker_folder=seen_elsewhere) as rig:
+            report = await rig.fetch(rig.ready_offer(), rig.destination())
+            assert report.transport == "shm" and rig.arrived()
+        async with running("shm", source_folder=ours, taker_folder=theirs) as rig:
+            with pytest.raises(TransferFailed, match="shm: another host"):
+                await rig.fetch(rig.ready_offer(), rig.destination())
+            rig.source.cancel("k")
+
+    asyncio.run(main())

@@ -1,0 +1,80 @@
+"""Folders of sockets: none stays behind for ever, whatever killed its owner."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvtransfer.transports import socket_folder
+from kvtransfer.transports.socket_folder import SocketFolder, socket_path, sweep
+
+HOLD = """
+import sys, pathlib, time
+from kvtransfer.transports.socket_folder import SocketFolder
+print(SocketFolder(pathlib.Path(sys.argv[1])).address, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    monkeypatch.setattr(socket_folder, "_SETTLE_S", -1.0)
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next(tmp_path, settled):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    address = process.stdout.readline().strip()
+    mine = SocketFolder(tmp_path)
+    assert (tmp_path / address).parent.is_dir(), "its owner lives"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    mine.remove()
+    other = SocketFolder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [other.address.split("/")[0]]
+    other.remove(), other.remove()
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_without_a_lock(tmp_path, settled):
+    """As older versions left them: whether somebody listens decides."""
+    living, dead = tmp_path / "baton-kv-living", tmp_path / "baton-kv-dead"
+    for path in (living, dead):
+        path.mkdir(0o700)
+    with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as gone:
+        listening.bind(str(living / "kv")), listening.listen()
+        gone.bind(str(dead / "kv")), gone.listen(), gone.close()
+        assert sweep(tmp_path) == ["baton-kv-dead"] and living.is_dir()
+
+
+def test_what_is_young_or_no_folder_stays(tmp_path, monkeypatch):
+    (tmp_path / "baton-kv-young").mkdir()
+    (tmp_path / "baton-kv-file").write_text("")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "baton-kv-link").symlink_to(tmp_path / "elsewhere")
+    old = time.time() - 3600
+    for name in ("baton-kv-file", "elsewhere"):
+        os.utime(tmp_path / name, (old, old))
+    assert sweep(tmp_path) == [] and len(list(tmp_path.iterdir())) == 4
+    assert sweep(tmp_path / "nowhere") == []
+
+
+def test_no_sockets_can_be_made(tmp_path):
+    with pytest.raises(OSError, match="no KV sockets can be made in"):
+        SocketFolder(tmp_path / "nowhere")
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    with pytest.raises(OSError, match="too long a path"):
+        SocketFolder(deep)
+    assert not list(deep.iterdir())
+
+
+def test_an_address_never_leads_out_of_the_folder(tmp_path):
+    assert socket_path(tmp_path, "baton-kv-abc_1/kv") == str(tmp_path / "baton-kv-abc_1" / "kv")
+    for bad in ("/etc/passwd", "../baton-kv-a/kv", "baton-kv-a/../../kv", "baton-kv-a/kv\0", "baton-kv-a", ""):
+        with pytest.raises(ValueError, match="names no socket"):
+            socket_path(tmp_path, bad)

@@ -1,0 +1,97 @@
+"""The pages of --admin: what is answered, to whom by which name, and with how many that say nothing."""
+
+import asyncio
+import json
+
+import pytest
+
+from baton.service.net.admin import Admin
+
+
+class Asking:
+    """`async with Asking(hosts, address) as ask`: `status, answer = await ask(head)`."""
+
+    def __init__(self, hosts=(), address: str = "127.0.0.1:0"):
+        self._admin, self._address = Admin(lambda: (False, {"ready": False}), {}, hosts), address
+
+    async def __aenter__(self) -> "Asking":
+        self.port = await self._admin.start(self._address)
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        await self._admin.stop()
+
+    async def __call__(self, head: bytes) -> tuple[int, dict]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(head)
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert body.count(b"\n") == 1  # one line, whatever was asked
+        return int(head.split(b" ")[1]), json.loads(body)
+
+
+async def test_pages():
+    async with Asking() as ask:
+        host = b"Host: localhost\r\n\r\n"
+        assert await ask(b"GET /healthz HTTP/1.1\r\n" + host) == (200, {"status": "ok"})
+        assert await ask(b"GET /readyz HTTP/1.0\r\nx: y\r\n\r\n") == (503, {"ready": False})
+        assert (await ask(b"GET /other HTTP/1.1\r\n" + host))[0] == 404
+        assert (await ask(b"POST /healthz HTTP/1.1\r\n" + host))[0] == 405
+        assert (await ask(b"nonsense\r\n\r\n"))[0] == 400
+
+
+OURS = [
+    "localhost", "LocalHost:9464", "127.0.0.1", "127.0.0.1:9464", "[::1]", "[::1]:9464", "10.1.2.3:9464",
+    "gateway.example", "Gateway.Example:9464", "other",
+]  # fmt: skip
+OTHERS = ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "localhost.evil.example", "evil:localhost", "",
+          ":9464", "gateway.example.", "0x7f.1", "[evil]", "x" * 5000, '"\x1b[31m']  # fmt: skip
+
+
+@pytest.mark.parametrize("host", OURS)
+async def test_names_of_this_host(host):
+    async with Asking(["Gateway.Example", "other"]) as ask:
+        assert (await ask(f"GET /healthz HTTP/1.1\r\nhost: {host}\r\n\r\n".encode()))[0] == 200
+
+
+@pytest.mark.parametrize("host", OTHERS)
+async def test_a_name_that_was_made_to_lead_here_reads_nothing(host):
+    async with Asking(["gateway.example"]) as ask:
+        for page in ("healthz", "readyz", "fleet.json", "metrics"):
+            status, answer = await ask(f"GET /{page} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            assert status == 421 and answer.keys() == {"error"} and "--admin-hosts" in answer["error"]
+            assert len(answer["error"]) < 200
+
+
+async def test_what_is_listened_on_is_a_name_of_this_host():
+    async with Asking(address="localhost:0") as ask:
+        assert (await ask(b"GET /healthz HTTP/1.1\r\nHost: localhost:1\r\n\r\n"))[0] == 200
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: localhost\r\nHost: evil.example\r\n"])
+async def test_a_request_names_its_host_once(hosts):
+    async with Asking() as ask:
+        assert (await ask(b"GET /healthz HTTP/1.1\r\n" + hosts + b"\r\n"))[0] == 400
+
+
+async def test_whoever_asks_is_answered_beside_a_thousand_that_do_not():
+    async with Asking() as ask:
+        idle = []
+        for index in range(1000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", ask.port)
+            writer.write(b"GET /healthz HTTP/1.1\r\n" if index % 2 else b"")
+            idle.append((reader, writer))
+            if index % 100 == 0:
+                assert (await ask(b"GET /healthz HTTP/1.0\r\n\r\n"))[0] == 200
+        assert (await ask(b"GET /healthz HTTP/1.0\r\n\r\n"))[0] == 200
+        assert len(ask._admin._open) <= 64
+        async with asyncio.timeout(30):  # the others, which had 5 s
+            for reader, writer in idle:
+                try:
+                    assert await reader.read() == b""
+                except ConnectionResetError:
+                    pass
+                writer.close()
+        while ask._admin._open:
+            await asyncio.sleep(0.01)

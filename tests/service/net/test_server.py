@@ -1,0 +1,184 @@
+"""Health that streams, ports that are taken, messages that are too large, signals; with real servers."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.service.net.client import open_channel
+from baton.service.net.server import AddressInUse, Health, ListenError, bind, enable_reflection, make_server
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from tests.support.process import ROOT
+
+SERVICE = "baton.v1.Inference"
+
+
+async def serve(prepare, **options):
+    server = make_server(**options)
+    prepared = prepare(server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    return server, prepared, open_channel(f"127.0.0.1:{port}")
+
+
+async def test_watch_streams_every_change():
+    server, health, channel = await serve(Health)
+    stub = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    seen = []
+
+    async def next_status():
+        answer = await asyncio.wait_for(watch.read(), 10)
+        seen.append(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    await next_status()
+    health.set(SERVICE, False)
+    await next_status()
+    health.set(SERVICE, True)
+    await next_status()
+    health.set(SERVICE, True)  # no change, no message
+    health.shut_down()
+    await next_status()
+    assert seen == ["SERVICE_UNKNOWN", "NOT_SERVING", "SERVING", "NOT_SERVING"]
+    watch.cancel()
+    await channel.close()
+    await server.stop(0)
+
+
+async def test_list():
+    server, health, channel = await serve(Health)
+    health.set(SERVICE, True)
+    answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    told = {service: each.status for service, each in answer.statuses.items()}
+    assert told == {"": health_pb2.HealthCheckResponse.NOT_SERVING, SERVICE: health_pb2.HealthCheckResponse.SERVING}
+    await channel.close()
+    await server.stop(0)
+
+
+async def test_check():
+    server, health, channel = await serve(Health)
+    stub = health_pb2_grpc.HealthStub(channel)
+    assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    health.set("", True)
+    assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as raised:
+        await stub.Check(health_pb2.HealthCheckRequest(service="none.such"))
+    assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+    await channel.close()
+    await server.stop(0)
+
+
+async def test_reflection_lists_services():
+    server, _, channel = await serve(lambda server: enable_reflection(server, [SERVICE]))
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    names = {service.name for service in (await call.read()).list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    call.cancel()
+    await channel.close()
+    await server.stop(0)
+
+
+async def test_address_in_use_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = "127.0.0.1:%d" % taken.getsockname()[1]
+        with pytest.raises(AddressInUse) as raised:
+            bind(make_server(), address)
+    assert address in str(raised.value) and "\n" not in str(raised.value)
+
+
+async def test_second_gRPC_server_does_not_share_the_port():
+    first = make_server()
+    port = bind(first, "127.0.0.1:0")
+    await first.start()
+    with pytest.raises(AddressInUse):
+        bind(make_server(), f"127.0.0.1:{port}")
+    await first.stop(0)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:x", ":1", "127.0.0.1:70000", "203.0.113.7:50051"])
+async def test_bad_address_is_one_line(address):
+    with pytest.raises(ListenError) as raised:
+        bind(make_server(), address)
+    assert address in str(raised.value) and "\n" not in str(raised.value)
+
+
+class Echo(inference_pb2_grpc.InferenceServicer):
+    async def Tokenize(self, request, context):
+        return pb.TokenizeResponse()
+
+
+async def test_too_large_a_message_is_refused():
+    prepare = lambda server: inference_pb2_grpc.add_InferenceServicer_to_server(Echo(), server)  # noqa: E731
+    server, _, channel = await serve(prepare, max_message_bytes=1 << 20)
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    await stub.Tokenize(pb.TokenizeRequest(text="x" * 1_000_000))
+    with pytest.raises(grpc.RpcError) as raised:
+        await stub.Tokenize(pb.TokenizeRequest(text="x" * (1 << 20)))
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await channel.close()
+    await server.stop(0)
+
+
+SIGNALLED = """
+import asyncio, sys
+from baton.service.net.server import run
+async def main(stop):
+    print("up", flush=True)
+    await stop.wait()
+    print("draining", flush=True)
+    if "hang" in sys.argv:
+        await asyncio.sleep(60)
+    return 3
+sys.exit(run(main, use_uvloop="uvloop" in sys.argv))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_first_signal_drains_second_kills(number, loop):
+    for hang in ("", "hang"):
+        process = subprocess.Popen([sys.executable, "-c", SIGNALLED, loop, hang], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "up\n"
+        os.kill(process.pid, number)
+        assert process.stdout.readline() == "draining\n"
+        if hang:
+            os.kill(process.pid, number)
+        assert process.wait(20) == (-number if hang else 3)
+        process.stdout.close()
+
+
+def test_grpc_itself_writes_nothing_for_callers_that_it_refuses():
+    """Nothing for a connection or a call that is not well: who reaches a port does not fill the log."""
+    program = """
+import asyncio, sys
+from baton.service.net.server import Health, bind, make_server
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+async def main():
+    server = make_server()
+    Health(server)
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="x" * 1000))
+        except grpc.aio.AioRpcError as error:
+            print(error.code().name)
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ran.stdout.strip(), ran.stderr) == ("UNIMPLEMENTED", "")

@@ -1,0 +1,45 @@
+"""A histogram of ours reads on the page as prometheus_client's own."""
+
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as classic
+
+from baton.service.observe.metrics import TPOT_BUCKETS, Metrics
+
+VALUES = (0.0, 0.001, 0.0011, 0.02, 0.02, 3.0)
+
+
+def samples(text: str, parse, name: str) -> dict[tuple, float]:
+    found = [sample for family in parse(text) for sample in family.samples if sample.name.startswith(name)]
+    return {
+        (each.name.removeprefix(name), *sorted(each.labels.items())): each.value
+        for each in found
+        if not each.name.endswith("_created")
+    }
+
+
+def test_it_counts_as_theirs_does():
+    metrics = Metrics("tiny")
+    ours, theirs = metrics.tally("ours", "text", TPOT_BUCKETS), metrics.histogram("theirs", "text", TPOT_BUCKETS)()
+    for value in VALUES:
+        ours.observe(value, 0)
+        theirs.observe(value)
+    for accept, parse in (("", classic), ("application/openmetrics-text; version=1.0.0", openmetrics)):
+        text = metrics.page({"accept": accept}).body.decode()
+        seen = samples(text, parse, "ours")
+        assert seen == samples(text, parse, "theirs")
+        assert sum(key[0] == "_bucket" for key in seen) == len(TPOT_BUCKETS) + 1
+
+
+def test_the_last_trace_of_a_bucket_is_its_exemplar():
+    metrics = Metrics("tiny")
+    tally = metrics.tally("ours", "text", (0.1, 1.0))
+    for value, trace_id in ((0.05, 1), (0.07, 2), (0.5, 3), (0.6, 0)):
+        tally.observe(value, trace_id)
+    page = metrics.page({"accept": "application/openmetrics-text; version=1.0.0"}).body.decode()
+    told = {
+        sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
+        for family in openmetrics(page)
+        for sample in family.samples
+        if sample.exemplar
+    }
+    assert told == {"0.1": (f"{2:032x}", 0.07), "1.0": (f"{3:032x}", 0.5)}

@@ -1,0 +1,184 @@
+"""Telemetry against a real OTLP/gRPC receiver, and against a collector that is not there."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from baton.service.observe import genai_metrics, telemetry
+from baton.service.observe.telemetry import TraceContext
+from tests.support.otlp import Receiver
+
+
+@pytest.fixture(autouse=True)
+def off_afterwards():
+    yield
+    telemetry.shut_down()
+
+
+def test_one_trace_with_parents_and_links():
+    with Receiver() as receiver:
+        assert telemetry.setup("tested", receiver.endpoint) and telemetry.enabled()
+        clock, begin = telemetry.Clock(), time.monotonic()
+        root = telemetry.new_context()
+        start, end = clock.wall_ns(begin), clock.wall_ns(begin + 0.25)
+        other = telemetry.new_context()
+        attributes = {"n": 3, "unset": None}
+        child = telemetry.emit_span("child", root, start, end, attributes, status="cancelled", links=[other])
+        telemetry.emit_span("grandchild", TraceContext(root.trace_id, child), start, end, status="error")
+        telemetry.emit_span("root", TraceContext(root.trace_id, 0), start, end, span_id=root.span_id, kind="server")
+        assert telemetry.flush()
+        spans = {span.name: span for span in receiver.wait_for(lambda spans: len(spans) == 3)}
+    assert {span.trace_id for span in spans.values()} == {f"{root.trace_id:032x}"}
+    assert spans["root"].parent_id == "" and spans["root"].kind == "server" and not spans["root"].is_error
+    assert spans["child"].parent_id == spans["root"].span_id == f"{root.span_id:016x}"
+    assert spans["child"].attributes == {"n": 3, "baton.status": "cancelled"}
+    assert spans["child"].links == (f"{other.span_id:016x}",)
+    assert spans["grandchild"].parent_id == spans["child"].span_id and spans["grandchild"].is_error
+    assert spans["root"].duration_s == pytest.approx(0.25) and spans["root"].service == "tested"
+
+
+def test_spans_arrive_without_a_flush():
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        telemetry.emit_span("alone", telemetry.new_context(), 1, 2)
+        receiver.wait_for(lambda spans: len(spans) == 1, telemetry.FLUSH_S)
+
+
+def test_not_sampled_by_the_caller_is_not_sent():
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        parent = telemetry.parse_traceparent("00-" + "a" * 32 + "-" + "b" * 16 + "-00")
+        telemetry.emit_span("hidden", telemetry.new_context(parent), 1, 2)
+        telemetry.emit_span("seen", telemetry.new_context(), 1, 2)
+        assert telemetry.flush()
+        assert [span.name for span in receiver.wait_for(lambda spans: spans)] == ["seen"]
+
+
+PROGRAM = """
+import sys
+from baton.service.observe import genai_metrics; from baton.service.observe import telemetry
+telemetry.setup("child")
+for index in range(3):
+    telemetry.emit_span(f"span {index}", telemetry.new_context(), 1, 2)
+print(telemetry.enabled(), "opentelemetry.sdk" in sys.modules)
+"""
+
+
+def run_child(endpoint: str | None) -> str:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+    if endpoint:
+        env["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
+    # The bound is for a run that hangs; exit itself waits 5 s at most.
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_flushed_at_exit():
+    with Receiver() as receiver:
+        assert run_child(receiver.endpoint) == "True True\n"
+        spans = receiver.wait_for(lambda spans: len(spans) == 3)
+    assert {span.service for span in spans} == {"child"}
+
+
+def test_off_without_endpoint():
+    assert run_child(None) == "False False\n"
+
+
+@pytest.mark.parametrize("collector", ["refuses", "hangs"])
+def test_dead_collector_does_not_hold_the_exit(collector):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if collector == "hangs":
+            listener.listen()
+        assert run_child("http://127.0.0.1:%d" % listener.getsockname()[1]) == "True True\n"
+
+
+def test_flush_gives_up_in_time():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        telemetry.setup("tested", "http://127.0.0.1:%d" % listener.getsockname()[1])
+        telemetry.emit_span("lost", telemetry.new_context(), 1, 2)
+        assert telemetry.flush(0.05) is False
+        telemetry.shut_down(0.05)
+        assert not telemetry.enabled()
+
+
+def test_traceparent_both_ways():
+    context = telemetry.new_context()
+    assert telemetry.parse_traceparent(telemetry.format_traceparent(context)) == context
+    child = telemetry.new_context(context)
+    assert child.trace_id == context.trace_id and child.span_id != context.span_id
+    assert telemetry.parse_traceparent("00-" + "a" * 32 + "-" + "b" * 16 + "-00").sampled is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "00-" + "0" * 32 + "-" + "b" * 16 + "-01", "00-" + "a" * 32 + "-" + "0" * 16 + "-01"]
+    + ["ff-" + "a" * 32 + "-" + "b" * 16 + "-01", "00-" + "A" * 32 + "-" + "b" * 16 + "-01"]
+    + ["00-" + "a" * 32 + "-" + "b" * 16 + "-01-more"],
+)
+def test_broken_traceparent_is_none(text):
+    assert telemetry.parse_traceparent(text) is None
+
+
+def test_events_of_a_span():
+    with Receiver() as receiver:
+        telemetry.setup("tested", receiver.endpoint)
+        events = [telemetry.SpanEvent("retry", 2, {"why": "full", "unset": None}), telemetry.SpanEvent("bare", 3)]
+        telemetry.emit_span("told", telemetry.new_context(), 1, 4, events=events)
+        assert telemetry.flush()
+        (span,) = receiver.wait_for(lambda spans: spans)
+    assert span.events == (("retry", {"why": "full"}), ("bare", {}))
+
+
+def test_an_id_that_another_process_can_make():
+    one = telemetry.span_id_of(5, "request", 1, "prefill")
+    assert one == telemetry.span_id_of(5, "request", 1, "prefill") and 0 < one < 1 << 64
+    others = {telemetry.span_id_of(5, "request", 2, "prefill"), telemetry.span_id_of(6, "request", 1, "prefill")}
+    assert one not in others and len(others) == 2
+
+
+@pytest.mark.parametrize("share, least, most", [(0.0, 0, 0), (0.25, 180, 320), (1.0, 1000, 1000)])
+def test_a_share_is_sampled(share, least, most):
+    """0.25 of 1,000: five standard deviations each way."""
+    assert least <= sum(telemetry.new_context(None, share).sampled for _ in range(1000)) <= most
+    parent = telemetry.new_context()
+    assert telemetry.new_context(parent, 0.0).sampled
+
+
+def test_metrics_over_otlp():
+    with Receiver() as receiver:
+        assert genai_metrics.setup("tested", receiver.endpoint)
+        genai_metrics.observe("chat", "tiny", 2.0, 0.5, 0.05)
+        genai_metrics.observe("chat", "tiny", 0.1, error_type="OVERLOADED")
+        genai_metrics.shut_down()
+        points = {(point.name, point.attributes.get("error.type")): point for point in receiver.metrics.points}
+    assert {name for name, _ in points} == {
+        f"gen_ai.server.{name}" for name in ("request.duration", "time_to_first_token", "time_per_output_token")
+    }
+    answered, refused = (points["gen_ai.server.request.duration", error] for error in (None, "OVERLOADED"))
+    assert (answered.sum, answered.count, refused.sum) == (2.0, 1, 0.1)
+    assert answered.attributes["gen_ai.provider.name"] == "baton" and answered.service == "tested"
+
+
+def test_metrics_are_off_without_an_endpoint_or_when_told(monkeypatch):
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    assert not genai_metrics.setup("tested")
+    genai_metrics.observe("chat", "tiny", 2.0)
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")
+    assert not genai_metrics.setup("tested", "http://127.0.0.1:1")
+
+
+def test_a_collector_that_hangs_holds_no_metrics_up():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        genai_metrics.setup("tested", "http://127.0.0.1:%d" % listener.getsockname()[1])
+        genai_metrics.observe("chat", "tiny", 2.0)
+        genai_metrics.shut_down(0.05)

@@ -1,0 +1,30 @@
+"""A worker that is refused memory ends, one that fails otherwise does not."""
+
+import os
+
+import pytest
+
+from baton.service.out_of_memory import leave_if_exhausted
+
+
+def test_only_a_lack_of_memory_ends_the_worker(monkeypatch, caplog):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    leave_if_exhausted(RuntimeError("something else"))
+    assert not ended and not caplog.records
+    leave_if_exhausted(MemoryError())
+    assert ended == [1]
+    assert "--num-blocks" in caplog.records[-1].getMessage()
+
+
+def test_it_ends_though_nothing_can_be_logged(monkeypatch):
+    def refuse(*args):
+        raise MemoryError
+
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("baton.service.out_of_memory.log.critical", refuse)
+    with pytest.raises(MemoryError):  # the process would be gone
+        leave_if_exhausted(MemoryError())
+    assert ended == [1]

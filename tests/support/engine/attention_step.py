@@ -1,0 +1,76 @@
+"""A step to attend over, and what comes of it in fp64."""
+
+import math
+
+import torch
+
+from baton.engine.attention.base import Attention, AttentionShape
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.kv.pool import KVPool
+from kvtransfer.layout import KVGroup, KVLayout
+
+
+def exact(q, k, v, kv_len, window):
+    """fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]."""
+    group = q.shape[1] // k.shape[0]
+    k, v = (x.double().repeat_interleave(group, dim=0) for x in (k, v))
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[2])
+    positions = torch.arange(kv_len, device=q.device)
+    distance = positions[kv_len - len(q) :].unsqueeze(1) - positions
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+
+
+def one_step(
+    shape: AttentionShape, lengths: list[tuple[int, int]], block_size: int = 16, form: str = "fp32", seed: int = 0
+):
+    """A pool with sequences of (query_len, kv_len); everything that no sequence owns is NaN."""
+    torch.manual_seed(seed)
+    group = KVGroup("paged", len(shape.windows), shape.num_kv_heads, shape.head_dim, form, block_size)
+    num_blocks = sum(-(-kv_len // block_size) for _, kv_len in lengths) + 3
+    pool = KVPool(KVLayout((group,)), num_blocks)
+    pool.bytes.fill_(255)  # NaN in every form, or in its scales
+    free = torch.randperm(num_blocks)
+    seqs, start = [], 0
+    for query_len, kv_len in lengths:
+        count = -(-kv_len // block_size)
+        block_ids, free = free[:count], free[count:]
+        slots = (block_ids.unsqueeze(1) * block_size + torch.arange(block_size)).view(-1)[:kv_len]
+        for layer in range(len(shape.windows)):
+            pool.write(layer, slots, *torch.randn(2, kv_len, shape.num_kv_heads, shape.head_dim))
+        seqs.append(SeqSlice(start, query_len, kv_len, block_ids))
+        start += query_len
+    q = torch.randn(start, shape.num_heads, shape.head_dim).to(shape.dtype)
+    pool, q = on_device(pool, shape.device), q.to(shape.device)
+    return pool, batch_of(seqs), q
+
+
+def on_device(pool: KVPool, device: torch.device) -> KVPool:
+    if device.type == "cpu":
+        return pool
+    there = KVPool(pool.layout, pool.num_blocks, device=device)
+    there.bytes.copy_(pool.bytes)
+    return there
+
+
+def batch_of(seqs: list[SeqSlice]) -> ForwardBatch:
+    empty = torch.empty(0, dtype=torch.int64)
+    return ForwardBatch(empty, empty, empty, seqs, empty)
+
+
+def attended(backend: Attention, pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
+    """What a backend makes of a step; its output is NaN before."""
+    out = torch.full_like(q, float("nan"))
+    backend(backend.plan(batch, pool), layer, q, out)
+    return out
+
+
+def assert_close_to_exact(backend: Attention, pool: KVPool, batch: ForwardBatch, q: torch.Tensor, atol: float):
+    """In every layer of the shape."""
+    for layer, window in enumerate(backend.shape.windows):
+        out = attended(backend, pool, batch, layer, q)
+        for seq in batch.seqs:
+            rows = slice(seq.query_start, seq.query_start + seq.query_len)
+            k, v = pool.gather(layer, seq.block_ids.to(q.device), seq.kv_len)
+            truth = exact(q[rows], k, v, seq.kv_len, window)
+            torch.testing.assert_close(out[rows].double(), truth, atol=atol, rtol=0)

@@ -1,0 +1,136 @@
+"""Small random models of every family, made with transformers, and a bare hand that feeds them to Model.forward."""
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.llama import Model
+from kvtransfer.layout import KVLayout
+
+SMALL = dict(
+    vocab_size=199,
+    hidden_size=48,
+    intermediate_size=100,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+THETA = {"rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SHORT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+LONG = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+LONGROPE["original_max_position_embeddings"] = 256
+
+# name -> (transformers' prefix, what differs from SMALL)
+FAMILIES = {
+    "llama2": ("Llama", dict(num_key_value_heads=4)),
+    "llama3": ("Llama", dict(rope_parameters=THETA | {"rope_theta": 500000.0})),
+    "llama3.1": ("Llama", dict(rope_parameters=THETA | LLAMA3)),
+    "llama3.2-tied": ("Llama", dict(rope_parameters=THETA | LLAMA3, tie_word_embeddings=True)),
+    "llama-mqa-bias": ("Llama", dict(num_key_value_heads=1, attention_bias=True, mlp_bias=True)),
+    "llama-head-dim": ("Llama", dict(head_dim=20, num_attention_heads=6, num_key_value_heads=2)),
+    "llama-linear": ("Llama", dict(rope_parameters=THETA | {"rope_type": "linear", "factor": 2.0})),
+    "llama-dynamic": ("Llama", dict(rope_parameters=THETA | {"rope_type": "dynamic", "factor": 2.0})),
+    "llama-yarn": ("Llama", dict(rope_parameters=THETA | YARN)),
+    "llama-yarn-mscale": ("Llama", dict(rope_parameters=THETA | YARN | {"mscale": 0.7, "mscale_all_dim": 1.0})),
+    "llama-longrope": ("Llama", dict(rope_parameters=THETA | LONGROPE)),
+    "mistral": ("Mistral", dict(sliding_window=24)),
+    "mistral-full": ("Mistral", dict(sliding_window=None)),
+    "qwen2": ("Qwen2", dict(num_attention_heads=6, num_key_value_heads=2)),
+    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=20, max_window_layers=1)),
+    "qwen2-yarn": ("Qwen2", dict(rope_parameters=THETA | YARN, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", dict(head_dim=16)),
+    "qwen3-tied": ("Qwen3", dict(head_dim=24, num_key_value_heads=1, tie_word_embeddings=True)),
+}
+
+
+def tiny(vocab_size: int) -> transformers.PreTrainedModel:
+    """Two layers of 64, random, whose likeliest tokens stand out."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.25,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def save_tiny(path: Path, vocab_size: int) -> Path:
+    tiny(vocab_size).save_pretrained(path)
+    return path
+
+
+def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
+    """Save a random model of a family; returns it as transformers has it, for comparison."""
+    prefix, differences = FAMILIES[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{prefix}Config")(**(SMALL | differences | changes))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # Wide enough that greedy tokens vary; biases and norms away from the values that hide them.
+            std = 0.3 if key.endswith("bias") else 1.5 / parameter.shape[-1] ** 0.5
+            parameter.normal_(std=std) if parameter.dim() == 2 or "bias" in key else parameter.uniform_(0.5, 1.5)
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+class Hand:
+    """Sequences in a paged pool, their blocks scattered, stepped in whatever mixture the test asks for."""
+
+    def __init__(self, model: Model, form: str = "fp32", block_size: int = 16, num_blocks: int = 400):
+        self.model = model
+        self.pool = KVPool(KVLayout((model.kv_group(form, block_size),)), num_blocks, device=model.device)
+        # What a block held before must not matter.
+        self.pool.bytes.fill_(255)  # NaN in every form, or in its scales
+        self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
+        self.block_ids: dict[str, list[int]] = {}
+        self.num_tokens: dict[str, int] = {}
+
+    def step(self, work: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+        """Append tokens to sequences, all in one batch; logits of all of their rows, per sequence."""
+        token_ids, positions, slots, seqs = [], [], [], []
+        size = self.pool.block_size
+        for name, new_ids in work.items():
+            begin = self.num_tokens.get(name, 0)
+            end = begin + len(new_ids)
+            blocks = self.block_ids.setdefault(name, [])
+            while len(blocks) * size < end:
+                blocks.append(self._free.pop())
+            seqs.append(SeqSlice(len(token_ids), len(new_ids), end, torch.tensor(blocks)))
+            token_ids += new_ids
+            positions += range(begin, end)
+            slots += [blocks[position // size] * size + position % size for position in range(begin, end)]
+            self.num_tokens[name] = end
+        rows = torch.arange(len(token_ids))
+        batch = ForwardBatch(torch.tensor(token_ids), torch.tensor(positions), torch.tensor(slots), seqs, rows)
+        with torch.inference_mode():
+            logits = self.model.forward(batch, self.pool)
+        return dict(zip(work, logits.split([seq.query_len for seq in seqs]), strict=True))
+
+
+def random_ids(num_tokens: int, seed: int, vocab_size: int = SMALL["vocab_size"]) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()

@@ -1,0 +1,429 @@
+"""FakeWorker: a real gRPC server that speaks worker.proto and computes nothing. Its tokens are a pure function of
+(prompt, choice, output index), so that any worker continues what another began.
+
+Gates hold it at a step (`worker.hold("prefill")`), scripts make it refuse or fail; `worker.held` is what it has not
+given back.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.service.codec import key_from_proto, key_to_proto
+from baton.service.net import server as grpc_server
+from baton.v1 import inference_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
+
+IDENTITY = hashlib.sha256(b"fake model").digest()
+# Of workers that take part and do not do their part: what they do when they are asked for something.
+MANNERS = (
+    "silent", "twice", "capabilities", "load zero", "load garbage", "huge", "ended", "failed", "key index", "columns",
+)  # fmt: skip
+GATES = ("admit", "accept", "prefill", "fetch", "decode", "end", "offer", "attach")
+_leases: dict[bytes, "_Lease"] = {}
+_lease_ids = itertools.count(1)
+
+
+def token_at(prompt_ids: Sequence[int], choice: int, index: int, vocab_size: int) -> int:
+    """Never one of the first ten ids: those are control tokens."""
+    text = f"{list(prompt_ids)}/{choice}/{index}".encode()
+    return 10 + int.from_bytes(hashlib.sha256(text).digest()[:4], "little") % (vocab_size - 10)
+
+
+def tokens_of(prompt_ids: Sequence[int], num_tokens: int, vocab_size: int, choice: int = 0) -> list[int]:
+    return [token_at(prompt_ids, choice, index, vocab_size) for index in range(num_tokens)]
+
+
+@dataclass
+class _Lease:
+    """A prefill that waits to be taken; shared by all FakeWorkers of this process instead of KV."""
+
+    source: "FakeWorker"
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    lost: bool = False
+
+
+class _Session:
+    def __init__(self, context):
+        self.context = context
+        self.outbox: asyncio.Queue = asyncio.Queue()
+        self.tasks: dict[tuple, asyncio.Task] = {}
+        self.decoding: set[tuple] = set()
+        self.says_all_twice = False
+        self.spans_sent = 0
+        self.seq = None
+
+    def send(self, **event) -> None:
+        self.outbox.put_nowait(pb.Event(**event))
+        if self.says_all_twice and "hello" not in event:
+            self.outbox.put_nowait(pb.Event(**event))
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, role: str, tokenizer_digest: bytes, vocab_size: int, *, context: int = 1024, **hello):
+        self.role, self.vocab_size = role, vocab_size
+        self.instance, self.epoch = secrets.token_bytes(16), secrets.randbits(64)
+        self.hello = pb.Hello(
+            protocol_min=1,
+            protocol_max=1,
+            instance=self.instance,
+            epoch=self.epoch,
+            roles=[role],
+            model_identity=IDENTITY,
+            tokenizer_digest=tokenizer_digest,
+            numerics_class="fake/none/fp32/fp32/tp1/exact",
+            kv_gives=["fake fp32"],
+            kv_takes=["fake fp32"],
+            host_id="here",
+        )
+        self.hello.limits.max_model_len = self.hello.model.context = context
+        self.hello.limits.max_num_seqs = 8
+        self.hello.model.name, self.hello.model.family, self.hello.model.vocab_size = "fake", "llama", vocab_size
+        self.hello.model.transports.append("tcp")
+        self.hello.MergeFrom(pb.Hello(**hello))
+        self.refusals: list[str] = []  # reasons for the next Admits or Prefills
+        self.failures: dict[str, list[tuple[int, str]]] = {}  # step -> (code, reason) of the next keys that end there
+        self.held: set[tuple] = set()
+        self.parked: dict[str, pb.RequestSpec] = {}  # by request id: sequences whose session was lost
+        self.commands: list[tuple[str, object]] = []
+        self.spans: dict[bytes, None] = {}
+        self._specs: dict[tuple, pb.RequestSpec] = {}
+        self.is_silent = False
+        self.manner = ""  # one of MANNERS: what is wrong with it
+        self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
+        self.state = "serving"  # as its loads say
+        self.port = 0
+        self._gates = {name: asyncio.Event() for name in GATES}
+        for gate in self._gates.values():
+            gate.set()
+        self._sessions: set[_Session] = set()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.commands if kind not in ("hello", "subscribe")]
+
+    def hold(self, gate: str) -> None:
+        self._gates[gate].clear()
+
+    def release(self, gate: str) -> None:
+        self._gates[gate].set()
+
+    async def start(self, port: int = 0) -> "FakeWorker":
+        self._server = grpc_server.make_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        self.port = grpc_server.bind(self._server, f"127.0.0.1:{port}")
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        """As if it were killed: every stream breaks at once."""
+        for lease in _leases.values():
+            if lease.source is self:
+                lease.lost = True
+                lease.done.set()
+        await self._server.stop(None)
+
+    # ---- the session ----
+
+    async def Session(self, commands, context):  # noqa: N802
+        session = _Session(context)
+        self._sessions.add(session)
+        writer = asyncio.create_task(self._write(session))
+        try:
+            async for command in commands:
+                self._obey(session, command)
+        finally:
+            self._sessions.discard(session)
+            for key in session.decoding & self.held:
+                self.held.discard(key)
+                self.parked[key[0]] = self._specs[key]
+            for task in (*session.tasks.values(), writer):
+                task.cancel()
+
+    async def _write(self, session: _Session) -> None:
+        while True:
+            await session.context.write(await session.outbox.get())
+
+    async def _send_loads(self, session: _Session) -> None:
+        while True:
+            load = pb.Load(state=self.state, num_running=len(self.held))
+            if self.manner == "load zero":
+                load = pb.Load()
+            elif self.manner == "load garbage":
+                most = (1 << 32) - 1
+                load = pb.Load(
+                    step=(1 << 64) - 1, num_running=0, num_waiting=0, num_blocks_free=most, num_blocks_total=1,
+                    tokens_per_s=float("nan"), state="\x1b[2J" * 50, blocks_by_holder=[most] * 40,
+                    num_draft_tokens=(1 << 64) - 1,
+                )  # fmt: skip
+            session.send(load=load)
+            await asyncio.sleep(0.25)
+
+    def _obey(self, session: _Session, command: pb.Command) -> None:
+        kind = command.WhichOneof("kind")
+        message = getattr(command, kind)
+        self.commands.append((kind, message))
+        if kind == "hello":
+            session.says_all_twice = self.manner == "twice"
+            session.send(hello=self.hello)
+            session.tasks["load",] = asyncio.create_task(self._send_loads(session))
+        elif kind == "subscribe":
+            session.seq = 0
+            self._send_spans(session, list(self.spans), snapshot=True)
+        elif self.manner not in ("", "twice") and kind in ("admit", "prefill", "offer", "attach"):
+            self._misbehave(session, kind, message)
+        elif not self.is_silent:
+            getattr(self, f"_{kind}", lambda *_: None)(session, key_from_proto(message.key), message)
+
+    def _misbehave(self, session: _Session, kind: str, message) -> None:
+        """In place of an answer."""
+        key = message.key
+        if self.manner == "huge":
+            session.send(ended=pb.Ended(key=key, code=13, message="x" * (8 << 20)))
+        elif self.manner in ("ended", "failed"):
+            code, reason = (13, "BROKEN") if self.manner == "failed" else (0, "")
+            session.send(ended=pb.Ended(key=key, code=code, reason=reason))
+        elif self.manner in ("key index", "columns") and kind in ("admit", "prefill"):
+            session.send(granted=pb.Granted(key=key, num_cached_tokens=(1 << 32) - 1))
+            nan, (first_id, _) = float("nan"), self._draw(message.spec, 0, 0)
+            first = pb.FirstToken(token_id=first_id)
+            session.send(done=pb.Done(key=key, first_tokens=[first], queue_s=nan, prefill_s=-nan))
+            rows = dict(key_index=[7] if self.manner == "key index" else [0, 0, 0], choice=[0], first_index=[1])
+            session.send(step_output=pb.StepOutput(keys=[key], num_ids=[1], token_ids=[9], **rows))
+
+    def _send_spans(self, session: _Session, sealed: list[bytes], snapshot: bool = False) -> None:
+        events = pb.BlockEvents(epoch=self.epoch, seq=session.seq, snapshot=snapshot, sealed=sealed)
+        session.seq += 1
+        session.send(block_events=events)
+
+    def seal(self, spans: Sequence[bytes]) -> None:
+        new = [span for span in spans if span not in self.spans]
+        self.spans.update(dict.fromkeys(new))
+        for session in self._sessions:
+            if new and session.seq is not None:
+                self._send_spans(session, new)
+
+    def num_cached_tokens(self, spec: pb.RequestSpec) -> int:
+        spans = list(spec.span_hashes)[: (len(spec.token_ids) - 1) // 64]
+        return 64 * len(list(itertools.takewhile(self.spans.__contains__, spans)))
+
+    # ---- commands ----
+
+    def _admit(self, session, key, message) -> None:
+        self._spawn(session, key, self._grant(session, key, message))
+
+    def _prefill(self, session, key, message) -> None:
+        if message.HasField("taker"):
+            self._spawn(session, key, self._prefill_for_taker(session, key, message))
+        else:
+            self._spawn(session, key, self._prefill_here(session, key))
+
+    def _offer(self, session, key, message) -> None:
+        self._spawn(session, key, self._give(session, key, message))
+
+    def _fetch(self, session, key, message) -> None:
+        self._spawn(session, key, self._take(session, key, message))
+
+    def _start(self, session, key, message) -> None:
+        if key in self.held:
+            taking = session.tasks[key]
+            self._spawn(session, key, self._decode(session, key, [f.choice for f in message.first_tokens], taking))
+
+    def _attach(self, session, key, message) -> None:
+        self._spawn(session, key, self._go_on(session, key, message))
+
+    def _cancel(self, session, key, message) -> None:
+        if key in self.held:
+            self._end(session, key, 1, "CANCELLED")
+        elif task := session.tasks.pop(key, None):
+            task.cancel()
+
+    # ---- what they do ----
+
+    def _spawn(self, session, key, work) -> None:
+        async def run() -> None:
+            try:
+                await work
+            except _Failed as failed:
+                self._end(session, key, *failed.args)
+
+        session.tasks[key] = asyncio.create_task(run())
+
+    async def _pass(self, gate: str) -> None:
+        if self.failures.get(gate):
+            raise _Failed(*self.failures[gate].pop(0))
+        await self._gates[gate].wait()
+
+    def _refuses(self, session, message, num_tokens: int) -> bool:
+        """By its script, or because so many tokens are more than it holds."""
+        if self.refusals:
+            reason = self.refusals.pop(0)
+        elif num_tokens > self.hello.limits.max_model_len:
+            reason = "too_long"
+        else:
+            return False
+        session.send(refused=pb.Refused(key=message.key, reason=reason, retry_after_ms=20))
+        return True
+
+    async def _grant(self, session, key, message) -> None:
+        await self._pass("admit")
+        spec = message.spec
+        if self._refuses(session, message, spec.num_prompt_tokens + spec.max_tokens):
+            return
+        self.held.add(key)
+        self._specs[key] = message.spec
+        cached = self.num_cached_tokens(message.spec)
+        session.send(granted=pb.Granted(key=message.key, num_cached_tokens=cached))
+
+    async def _prefill_for_taker(self, session, key, message) -> None:
+        await self._pass("accept")
+        if self._refuses(session, message, len(message.spec.token_ids) + 1):
+            return
+        self.held.add(key)
+        lease_id = next(_lease_ids).to_bytes(8, "little")
+        lease = _leases[lease_id] = _Lease(self)
+        cached = self.num_cached_tokens(message.spec)
+        for source in message.sources:
+            _leases[source.handle].taken.set()
+            cached = max(cached, int.from_bytes(source.ticket, "little"))
+        accepted = pb.Accepted(
+            key=message.key, lease_id=lease_id, handle=lease_id, ticket=b"t" + lease_id, num_cached_tokens=cached
+        )
+        session.send(accepted=accepted)
+        await self._pass("prefill")
+        self._send_done(session, message.key, message.spec, cached)
+        lease.done.set()
+        await lease.taken.wait()
+        self._end(session, key)
+
+    async def _give(self, session, key, message) -> None:
+        """Spans that are here, leased until they are taken; the ticket tells how many tokens."""
+        await self._pass("offer")
+        hashes = message.spans.hashes
+        self.held.add(key)
+        if not all(span in self.spans for span in hashes):
+            session.send(not_here=pb.NotHere(key=message.key))
+            self._end(session, key)
+            return
+        lease_id = next(_lease_ids).to_bytes(8, "little")
+        lease = _leases[lease_id] = _Lease(self)
+        lease.done.set()
+        ticket = (64 * len(hashes)).to_bytes(4, "little")
+        session.send(offered=pb.Offered(key=message.key, lease_id=lease_id, handle=lease_id, ticket=ticket))
+        await lease.taken.wait()
+        self._end(session, key)
+
+    async def _prefill_here(self, session, key) -> None:
+        await self._pass("prefill")
+        spec = self._specs[key]
+        going_on = self._send_done(session, key_to_proto(key), spec, self.num_cached_tokens(spec))
+        await self._decode(session, key, going_on, None)
+
+    def _send_done(self, session, key, spec, cached: int) -> list[int]:
+        first = [self._first_token(spec, choice) for choice in range(spec.sampling.n)]
+        self.seal(spec.span_hashes)
+        done = pb.Done(key=key, first_tokens=first, queue_s=0.001, prefill_s=0.002, num_cached_tokens=cached)
+        session.send(done=done)
+        return [token.choice for token in first if not token.finished]
+
+    def _first_token(self, spec, choice: int) -> pb.FirstToken:
+        index = len(spec.token_ids) - spec.num_prompt_tokens
+        token_id, reason = self._draw(spec, choice, index)
+        first = pb.FirstToken(choice=choice, token_id=token_id, finished=bool(reason), finish_reason=reason)
+        if spec.sampling.HasField("logprobs"):
+            first.logprobs.CopyFrom(_logprobs(token_id))
+        return first
+
+    def _draw(self, spec, choice: int, index: int) -> tuple[int, int]:
+        token_id = token_at(spec.token_ids[: spec.num_prompt_tokens], choice, index, self.vocab_size)
+        if token_id in spec.stop_token_ids and index + 1 > spec.min_tokens:
+            return token_id, inference_pb2.FINISH_REASON_STOP
+        is_full = index + 1 >= spec.max_tokens
+        if self.ends_at is not None:
+            is_full |= spec.num_prompt_tokens + index + 1 >= self.ends_at
+        return token_id, inference_pb2.FINISH_REASON_LENGTH if is_full else 0
+
+    async def _take(self, session, key, message) -> None:
+        await self._pass("fetch")
+        lease = _leases.get(message.handle)
+        if lease is not None:
+            await lease.done.wait()
+        if lease is None or lease.lost:
+            raise _Failed(14, "KV_TRANSFER_FAILED")
+        lease.taken.set()
+        self.seal(self._specs[key].span_hashes)
+        session.send(fetched=pb.Fetched(key=message.key, transport="tcp", transfer_s=0.004, after_last_ready_s=0.001))
+
+    async def _go_on(self, session, key, message) -> None:
+        """All choices have come as far as the first that is asked for."""
+        await self._pass("attach")
+        spec = self.parked.get(key[0])
+        if spec is None or spec.fingerprint != message.fingerprint:
+            session.send(not_here=pb.NotHere(key=message.key))
+            return
+        self.held.add(key)
+        self._specs[key] = self.parked.pop(key[0])
+        session.send(granted=pb.Granted(key=message.key))
+        await self._decode(session, key, list(range(spec.sampling.n)), None, min(message.next_index))
+
+    async def _decode(self, session, key, choices: list[int], taking, index: int | None = None) -> None:
+        if taking is not None:
+            await taking
+            if key not in self.held:
+                return
+        session.decoding.add(key)
+        spec = self._specs[key]
+        if index is None:
+            index = len(spec.token_ids) - spec.num_prompt_tokens + 1
+        while choices:
+            await self._pass("decode")
+            await asyncio.sleep(0.001)
+            output = pb.StepOutput(keys=[key_to_proto(key)])
+            for choice in list(choices):
+                token_id, reason = self._draw(spec, choice, index)
+                _add_row(output, choice, index, token_id, reason, spec.sampling.HasField("logprobs"))
+                if reason:
+                    choices.remove(choice)
+            session.send(step_output=output)
+            index += 1
+        await self._pass("end")
+        self._end(session, key)
+
+    def _end(self, session, key, code: int = 0, reason: str = "") -> None:
+        if key in self.held:
+            self.held.discard(key)
+            report = pb.DecodeReport(kv_wait_s=0.0001, decode_queue_s=0.0001, first_step_s=0.0002, num_steps=1)
+            report.proposed_by_position.extend([3, 2])
+            report.accepted_by_position.extend([2, 1])
+            ended = pb.Ended(key=key_to_proto(key), code=code, reason=reason, message=reason.lower(), decode=report)
+            session.send(ended=ended)
+        task = session.tasks.pop(key, None)
+        if task and task is not asyncio.current_task():
+            task.cancel()
+
+
+class _Failed(Exception):
+    """(code, reason) that the key ends with."""
+
+
+def _add_row(output: pb.StepOutput, choice: int, index: int, token_id: int, reason: int, has_logprobs: bool) -> None:
+    output.key_index.append(0)
+    output.choice.append(choice)
+    output.first_index.append(index)
+    output.num_ids.append(1)
+    output.token_ids.append(token_id)
+    output.has_logprobs.append(has_logprobs)
+    output.finish_reason.append(reason)
+    if has_logprobs:
+        output.logprobs.append(_logprobs(token_id))
+
+
+def _logprobs(token_id: int) -> inference_pb2.Logprobs:
+    return inference_pb2.Logprobs(chosen=inference_pb2.TokenLogprob(token_id=token_id, logprob=-1.0))

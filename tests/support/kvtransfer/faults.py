@@ -1,0 +1,108 @@
+"""A line that has accidents: named faults at named frames, on either side of a dialogue."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tests.support.kvtransfer.rig import kind
+
+FAULTS = ("drop", "delay", "corrupt", "truncate", "twice", "reorder", "kill")
+POINTS = ("want", "ready", "ack", "confirm", "end")
+DELAY_S = 0.05
+
+
+@dataclass
+class Plan:
+    """`fault` meets the `nth` frame of kind `point` that goes out on any line that shares this plan; `every`: then each
+    further one in so many, too."""
+
+    fault: str
+    point: str
+    nth: int = 0
+    every: int = 0
+    seed: int = 0
+    seen: int = 0
+    done: list[str] = field(default_factory=list)
+
+    def hits(self, frame) -> bool:
+        if kind(frame) != self.point:
+            return False
+        self.seen += 1
+        late = self.seen - 1 - self.nth
+        hit = late == 0 or self.every > 0 and late > 0 and late % self.every == 0
+        if hit:
+            self.done.append(self.fault)
+        return hit
+
+
+class FaultLine:
+    """Wraps a Line; what is sent through it meets `plan`."""
+
+    def __init__(self, line, plan: Plan):
+        self._line = line
+        self._plan = plan
+        self._held = None
+        self._random = random.Random(plan.seed)
+
+    def __getattr__(self, name):
+        return getattr(self._line, name)
+
+    async def send(self, frame, payload=()):
+        held, self._held = self._held, None
+        if self._plan.hits(frame):
+            await self._accident(frame, payload)
+        else:
+            await self._line.send(frame, payload)
+        if held:
+            await self._line.send(*held)
+
+    async def _accident(self, frame, payload) -> None:
+        match self._plan.fault:
+            case "drop":
+                pass
+            case "delay":
+                await asyncio.sleep(DELAY_S)
+                await self._line.send(frame, payload)
+            case "corrupt":
+                await self._line.send(self._corrupted(frame), corrupted(payload, self._random))
+            case "truncate":
+                groups = [[memoryview(bytes(part)) for part in group] for group in payload]
+                await self._line.send(frame, groups[: len(groups) // 2])
+                self._line.close()
+            case "twice":
+                groups = [[memoryview(bytes(part)) for part in group] for group in payload]
+                await self._line.send(frame, groups)
+                await self._line.send(frame, groups)
+            case "reorder":
+                self._held = (frame, [[memoryview(bytes(part)) for part in group] for group in payload])
+            case "kill":
+                self._line.close()
+
+    def _corrupted(self, frame):
+        """One bit of what the frame says. A Ready with bytes behind it keeps its words: its bytes are what is hit."""
+        spoilt = type(frame)()
+        spoilt.CopyFrom(frame)
+        bit = 1 << self._random.randrange(16)
+        match kind(frame):
+            case "want":
+                spoilt.want.ticket.mac = bytes([spoilt.want.ticket.mac[0] ^ 1]) + spoilt.want.ticket.mac[1:]
+            case "ready" if not frame.ready.payload_bytes:
+                spoilt.ready.digests[self._random.randrange(len(spoilt.ready.digests))] ^= bit
+            case "ack":
+                spoilt.ack.range.token_end ^= bit
+            case "confirm":
+                spoilt.confirm.range.layer_end ^= bit
+            case "end":
+                spoilt.end.status = "o" + spoilt.end.status
+        return spoilt
+
+
+def corrupted(payload, rng: random.Random):
+    """The same groups of buffers with one bit of one of them flipped, in a copy."""
+    groups = [[np.frombuffer(bytes(part), np.uint8).copy() for part in group] for group in payload]
+    if groups:
+        part = rng.choice(rng.choice(groups))
+        part[rng.randrange(len(part))] ^= 1 << rng.randrange(8)
+    return [[memoryview(part) for part in group] for group in groups]

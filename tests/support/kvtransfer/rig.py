@@ -1,0 +1,210 @@
+"""A source and a taker with pools of their own, and a line that does to frames what a test wants."""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvtransfer.layout import BlockRef, KVGroup, KVLayout
+from kvtransfer.memory.region import Region
+from kvtransfer.transfer.fetcher import Fetcher
+from kvtransfer.transfer.source import Offer, Source, SourceIdentity
+from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports.nixl_engine import find_package
+from kvtransfer.transports.socket_folder import default_parent
+from kvtransfer.transports.transport import local_host_id
+from tests.support.kvtransfer.cuda_stand_in import Host
+from tests.support.pace import patience
+
+NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"
+IDENTITY = SourceIdentity(b"prefill-0", 11, bytes(32), NUMERICS)
+NUM_BLOCKS = 40
+NUM_TOKENS = 300  # four spans and a tail of 44
+TRANSPORTS = ("inproc", "cuda_ipc", "shm", "tcp", "grpc", *(("nixl",) if find_package() else ()))
+
+
+def layout(block_size: int = 16, form: str = "bf16", num_layers: int = 3) -> KVLayout:
+    return KVLayout((KVGroup("paged", num_layers, 2, 16, form, block_size),))
+
+
+def span_hashes(num_tokens: int) -> list[bytes]:
+    return [bytes([index]) * 32 for index in range(num_tokens // 64)]
+
+
+def kind(frame) -> str:
+    return frame.WhichOneof("kind")
+
+
+async def until(condition, what: str) -> None:
+    async with asyncio.timeout(patience(10)):
+        while not condition():
+            await asyncio.sleep(0.002)
+    assert condition(), what
+
+
+class FaultyLine:
+    """`fault(frame)` sees every frame that the source is about to send; returns the frames to send instead."""
+
+    def __init__(self, line, fault):
+        self._line = line
+        self._fault = fault
+
+    def __getattr__(self, name):
+        return getattr(self._line, name)
+
+    async def send(self, frame, payload=()):
+        for each in self._fault(frame, self._line):
+            await self._line.send(each, payload)
+
+
+class FaultySource(Source):
+    fault = None
+
+    async def serve(self, line, transport):
+        await super().serve(FaultyLine(line, self.fault) if self.fault else line, transport)
+
+
+class Destination:
+    """Blocks of the taker's pool, in an order of their own."""
+
+    def __init__(self, blocks, num_cached_tokens=0):
+        self.blocks = blocks
+        self.num_cached_tokens = num_cached_tokens
+        self.asked: list[int] = []
+        self.upto: list[int] = []
+
+    def set_aside(self, upto_token):
+        self.asked.append(upto_token)
+        return self.blocks
+
+    def verified(self, upto_token):
+        self.upto.append(upto_token)
+
+
+class Rig:
+    def __init__(
+        self, transport: str | tuple[str, ...], shape: KVLayout, ttl_s: float = 5.0,
+        taker_shape: KVLayout | None = None,
+        source_folder: Path | None = None, taker_folder: Path | None = None,
+        on_gpu: tuple[bool, bool] | None = None, digest: str = "sum", host: Host | None = None,
+    ):  # fmt: skip
+        """`on_gpu`: whether the source's pool and the taker's lie on a GPU, of `host`."""
+        rng = np.random.default_rng(7)
+        self.transports = (transport,) if isinstance(transport, str) else transport
+        self.digest = digest
+        self.taker_folder = taker_folder or default_parent()
+        self.address = Address(socket_folder=source_folder or default_parent())
+        self.layout = shape
+        self.taker_layout = taker_shape or shape
+        self.regions = [Region.create(NUM_BLOCKS * each.block_bytes) for each in (shape, self.taker_layout)]
+        self.gpus: list = [None, None]
+        if on_gpu is None:
+            on_gpu = (transport == "cuda_ipc",) * 2
+        host = host or (Host() if any(on_gpu) else None)
+        for side, region in enumerate(self.regions):
+            if on_gpu[side]:
+                from tests.support.kvtransfer.gpu import (
+                    Gpu,  # needs torch, which the other transports are tested without
+                )
+
+                self.gpus[side] = Gpu(host, region)
+                np.frombuffer(region.memory, np.uint8)[:] = 0x55  # what a mirror holds before anything crossed
+        self.source_pool, self.taker_pool = (
+            gpu.pool if gpu else np.frombuffer(region.memory, np.uint8) for gpu, region in zip(self.gpus, self.regions)
+        )
+        self.source_pool[:] = rng.integers(0, 256, len(self.source_pool), dtype=np.uint8)
+        self.generation = dict.fromkeys(range(NUM_BLOCKS), 5)
+        self.released: list = []
+        self.endings: dict = {}
+        self.source = FaultySource(
+            self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_release,
+            generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
+            transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device,
+        )  # fmt: skip
+        self.fetchers: list[Fetcher] = []
+        self.fetcher = self.make_fetcher(b"decode-0", 22)
+        self.source_ids = rng.permutation(NUM_BLOCKS)
+        self.taker_ids = rng.permutation(NUM_BLOCKS)
+
+    def on_release(self, key, ending: str) -> None:
+        self.released.append(key)
+        self.endings[key] = ending
+
+    def make_fetcher(self, instance: bytes, epoch: int) -> Fetcher:
+        fetcher = Fetcher(
+            self.regions[1].memory, self.taker_layout, instance, epoch, local_host_id(self.taker_folder),
+            self.transports, numerics_class=NUMERICS,
+            socket_folder=self.taker_folder, device=self.gpus[1] and self.gpus[1].device, digest=self.digest,
+        )  # fmt: skip
+        self.fetchers.append(fetcher)
+        return fetcher
+
+    def offer(self, key="k", num_tokens=NUM_TOKENS, fetcher: Fetcher | None = None, num_ready_tokens=0) -> Offer:
+        count = self.layout.num_blocks(num_tokens)
+        blocks = [BlockRef(int(block), 5) for block in self.source_ids[:count]]
+        taker = (fetcher or self.fetcher).taker()
+        hashes = span_hashes(num_tokens)
+        parent = hashes[-1] if hashes else bytes(32)
+        return self.source.offer(key, blocks, num_tokens, hashes, parent, taker, num_ready_tokens)
+
+    def ready_offer(self, key="k", num_tokens=NUM_TOKENS) -> Offer:
+        offer = self.offer(key, num_tokens)
+        self.source.finish(key)
+        return offer
+
+    def destination(self, num_tokens=NUM_TOKENS, num_cached_tokens=0) -> Destination:
+        count = self.taker_layout.num_blocks(num_tokens)
+        return Destination([BlockRef(int(block), 1) for block in self.taker_ids[:count]], num_cached_tokens)
+
+    async def fetch(self, offer: Offer, destination: Destination, within_s: float = 20.0):
+        return await self.fetcher.fetch(offer.handle, offer.ticket, destination, time.monotonic() + within_s)
+
+    def tokens(self, pool: np.ndarray, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """[tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it lies in."""
+        group = (self.layout if pool is self.source_pool else self.taker_layout).groups[0]
+        cells = group.num_layers * 2 * group.num_kv_heads
+        rows = pool.reshape(NUM_BLOCKS, -1)[:, : group.head_bytes].reshape(NUM_BLOCKS, cells, group.block_size, -1)
+        positions = np.arange(begin, end)
+        return rows[ids[positions // group.block_size], :, positions % group.block_size]
+
+    def arrived(self, begin=0, end=NUM_TOKENS) -> bool:
+        theirs = self.tokens(self.source_pool, self.source_ids, begin, end)
+        return bool((self.tokens(self.taker_pool, self.taker_ids, begin, end) == theirs).all())
+
+    def close(self) -> None:
+        for fetcher in self.fetchers:
+            fetcher.close()
+        for gpu in filter(None, self.gpus):
+            gpu.close()
+        for region in self.regions:
+            region.close()
+
+    async def wait_released(self, *keys) -> None:
+        async with asyncio.timeout(10):
+            while self.released != list(keys):
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running(transport: str, shape: KVLayout | None = None, **options):
+    """A rig; behind it the source must be able to serve one more request and every lease must have ended once."""
+    rig = Rig(transport, shape or layout(), **options)
+    await rig.source.start(rig.address)
+    try:
+        yield rig
+    finally:
+        await rig.source.stop()
+        rig.close()
+        assert rig.source.num_leases == 0
+        assert len(rig.released) == rig.source.counters["leases_granted"], "every lease ends exactly once"
+
+
+async def assert_still_serves(rig: Rig) -> None:
+    """The next request goes through, whatever befell the last."""
+    rig.source.fault = None
+    rig.taker_pool[:] = 0
+    destination = rig.destination()
+    await rig.fetch(rig.ready_offer("next"), destination)
+    assert rig.arrived() and destination.upto[-1] == NUM_TOKENS

@@ -1,0 +1,140 @@
+"""One process of a test or a bench: started in a session of its own, its output in files, never left behind."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from baton.failpoints import VARIABLE
+from tests.support.pace import patience
+
+ROOT = Path(__file__).resolve().parents[2]
+# Not a preexec_fn: that takes a fork, which gRPC's threads in this process would see.
+_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
+
+
+class Process:
+    """A child with `NAME.out` and `NAME.log` (stdout, stderr) in `folder`; it dies with the process that started it.
+
+    `failpoints`: it looks for them while it runs, see `armed` and baton/failpoints.py."""
+
+    def __init__(
+        self, name: str, argv: list[str], folder: Path, env: dict[str, str] | None = None, failpoints: bool = False
+    ):
+        self.name, self.argv = name, argv
+        self.out, self.log = folder / f"{name}.out", folder / f"{name}.log"
+        self._failpoints = folder / f"{name}.failpoints" if failpoints else None
+        if failpoints:
+            env = {**(env or {}), VARIABLE: f"@{self._failpoints}"}
+        self.started = time.monotonic()
+        self.killed = False  # on purpose, by a test
+        self._terminated = False
+        self.popen = self._start({"PYTHONUNBUFFERED": "1", **(env or {})})
+
+    def _start(self, env: dict[str, str]) -> subprocess.Popen:
+        """`env`: beside that of this process."""
+        with self.out.open("wb") as out, self.log.open("wb") as log:
+            return subprocess.Popen(
+                [*_DIE_WITH_PARENT, *self.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=log,
+                cwd=ROOT,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def ready(self, timeout_s: float = 60) -> dict[str, str]:
+        """The fields of the `ready key=value ...` line. Raises RuntimeError with the log when none comes."""
+        deadline = self.started + patience(timeout_s)
+        while True:
+            found = re.search(r"^ready (.*)\n", self.out.read_text(errors="replace"), re.MULTILINE)
+            if found:
+                return dict(field.split("=", 1) for field in found[1].split())
+            if not self.alive or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} is not ready (exit {self.popen.poll()})\n{self.text()}")
+            time.sleep(0.01)
+
+    def text(self) -> str:
+        """Everything it has written."""
+        parts = (path.read_text(errors="replace") for path in (self.out, self.log))
+        return f"--- {self.name}: {' '.join(self.argv)}\n" + "".join(parts)
+
+    def tail(self, num_lines: int = 25) -> str:
+        return "\n".join(self.text().splitlines()[-num_lines:])
+
+    def arm(self, text: str) -> None:
+        """What its failpoints do from now on; "" is nothing."""
+        other = self._failpoints.with_suffix(".next")
+        other.write_text(text)
+        os.replace(other, self._failpoints)  # never half a text
+
+    @contextmanager
+    def armed(self, text: str) -> Iterator[None]:
+        self.arm(text)
+        try:
+            yield
+        finally:
+            self.arm("")
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def wait_killed(self, timeout_s: float = 30) -> None:
+        """Until a failpoint has killed it."""
+        assert self.wait(timeout_s) == -signal.SIGKILL, self.tail()
+        self.killed = True
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.alive and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def wait_frozen(self, timeout_s: float = 30) -> None:
+        """Until something, a failpoint for instance, has stopped it."""
+        deadline = time.monotonic() + patience(timeout_s)
+        while not self.is_frozen:
+            assert self.alive and time.monotonic() < deadline, f"{self.name} does not stand still\n{self.tail()}"
+            time.sleep(0.005)
+
+    def wait(self, timeout_s: float = 30) -> int:
+        return self.popen.wait(patience(timeout_s))
+
+    def terminate(self) -> None:
+        """SIGTERM, once: a second one would ask it to go without draining."""
+        if self.alive and not self._terminated:
+            self._terminated = True
+            self.popen.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to it and all it has started."""
+        self.killed = self.killed or self.alive
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.popen.wait()
+
+    def stop(self, timeout_s: float = 15) -> int:
+        """SIGTERM, then SIGKILL to what is left; returns the exit status (that of SIGKILL: it did not stop)."""
+        self.terminate()
+        try:
+            self.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        self.kill()
+        return self.popen.returncode

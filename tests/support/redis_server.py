@@ -1,0 +1,73 @@
+"""A real redis-server for one test: on a port that the system gave out, nothing written to disk."""
+
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from tests.support.pace import patience
+from tests.support.process import Process
+
+
+def redis_path() -> str:
+    """Of the program; without it the test fails, unless SKIP_REDIS=1."""
+    path = shutil.which("redis-server")
+    if path is None and os.environ.get("SKIP_REDIS") == "1":
+        pytest.skip("SKIP_REDIS=1")
+    assert path, "redis-server is not installed: apt-get install redis-server, or SKIP_REDIS=1"
+    return path
+
+
+class RedisServer:
+    """`with RedisServer(folder) as server`; it can be frozen, killed and started again on the same port."""
+
+    def __init__(self, folder: Path):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = listener.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = redis.Redis(port=self.port, socket_timeout=5)
+        self._folder = folder
+        self._process: Process | None = None
+
+    def __enter__(self) -> "RedisServer":
+        self.start()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.client.close()
+        self.kill()
+
+    @property
+    def process(self) -> Process:
+        return self._process
+
+    def start(self) -> None:
+        # Beyond a limit of its files a write fails, as on a full disk; the signal would end it at once.
+        self._process = Process("redis", ["env", "--ignore-signal=XFSZ", *self._argv()], self._folder)
+        deadline = time.monotonic() + patience(10)
+        while True:
+            try:
+                self.client.ping()
+                return
+            except redis.ConnectionError:
+                assert self._process.alive and time.monotonic() < deadline, self._process.text()
+                time.sleep(0.01)
+
+    def _argv(self) -> list[str]:
+        files = ["--dir", str(self._folder), "--save", "", "--appendonly", "no"]
+        return [redis_path(), "--bind", "127.0.0.1", "--port", str(self.port), *files]
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def freeze(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)

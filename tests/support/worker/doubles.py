@@ -1,0 +1,176 @@
+"""Doubles of what stands around Commands: they remember what they were told, and answer only when the test says so."""
+
+from types import SimpleNamespace
+
+from baton.engine.core.request import Acceptance, Key, RequestEnded
+from baton.v1 import worker_pb2 as pb
+from baton.worker.session.commands import Commands
+from baton.worker.wire.end_status import Status
+from kvtransfer.errors import LeaseExpired
+from kvtransfer.layout import BlockRef
+
+ROOT = b"r" * 32
+LEASE_ID = b"lease" * 3 + b"x"
+
+
+class EngineDouble:
+    """Every call is a line in `calls`; `answer[name]` is returned, or raised where it is an exception."""
+
+    spec = SimpleNamespace(vocab_size=1000)
+
+    def __init__(self):
+        self.calls: list[tuple] = []
+        blocks = Acceptance((BlockRef(0, 1),), 64)
+        self.answer = {"admit": 0, "accept": blocks, "offer": blocks}
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, *args))
+            answer = self.answer.get(name)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+    def count(self, name: str) -> int:
+        return sum(call[0] == name for call in self.calls)
+
+
+class HandoffDouble:
+    """Leases; a cancelled one is over at once, as the source's are."""
+
+    def __init__(self):
+        self.leased: set[Key] = set()
+        self.calls: list[tuple] = []
+        self.commands: Commands | None = None
+
+    def taker_of(self, message):
+        return message
+
+    def lease_prompt(self, leg, acceptance, taker):
+        self.leased.add(leg.key)
+        return {"lease_id": LEASE_ID, "handle": b"handle", "ticket": b"ticket"}
+
+    def lease_chain(self, leg, acceptance, hashes, taker):
+        return self.lease_prompt(leg, acceptance, taker)
+
+    def lease_again(self, leg, lease_id, taker):
+        if lease_id != LEASE_ID:
+            raise LeaseExpired("no such lease")
+        return self.lease_prompt(leg, None, taker)
+
+    def cancel(self, leg):
+        self.calls.append(("cancel", leg.key))
+        self.end(leg.key, "cancelled")
+
+    def end(self, key, ending="released"):
+        if key in self.leased:
+            self.leased.remove(key)
+            self.commands.on_lease_over(key, ending)
+
+    def __getattr__(self, name):
+        return lambda leg, *args: self.calls.append((name, leg.key))
+
+
+class IntakeDouble:
+    """Fetches that end when the test says so."""
+
+    def __init__(self):
+        self.running: dict[Key, tuple] = {}
+        self.stopped: list[Key] = []
+
+    def begin(self, leg, handle, ticket, on_end):
+        self.running[leg.key] = (leg, on_end)
+
+    def begin_prefix(self, leg, on_end, on_verified):
+        if leg.sources:
+            leg.sources.pop(0)
+            self.running[leg.key] = (leg, on_end)
+        return leg.key in self.running
+
+    def stop(self, leg):
+        self.stopped.append(leg.key)
+
+    def end(self, key, outcome):
+        leg, on_end = self.running.pop(key)
+        on_end(leg, outcome)
+
+
+class OutboxDouble:
+    """What the gateway would read."""
+
+    def __init__(self):
+        self.events: list[pb.Event] = []
+        self.runs: list = []
+        self.has_room = True
+        self.forgotten: list[Key] = []
+
+    def reply(self, event):
+        self.events.append(event)
+
+    end = reply
+
+    def forget(self, key):
+        self.forgotten.append(key)
+
+    def add_run(self, run):
+        self.runs.append(run)
+        return self.has_room
+
+    def kinds(self) -> list[str]:
+        return [event.WhichOneof("kind") for event in self.events]
+
+    def only(self, kind: str):
+        found = [getattr(event, kind) for event in self.events if event.HasField(kind)]
+        assert len(found) == 1, f"{len(found)} of {kind}: {self.kinds()}"
+        return found[0]
+
+
+class Bench:
+    """Commands with all its doubles, and commands to give them."""
+
+    def __init__(self, resume_window_s: float = 60.0):
+        self.engine, self.handoff, self.intake = EngineDouble(), HandoffDouble(), IntakeDouble()
+        self.ended: list = []
+        self.commands = Commands(
+            self.engine, self.handoff, self.intake, lambda: None, self.ended.append, resume_window_s
+        )
+        self.handoff.commands = self.commands
+        self.outbox = OutboxDouble()
+        self.other = OutboxDouble()  # of another session
+
+    def leg(self, key: Key):
+        """By the name that it began with."""
+        return self.commands.legs.of_engine(key)
+
+    def obey(self, outbox=None, **command):
+        self.commands.obey(outbox or self.outbox, pb.Command(**command))
+
+    def engine_ends(self, key: Key, error: str = "", message: str = ""):
+        self.commands.on_outputs([RequestEnded(key, error, message)])
+
+    def come_home(self, key: Key):
+        """Everything that is still out for the key comes back, as it would in time."""
+        if key in self.intake.running:
+            self.intake.end(key, Status(1, "CANCELLED"))
+        self.handoff.end(key)
+        leg = self.leg(key)
+        if leg is not None and leg.owed:
+            self.engine_ends(key, "cancelled")
+
+
+def make_spec(num_tokens: int = 3, *, budget_ms: int = 60_000, max_tokens: int = 8, **fields) -> pb.RequestSpec:
+    spec = pb.RequestSpec(
+        token_ids=[1 + i % 900 for i in range(num_tokens)],
+        num_prompt_tokens=num_tokens,
+        chain_parent=ROOT,
+        max_tokens=max_tokens,
+        budget_ms=budget_ms,
+        span_hashes=[bytes([i]) * 32 for i in range(num_tokens // 64)],
+        **fields,
+    )
+    spec.sampling.top_p = 1
+    spec.sampling.repetition_penalty = 1
+    spec.sampling.n = 1
+    return spec

@@ -1,0 +1,84 @@
+"""`baton train-draft` from the command line to a folder that a worker loads."""
+
+import argparse
+import json
+
+import pytest
+
+from baton.cli.models import train_draft
+from baton.engine.core.config import EngineConfig
+from baton.engine.engine import Engine
+from tests.support.heads import TEXT, make_learned_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_learned_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.py"
+    path.write_text(TEXT)
+    return path
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    train_draft.add_parser(parser.add_subparsers())
+    return parser.parse_args(["train-draft", *map(str, words)])
+
+
+def call(*words):
+    args = parse(*words)
+    return args.run(args)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_one_command_makes_heads_that_load(kind, model, text, tmp_path, capsys):
+    out = tmp_path / "heads"
+    command = ("--kind", kind, "--model", model, "--text", text, "--text", text, "--out", out, "--minutes", 0.02)
+    assert call(*command) == 0
+    assert "agrees with the target on" in capsys.readouterr().out
+    engine = Engine.load(EngineConfig(model, speculator="auto", draft_model=out))
+    assert list(engine.speculator.proposers) == ["ngram", kind]
+    assert call(*command) == 2
+    assert "already holds weights" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_goes_on(model, text, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "heads"
+    command = ("--kind", "medusa", "--model", model, "--text", text, "--out", out, "--minutes", 0.02)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("baton.training.heads.heads.export_heads", interrupt)
+        assert call(*command) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert call(*command) == 2
+    assert "unfinished" in capsys.readouterr().err
+    assert call(*command, "--resume") == 0
+    assert json.loads((out / "config.json").read_text())["speculator"] == "medusa"
+    assert not (out / ".training").exists()
+
+
+def test_bad_input_is_one_line(model, text, tmp_path, capsys):
+    def fails(message, **changes):
+        words = {"kind": "medusa", "model": model, "text": text, "out": tmp_path / "out", "minutes": 0.02} | changes
+        assert call(*(word for key, value in words.items() for word in (f"--{key}", value))) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("baton train-draft: ") and error.count("\n") == 1 and message in error, error
+
+    short, binary = tmp_path / "short.txt", tmp_path / "binary"
+    short.write_text("x = 1\n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    fails("at least 4096 are needed", text=short)
+    fails("not UTF-8 text", text=binary)
+    fails("missing.txt", text=tmp_path / "missing.txt")
+    fails("no such model folder", model=tmp_path / "nothing")
+    for words in (("--kind", "hydra"), ("--kind", "eagle", "--model", model, "--out", tmp_path, "--minutes", 0)):
+        with pytest.raises(SystemExit) as stop:
+            parse(*words)
+        assert stop.value.code == 2

@@ -1,0 +1,93 @@
+"""Two real workers whose pools lie on one GPU, as far as they can tell: KV goes from one to the other there. The engine
+computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in tests/e2e/test_gpu.py."""
+
+import pytest
+
+from baton.worker.app import Pool
+from baton.worker.settings import WorkerSettings
+from kvtransfer.memory.cuda_runtime import CudaRuntime, find_runtime
+from kvtransfer.memory.device_memory import DeviceRegion
+from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
+from tests.support.models import make_model
+from tests.support.worker import scripted
+from tests.support.worker.scripted import make_spec, run, run_pair
+from tests.worker.test_two_workers import bare_answer, prompt
+
+
+class StandInPool(Pool):
+    """The engine's memory on a GPU of `host`, and what is asked for after it in host memory."""
+
+    def __init__(self, host: Host):
+        super().__init__()
+        self.library = Cudart(host)
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        if self.gpu_region is not None:
+            return super().allocate(num_bytes)
+        self.gpu_region = DeviceRegion(CudaRuntime(self.library), 0, num_bytes)
+        return memoryview(self.library.allocations[self.gpu_region.address]).cast("B")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def pools(monkeypatch) -> list[StandInPool]:
+    """Of the workers, in the order in which they start."""
+    host, made = Host(), []
+
+    def make():
+        made.append(StandInPool(host))
+        return made[-1]
+
+    monkeypatch.setattr(scripted, "Pool", make)
+    monkeypatch.setattr("baton.worker.settings.find_runtime", lambda: CudaRuntime(Cudart(host)))
+    return made
+
+
+@pytest.mark.parametrize("transports", [("cuda_ipc", "shm", "tcp"), ("shm",), ("tcp",)])
+def test_split_equals_whole(model, pools, transports, caplog):
+    caplog.set_level("INFO", "baton.worker.kv.intake")
+
+    async def main():
+        async with run_pair(model, transports=transports) as (pair, prefill, decode):
+            assert list(pair.prefill.hello.model.transports) == list(transports)
+            answer = await pair.generate("greedy", make_spec(prompt(200), max_tokens=12))
+            assert answer.fetched.transport == transports[0] and answer.fetched.num_tokens == 200
+            spec = make_spec(prompt(130, 2), max_tokens=9, temperature=1.0, seed=7, n=3)
+            seeded = await pair.generate("seeded", spec)
+            again = await pair.generate("again", make_spec(prompt(200), max_tokens=12))
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+            crossed = [bytes(pool.region.memory).strip(b"\0") != b"" for pool in pools]
+            assert crossed == [transports[0] != "cuda_ipc"] * 2, "a mirror is touched only by those who need it"
+            return answer.token_ids, seeded.token_ids, again.token_ids
+
+    greedy, seeded, again = run(main)
+    assert greedy == again == bare_answer(model, prompt(200), 12)
+    assert seeded == bare_answer(model, prompt(130, 2), 9, temperature=1.0, seed=7, n=3)
+    (told,) = [record.getMessage() for record in caplog.records if "KV is pulled by" in record.getMessage()]
+    assert f"by {transports[0]} (" in told and " source=" in told, "once, with the reason"
+    for pool in pools:
+        assert not (pool.library.allocations or pool.library.opened or pool.library.streams), "all was given back"
+
+
+@pytest.mark.skipif(find_runtime() is not None, reason="this machine has a GPU")
+def test_without_a_gpu_it_cannot_be_asked_for(model):
+    with pytest.raises(ValueError, match="--transports cuda_ipc: KV lies on no GPU here; leave it at auto"):
+        WorkerSettings(model=model, transports=("cuda_ipc", "shm"))
+
+
+def test_other_block_sizes_meet_in_host_memory(model, pools):
+    async def main():
+        sizes = {"block_size": 16, "num_blocks": 320}, {"block_size": 64, "num_blocks": 80}
+        async with run_pair(model, *sizes, transports=("cuda_ipc", "shm")) as (pair, _, _):
+            answer = await pair.generate("one", make_spec(prompt(300), max_tokens=9))
+            assert answer.fetched.transport == "shm" and answer.fetched.numerics == "exact"
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+            return answer.token_ids
+
+    assert run(main) == bare_answer(model, prompt(300), 9)

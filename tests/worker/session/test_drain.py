@@ -1,0 +1,146 @@
+"""Workers that are told to go: nothing new, leases are taken or expire, what outlasts the grace moves."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+
+from baton.v1 import worker_pb2 as pb
+from tests.support.models import make_model
+from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run, run_pair
+from tests.worker.session.test_parking import PROMPT, begin, decode_worker, spec_of, whole
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def test_what_outlasts_the_grace_moves(model):
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            spec = spec_of("seeded")
+            expected = await whole(target, spec)
+            slow_down(worker, 0.02)
+            session = await Session(target).open()
+            answer = await begin(session, "long", spec, 2)
+            asked = await session.stub.Drain(pb.DrainRequest(grace_s=0.1))
+            assert (asked.num_sequences, asked.role) == (1, "decode")
+            draining = asyncio.create_task(worker.drain_when(asyncio.Event()))
+            with pytest.raises(LegEnded) as ended:
+                await Pair(session, session).gather(session, "long", answer)
+            assert (ended.value.event.code, ended.value.event.reason) == (14, "DRAINING")
+            assert await draining == ""
+            have = answer.token_ids[0]
+            assert have == expected.token_ids[0][: len(have)] and len(have) > 2
+            await session.close()
+
+    run(main)
+
+
+def slow_down(worker, seconds: float) -> None:
+    step = worker.engine.step
+
+    def slow_step():
+        time.sleep(seconds)
+        return step()
+
+    worker.engine.step = slow_step
+
+
+def test_what_ends_within_the_grace_ends_well(model):
+    async def main():
+        async with decode_worker(model, 0.005) as (worker, target):
+            session = await Session(target).open()
+            answer = await begin(session, "short", spec_of("greedy"), 1)
+            await session.stub.Drain(pb.DrainRequest(next_role="prefill", grace_s=20))
+            draining = asyncio.create_task(worker.drain_when(asyncio.Event()))
+            await session.send(admit=pb.Admit(key=pb.Key(request_id="late"), spec=spec_of("greedy")))
+            with pytest.raises(LegEnded) as refused:
+                await session.next("late", "granted")
+            assert refused.value.event.reason == "draining"
+            again = await session.stub.Drain(pb.DrainRequest(next_role="prefill"))  # how far is it?
+            assert again.num_sequences <= 1
+            for other in ("decode", ""):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await session.stub.Drain(pb.DrainRequest(next_role=other))
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert caught.value.details() == "it drains already, to be a prefill worker"
+            await Pair(session, session).gather(session, "short", answer)
+            assert await draining == "prefill", "whoever asked first has said what comes next"
+            await session.close()
+
+    run(main)
+
+
+def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            slow_down(worker, 0.02)
+            session = await Session(target).open()
+            answer = await begin(session, "long", spec_of("seeded"), 2)
+            await session.stub.Drain(pb.DrainRequest(grace_s=3000))
+            draining = asyncio.create_task(worker.drain_when(asyncio.Event()))
+            for grace_s in (2000, 0, 0.2, 1000):
+                assert (await session.stub.Drain(pb.DrainRequest(grace_s=grace_s))).num_sequences == 1
+            with pytest.raises(LegEnded) as ended:
+                await Pair(session, session).gather(session, "long", answer)
+            assert ended.value.event.reason == "DRAINING"
+            assert await draining == ""
+            await session.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("request_, field", [
+    (pb.DrainRequest(next_role="gateway"), "next_role"),
+    (pb.DrainRequest(grace_s=-1), "grace_s"),
+    (pb.DrainRequest(next_role="\x1b[2J" * 1000), "next_role"),
+    (pb.DrainRequest(grace_s=float("nan")), "grace_s"),
+    (pb.DrainRequest(grace_s=float("inf")), "grace_s"),
+    (pb.DrainRequest(grace_s=1e300), "grace_s"),
+])  # fmt: skip
+def test_what_cannot_be_asked(model, request_, field):
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            session = await Session(target).open()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await session.stub.Drain(request_)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in caught.value.details()
+            await session.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("is_pulled", [True, False])
+def test_a_prefill_worker_waits_for_its_leases(model, is_pulled):
+    async def main():
+        async with run_pair(model, lease_ttl_s=1.0) as (pair, prefill, decode):
+            spec, key = make_spec(PROMPT, max_tokens=4), pb.Key(request_id="held")
+            await pair.decode.send(admit=pb.Admit(key=key, spec=spec))
+            granted = await pair.decode.next("held", "granted")
+            taker = pair.taker(granted.num_cached_tokens)
+            await pair.prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=taker))
+            accepted = await pair.prefill.next("held", "accepted")
+            first = (await pair.prefill.next("held", "done")).first_tokens
+            draining = asyncio.create_task(prefill.drain_when(told_to_go()))
+            await asyncio.sleep(0.1)
+            assert not draining.done(), "its lease is out"
+            if is_pulled:
+                await pair.decode.send(fetch=pb.Fetch(key=key, handle=accepted.handle, ticket=accepted.ticket))
+                await pair.decode.send(start=pb.Start(key=key, first_tokens=first))
+                await pair.decode.next("held", "fetched")
+            else:
+                await pair.decode.send(cancel=pb.Cancel(key=key))
+            ended = await pair.prefill.wait_ended("held")
+            assert ended.reason == ("" if is_pulled else "LEASE_EXPIRED")
+            await draining
+
+    run(main)
+
+
+def told_to_go() -> asyncio.Event:
+    stop = asyncio.Event()
+    stop.set()
+    return stop

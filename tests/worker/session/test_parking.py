@@ -1,0 +1,188 @@
+"""Real workers: a stream is lost in the middle of an answer, and somebody goes on with it, token for token."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.engine.core.request import Key
+from baton.v1 import worker_pb2 as pb
+from tests.support.models import make_model
+from tests.support.worker.scripted import Answer, Pair, Session, make_spec, run, run_worker
+
+MAX_TOKENS = 120
+WHOLE = Key("whole")  # what others are compared with comes quickly
+PROMPT = [9 + i % 700 for i in range(150)]
+SAMPLINGS = {
+    "greedy": {},
+    "seeded": {"temperature": 0.9, "seed": 5},
+    "choices": {"temperature": 0.9, "seed": 6, "n": 3},
+    "logprobs": {"temperature": 0.7, "seed": 7, "logprobs": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@asynccontextmanager
+async def decode_worker(model, step_s: float = 0.0, **options):
+    """With a loop that takes its time, so that an answer has a middle."""
+    async with run_worker(model, "decode", **options) as worker:
+        step = worker.engine.step
+
+        def slow_step():
+            time.sleep(0.0 if WHOLE in worker.commands.legs else step_s)
+            return step()
+
+        worker.engine.step = slow_step
+        try:
+            yield worker, f"127.0.0.1:{worker.port}"
+        finally:
+            worker.engine.check_integrity()
+
+
+async def whole(target: str, spec: pb.RequestSpec) -> Answer:
+    session = await Session(target).open()
+    answer = await Pair(session, session).generate_here("whole", spec)
+    await session.close()
+    return answer
+
+
+async def begin(session: Session, name: str, spec: pb.RequestSpec, num_rows: int) -> Answer:
+    """An answer up to some rows."""
+    answer, key = Answer(), pb.Key(request_id=name, attempt=1)
+    await session.send(admit=pb.Admit(key=key, spec=spec))
+    await session.next(name, "granted")
+    await session.send(prefill=pb.Prefill(key=key))
+    answer.add_first(await session.next(name, "done"))
+    for _ in range(num_rows):
+        answer.add_row(await session.next(name, "row"))
+    return answer
+
+
+async def attach(session: Session, name: str, next_index: list[int], **fields):
+    fields = {"budget_ms": 30_000, "fingerprint": b"f", **fields}
+    await session.send(attach=pb.Attach(key=pb.Key(request_id=name, attempt=2), next_index=next_index, **fields))
+    return await session.next(name, "granted", "not_here")
+
+
+def spec_of(sampling: str) -> pb.RequestSpec:
+    spec = make_spec(PROMPT, max_tokens=MAX_TOKENS, **SAMPLINGS[sampling])
+    spec.fingerprint = b"f"
+    return spec
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("is_same_gateway", [True, False])
+def test_attach_goes_on(model, sampling, is_same_gateway):
+    async def main():
+        async with decode_worker(model, 0.01) as (worker, target):
+            spec = spec_of(sampling)
+            expected = await whole(target, spec)
+            first = await Session(target).open()
+            answer = await begin(first, "broken", spec, 4)
+            second = Session(target, first._instance if is_same_gateway else None)
+            if not is_same_gateway:
+                await first.close()
+            await second.open()
+            have = [len(answer.token_ids[choice]) for choice in range(spec.sampling.n)]
+            assert isinstance(await attach(second, "broken", have), pb.Granted)
+            await Pair(second, second).gather(second, "broken", answer)
+            assert answer.token_ids == expected.token_ids and answer.finish_reasons == expected.finish_reasons
+            assert answer.logprobs == expected.logprobs
+            await second.wait_idle()
+            assert not worker.commands.legs
+            for session in (first, second):
+                await session.close()
+
+    run(main)
+
+
+def test_another_gateway_reads_from_the_first_token(model):
+    async def main():
+        async with decode_worker(model, 0.01) as (worker, target):
+            spec = spec_of("seeded")
+            expected = await whole(target, spec)
+            first = await Session(target).open()
+            await begin(first, "broken", spec, 3)
+            await first.close()
+            second = await Session(target).open()
+            await attach(second, "broken", [0])
+            answer = Answer(token_ids={0: []}, logprobs={0: []})
+            await Pair(second, second).gather(second, "broken", answer)
+            assert answer.token_ids == expected.token_ids
+            await second.close()
+
+    run(main)
+
+
+def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
+    async def main():
+        async with decode_worker(model, 0.01) as (worker, target):
+            first = await Session(target).open()
+            await begin(first, "broken", spec_of("greedy"), 2)
+            await first.close()
+            second = await Session(target).open()
+            blocks = await second.wait_idle()
+            assert blocks["cached"] and worker.commands.legs
+            step = worker.loop.step_number
+            await second.next_load(0.3)
+            assert worker.loop.step_number == step, "it went on computing for nobody"
+            assert isinstance(await attach(second, "broken", [1], fingerprint=b"another"), pb.NotHere)
+            await second.close()
+
+    run(main)
+
+
+def test_the_window_passes(model):
+    async def main():
+        async with decode_worker(model, 0.01, resume_window_s=0.2) as (worker, target):
+            first = await Session(target).open()
+            await begin(first, "broken", spec_of("greedy"), 2)
+            await first.close()
+            second = await Session(target).open()
+            async with asyncio.timeout(10):
+                while worker.commands.legs:
+                    await asyncio.sleep(0.01)
+            assert isinstance(await attach(second, "broken", [1]), pb.NotHere)
+            await second.close()
+
+    run(main)
+
+
+def test_unread_tokens_park_one_sequence_only(model):
+    """A gateway that stands still: its long answer waits, and comes whole when it reads again."""
+
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            spec = spec_of("greedy")
+            expected = await whole(target, spec)
+            slow = await Session(target).open()
+            hold = asyncio.Event()
+            (outbox,) = worker.service.outboxes
+            outbox._max_unread_tokens, write = 16, outbox._write
+
+            async def held_write(event):
+                if event.HasField("step_output"):
+                    await hold.wait()
+                await write(event)
+
+            outbox._write = held_write
+            answer = await begin(slow, "slow", spec, 0)
+            async with asyncio.timeout(10):
+                while not any(leg.state.value == "parked" for leg in worker.commands.legs.values()):
+                    await asyncio.sleep(0.01)
+            quick = await Session(target).open()
+            other = await Pair(quick, quick).generate_here("quick", spec)
+            assert other.token_ids == expected.token_ids
+            assert (await quick.blocks())["running"] == 0
+            hold.set()
+            await Pair(slow, slow).gather(slow, "slow", answer)
+            assert answer.token_ids == expected.token_ids
+            for session in (slow, quick):
+                await session.close()
+
+    run(main)
