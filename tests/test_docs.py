@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(("name", "table"), [("worker states", worker_states), ("gateway states", gateway_states)])
-def test_state_tables_in_architecture(name, table):
-    text = (ROOT / "docs" / "architecture.md").read_text()
+def test_state_tables(name, table):
+    text = (ROOT / "docs" / "states.md").read_text()
     (drawn,) = re.findall(f"<!-- {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)
     assert drawn.strip() == table().strip()
 
 
 def test_links_in_docs_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "demo" / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "demo" / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
 
