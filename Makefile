@@ -1,4 +1,4 @@
-# Everything from a clone: `make demo`, `make test`, `make test-long`. Stamps in .stamps/ make second runs start in seconds.
+# Everything from a clone: `make demo`, `make check`, `make test`, `make test-long`. Stamps in .stamps/ make second runs start in seconds.
 #
 #   TORCH_ARGS   pip arguments for torch, for instance an index of CPU builds
 #   PYTEST_ARGS  arguments for pytest
@@ -21,13 +21,20 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NODE_CLIENT := tests/clients/node
 
-.PHONY: setup demo test test-nixl test-long test-faults marathon fault-report bench-peers protos clean
+.PHONY: setup demo check test test-nixl test-long test-faults marathon fault-report bench-peers protos clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
 
 demo: setup
 	$(PY) -m baton.cli.cluster.demo
+
+# What needs no running: format, lint, types of the core words, and the rules of the house.
+check: setup
+	$(VENV)/bin/ruff format --check --quiet .
+	$(VENV)/bin/ruff check --quiet .
+	$(VENV)/bin/basedpyright
+	$(PY) -m pytest --quiet --no-header -p no:cacheprovider tests/test_house.py tests/test_docs.py
 
 test: setup $(STAMPS)/protoc system-packages node-packages
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)

@@ -108,7 +108,7 @@ class _Board:
             if self._path is not None:
                 self._read_again()
             armed = self._armed.get(name)
-            if armed is None or armed.value is not None and armed.value not in values:
+            if armed is None or (armed.value is not None and armed.value not in values):
                 return 0.0
             self._passed[name] += 1
             is_due = armed.only in (0, self._passed[name])

@@ -10,9 +10,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
-import torch
-
 import gpu_arms
+import torch
 
 DECODE_BATCH, DECODE_CONTEXT = 32, 1024
 PREFILL_SHARE = 0.7  # of the multiprocessors, in the row with a share

@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 import gpu_arms
+import torch
 
 GOALS = {
     "vLLM": {1: "ratio >= 1.15", 64: "ratio >= 1.0", 256: "ratio >= 1.0"},

@@ -50,4 +50,3 @@ def _line(name: str, rows: dict[str, dict]) -> str:
 
 def _verdict(row: dict) -> str:
     return {None: "", True: ", met", False: ", **missed**"}[row["met"]]
-

@@ -11,10 +11,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import grpc  # noqa: E402
-import uvloop  # noqa: E402
+import grpc
+import uvloop
 
-from baton.v1 import inference_pb2 as pb  # noqa: E402
+from baton.v1 import inference_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 

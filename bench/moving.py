@@ -16,13 +16,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from baton.worker.kv.native_digests import accelerate  # noqa: E402
-from kvtransfer.layout import BlockRef, KVGroup, KVLayout  # noqa: E402
-from kvtransfer.memory import digest  # noqa: E402
-from kvtransfer.memory.region import Region  # noqa: E402
-from kvtransfer.transfer.fetcher import Fetcher, FetchReport  # noqa: E402
-from kvtransfer.transfer.source import Source, SourceIdentity  # noqa: E402
-from kvtransfer.transports.transport import local_host_id  # noqa: E402
+from baton.worker.kv.native_digests import accelerate
+from kvtransfer.layout import BlockRef, KVGroup, KVLayout
+from kvtransfer.memory import digest
+from kvtransfer.memory.region import Region
+from kvtransfer.transfer.fetcher import Fetcher, FetchReport
+from kvtransfer.transfer.source import Source, SourceIdentity
+from kvtransfer.transports.transport import local_host_id
 
 BLOCK_TOKENS, LAYER_BLOCK_BYTES = 16, 64 << 10  # 8 kv heads of 128 in bf16, as in Llama 3.1 8B
 POOL_BYTES = 256 << 20
@@ -77,9 +77,10 @@ async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
     loop, taker = asyncio.get_running_loop(), None
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         key, count = json.loads(line)
-        taker = taker or Fetcher(
-            region.memory, layout, b"taker", 2, local_host_id(), transports, numerics_class=NUMERICS
-        ).taker()
+        taker = (
+            taker
+            or Fetcher(region.memory, layout, b"taker", 2, local_host_id(), transports, numerics_class=NUMERICS).taker()
+        )
         blocks = [BlockRef(block, 1) for block in scattered(num_blocks, count, 1)]
         num_tokens = count * BLOCK_TOKENS
         names = [bytes([index % 256]) * 32 for index in range(num_tokens // 64)]

@@ -152,9 +152,7 @@ def tenants(report: Report, target: str, keys: dict[str, Path], seconds: float) 
 # ---- fairness ----
 
 
-def fairness(
-    report: Report, target: str, keys: dict[str, Path], quotas: Path, num: int, texts: dict[str, str]
-) -> None:
+def fairness(report: Report, target: str, keys: dict[str, Path], quotas: Path, num: int, texts: dict[str, str]) -> None:
     """Alone, beside a flood, alone, ...: each flood between two times alone."""
     seeds = itertools.count(1000)
 
@@ -203,7 +201,11 @@ def spread(stack: Stack) -> None:
     """The prefill worker has a core to itself, the decode worker the next, everybody else the others; of two cores the
     gateway, the decode worker and those who send share one."""
     rest = CORES[:-2] or CORES[:1]
-    for processes, cores in ((stack.prefill, CORES[-1:]), (stack.decode, CORES[-2:-1] or CORES), (stack.gateways, rest)):
+    for processes, cores in (
+        (stack.prefill, CORES[-1:]),
+        (stack.decode, CORES[-2:-1] or CORES),
+        (stack.gateways, rest),
+    ):
         for process in processes:
             pin(process.pid, cores)
     os.sched_setaffinity(0, rest)

@@ -85,7 +85,10 @@ def start(name: str, description: str, parts: Sequence[str] = ()) -> tuple[argpa
         parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), metavar="PART", help=help_text)
     arguments = parser.parse_args()
     found = machine()
-    print(f"{found['cpu']}, tier {found['tier']}, {found['cores']} cores; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    print(
+        f"{found['cpu']}, tier {found['tier']}, {found['cores']} cores; "
+        + ", ".join(f"{k} {v}" for k, v in versions().items())
+    )
     print(_HEADER)
     command = f"python bench/{name}.py" + (" --quick" if arguments.quick else "")
     if parts and arguments.only != list(parts):

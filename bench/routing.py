@@ -32,7 +32,7 @@ from gateway.fleet.registry import Registry  # noqa: E402
 from gateway.link.worker_link import LinkState  # noqa: E402
 from gateway.model.model_folder import Defaults, ModelFolder  # noqa: E402
 from gateway.prefix.memory_index import EmbeddedIndex  # noqa: E402
-from gateway.prefix.prefix_matches import Matches
+from gateway.prefix.prefix_matches import Matches  # noqa: E402
 from gateway.routing.routing import RoutingRequest  # noqa: E402
 
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
@@ -161,7 +161,7 @@ def costs(report: Report, num_requests: int) -> None:
                 index.apply(link.worker_id, pb.BlockEvents(snapshot=True, sealed=held))
         for i in range(num_requests):
             begun = time.perf_counter()
-            registry.model.context
+            _ = registry.model.context
             registry.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)

@@ -63,7 +63,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self._step_s, self._is_full = step_s, is_full
         self._sessions: set[Session] = set()
 
-    async def Session(self, commands, context):  # noqa: N802
+    async def Session(self, commands, context):
         session = Session(context)
         self._sessions.add(session)
         writing = asyncio.create_task(self._write(session))

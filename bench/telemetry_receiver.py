@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.otlp import Receiver  # noqa: E402
+from tests.support.otlp import Receiver
 
 INTERVAL_S = 1.0
 

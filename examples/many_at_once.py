@@ -41,7 +41,9 @@ def retry_delay_s(error: grpc.aio.AioRpcError) -> float:
 async def main(target: str = "127.0.0.1:50051") -> None:
     async with grpc.aio.insecure_channel(target) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        for prompt, text in zip(PROMPTS, await asyncio.gather(*(complete(stub, each) for each in PROMPTS)), strict=True):
+        for prompt, text in zip(
+            PROMPTS, await asyncio.gather(*(complete(stub, each) for each in PROMPTS)), strict=True
+        ):
             print(repr(prompt + text))
 
 

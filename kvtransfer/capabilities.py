@@ -23,17 +23,25 @@ CAPABILITIES = {
     for each in (
         Capabilities("inproc", same_host=True, same_process=True, source_sends=False, num_copies=1),
         Capabilities(
-            "cuda_ipc", same_host=True, same_process=False, source_sends=False, num_copies=1, memory=(DEVICE,),
+            "cuda_ipc",
+            same_host=True,
+            same_process=False,
+            source_sends=False,
+            num_copies=1,
+            memory=(DEVICE,),
             reads_runs=True,
-        ),  # fmt: skip
+        ),
         Capabilities("shm", same_host=True, same_process=False, source_sends=False, num_copies=1),
         Capabilities(
-            "nixl", same_host=False, same_process=False, source_sends=False, num_copies=1, memory=(HOST, DEVICE),
+            "nixl",
+            same_host=False,
+            same_process=False,
+            source_sends=False,
+            num_copies=1,
+            memory=(HOST, DEVICE),
             reads_runs=True,
-        ),  # fmt: skip
-        Capabilities("tcp", same_host=False, same_process=False, source_sends=True, num_copies=2),
-        Capabilities(
-            "grpc", same_host=False, same_process=False, source_sends=True, num_copies=6, passes_proxies=True
         ),
+        Capabilities("tcp", same_host=False, same_process=False, source_sends=True, num_copies=2),
+        Capabilities("grpc", same_host=False, same_process=False, source_sends=True, num_copies=6, passes_proxies=True),
     )
 }

@@ -1,8 +1,8 @@
 """Whose KV may feed whom: the numerics class and the layout of both sides decide, nothing else.
 
-    exact     the same numerics class: every bit as if the taker had computed it; block sizes may differ
-    mixed     the same model, the taker's form equal or lossier, any tensor-parallel degree, other kernels
-    refused   another model or shape, a finer form on the taker's side, or a side that wants exact and is not
+exact     the same numerics class: every bit as if the taker had computed it; block sizes may differ
+mixed     the same model, the taker's form equal or lossier, any tensor-parallel degree, other kernels
+refused   another model or shape, a finer form on the taker's side, or a side that wants exact and is not
 """
 
 from kvtransfer.errors import LayoutMismatch

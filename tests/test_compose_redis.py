@@ -74,9 +74,7 @@ async def test_the_roster_works(server):
     await roster.close()
 
 
-@pytest.mark.parametrize(
-    "command", ["FLUSHALL", "CONFIG GET *", "KEYS *", "SET other 1", "EVAL return 0", "ACL LIST"]
-)
+@pytest.mark.parametrize("command", ["FLUSHALL", "CONFIG GET *", "KEYS *", "SET other 1", "EVAL return 0", "ACL LIST"])
 def test_the_gateways_user_may_do_nothing_else(server, command):
     with pytest.raises(redis.exceptions.NoPermissionError):
         server.client.execute_command(*command.split())

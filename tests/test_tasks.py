@@ -36,7 +36,8 @@ async def ends_when_cancelled(task: asyncio.Task) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [ValueError("x"), KeyError("x"), MemoryError(), OverflowError(), asyncio.CancelledError(), TimeoutError(), None]
+    "end",
+    [ValueError("x"), KeyError("x"), MemoryError(), OverflowError(), asyncio.CancelledError(), TimeoutError(), None],
 )
 async def test_it_begins_again(end, caplog):
     work, failures = Work(end, end, end), []

@@ -39,7 +39,7 @@ def fields(**values: object) -> str:
 class _Handler(logging.StreamHandler):
     num_lost = 0
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    def handleError(self, record: logging.LogRecord) -> None:
         """The standard one would write a traceback to the same full disk."""
         if isinstance(sys.exc_info()[1], OSError):
             _Handler.num_lost += 1

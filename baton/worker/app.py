@@ -220,7 +220,7 @@ class Worker:
         self.service = service = WorkerService(engine, self.commands, hello)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._server)
         health = Health(self._server)
-        if settings.reflection or settings.tls is None and is_loopback(settings.listen):
+        if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._server, [SERVICE_NAME])
         longest_step_s = full_step_s(engine, self._roofline) if self._roofline else 0.0
         tables = Tables(engine, self.commands, handoff, intake, source, service)

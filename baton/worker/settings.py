@@ -21,10 +21,14 @@ class WorkerSettings(Exposure):
     model: Path = option("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
-    dtype: str = option("compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32"))
+    dtype: str = option(
+        "compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32")
+    )
     kv_dtype: str = option("format in which KV is stored; auto: the compute dtype", "auto", choices=KV_DTYPES)
     quantization: str = option(
-        "weight format; auto: the model's own; other values quantize an unquantized model at load time", "auto", choices=QUANTIZATIONS
+        "weight format; auto: the model's own; other values quantize an unquantized model at load time",
+        "auto",
+        choices=QUANTIZATIONS,
     )
     block_size: int = option("tokens per KV block; divides 64 or is a multiple of it", 32)
     num_blocks: int | None = option("KV blocks in the pool (default: enough for the largest batch)", None)
@@ -34,14 +38,19 @@ class WorkerSettings(Exposure):
     attention: str = option("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
     linear: str = option("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
     transports: tuple[str, ...] = option(
-        "transports for KV; auto: all that work on this machine", ("auto",), choices=TRANSPORTS, metavar="auto|shm,tcp,..."
+        "transports for KV; auto: all that work on this machine",
+        ("auto",),
+        choices=TRANSPORTS,
+        metavar="auto|shm,tcp,...",
     )
     kv_socket_dir: Path | None = option(
         "folder of the sockets by which workers on this host share memory; containers need a common volume "
         "(default: the folder for temporary files)", None, metavar="DIR"
     )  # fmt: skip
     advertise_host: str | None = option(
-        "host name or address at which other machines reach this worker (default: the host of --listen)", None, metavar="HOST"
+        "host name or address at which other machines reach this worker (default: the host of --listen)",
+        None,
+        metavar="HOST",
     )
     gateways: tuple[str, ...] = option(
         "gateways to register with; one is enough if they share a Redis", (), metavar="HOST:PORT,..."
@@ -59,11 +68,15 @@ class WorkerSettings(Exposure):
     resume_window_s: float = option("seconds that a sequence can be resumed after its gateway is lost", 30.0)
     log_level: str = option("lowest level that is logged", "info", choices=("debug", "info", "warning", "error"))
     threads: int | None = option(
-        "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)", None, metavar="auto|N"
+        "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)",
+        None,
+        metavar="auto|N",
     )
     batch_invariant: bool = option("make results independent of the other requests in a batch", True)
     speculator: str = option(
-        "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster", "off", choices=SPECULATORS
+        "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster",
+        "off",
+        choices=SPECULATORS,
     )
     draft_model: Path | None = option("folder of a draft model or of trained heads", None, metavar="DIR")
     num_draft_tokens: int | None = option(

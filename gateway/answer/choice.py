@@ -43,7 +43,7 @@ class Choice:
     @property
     def has_pending(self) -> bool:
         """Of its tokens, or its end."""
-        return self.num_pending != 0 or self.finish_reason != 0 and self._decoder is not None
+        return self.num_pending != 0 or (self.finish_reason != 0 and self._decoder is not None)
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
         """Tokens behind those that are there; after the end of the choice they are dropped."""

@@ -20,10 +20,10 @@ class FleetService:
         self._redis_url = without_password(redis_url) if redis_url else ""
         self._redis_down = redis_down
 
-    async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:  # noqa: N802
+    async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:
         return self.workers()
 
-    async def ListRequests(self, request: pb.ListRequestsRequest, context) -> pb.ListRequestsResponse:  # noqa: N802
+    async def ListRequests(self, request: pb.ListRequestsRequest, context) -> pb.ListRequestsResponse:
         return self.requests(request)
 
     def requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:

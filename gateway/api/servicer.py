@@ -59,11 +59,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         inference_pb2_grpc.add_InferenceServicer_to_server(self, server)
         server.add_registered_method_handlers(SERVICE_NAME, handlers)  # in place of those
 
-    async def Generate(self, box: list[pb.GenerateRequest], context) -> None:  # noqa: N802
+    async def Generate(self, box: list[pb.GenerateRequest], context) -> None:
         # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
         await self._answer(box, context, context.write)
 
-    async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:  # noqa: N802
+    async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:
         response = pb.CompleteResponse()
 
         async def gather(message: pb.GenerateResponse) -> None:
@@ -72,7 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await self._answer(box, context, gather)
         return response
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:  # noqa: N802
+    async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:
         async def tokenize() -> pb.TokenizeResponse:
             check_size(request)
             model = self._pipeline.registry.model
@@ -83,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         return await self._answered(tokenize, context)
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context) -> pb.DetokenizeResponse:  # noqa: N802
+    async def Detokenize(self, request: pb.DetokenizeRequest, context) -> pb.DetokenizeResponse:
         async def detokenize() -> pb.DetokenizeResponse:
             check_size(request)
             model = self._pipeline.registry.model
@@ -94,7 +94,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
         return await self._answered(detokenize, context)
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:  # noqa: N802
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:
         async def info() -> pb.GetModelInfoResponse:
             registry = self._pipeline.registry
             model, card = registry.model, registry.card

@@ -29,7 +29,9 @@ class GatewaySettings(Exposure):
         (),
         metavar="HEX,...|@FILE",
     )
-    redis: str | None = option("Redis for the prefix index, shared with other gateways (default: in memory)", None, metavar="URL")
+    redis: str | None = option(
+        "Redis for the prefix index, shared with other gateways (default: in memory)", None, metavar="URL"
+    )
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
     cluster_secret: Path | None = option(
         "file with the secret that salts the names of cached prefixes (default, on loopback only: derived from the "
@@ -60,7 +62,9 @@ class GatewaySettings(Exposure):
         metavar="FILE",
     )
     trace_sample: float = option("fraction of the traces started here that is exported; 0 to 1", 1.0)
-    split: str = option("when to read the prompt on a prefill worker instead of the decode worker", "auto", choices=SPLITS)
+    split: str = option(
+        "when to read the prompt on a prefill worker instead of the decode worker", "auto", choices=SPLITS
+    )
     max_concurrent_requests: int = option("requests in the gateway at the same time", 256)
     max_queued_requests: int = option("requests that may wait for a free worker", 128)
     max_queued_tokens: int = option("prompt tokens of the waiting requests", 262_144)

@@ -46,7 +46,7 @@ class Newcomers:
         return [f"{address}: {why}" for (its_role, address), (_, _, why) in self._resting.items() if its_role == role]
 
     def _is_proven(self, worker: Worker, link: WorkerLink) -> bool:
-        return _in_session(link) or worker in self.proven and link.num_vain < _MAX_VAIN
+        return _in_session(link) or (worker in self.proven and link.num_vain < _MAX_VAIN)
 
     def _in_order(
         self, told: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float

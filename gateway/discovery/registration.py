@@ -143,7 +143,7 @@ class RegistrationService(worker_pb2_grpc.RegistrationServicer):
     def __init__(self, registered: Registered):
         self._registered = registered
 
-    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext):  # noqa: N802
+    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext):
         try:
             await self._registered.note(request.role, request.address)
         except BatonError as error:

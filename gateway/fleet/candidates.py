@@ -144,7 +144,7 @@ def _waiting(link: WorkerLink, ask: RoutingRequest | None) -> int:
     """Tokens of prompts that are read there before another's. Tenants take turns, so those of another wait no longer
     than one's own; whose those are that other gateways have sent is not known."""
     num_elsewhere = max(0, link.load.num_waiting_tokens - link.num_prefill_tokens)
-    if ask is None or ask.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {ask.tenant}:
+    if ask is None or (ask.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {ask.tenant}):
         return link.num_prefill_tokens + num_elsewhere
     own = link.prefill_tokens[ask.tenant]
     others = [num for tenant, num in link.prefill_tokens.items() if tenant != ask.tenant]

@@ -164,7 +164,11 @@ class Registry:
             raise InvalidRequest("sampling.n", f"{ask.num_choices}: {told}")
 
     def route(
-        self, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes], too_short: Collection[bytes] = frozenset()
+        self,
+        ask: RoutingRequest,
+        matches: Matches,
+        avoid: Collection[bytes],
+        too_short: Collection[bytes] = frozenset(),
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """(decision, prefill link, decode link); those in `avoid` only if there is nobody else, those in `too_short`,
         who have said so, never. Raises Unavailable."""
@@ -219,9 +223,7 @@ class Registry:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 
-    def holder_for(
-        self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]
-    ) -> WorkerLink | None:
+    def holder_for(self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
         """Whom `reader` should pull a prefix from before it prefills the rest; None: nobody, or it is not worth it."""
         holders = self.candidates.holders(matches, avoid)
         (here,) = self.candidates.seen([reader], matches)

@@ -35,7 +35,9 @@ def _read_gguf(header: GGUFHeader) -> ModelFolder:
     if context is None or embedding is None:
         raise SettingsError(f"{header.path}: context_length or {EMBEDDING} is missing: not a language model")
     if context < 1 or len(embedding.shape) != 2:
-        raise SettingsError(f"{header.path}: {context_key} is {context}, or {EMBEDDING} no matrix: not a language model")
+        raise SettingsError(
+            f"{header.path}: {context_key} is {context}, or {EMBEDDING} no matrix: not a language model"
+        )
     return ModelFolder(
         path=header.path,
         name=header.path.stem,

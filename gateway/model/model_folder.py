@@ -113,7 +113,9 @@ def _eos_ids(config: dict, vocab_size: int) -> frozenset[int]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:
-            raise ValueError(f"eos_token_id {_shown(token_id)} is not one of the vocabulary, which has {vocab_size} ids")
+            raise ValueError(
+                f"eos_token_id {_shown(token_id)} is not one of the vocabulary, which has {vocab_size} ids"
+            )
     return frozenset(ids)
 
 

@@ -48,10 +48,16 @@ class GatewayMeters:
         self.page = metrics.page
         self._slo_classes = slo_classes
         self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
-        self._ttft = metrics.histogram("baton_ttft_seconds", "time from arrival until the first token is sent", TTFT_BUCKETS)()
+        self._ttft = metrics.histogram(
+            "baton_ttft_seconds", "time from arrival until the first token is sent", TTFT_BUCKETS
+        )()
         self._tpot = metrics.histogram("baton_tpot_seconds", "time per output token after the first", TPOT_BUCKETS)()
-        self._itl = metrics.tally("baton_itl_seconds", "time between messages, per token of the later one", TPOT_BUCKETS)
-        self._e2e = metrics.histogram("baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS)()
+        self._itl = metrics.tally(
+            "baton_itl_seconds", "time between messages, per token of the later one", TPOT_BUCKETS
+        )
+        self._e2e = metrics.histogram(
+            "baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS
+        )()
         self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
         self._requests = metrics.counter("baton_requests", "ended requests", "outcome", "reason")
         self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
@@ -66,15 +72,24 @@ class GatewayMeters:
         )
         self._migrations = metrics.counter("baton_migrations", "attempts after the first")()
         self._attached = metrics.counter("baton_attached", "lost streams that were resumed")()
-        self._recovered = metrics.counter("baton_recovery_tokens", "prompt tokens of later attempts, by whether their KV was reused", "kv")
+        self._recovered = metrics.counter(
+            "baton_recovery_tokens", "prompt tokens of later attempts, by whether their KV was reused", "kv"
+        )
         self._routes = metrics.counter("baton_routes", "requests by route and reason", "way", "reason")
         self._route_cost = metrics.histogram(
-            "baton_route_cost_seconds", "predicted cost of the route that was taken and of the other", DURATION_BUCKETS, "way"
+            "baton_route_cost_seconds",
+            "predicted cost of the route that was taken and of the other",
+            DURATION_BUCKETS,
+            "way",
         )
         self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
-        self._slo_requests = metrics.counter("baton_slo_requests", "requests that count towards their service level", "class")
+        self._slo_requests = metrics.counter(
+            "baton_slo_requests", "requests that count towards their service level", "class"
+        )
         self._slo_met = metrics.counter("baton_slo_met", "requests that met their service level", "class")
-        self._slo_missed = metrics.counter("baton_slo_missed", "requests that missed their service level, by the missed goal", "class", "objective")
+        self._slo_missed = metrics.counter(
+            "baton_slo_missed", "requests that missed their service level, by the missed goal", "class", "objective"
+        )
         for name in slo_classes:
             self._slo_requests(name)
             self._slo_met(name)
@@ -89,12 +104,16 @@ class GatewayMeters:
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
             Gauge(
-                "baton_clock_offset_seconds", "offset of a worker's clock from this gateway's",
-                lambda: {name: clock.offset_s for name, clock in clocks().items()}, "worker",
+                "baton_clock_offset_seconds",
+                "offset of a worker's clock from this gateway's",
+                lambda: {name: clock.offset_s for name, clock in clocks().items()},
+                "worker",
             ),
             Gauge(
-                "baton_clock_error_seconds", "error bound of that offset",
-                lambda: {name: clock.error_s for name, clock in clocks().items()}, "worker",
+                "baton_clock_error_seconds",
+                "error bound of that offset",
+                lambda: {name: clock.error_s for name, clock in clocks().items()},
+                "worker",
             ),
         )
 

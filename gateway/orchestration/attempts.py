@@ -35,7 +35,9 @@ class Attempts(Course):
             self._await_worker(error)
             return
         self._failed = None
-        if record.decision is None and self._lines.credit.is_open_to(record.tenant):  # who has stood in line is served, late or not
+        if record.decision is None and self._lines.credit.is_open_to(
+            record.tenant
+        ):  # who has stood in line is served, late or not
             record.bid.check(decision, self._lines.prefill.wait_s(record.bid))
         record.decision = decision
         record.stamps.routed = record.stamps.routed or now()

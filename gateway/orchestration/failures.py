@@ -18,9 +18,7 @@ from gateway.request.request_record import Failure, Record
 
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
 _MAX_DEATHS = 2  # of workers that completed no step of this request
-_KV_REASONS = frozenset(
-    ("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH")
-)
+_KV_REASONS = frozenset(("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH"))
 _DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # in a step with others it may have been theirs
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 _FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)

@@ -94,15 +94,11 @@ class Pipeline:
             traceparent = format_traceparent(record.context)
             return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline, mark)
 
-        answer = Answer(
-            checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record)
-        )
+        answer = Answer(checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record))
         digest = prompt_digest(record.tenant, prompt_ids)
         self.recovery.begin(digest)
         question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
-        attempts = Attempts(
-            self.registry, self.lines, self.recovery, answer, record, question, self.max_queue_wait_s
-        )
+        attempts = Attempts(self.registry, self.lines, self.recovery, answer, record, question, self.max_queue_wait_s)
         self.running[checked.key_id] = attempts
         try:
             # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
@@ -126,7 +122,9 @@ class Pipeline:
         if not checked.names_class:
             promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
-        record.ask = RoutingRequest(num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant)
+        record.ask = RoutingRequest(
+            num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant
+        )
         self.registry.check_fits(record.ask)
         order = rank(record.stamps.received, promised, checked.priority)
         record.bid = Bid(

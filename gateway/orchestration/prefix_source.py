@@ -1,7 +1,7 @@
 """A prefix that another worker holds, asked for before a prefill worker would compute it.
 
-    Offer{spans, taker} ─► holder ─ Offered ─► Prefill.sources
-                                  └ NotHere, refused, lost, or no answer within OFFER_WAIT_S: it is computed
+Offer{spans, taker} ─► holder ─ Offered ─► Prefill.sources
+                              └ NotHere, refused, lost, or no answer within OFFER_WAIT_S: it is computed
 """
 
 import asyncio

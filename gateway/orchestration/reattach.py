@@ -1,7 +1,7 @@
 """Going on with a sequence that decodes somewhere, or is parked there, in place of beginning anew.
 
-    session lost ─► the worker answers Hello again ─ Attach ─► Granted: tokens go on     NotHere, lost, or no word
-    client resumes ─ Attach to decode workers ───────────────► Granted, the first one    within ATTACH_WAIT_S: anew
+session lost ─► the worker answers Hello again ─ Attach ─► Granted: tokens go on     NotHere, lost, or no word
+client resumes ─ Attach to decode workers ───────────────► Granted, the first one    within ATTACH_WAIT_S: anew
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -29,4 +29,3 @@ def derived_secret(identity: ModelIdentity) -> bytes:
 def fingerprint(secret: bytes) -> bytes:
     """Says whether two secrets are equal, and nothing else of them."""
     return hmac.digest(secret, b"baton-secret-fingerprint", "sha256")[:16]
-

@@ -30,7 +30,9 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
     if table or not all(isinstance(text, str) and text for text in (*texts, *systems)):
         raise SettingsError(f"--public-prefixes {path}: holds `texts` and `systems`, lists of texts, and nothing else")
     try:
-        return [await encode(text=text, messages=None) for text in texts] + [await _head(text, encode) for text in systems]
+        return [await encode(text=text, messages=None) for text in texts] + [
+            await _head(text, encode) for text in systems
+        ]
     except InvalidRequest as error:
         raise SettingsError(f"--public-prefixes {path}: {error.message}") from None
 

@@ -212,9 +212,7 @@ class Quotas:
     def told(self, at: float) -> dict[str, Told]:
         """What goes through this gateway, of tenants that are bounded: of at most MAX_TOLD, those with most choices."""
         bounded = [
-            (tenant, usage)
-            for tenant, usage in self._usage.items()
-            if usage.quota.is_bounded and not usage.is_idle(at)
+            (tenant, usage) for tenant, usage in self._usage.items() if usage.quota.is_bounded and not usage.is_idle(at)
         ]
         most = heapq.nlargest(MAX_TOLD, bounded, key=lambda named: named[1].num_running)
         return {tenant: usage.told(at) for tenant, usage in most}

@@ -192,7 +192,9 @@ def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int,
         _refuse("resume_from", "needs the request_id of the request that it continues")
     temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.temperature
     if temperature and not sampling.HasField("seed"):
-        _refuse("resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ")
+        _refuse(
+            "resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ"
+        )
     return tuple(request.resume_from)
 
 

@@ -34,7 +34,7 @@ class RenderBudget:
 
 
 class _CodeGenerator(CodeGenerator):
-    def visit_Concat(self, node: nodes.Concat, frame) -> None:  # noqa: N802
+    def visit_Concat(self, node: nodes.Concat, frame) -> None:
         """a ~ b, which is no operator to the sandbox."""
         self.write("environment.concatenated(context, (")
         for part in node.nodes:
@@ -70,7 +70,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             loop.iter = nodes.Filter(loop.iter, _turns.__name__, arguments, [], None, None, lineno=loop.lineno)
         return template
 
-    def call(__self, __context: Context, __obj, *args, **kwargs):  # noqa: B902, N805
+    def call(__self, __context: Context, __obj, *args, **kwargs):
         _check_arguments((*args, *kwargs.values()))
         if getattr(__obj, "__name__", "") in ("format", "format_map"):
             _check_widths(_WIDE_FORMAT, getattr(getattr(__obj, "__wrapped__", None), "__self__", ""))

@@ -93,7 +93,7 @@ def _mark(content: str, begin: str, end: str) -> str:
     if not core:
         return content
     head = content.index(core)
-    return f"{content[:head]}{begin}{core}{end}{content[head + len(core):]}"
+    return f"{content[:head]}{begin}{core}{end}{content[head + len(core) :]}"
 
 
 def _unused_marks(messages: Sequence[ChatMessage], text: str) -> tuple[str, str]:

@@ -29,9 +29,7 @@ _SCALE_WEIGHTS = 1 << 32  # word indexes of scales start here
 # (words uint64 [block, row, head, unit, word], which blocks, a table of weights, where in it each block begins, another
 # pool's words of the same shape or None, which blocks of those) -> uint64 [block, unit, row, head]; copies into the
 # other pool on the way.
-WordSums = Callable[
-    [np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], np.ndarray
-]
+WordSums = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], np.ndarray]
 _word_sums: WordSums | None = None
 
 

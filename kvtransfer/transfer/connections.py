@@ -29,7 +29,7 @@ class Connections:
         """Runs `dialogue`, which owns `line`, until it is established and beyond; or until it is the oldest that is
         not, and there is no place."""
         now = asyncio.get_running_loop().time()
-        while len(self._pending) >= MAX_PENDING or len(self._pending) >= MAX_SILENT and self._is_silent(now):
+        while len(self._pending) >= MAX_PENDING or (len(self._pending) >= MAX_SILENT and self._is_silent(now)):
             self._evict()
         task = asyncio.create_task(dialogue)
         self._pending[task] = line, now

@@ -1,14 +1,14 @@
 """The order of a dialogue, the same for both sides.
 
-    taker                                   source
-      │ ── Want{ticket, token_begin} ──────► │  ticket checked before anything else
-      │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp
-      │  room made, bytes in place, digested │
-      │ ── Ack{range} ─────────────────────► │  lease alive? generations still the same?
-      │ ◄──────────── Confirm{range} ─────── │
-      │  verified(tokens of which all layers are confirmed)
-      │ ── End{ok} ────────────────────────► │  the lease may end
-    Renew goes both ways every second: the taker's keeps the lease alive, the answer shows that the source is.
+taker                                   source
+  │ ── Want{ticket, token_begin} ──────► │  ticket checked before anything else
+  │ ◄────── Ready{range, digests} ────── │  whenever the (token, layer) watermark moves; bytes follow on tcp
+  │  room made, bytes in place, digested │
+  │ ── Ack{range} ─────────────────────► │  lease alive? generations still the same?
+  │ ◄──────────── Confirm{range} ─────── │
+  │  verified(tokens of which all layers are confirmed)
+  │ ── End{ok} ────────────────────────► │  the lease may end
+Renew goes both ways every second: the taker's keeps the lease alive, the answer shows that the source is.
 """
 
 import asyncio

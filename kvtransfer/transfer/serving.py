@@ -147,7 +147,9 @@ class Serving:
             for wait in waits:
                 wait.cancel()
         if earlier._heard.is_set() and not earlier._over.is_set():
-            log.warning("a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport)
+            log.warning(
+                "a KV ticket was shown a second time while its taker is served: refused, on %s", self._transport
+            )
             raise TicketRefused("this ticket's taker is being served on another line")
         earlier._line.close()
         for name in [name for name, serving in self._shelf.dialogues.items() if serving is earlier]:

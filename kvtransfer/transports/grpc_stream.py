@@ -55,7 +55,10 @@ _SERVER_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.server_handshake_timeout_ms", 5000),  # gRPC's own is 120 s
     ("grpc.max_connection_idle_ms", 10_000),  # a dialogue's connection ends with it
-    ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),  # expanded before it is measured
+    (
+        "grpc.compression_enabled_algorithms_bitset",
+        1 << grpc.Compression.NoCompression,
+    ),  # expanded before it is measured
 )
 
 
@@ -196,7 +199,7 @@ class GrpcLine:
                 message = await self._incoming.get()
         except TimeoutError as exc:
             raise PeerLost(f"the other side was silent for {self._silence_s:g} s") from exc
-        if message is None or self._lost and self._finishing:
+        if message is None or (self._lost and self._finishing):
             self._incoming.put_nowait(None)
             raise PeerLost(self._lost or "the other side closed the line")
         self._room.release()

@@ -157,7 +157,7 @@ class SocketLine:
                 received = array.array("i")
                 received.frombytes(data[: len(data) - len(data) % received.itemsize])
                 self._fds.extend(received)
-        if self._takes_fds and flags & socket.MSG_CTRUNC or len(self._fds) > 1:
+        if (self._takes_fds and flags & socket.MSG_CTRUNC) or len(self._fds) > 1:
             raise ProtocolError("more descriptors than the one that belongs to a Mapping")
         return count
 

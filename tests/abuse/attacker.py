@@ -106,12 +106,12 @@ class Attack:
         async with self._gate:
             line = await self._connect()
             if line is None:
-                return
+                return None
             if self._abuse.ending != "closed":
                 self._lines.append(line)
             match self._abuse.opening:
                 case "none":
-                    return
+                    return None
                 case "garbage":
                     return line.say(NOISE)
                 case "half":
@@ -125,7 +125,7 @@ class Attack:
                 line.say(line.speaker.flood(number))
                 await asyncio.sleep(0)
             elif self._abuse.head != "none" and not await self._call(line, number):
-                return
+                return None
 
     async def _call(self, line: Line, number: int) -> bool:
         """Whether there was room for its message; for another's there is none either."""

@@ -12,7 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(code: str, *arguments) -> str:
     """Runs code that imports `pages`, in a process that has bench/ on its path."""
-    command = [sys.executable, "-c", f"import sys; from pathlib import Path; import pages; {code}", *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; from pathlib import Path; import pages; {code}",
+        *map(str, arguments),
+    ]
     return subprocess.run(command, cwd=ROOT / "bench", check=True, capture_output=True, text=True).stdout
 
 

@@ -10,7 +10,7 @@ from baton.service.slo import Slo
 from tests.support.process import ROOT
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: bench/gateway.py is not the gateway
-from routing_fleet import BLOCK, Fleet, Machine, copies, oracle_hits  # noqa: E402
+from routing_fleet import BLOCK, Fleet, Machine, copies, oracle_hits
 
 TRACE = read_trace(ROOT / "bench" / "traces" / "conversation.jsonl")[:150]
 SLO = Slo(5.0, 0.1)

@@ -58,7 +58,7 @@ BAD = [
     bad("stop", stop=["x" * 257]),
     bad("stop", stop=["é" * 129]),  # 258 bytes
     bad("stop_token_ids", stop_token_ids=[VOCAB]),
-    bad("logit_bias", logit_bias={i: 1.0 for i in range(1025)}),
+    bad("logit_bias", logit_bias=dict.fromkeys(range(1025), 1.0)),
     bad("logit_bias", logit_bias={VOCAB: 1.0}),
     bad("logit_bias", logit_bias={5: math.nan}),
     bad("logit_bias", logit_bias={5: math.inf}),
@@ -94,7 +94,7 @@ def test_the_largest_that_is_allowed(client):
         "n": 8,
         "logprobs": 20,
         "stop": ["é" * 128] + ["x" * 256] * 15,
-        "logit_bias": {i: 0.0 for i in range(VOCAB)},
+        "logit_bias": dict.fromkeys(range(VOCAB), 0.0),
     }
     reply = client.generate(PROMPT, max_tokens=2, min_tokens=2, request_id="A-z_09" + "x" * 58, **borders)
     assert len(reply.choices) == 8 and len(reply.choices[0].logprobs[0][2]) == 20

@@ -100,7 +100,7 @@ def test_a_request_through_the_commands_of_compose(containers):
     assert answers[1].usage.cached_tokens >= 128
     assert any((containers._folder / "kv").glob("baton-kv-*/kv")), "no shared memory offered"
     assert containers.redis.client.get("baton:secret") is not None
-    for name, process in reversed(containers.processes.items()):
+    for process in reversed(containers.processes.values()):
         assert process.stop() == 0, process.text()
         # uvloop may log that a TLS connection to Redis was closed while it still spoke: seen in one stop of four.
         own = [line for line in process.text().splitlines() if "Traceback" in line and "uvloop/sslproto" not in line]

@@ -66,7 +66,12 @@ def test_everybody_is_drained_again_and_again(stack, prompts, num_rounds):
                 assert set(told) <= {grpc.StatusCode.OK, None} and told[0] is grpc.StatusCode.OK
                 wrong = ask_to_drain(target, next_role="prefill" if role == "decode" else "decode")
                 assert wrong in (grpc.StatusCode.FAILED_PRECONDITION, None)
-                garbage = [dict(next_role="?" * 5000), dict(grace_s=-1), dict(grace_s=float("nan")), dict(grace_s=1e300)]
+                garbage = [
+                    dict(next_role="?" * 5000),
+                    dict(grace_s=-1),
+                    dict(grace_s=float("nan")),
+                    dict(grace_s=1e300),
+                ]
                 for fields in garbage:
                     assert ask_to_drain(target, **fields) in (grpc.StatusCode.INVALID_ARGUMENT, None)
             for target, role in roles:
@@ -91,7 +96,9 @@ def test_everybody_is_drained_again_and_again(stack, prompts, num_rounds):
 
 def describe(target: str) -> pb.Hello:
     with grpc.insecure_channel(target) as channel:
-        return worker_pb2_grpc.WorkerStub(channel).Describe(pb.DescribeRequest(), timeout=patience(30), wait_for_ready=True)
+        return worker_pb2_grpc.WorkerStub(channel).Describe(
+            pb.DescribeRequest(), timeout=patience(30), wait_for_ready=True
+        )
 
 
 def await_anew(target: str, epoch: int, role: str) -> None:

@@ -43,7 +43,15 @@ SAMPLINGS = (
     {}, {}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
 )  # fmt: skip
-WORDS = ("the quick brown fox", "Größe und façade", "東京", "🙂🙂", "def f(x):\n    return x", "0 1 2 3 4 5", "lorem ipsum")
+WORDS = (
+    "the quick brown fox",
+    "Größe und façade",
+    "東京",
+    "🙂🙂",
+    "def f(x):\n    return x",
+    "0 1 2 3 4 5",
+    "lorem ipsum",
+)
 PATIENCE_S = patience(90.0)
 MAX_TRIES = 4  # of what is refused because everybody is busy
 IDLE_S = 20.0
@@ -127,7 +135,11 @@ class FuzzStack(NurseryStack):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self._plans = [
-            (name, module, [*given, "--block-size", f"{size}", "--num-blocks", f"{num}", "--max-model-len", f"{length}"])
+            (
+                name,
+                module,
+                [*given, "--block-size", f"{size}", "--num-blocks", f"{num}", "--max-model-len", f"{length}"],
+            )
             for (name, module, given), (size, num, length) in zip(self._plans, UNLIKE, strict=True)
         ]
 

@@ -8,7 +8,8 @@ from tests.support.models import make_model
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_faults"), [(60, 2), pytest.param(500, 10, marks=(pytest.mark.long, pytest.mark.timeout(1200)))]
+    ("num_requests", "num_faults"),
+    [(60, 2), pytest.param(500, 10, marks=(pytest.mark.long, pytest.mark.timeout(1200)))],
 )
 def test_every_answer_is_that_of_one_engine(tmp_path, num_requests, num_faults):
     with Stacks(make_model(tmp_path / "tiny"), tmp_path / "stack") as stacks:

@@ -149,8 +149,6 @@ async def test_a_certificate_without_a_role_opens_nothing(guarded, make_certific
                 assert await ask(channel, path) is grpc.StatusCode.UNAUTHENTICATED, path
 
 
-
-
 async def test_a_call_without_its_message_is_an_error(guarded, installation):
     access = installation.access(with_key=True)
     async with guarded() as ports, access.channel(ports.client) as channel:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from baton.v1 import inference_pb2 as pb
-from tests.gateway.conftest import cluster, digest, folder  # noqa: F401  fixtures
+from tests.gateway.conftest import cluster, digest, folder  # noqa: F401
 from tests.support.client import make_request
 
 GENERATE = "/baton.v1.Inference/Generate"

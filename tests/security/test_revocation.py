@@ -11,7 +11,7 @@ import pytest
 from baton.service.security.credentials import new_key
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
-from tests.gateway.conftest import cluster, digest, folder  # noqa: F401  fixtures
+from tests.gateway.conftest import cluster, digest, folder  # noqa: F401
 from tests.support.client import gather, make_request
 from tests.support.gateway.fake_worker import tokens_of
 
@@ -74,7 +74,9 @@ async def test_a_key_that_is_revoked_ends_no_stream_and_begins_none(served, keys
 
         async def read():
             request = make_request(PROMPT, max_tokens=6, temperature=0.0)
-            stream = inference_pb2_grpc.InferenceStub(c.channel).Generate(request, timeout=60, metadata=keys.shown("acme"))
+            stream = inference_pb2_grpc.InferenceStub(c.channel).Generate(
+                request, timeout=60, metadata=keys.shown("acme")
+            )
             return gather([message async for message in stream])
 
         running = [asyncio.create_task(read()) for _ in range(5)]

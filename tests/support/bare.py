@@ -58,7 +58,5 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, dict[int, Bare
                     choices[first.choice] = BareChoice()
                     choices[first.choice].add(0, [first.token_id], logprobs, first.finish_reason)
             elif isinstance(output, TokenRun):
-                choices[output.choice].add(
-                    output.first_index, output.token_ids, output.logprobs, output.finish_reason
-                )
+                choices[output.choice].add(output.first_index, output.token_ids, output.logprobs, output.finish_reason)
     return results

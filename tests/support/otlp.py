@@ -1,9 +1,9 @@
 """A real OTLP/gRPC receiver: collects the spans and metrics that any process sends to it.
 
-    with Receiver() as receiver:
-        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-        ...
-        spans = receiver.wait_for(lambda spans: any(span.name == "decode" for span in spans))
+with Receiver() as receiver:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
+    ...
+    spans = receiver.wait_for(lambda spans: any(span.name == "decode" for span in spans))
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
     def __init__(self) -> None:
         self.points: list[Point] = []
 
-    def Export(self, request, context):  # noqa: N802
+    def Export(self, request, context):
         self.points.extend(_points(request))
         return metrics_service_pb2.ExportMetricsServiceResponse()
 
@@ -90,7 +90,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
     def __exit__(self, *exc) -> None:
         self._server.stop(0).wait()
 
-    def Export(self, request, context):  # noqa: N802
+    def Export(self, request, context):
         with self._arrived:
             self.spans.extend(_spans(request))
             self._arrived.notify_all()

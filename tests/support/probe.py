@@ -39,7 +39,9 @@ class Probe:
         with self._arrived:
             # The first to arrive may have been under way already.
             wanted = self._num_loads + 2
-            assert self._arrived.wait_for(lambda: self._num_loads >= wanted, patience(timeout_s)), "the worker says nothing"
+            assert self._arrived.wait_for(lambda: self._num_loads >= wanted, patience(timeout_s)), (
+                "the worker says nothing"
+            )
             return self._latest
 
     def _read(self) -> None:

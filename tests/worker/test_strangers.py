@@ -23,7 +23,9 @@ NUM_STRANGERS = 1024
 def stack(tmp_path_factory):
     folder = tmp_path_factory.mktemp("strangers")
     options = ("--num-blocks", "96", "--threads", "1", "--transports", "tcp")
-    with Stack(make_model(folder / "model"), folder / "logs", options=options, gateway_options=("--split", "always")) as s:
+    with Stack(
+        make_model(folder / "model"), folder / "logs", options=options, gateway_options=("--split", "always")
+    ) as s:
         yield s
 
 

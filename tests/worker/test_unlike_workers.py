@@ -203,7 +203,7 @@ def test_a_prefill_worker_pulls_its_prefix(model, block_size):
             await elsewhere.generate_here("turn1", make_spec(turn1, max_tokens=4))
             spec = make_spec(turn2, max_tokens=5)
             source = await offered_prefix(pair, spec, 3, session)
-            tokens, done, fetched = await generate_with_sources(pair, spec, [source])
+            tokens, _done, fetched = await generate_with_sources(pair, spec, [source])
             assert fetched.num_tokens == len(turn2) and fetched.num_bytes_early > 0
             assert (await session.next("offer", "ended")).code == 0
             await session.wait_idle()
@@ -217,10 +217,10 @@ def test_a_prefix_that_cannot_be_pulled_is_computed(model):
     turn2 = prompt(290)
 
     async def main():
-        async with run_pair(model) as (pair, prefill, _):
+        async with run_pair(model) as (pair, _prefill, _):
             spec = make_spec(turn2, max_tokens=5)
             sources = [pb.KVSource(handle=b"\xff", ticket=b"\xff"), pb.KVSource()]
-            tokens, done, fetched = await generate_with_sources(pair, spec, sources)
+            tokens, _done, fetched = await generate_with_sources(pair, spec, sources)
             assert fetched.num_tokens == len(turn2)
             return tokens
 

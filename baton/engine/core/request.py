@@ -1,9 +1,9 @@
 """The engine's vocabulary: a request as it enters, its states, and what comes out. Read this first.
 
-    submit ──► WAITING ──► RUNNING (prefill chunks) ──► RUNNING (decode) ──► FINISHED
-                  ▲                    │      └─ hold ──► HELD (leased to a taker) ──► FINISHED
-    admit ──► FETCHING ── start ──►    │
-                  └────── PARKED ◄─────┘  preemption, lost stream, drain
+submit ──► WAITING ──► RUNNING (prefill chunks) ──► RUNNING (decode) ──► FINISHED
+              ▲                    │      └─ hold ──► HELD (leased to a taker) ──► FINISHED
+admit ──► FETCHING ── start ──►    │
+              └────── PARKED ◄─────┘  preemption, lost stream, drain
 """
 
 from dataclasses import dataclass, field

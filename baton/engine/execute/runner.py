@@ -1,8 +1,8 @@
 """From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens.
 
-    run             a step of any kind, to its tokens
-    launch, read    a decode step whose tokens are drawn where the logits are: the next one may be launched, from tokens
-                    that nobody has read yet, before this one is read
+run             a step of any kind, to its tokens
+launch, read    a decode step whose tokens are drawn where the logits are: the next one may be launched, from tokens
+                that nobody has read yet, before this one is read
 """
 
 import time

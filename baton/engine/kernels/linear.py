@@ -139,7 +139,7 @@ def add_segments(
     mask = row_mask[:, None] & out_mask[None, :]
     places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for segment in range(0, num_segments):
+    for segment in range(num_segments):
         begin = partials + segment * num_rows * num_out
         total = total + tl.load(begin + places, mask=mask, other=0.0)
     total = _finish(total, scales, bias, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED, BIAS)

@@ -36,19 +36,17 @@ def load_rows(rows, scales, offsets, scale_offsets, seen, HEAD_DIM: tl.constexpr
         low = (packed & 15).to(tl.float32) * scale[:, None] + zero
         high = (packed >> 4).to(tl.float32) * scale[:, None] + zero
         return narrow(tl.interleave(low, high), DTYPE)
-    else:
-        dims = tl.arange(0, BLOCK_D)
-        mask = (dims < HEAD_DIM)[None, :]
-        if MASKED:
-            mask = seen[:, None] & mask
-        values = tl.load(rows + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-        if FORM == "int8":
-            scale = tl.load(scales + scale_offsets, mask=seen, other=0.0).to(tl.float32)
-            return narrow(values.to(tl.float32) * scale[:, None], DTYPE)
-        elif values.dtype == DTYPE:
-            return values
-        else:
-            return narrow(values.to(tl.float32), DTYPE)
+    dims = tl.arange(0, BLOCK_D)
+    mask = (dims < HEAD_DIM)[None, :]
+    if MASKED:
+        mask = seen[:, None] & mask
+    values = tl.load(rows + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    if FORM == "int8":
+        scale = tl.load(scales + scale_offsets, mask=seen, other=0.0).to(tl.float32)
+        return narrow(values.to(tl.float32) * scale[:, None], DTYPE)
+    if values.dtype == DTYPE:
+        return values
+    return narrow(values.to(tl.float32), DTYPE)
 
 
 @triton.jit
@@ -62,15 +60,14 @@ def dot(a, b, acc):
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
     """fp32 -> DTYPE, half to even. fp8 takes what lies within its finite range."""
-    if INTERPRETED and DTYPE == tl.bfloat16:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif INTERPRETED and DTYPE == tl.float8e4nv:
+    if INTERPRETED and tl.float8e4nv == DTYPE:
         return _on_grid(x, 3, -6).to(DTYPE)
-    elif INTERPRETED and DTYPE == tl.float8e5:
+    if INTERPRETED and tl.float8e5 == DTYPE:
         return _on_grid(x, 2, -14).to(DTYPE)
-    else:
-        return x.to(DTYPE)
+    return x.to(DTYPE)
 
 
 @triton.jit

@@ -15,8 +15,8 @@ class Tier:
 
 
 TIERS = (
-    Tier("x86-64-v3", frozenset("avx2 fma f16c bmi1 bmi2 abm movbe".split()), ("-march=x86-64-v3",)),
-    Tier("x86-64-v4", frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split()), ("-march=x86-64-v4",)),
+    Tier("x86-64-v3", frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"]), ("-march=x86-64-v3",)),
+    Tier("x86-64-v4", frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]), ("-march=x86-64-v4",)),
     Tier(
         "avx512-vnni-bf16",
         frozenset(("avx512_vnni", "avx512_bf16")),

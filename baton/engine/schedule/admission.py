@@ -135,7 +135,9 @@ class Admission:
             trunk = group.trunk
             cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
             most, num_tokens = CHUNKS_WAITING * self.config.max_num_batched_tokens, trunk.num_tokens - cached
-            if self.num_waiting_tokens and not self.shares.has_waiting(request, most, self.num_waiting_tokens, num_tokens):
+            if self.num_waiting_tokens and not self.shares.has_waiting(
+                request, most, self.num_waiting_tokens, num_tokens
+            ):
                 raise Refusal("queue_full")
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)

@@ -328,9 +328,7 @@ class Scheduler:
     def _park_of(self, amounts: Counter[bytes], part: int, seqs: Iterable[Sequence]) -> bool:
         """Parks the last in rank of the tenant with most, if that is more than its part."""
         tenant, amount = max(amounts.items(), key=lambda entry: entry[1], default=(b"", 0))
-        theirs = [
-            seq for seq in seqs if seq.group.tenant == tenant and num_blocks([seq]) and not seq.group.is_held
-        ]
+        theirs = [seq for seq in seqs if seq.group.tenant == tenant and num_blocks([seq]) and not seq.group.is_held]
         if amount <= part or not theirs:
             return False
         self.park(max(theirs, key=by_rank))

@@ -98,7 +98,9 @@ class Admin:
         if len(hosts) != 1 and (hosts or words[2] != "HTTP/1.0"):
             return json_reply({"error": "a request names its Host once"}, 400)
         if hosts and not self._is_ours(_name(hosts[0])):
-            return json_reply({"error": f"{_name(hosts[0])[:100]} is not this host: --admin-hosts lists its names"}, 421)
+            return json_reply(
+                {"error": f"{_name(hosts[0])[:100]} is not this host: --admin-hosts lists its names"}, 421
+            )
         page = self._pages.get(words[1].partition("?")[0])
         if page is None:
             return json_reply({"error": f"here are {', '.join(sorted(self._pages))}"}, 404)

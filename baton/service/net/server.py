@@ -133,17 +133,17 @@ class Health(health_pb2_grpc.HealthServicer):
         for service in tuple(self._status):
             self.set(service, False)
 
-    async def Check(self, request, context) -> health_pb2.HealthCheckResponse:  # noqa: N802
+    async def Check(self, request, context) -> health_pb2.HealthCheckResponse:
         status = self._status.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def List(self, request, context) -> health_pb2.HealthListResponse:  # noqa: N802
+    async def List(self, request, context) -> health_pb2.HealthListResponse:
         named = {service: health_pb2.HealthCheckResponse(status=status) for service, status in self._status.items()}
         return health_pb2.HealthListResponse(statuses=named)
 
-    async def Watch(self, request, context) -> AsyncIterator[health_pb2.HealthCheckResponse]:  # noqa: N802
+    async def Watch(self, request, context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         told = None
         while True:
             changed, status = self._changed, self._status.get(request.service, _SERVICE_UNKNOWN)
@@ -171,7 +171,10 @@ def _raise_descriptors() -> None:
     with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel would set now
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if _num_descriptors() < _FEW_DESCRIPTORS:
-        log.warning("few descriptors: raise the hard limit, ulimit -Hn %s", fields(limit=_num_descriptors(), wanted=_FEW_DESCRIPTORS))
+        log.warning(
+            "few descriptors: raise the hard limit, ulimit -Hn %s",
+            fields(limit=_num_descriptors(), wanted=_FEW_DESCRIPTORS),
+        )
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: bool = False) -> int:

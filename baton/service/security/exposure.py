@@ -11,11 +11,19 @@ from baton.service.settings import option
 class Exposure:
     """Settings classes that have `listen` and `admin` inherit this, and call `check_exposure`."""
 
-    tls_cert: Path | None = option("PEM file with this process's certificate; reloaded when it changes", None, metavar="FILE")
+    tls_cert: Path | None = option(
+        "PEM file with this process's certificate; reloaded when it changes", None, metavar="FILE"
+    )
     tls_key: Path | None = option("PEM file with the certificate's private key", None, metavar="FILE")
-    tls_ca: Path | None = option("PEM file with the authority that signs all certificates of the stack", None, metavar="FILE")
-    insecure: bool = option("listen beyond loopback without TLS or credentials; anybody who reaches a port may use it", False)
-    open_admin: bool = option("serve --admin beyond loopback, as plain HTTP that anybody who reaches it may read", False)
+    tls_ca: Path | None = option(
+        "PEM file with the authority that signs all certificates of the stack", None, metavar="FILE"
+    )
+    insecure: bool = option(
+        "listen beyond loopback without TLS or credentials; anybody who reaches a port may use it", False
+    )
+    open_admin: bool = option(
+        "serve --admin beyond loopback, as plain HTTP that anybody who reaches it may read", False
+    )
     admin_hosts: tuple[str, ...] = option(
         "host names, besides IP addresses and localhost, under which --admin may be reached", (), metavar="NAME,..."
     )

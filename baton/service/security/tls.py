@@ -92,7 +92,9 @@ class _Files:
             stamps = self._stamps()
             if self._last is not None and self._last.stamps == stamps:
                 return self._last
-            found = _Contents(self._tls.ca.read_bytes(), self._tls.key.read_bytes(), self._tls.cert.read_bytes(), stamps)
+            found = _Contents(
+                self._tls.ca.read_bytes(), self._tls.key.read_bytes(), self._tls.cert.read_bytes(), stamps
+            )
             if self._fit() and self._stamps() == stamps:  # else they are being replaced: the next handshake looks again
                 self._last = found
         except OSError:

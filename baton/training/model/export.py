@@ -38,9 +38,7 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     save_text(folder / "generation_config.json", _to_json(_generation_config(tokenizer)))
     save_tokenizer(tokenizer, folder, model.config.max_length)
     weights = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    save_atomically(
-        folder / "model.safetensors", lambda path: save_file(weights, str(path), metadata={"format": "pt"})
-    )
+    save_atomically(folder / "model.safetensors", lambda path: save_file(weights, str(path), metadata={"format": "pt"}))
 
 
 def load(folder: Path) -> Llama:

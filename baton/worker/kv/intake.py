@@ -1,7 +1,7 @@
 """The taker's side: pulls the KV of an admitted key into blocks that the engine sets aside, and gives everything back.
 
-    Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, generation, Confirm ─► verified ─► ... ─► Fetched
-                 └─ on every exit: fetch_settled, so that a cancelled key's blocks may be used again
+Fetch ─► fetcher.fetch ─ set_aside ─► bytes land ─ digest, epoch, generation, Confirm ─► verified ─► ... ─► Fetched
+             └─ on every exit: fetch_settled, so that a cancelled key's blocks may be used again
 """
 
 import asyncio

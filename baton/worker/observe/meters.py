@@ -22,11 +22,15 @@ class WorkerMeters:
         self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
         self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")
         self._bytes = metrics.counter("baton_transfer_bytes", "bytes of KV pulled from other workers", "transport")
-        self._transfer = metrics.histogram("baton_transfer_seconds", "time from the first request for KV to the last confirmation", PHASE_BUCKETS)()
+        self._transfer = metrics.histogram(
+            "baton_transfer_seconds", "time from the first request for KV to the last confirmation", PHASE_BUCKETS
+        )()
         self._hidden = metrics.histogram(
             "baton_transfer_hidden_ratio", "fraction of a transfer that overlapped prefill", RATIO_BUCKETS
         )()
-        self._spec = metrics.counter("baton_spec_tokens", "proposed tokens, by whether the model accepted them", "result")
+        self._spec = metrics.counter(
+            "baton_spec_tokens", "proposed tokens, by whether the model accepted them", "result"
+        )
         self._positions = metrics.counter(
             "baton_spec_position_tokens", "proposed tokens, by position in the proposal", "position", "result"
         )

@@ -23,7 +23,10 @@ from baton.engine.schedule.step_work import WorkRates
 from baton.engine.weights.forms import DenseWeight
 
 _READ_S, _MULTIPLY_S = 0.04, 0.06  # beside these, filling the memory that is read takes 0.03 to 0.1 s
-_NUM_STARTS, _BETTER = 3, 1.1  # so many starts in a row find nothing that much better: other processes start beside them
+_NUM_STARTS, _BETTER = (
+    3,
+    1.1,
+)  # so many starts in a row find nothing that much better: other processes start beside them
 _MIN_SIZE, _GROWTH = 256, 2  # rows and columns of the first product; a product this much larger takes its cube as long
 _MAX_SIZE = {"cpu": 1024, "cuda": 8192}
 _CUDA_BYTES = 1 << 30  # beyond any cache
@@ -70,7 +73,9 @@ def of_engine(engine: Engine) -> Roofline:
     """The best of what starts on this machine have measured, from the cache folder once there is nothing new in it."""
     model, config = engine.runner.model, engine.config
     threads = torch.get_num_threads()
-    cache = Cache(cache_folder(), (_device_name(model.device), threads, torch.__version__, config.dtype, model.head.name))
+    cache = Cache(
+        cache_folder(), (_device_name(model.device), threads, torch.__version__, config.dtype, model.head.name)
+    )
     return cache.best_of(lambda: measure(model.device, _product(config, model.device, model.dtype)))
 
 

@@ -1,7 +1,7 @@
 """How a worker goes: nothing new comes in, what runs ends or moves, leases are taken or expire, and everybody is told.
 
-    asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
-                                                                         with its KV                      anew in another role
+asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
+                                                                     with its KV                      anew in another role
 """
 
 import asyncio

@@ -32,13 +32,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._commands = commands
         self._hello = hello
 
-    async def Describe(self, request: pb.DescribeRequest, context) -> pb.Hello:  # noqa: N802
+    async def Describe(self, request: pb.DescribeRequest, context) -> pb.Hello:
         described = pb.Hello()
         described.CopyFrom(self._hello)
         described.wall_time_ns = time.time_ns()
         return described
 
-    async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:  # noqa: N802
+    async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:
         """Again, with the same next role: how far it is; a shorter grace counts from now."""
         if request.next_role not in ("", "prefill", "decode"):
             await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
@@ -50,7 +50,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0])
 
-    async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:  # noqa: N802
+    async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
         """Ends when the gateway hangs up, or when the worker closes it."""
         hello = await self._greet(commands, context)
         outbox = Outbox(context.write, self._commands.on_read, before_endings=self.send_block_events)

@@ -1,9 +1,9 @@
 """What a session still has to write: merged while the gateway reads slowly, bounded, written by one task.
 
-    replies            written at once, in order (granted, accepted, done with its first tokens, fetched ...)
-    rows of tokens     merged per (key, choice); at most one message per 4 ms, split at 256 KiB
-    endings            after the rows of their key
-    load, block events only the latest load; block events are merged
+replies            written at once, in order (granted, accepted, done with its first tokens, fetched ...)
+rows of tokens     merged per (key, choice); at most one message per 4 ms, split at 256 KiB
+endings            after the rows of their key
+load, block events only the latest load; block events are merged
 """
 
 import asyncio

@@ -18,7 +18,7 @@ class Gateway(inference_pb2_grpc.InferenceServicer):
     def __init__(self):
         self.requests = []
 
-    def Generate(self, request, context):  # noqa: N802
+    def Generate(self, request, context):
         self.requests.append(request)
         if request.stopping.HasField("max_tokens") and request.stopping.max_tokens == 0:
             error = InvalidRequest("stopping.max_tokens", "must be at least 1")

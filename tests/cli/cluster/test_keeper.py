@@ -219,7 +219,9 @@ async def test_a_child_goes_on_where_nobody_reads_what_it_says(monkeypatch):
         flush = write
 
     monkeypatch.setattr(keeper_module.sys, "stderr", Gone())
-    keeper = Keeper("worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY))
+    keeper = Keeper(
+        "worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY)
+    )
     await keeper.started
     await until(lambda: keeper._child.status is not None, "the child stands still")
     await keeper.stop(10)

@@ -40,7 +40,7 @@ def keep_process(monkeypatch):
 
 
 def test_the_schemes_offered_are_the_schemes_made():
-    assert quantize.SCHEMES == tuple(schemes.SCHEMES)
+    assert tuple(schemes.SCHEMES) == quantize.SCHEMES
 
 
 def test_quantize_and_eval(model, tmp_path, capsys):

@@ -34,7 +34,14 @@ def test_only_steps_larger_than_before_are_looked_at(monkeypatch):
     looks = []
     monkeypatch.setattr(activation_memory, "_heap_bytes", lambda: looks.append(1) or 0)
     seen = HeapActivations()
-    for num_rows, num_logits, is_new in ((8, 1, True), (8, 1, False), (9, 1, False), (12, 1, True), (4, 4, True), (4, 4, False)):
+    for num_rows, num_logits, is_new in (
+        (8, 1, True),
+        (8, 1, False),
+        (9, 1, False),
+        (12, 1, True),
+        (4, 4, True),
+        (4, 4, False),
+    ):
         looks.clear()
         seen.begin(num_rows, num_logits)
         seen.look()

@@ -11,16 +11,16 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
-from baton.engine import kernels  # noqa: E402
-from baton.engine.core.config import EngineConfig  # noqa: E402
-from baton.engine.core.request import Progress  # noqa: E402
-from baton.engine.engine import Engine  # noqa: E402
-from baton.engine.execute import launcher, sm_partition, watermark  # noqa: E402
-from baton.engine.execute.launcher import GpuLauncher  # noqa: E402
-from baton.engine.execute.watermark import LayerEvents  # noqa: E402
-from tests.engine.execute.test_graphs import compute_again  # noqa: E402
-from tests.support.engine.folders import make_folder, random_ids  # noqa: E402
-from tests.support.engine.toys import make_request, run, toy_engine  # noqa: E402
+from baton.engine import kernels
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Progress
+from baton.engine.engine import Engine
+from baton.engine.execute import launcher, sm_partition, watermark
+from baton.engine.execute.launcher import GpuLauncher
+from baton.engine.execute.watermark import LayerEvents
+from tests.engine.execute.test_graphs import compute_again
+from tests.support.engine.folders import make_folder, random_ids
+from tests.support.engine.toys import make_request, run, toy_engine
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the real device is tested by test_gpu_engine.py"),

@@ -10,15 +10,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
-from baton.engine import kernels  # noqa: E402
-from baton.engine.core.batch import ForwardBatch, SeqSlice  # noqa: E402
-from baton.engine.core.device import scope  # noqa: E402
-from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths  # noqa: E402
-from baton.engine.execute.inputs import StepInputs, StepShape, StepViews  # noqa: E402
-from baton.engine.kv.pool import KVPool  # noqa: E402
-from baton.engine.models.loader import load_model  # noqa: E402
-from kvtransfer.layout import KVLayout  # noqa: E402
-from tests.support.engine.folders import make_folder, random_ids  # noqa: E402
+from baton.engine import kernels
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.device import scope
+from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
+from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.loader import load_model
+from kvtransfer.layout import KVLayout
+from tests.support.engine.folders import make_folder, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(

@@ -11,12 +11,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
-from baton.engine import kernels  # noqa: E402
-from baton.engine.layers.linear import tinygemm, triton, tuning  # noqa: E402
-from baton.engine.layers.linear.gpu import GpuChoice  # noqa: E402
-from baton.engine.layers.linear.triton import GpuLinear, levels_of, packed_by, refusal  # noqa: E402
-from baton.engine.weights.forms import DenseWeight, pack_int4  # noqa: E402
-from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference  # noqa: E402
+from baton.engine import kernels
+from baton.engine.layers.linear import tinygemm, triton, tuning
+from baton.engine.layers.linear.gpu import GpuChoice
+from baton.engine.layers.linear.triton import GpuLinear, levels_of, packed_by, refusal
+from baton.engine.weights.forms import DenseWeight, pack_int4
+from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(

@@ -11,10 +11,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 pytest.importorskip("triton")
 
-from baton.engine import kernels  # noqa: E402
-from baton.engine.core.device import scope  # noqa: E402
-from baton.engine.models.loader import load_model  # noqa: E402
-from tests.support.engine.folders import Hand, make_folder, random_ids  # noqa: E402
+from baton.engine import kernels
+from baton.engine.core.device import scope
+from baton.engine.models.loader import load_model
+from tests.support.engine.folders import Hand, make_folder, random_ids
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(

@@ -119,7 +119,9 @@ def test_turns_are_by_tokens():
         engine.submit(of(FLOOD, f"f{i}", 75, 1))
     steps(engine, records, 6)
     groups = engine.admission.groups.values()
-    left = {tenant: sum(group.trunk.remaining for group in groups if group.tenant == tenant) for tenant in (FLOOD, QUIET)}
+    left = {
+        tenant: sum(group.trunk.remaining for group in groups if group.tenant == tenant) for tenant in (FLOOD, QUIET)
+    }
     assert min(left.values()) > 0 and abs(left[FLOOD] - left[QUIET]) <= 2 * 128, left
 
 

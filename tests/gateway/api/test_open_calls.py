@@ -73,7 +73,9 @@ async def answers(c, metadata=()) -> None:
         assert serving.status == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.mark.parametrize("method, messages", [(WATCH, [b""]), (WATCH, []), (CHECK, [])], ids=["idle", "silent", "check"])
+@pytest.mark.parametrize(
+    "method, messages", [(WATCH, [b""]), (WATCH, []), (CHECK, [])], ids=["idle", "silent", "check"]
+)
 async def test_no_one_takes_the_places_of_tenants(guarded, keys, method, messages):
     async with guarded() as c, opened(c, method, messages=messages) as calls:
         await answers(c, keys[1]["quiet"])
@@ -127,7 +129,9 @@ async def test_calls_of_a_tenant_with_a_quota(guarded, keys, tmp_path):
         async with opened(c, "/baton.v1.Inference/Tokenize", keys[1]["flood"], num_calls=60) as calls:
             codes = await asyncio.gather(*map(status_of, calls))
             await answers(c, keys[1]["quiet"])
-    assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 10 and codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 50
+    assert (
+        codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 10 and codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 50
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)

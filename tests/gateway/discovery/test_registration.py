@@ -239,7 +239,7 @@ def make_registered(*cidrs: str) -> Registered:
 def test_only_plain_addresses_of_allowed_networks_are_taken_from_the_roster(worker):
     for each in make_registered("10.0.0.0/8", "fd00::/8")._allowed({worker}):
         host, _, port = each[1].rpartition(":")
-        assert each[0] in ("prefill", "decode") and (host.startswith("10.") or host.startswith("[fd"))
+        assert each[0] in ("prefill", "decode") and (host.startswith(("10.", "[fd")))
         assert 0 < int(port) < 65536 and each[1].isascii()
 
 

@@ -35,7 +35,7 @@ async def gateway(cluster, digest, tmp_path, monkeypatch):
             c.server = server
             c.registered = registered
             await register(c)
-            await c.until(lambda: len(serving(c)) == 3 and SUPERVISED <= our_tasks().keys())
+            await c.until(lambda: len(serving(c)) == 3 and our_tasks().keys() >= SUPERVISED)
             yield c
 
 

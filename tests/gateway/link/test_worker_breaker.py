@@ -58,7 +58,7 @@ async def test_with_a_good_one_beside_it_every_request_is_answered(cluster, role
     """Also the first ones, and those that come all at once."""
     numbers = (2, 1) if role == "prefill" else (0, 2)
     async with cluster(*numbers, split="always" if role == "prefill" else "auto") as c:
-        bad, good = getattr(c, role)
+        bad, _good = getattr(c, role)
         await misbehave(c, bad, manner)
         answers = await asyncio.gather(*(ask(c, DEADLINE_S) for _ in range(NUM_AT_ONCE)))
         for _ in range(NUM_LATER):
@@ -75,7 +75,7 @@ async def test_with_a_good_one_beside_it_every_request_is_answered(cluster, role
 
 async def test_two_in_a_row_set_it_aside_and_one_probe_lets_it_back(cluster):
     async with cluster(0, 2) as c:
-        bad, good = c.decode
+        bad, _good = c.decode
         while not all(link.breaker.state is BreakerState.CLOSED for link in c.gateway.registry.decode):
             await asyncio.gather(ask(c), ask(c))
         bad.is_silent = True

@@ -74,7 +74,7 @@ def test_the_gateway_names_the_key(path, key, value):
     write(path, metadata() | {key: value})
     told = of_gateway(path)
     assert told.startswith(f"{path}: ") and "\n" not in told and len(told) < 400
-    assert key in told or value.value == ["x yzzy"] and "tokenizer.ggml makes no tokenizer" in told
+    assert key in told or (value.value == ["x yzzy"] and "tokenizer.ggml makes no tokenizer" in told)
 
 
 BROKEN_FOR_ENGINE = {
@@ -116,7 +116,9 @@ SCALARS = st.one_of(
 ANY_VALUE = st.one_of(
     SCALARS,
     st.builds(
-        lambda inner, count: Value(ARRAY, [inner.value] * count, inner.type_id), SCALARS, st.sampled_from([0, 1, 3, 420])
+        lambda inner, count: Value(ARRAY, [inner.value] * count, inner.type_id),
+        SCALARS,
+        st.sampled_from([0, 1, 3, 420]),
     ),
 )
 
@@ -134,4 +136,4 @@ def test_types_swapped_at_random(path, data, kind):
             said[key] = swap
     write(path, said)
     for told in (of_gateway(path), of_engine(path)):
-        assert told is None or told.startswith(f"{path}: ") and "\n" not in told
+        assert told is None or (told.startswith(f"{path}: ") and "\n" not in told)

@@ -84,7 +84,7 @@ class Client:
     async def set(self, name, value, nx=False, xx=False, ex=None):
         def work():
             is_there = self._memory.get(name) is not None
-            if nx and is_there or xx and not is_there:
+            if (nx and is_there) or (xx and not is_there):
                 return None
             self._memory.set(name, value, self._clock() + ex)
             return True
@@ -134,7 +134,7 @@ class Worker:
         self.id = b"%024d" % number
         self.held: set[bytes] = set()
         self.is_alive = True
-        self.seqs: dict["Gateway", int] = {}  # of those that have subscribed
+        self.seqs: dict[Gateway, int] = {}  # of those that have subscribed
 
     def change(self, sealed=(), evicted=()) -> None:
         self.held = (self.held | set(sealed)) - set(evicted)
@@ -296,7 +296,11 @@ class World:
 
     def check_slots(self) -> None:
         """On a slot that is free no bit is set, but where Redis has forgotten whose it is and they have not yet."""
-        entries = [each for gateway in self.gateways for each in (*gateway.index._workers.values(), *gateway.index._left.values())]
+        entries = [
+            each
+            for gateway in self.gateways
+            for each in (*gateway.index._workers.values(), *gateway.index._left.values())
+        ]
         returning = {entry.slot for entry in entries if entry.held_at <= self.forgot_at}
         taken = {
             int(name.removeprefix(b"baton:slot:")) for name in self.memory.names() if name.startswith(b"baton:slot:")
@@ -307,7 +311,9 @@ class World:
                 assert {slot for slot, bit in enumerate(bits) if bit == "1"} <= taken | returning
 
 
-OFTEN = [World.seal] * 6 + [World.evict] * 4 + [World.sessions_come_back, World.connections_come_back, World.gateways_thaw]
+OFTEN = (
+    [World.seal] * 6 + [World.evict] * 4 + [World.sessions_come_back, World.connections_come_back, World.gateways_thaw]
+)
 SELDOM = [
     World.a_worker_comes, World.a_worker_dies, World.a_session_breaks, World.a_gateway_dies, World.a_connection_fails,
     World.a_gateway_freezes, World.redis_forgets,
@@ -360,7 +366,12 @@ async def test_a_new_worker_inherits_nothing(clock):
     await world.check()
     world.rng = random.Random(0)
     first = world.workers[0]
-    slots = {entry.worker: entry.slot for gateway in world.gateways for entry in gateway.index._workers.values() if entry.is_ours}
+    slots = {
+        entry.worker: entry.slot
+        for gateway in world.gateways
+        for entry in gateway.index._workers.values()
+        if entry.is_ours
+    }
     world.workers.remove(first)
     for gateway in world.gateways:
         gateway.leave(first)
@@ -392,7 +403,7 @@ async def test_what_is_evicted_while_no_session_stands_is_written(clock):
     world = World(1, clock)
     world.a_worker_comes()
     world.a_worker_comes()
-    worker, other = world.workers
+    worker, _other = world.workers
     for each in world.workers:
         each.change(sealed=SPANS)
     await world.settle()

@@ -119,9 +119,7 @@ def test_a_flood_fills_nobody_elses_line():
 
 def test_who_is_refused_lets_the_next_tenant_try():
     called, line = [], WaitingLine(10)
-    places = {
-        name: line.join(of(name), lambda name=name: called.append(name)) for name in ("flood", "quiet", "third")
-    }
+    places = {name: line.join(of(name), lambda name=name: called.append(name)) for name in ("flood", "quiet", "third")}
     line.join(of("flood", received=9.0), lambda: called.append("never: it is not the first of its tenant"))
     line.call_first()
     for _ in range(3):

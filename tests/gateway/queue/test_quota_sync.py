@@ -168,7 +168,7 @@ async def test_a_large_value_does_not_travel(server):
 
 
 async def test_nothing_that_a_round_meets_ends_the_next(server, monkeypatch, caplog):
-    ((here, first),) = gateways(server, 1)
+    ((_here, first),) = gateways(server, 1)
     rounds = asyncio.Queue()
 
     async def exchange():

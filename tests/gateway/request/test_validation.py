@@ -78,7 +78,7 @@ def test_too_much_for_all_choices():
 
 
 def test_too_many_biases():
-    assert field_of(make_request(PROMPT, logit_bias={i: 1.0 for i in range(1025)}), WIDE) == "sampling.logit_bias"
+    assert field_of(make_request(PROMPT, logit_bias=dict.fromkeys(range(1025), 1.0)), WIDE) == "sampling.logit_bias"
 
 
 def test_a_mebibyte():

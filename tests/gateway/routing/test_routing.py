@@ -158,7 +158,10 @@ def test_shared_memory_needs_one_host():
 
 
 def test_too_long_for_a_worker():
-    assert route(1000, [], [worker("small", limits=WorkerLimits(512)), worker("d", sequences=9)], max_len=1001).decode == "d"
+    assert (
+        route(1000, [], [worker("small", limits=WorkerLimits(512)), worker("d", sequences=9)], max_len=1001).decode
+        == "d"
+    )
     with pytest.raises(NoRoute):
         route(5000, [], [worker("d")], max_len=5001)
 
@@ -194,7 +197,7 @@ def test_whoever_is_chosen_can_hold_it_and_somebody_is_if_anybody_can(
     try:
         decision = choose(ask, prefill, decode, split)
     except NoRoute:
-        assert not able or split == "always" and not pairs and not too_short
+        assert not able or (split == "always" and not pairs and not too_short)
         return
     assert decision.decode in able
     assert decision.prefill is None or (decision.prefill, decision.decode) in pairs

@@ -51,7 +51,7 @@ def test_sentencepiece_as_the_library_decodes_it(kind, text):
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
     whole = tokenizer.decode(token_ids)
     assert DETOKENIZERS[kind].decode(token_ids) == whole
-    assert whole == text or kind == "gemma" and whole == f" {text}"
+    assert whole == text or (kind == "gemma" and whole == f" {text}")
     for cut in range(len(token_ids)):
         assert whole.startswith("".join(pieces(DETOKENIZERS[kind], token_ids[:cut])[:-1])), "half a character came out"
 

@@ -76,7 +76,9 @@ async def guarded():
     beating.cancel()
     gc.unfreeze()
     whole_s = time.monotonic() - heart.began
-    print(f"{heart.num} beats, {heart.most_cpu_s:.3f} s of CPU and {heart.most_s:.3f} of {whole_s:.3f} s at most between two")
+    print(
+        f"{heart.num} beats, {heart.most_cpu_s:.3f} s of CPU and {heart.most_s:.3f} of {whole_s:.3f} s at most between two"
+    )
     assert heart.most_cpu_s < patience(MOST_CPU_S)
     assert whole_s < patience(2.0) or heart.most_s < whole_s / 2
 

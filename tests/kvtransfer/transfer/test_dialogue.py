@@ -36,7 +36,9 @@ def test_any_watermark_is_covered_exactly_once(chunks, tail, begin_span, max_byt
                 sent.take(moved), taken.take(moved)
                 cells = {(t, layer) for t in range(*moved[:2]) for layer in range(*moved[2:])}
                 assert cells and not cells & seen
-                assert all(t < mark.full_token or t < mark.upto_token and layer < mark.upto_layer for t, layer in cells)
+                assert all(
+                    t < mark.full_token or (t < mark.upto_token and layer < mark.upto_layer) for t, layer in cells
+                )
                 seen |= cells
     finally:
         dialogue.MAX_RANGE_BYTES = before

@@ -261,7 +261,7 @@ def test_whatever_happens_every_lease_ends_once(seed):
                 table.renew(lease.lease_id) if rng.randrange(2) else table.withdraw(lease.lease_id, b"first")
         assert len(table.released) == len(set(table.released)) == len(granted) - len(table)
         for key, ending in zip(table.released, table.endings):
-            assert ending != "released" or leases[key].is_taken and leases[key].is_finished
+            assert ending != "released" or (leases[key].is_taken and leases[key].is_finished)
             assert leases[key].ending == ending
     table.clock.now += 10
     table.expire()

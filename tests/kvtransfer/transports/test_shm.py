@@ -33,8 +33,6 @@ def test_same_pool_is_mapped_once():
     asyncio.run(main())
 
 
-
-
 def test_a_pool_that_cannot_be_mapped_has_no_shm():
     async def main():
         async with running("tcp") as rig:

@@ -160,8 +160,6 @@ def test_swapped_requests_are_found(name):
     asyncio.run(main())
 
 
-
-
 class Chaos:
     """One frame in `every` meets an accident; seeded."""
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.service.net import server as grpc_server
 from baton.service.net.server import Health
-from tests.security.conftest import installation  # noqa: F401  a fixture
+from tests.security.conftest import installation  # noqa: F401
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"

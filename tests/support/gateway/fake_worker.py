@@ -132,7 +132,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     # ---- the session ----
 
-    async def Session(self, commands, context):  # noqa: N802
+    async def Session(self, commands, context):
         session = _Session(context)
         self._sessions.add(session)
         writer = asyncio.create_task(self._write(session))

@@ -1,10 +1,9 @@
 """A gateway that answers at once, or as the test says."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
-
-import asyncio
 
 import grpc
 

@@ -17,7 +17,10 @@ class Host:
     """The GPUs of a machine. `folder`: what all its processes have allocated there, a file each."""
 
     def __init__(
-        self, folder=None, pci_ids=("0000:01:00.0", "0000:02:00.0"), peers=frozenset({(0, 1), (1, 0)}),
+        self,
+        folder=None,
+        pci_ids=("0000:01:00.0", "0000:02:00.0"),
+        peers=frozenset({(0, 1), (1, 0)}),
         num_bytes=1 << 26,
     ):
         self.pci_ids, self.peers, self.free_bytes = pci_ids, peers, num_bytes

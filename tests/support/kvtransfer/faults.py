@@ -31,7 +31,7 @@ class Plan:
             return False
         self.seen += 1
         late = self.seen - 1 - self.nth
-        hit = late == 0 or self.every > 0 and late > 0 and late % self.every == 0
+        hit = late == 0 or (self.every > 0 and late > 0 and late % self.every == 0)
         if hit:
             self.done.append(self.fault)
         return hit

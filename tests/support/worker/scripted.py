@@ -163,8 +163,9 @@ def rows_of(message: pb.StepOutput):
         token_ids = list(message.token_ids[token_at : token_at + count])
         token_at += count
         key = message.keys[message.key_index[row]]
-        yield key.request_id, TokenRow(
-            message.choice[row], message.first_index[row], token_ids, logprobs, message.finish_reason[row]
+        yield (
+            key.request_id,
+            TokenRow(message.choice[row], message.first_index[row], token_ids, logprobs, message.finish_reason[row]),
         )
     assert token_at == len(message.token_ids) and logprobs_at == len(message.logprobs)
 

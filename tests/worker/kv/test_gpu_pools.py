@@ -52,7 +52,7 @@ def test_split_equals_whole(model, pools, transports, caplog):
     caplog.set_level("INFO", "baton.worker.kv.intake")
 
     async def main():
-        async with run_pair(model, transports=transports) as (pair, prefill, decode):
+        async with run_pair(model, transports=transports) as (pair, _prefill, _decode):
             assert list(pair.prefill.hello.model.transports) == list(transports)
             answer = await pair.generate("greedy", make_spec(prompt(200), max_tokens=12))
             assert answer.fetched.transport == transports[0] and answer.fetched.num_tokens == 200

@@ -25,8 +25,47 @@ from tests.support.worker.doubles import Bench, make_spec
 NUM_TOKENS = 70
 FETCHED = FetchReport(NUM_TOKENS, 12, 8, "shm", "exact", 0.1, 0.01, "because")
 NUMBERS = (Kind.TYPE_UINT32, Kind.TYPE_UINT64, Kind.TYPE_INT32, Kind.TYPE_FLOAT)
-FLOATS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-45, 1e-38, 1e-3, 0.5, 1.0, 1.5, 100.0, 1000.0, 1e4, -1000.0, 3.4e38)
-INTEGERS = (0, 1, 2, 3, 16, 17, 63, 64, 65, 69, 70, 71, VOCAB - 1, VOCAB, 129, 500, 512, 513, 2**31 - 1, 2**31, 2**32 - 1)
+FLOATS = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1.0,
+    0.0,
+    1e-45,
+    1e-38,
+    1e-3,
+    0.5,
+    1.0,
+    1.5,
+    100.0,
+    1000.0,
+    1e4,
+    -1000.0,
+    3.4e38,
+)
+INTEGERS = (
+    0,
+    1,
+    2,
+    3,
+    16,
+    17,
+    63,
+    64,
+    65,
+    69,
+    70,
+    71,
+    VOCAB - 1,
+    VOCAB,
+    129,
+    500,
+    512,
+    513,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+)
 
 
 def good_spec(seed: int = 1) -> pb.RequestSpec:

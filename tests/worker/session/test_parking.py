@@ -103,7 +103,7 @@ def test_attach_goes_on(model, sampling, is_same_gateway):
 
 def test_another_gateway_reads_from_the_first_token(model):
     async def main():
-        async with decode_worker(model, 0.01) as (worker, target):
+        async with decode_worker(model, 0.01) as (_worker, target):
             spec = spec_of("seeded")
             expected = await whole(target, spec)
             first = await Session(target).open()

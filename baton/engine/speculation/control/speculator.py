@@ -211,9 +211,7 @@ class Speculator:
             drafts[index] = draft
         return drafts
 
-    def _drafts(
-        self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int
-    ) -> list[list[int]]:
+    def _drafts(self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int) -> list[list[int]]:
         """What it proposes for each of them, at most so many tokens; nothing where the width is 0."""
         drafts: list[list[int]] = [[] for _ in seqs]
         wanted = [index for index, width in enumerate(widths) if width > 0]

@@ -18,9 +18,7 @@ from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, sample_ro
 from baton.engine.schedule.sequence import Sequence
 
 
-def verify(
-    sampler: Sampler, logits: Tensor, seqs: Seq[Sequence], first_rows: Seq[int]
-) -> list[list[Sampled]]:
+def verify(sampler: Sampler, logits: Tensor, seqs: Seq[Sequence], first_rows: Seq[int]) -> list[list[Sampled]]:
     """For each sequence the tokens it goes on with: the accepted proposals and one more.
 
     `logits` fp32 [R, vocab_size]; a sequence has 1 + len(draft_ids) rows from its first one on.

@@ -11,9 +11,7 @@ from baton.engine.sampling.sampler import Sampler, sample_row
 from baton.engine.speculation.proposers.proposer import Draftee
 
 
-def draw(
-    sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]
-) -> list[int]:
+def draw(sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]) -> list[int]:
     """One token per row of a draft's own logits fp32 [R, vocab_size]: row i goes on after draftees[i].token_ids and
     drafts[i], what was proposed for it so far."""
     if all(is_argmax(draftee.request) for draftee in draftees):

@@ -55,7 +55,9 @@ class Lack(NamedTuple):
 class Passes:
     """Layers, the norm behind them and an output head, applied to what they said themselves."""
 
-    def __init__(self, model: Model, layers: FusedLayers, norm: Tensor, pool: NativePool, entry: EntryLayer | None = None):
+    def __init__(
+        self, model: Model, layers: FusedLayers, norm: Tensor, pool: NativePool, entry: EntryLayer | None = None
+    ):
         """`model` has the embedding and the head, `layers` are its own or, with an entry, those of a draft of it."""
         self._held = (model, layers, norm, entry)  # what the struct points at
         self._pool, self._layers = pool, layers
@@ -79,9 +81,7 @@ class Passes:
             and (in_dtype or isinstance(table, PackedEmbedding))
         )
 
-    def __call__(
-        self, lacks: Sequence[Lack], token_ids: list[int], hidden: Tensor | None = None
-    ) -> list[list[int]]:
+    def __call__(self, lacks: Sequence[Lack], token_ids: list[int], hidden: Tensor | None = None) -> list[list[int]]:
         """Guesses for each sequence. `token_ids`: what they lack, one after the other; `hidden`: the target's rows
         [len(token_ids), hidden_size] beside them, where there is an entry. KV of all but the last guess is written;
         every sequence has room for as many as the one that wants the most."""

@@ -72,7 +72,7 @@ class Proposer(ABC):
     def num_bytes(self) -> int:
         """Memory that it holds for itself: weights, KV, what is kept of sequences (at most)."""
 
-    def open(self, draftee: Draftee) -> None:  # noqa: B027 - nothing to do is a fair answer
+    def open(self, draftee: Draftee) -> None:
         """A sequence begins to decode here. Its prompt may be long: leave work in proportion to it to `prepare`."""
 
     def prepare(self, draftees: Sequence[Draftee], num_tokens: int) -> int:
@@ -87,12 +87,12 @@ class Proposer(ABC):
     def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         """For each ask the next token ids, best guess, in order: from none to ask.num_tokens of them."""
 
-    def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:  # noqa: B027
+    def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
         """After every decode step, for each open sequence in it that goes on, whether it was asked for or not.
 
         `hidden`: [>= rows, hidden_size] in the compute dtype, the target's last layer before its final norm, where
         wants_hidden is set; else None. Only rows of decode steps on this worker are ever given, never those of a
         prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what is to be kept."""
 
-    def close(self, draftee: Draftee) -> None:  # noqa: B027
+    def close(self, draftee: Draftee) -> None:
         """Forget the sequence. Its token_ids may be longer or shorter than at the last call."""
