@@ -2,14 +2,14 @@
 #
 #   TORCH_ARGS   pip arguments for torch, for instance an index of CPU builds
 #   PYTEST_ARGS  arguments for pytest
-#   PYTEST_WORKERS  processes that share the tests
+#   PYTEST_WORKERS  processes that share the tests; many tests wait more than they compute, so one more than two cores
 #   SKIP_REDIS=1 skip the tests that need redis-server instead of failing them
 #   HOURS, SEED  of make marathon
 
 PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 HOURS ?= 0.5
 
 VENV := .venv

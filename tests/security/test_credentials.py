@@ -95,7 +95,7 @@ BAD = [
     ('[keys.k1]\ntenant = "a"\nsha256 = "00"', "keys.k1.sha256"),
     (f'[keys.k1]\ntenant = 5\nsha256 = "{"0" * 64}"', "keys.k1.tenant: must be a string"),
     (f'[keys.k1]\ntenant = true\nsha256 = "{"0" * 64}"', "keys.k1.tenant: must be a string"),
-    (f'[keys.k1]\ntenant = "default"\nsha256 = "{"0" * 64}"', "default is whoever shows no credential"),
+    (f'[keys.k1]\ntenant = "default"\nsha256 = "{"0" * 64}"', "default is the tenant of callers without a credential"),
     (f'[keys.k1]\ntenant = "a"\nsha256 = {"1" * 64}', "keys.k1.sha256"),
     ("keys = 5", "keys: must be a table"),
     ('[keys]\nk1 = "x"', "keys.k1: must be a table"),
