@@ -36,17 +36,18 @@ check: setup
 	$(VENV)/bin/basedpyright
 	$(PY) -m pytest --quiet --no-header -p no:cacheprovider tests/test_house.py tests/test_docs.py
 
+# Tests see no GPU, whose memory two workers of a stack would fight for; `pytest -m gpu` runs what needs one.
 test: setup $(STAMPS)/protoc system-packages node-packages
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # A process that is lost to a signal says where it was, and one that stands still for ten minutes too.
 test-long: setup long-packages
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest -m long --timeout 2700 \
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest -m long --timeout 2700 \
 		-o faulthandler_timeout=600 $(PYTEST_ARGS)
 
 # Faults beyond those of every landing (P1); what test and test-long run of tests/faults is not repeated.
 test-faults: setup system-packages
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m faults --timeout 900 tests/faults $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -m faults --timeout 900 tests/faults $(PYTEST_ARGS)
 
 # Load, bursts, cancels and faults for hours, and what grew meanwhile; a line in bench/results/.
 marathon: setup system-packages

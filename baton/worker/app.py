@@ -126,6 +126,7 @@ def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
         device=settings.device,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         sm_share=settings.sm_share,
+        cuda_graphs=settings.cuda_graphs,
     )
     engine = Engine.load(config, memory_for=pool.allocate, gpu_memory_for=pool.allocate_on_gpu)
     pool.mirror(engine.pool)

@@ -84,6 +84,7 @@ class WorkerSettings(Exposure):
     )
     device: str = option("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
     gpu_memory_utilization: float | None = option("fraction of GPU memory for weights and KV; needs a GPU", None)
+    cuda_graphs: bool = option("run decode steps as CUDA graphs on a GPU", True)
     sm_share: float | None = option(
         "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
     )
@@ -147,6 +148,8 @@ class WorkerSettings(Exposure):
             raise ValueError("--transports cuda_ipc: KV lies on no GPU here; leave it at auto, or give shm or tcp")
         if self.sm_share is not None and not 0 < self.sm_share < 1:
             raise ValueError(f"--sm-share {self.sm_share:g}: must be above 0 and below 1")
+        if not self.cuda_graphs and (self.device == "cpu" or find_runtime() is None):
+            raise ValueError("--no-cuda-graphs has no effect on a CPU; leave it out")
         if self.sm_share is not None and (self.device == "cpu" or find_runtime() is None):
             raise ValueError("--sm-share has no effect on a CPU; give --threads")
         share = self.gpu_memory_utilization

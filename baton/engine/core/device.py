@@ -11,23 +11,26 @@ from baton.engine.core.config import DEVICES
 MIN_CAPABILITY = (8, 0)  # bf16 products
 UTILIZATION = 0.9  # of the memory, where nothing is said: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
+CONTEXT_BYTES = GIB  # what CUDA and its libraries take outside torch's allocator; an estimate, not measured
 # Bytes a weight takes against bf16, for saying what would fit.
 SMALLER = {"fp8": 0.53, "int8": 0.53, "int4-g128": 0.31}
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one GPU, in bytes. `free`: to anybody, what this process has cached counted as free."""
+    """Of one GPU, in bytes. `free`: to anybody, what this process has cached counted as free. `ours`: what this process
+    has, whatever others on the same GPU take."""
 
     total: int
     free: int
+    ours: int
 
     @classmethod
     def of(cls, device: torch.device) -> "Memory":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
-        return cls(total, free)
+        return cls(total, free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
 
 
 def find_device(name: str) -> torch.device:
@@ -86,14 +89,14 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
 
 
 def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes: int, least: int) -> int:
-    """Blocks that fit beside what is in use and a step's own `step_bytes`. ValueError where these are under `least`."""
-    in_use = memory.total - memory.free
-    left = min(int(memory.total * utilization) - in_use, memory.free) - step_bytes
+    """Returns the blocks that fit into this process's share beside what it has and a step's own `step_bytes`; other processes
+    count only in what is free, so that two workers may share a GPU. ValueError where these are under `least`."""
+    left = min(int(memory.total * utilization) - memory.ours, memory.free) - step_bytes
     num_blocks = left // block_bytes
     if num_blocks >= least:
         return num_blocks
     raise ValueError(
-        f"out of GPU memory: {memory.total / GIB:.1f} GiB, {utilization:g} of it may be used, {in_use / GIB:.1f} are "
-        f"in use, a step takes {step_bytes / GIB:.2f}: {max(left, 0) / GIB:.2f} GiB are left for KV, at least "
-        f"{least * block_bytes / GIB:.2f} are needed; lower max_num_batched_tokens or max_model_len, or quantize"
+        f"out of GPU memory: {memory.total / GIB:.1f} GiB, {memory.free / GIB:.1f} of them free, {utilization:g} may be "
+        f"used, this process has {memory.ours / GIB:.1f}, a step takes {step_bytes / GIB:.2f}: {max(left, 0) / GIB:.2f} GiB "
+        f"are left for KV, at least {least * block_bytes / GIB:.2f} are needed; lower max_num_batched_tokens or max_model_len, or quantize"
     )

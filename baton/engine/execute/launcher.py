@@ -1,5 +1,6 @@
 """How a step is computed: as it stands on a CPU; on a GPU sent there first, and as a graph where there is one."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -18,6 +19,8 @@ from baton.engine.execute.watermark import LayerEvents
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.llama import Model
 from kvtransfer.layout import KVLayout
+
+logger = logging.getLogger(__name__)
 
 Draw = Callable[[Tensor], Tensor]  # logits fp32 [R, vocab_size] -> token ids int64 [R], both on the device
 
@@ -114,10 +117,16 @@ class GpuLauncher(Launcher):
         if config.cuda_graphs and model.attention.capturable:
             fitting = [width for width in widths(speculates, config.num_draft_tokens) if width * num_seqs <= num_tokens]
             capture = CudaCapture(self._stream)
+            sizes = ladder(num_seqs)
             with self.place():
-                self._graphs = DecodeGraphs(
-                    model, pool, self._inputs, ladder(num_seqs), fitting, config.max_model_len, capture
-                )
+                try:
+                    self._graphs = DecodeGraphs(
+                        model, pool, self._inputs, sizes, fitting, config.max_model_len, capture
+                    )
+                except torch.cuda.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:  # kernels that cannot be captured still run
+                    logger.warning("decode steps run without CUDA graphs: %s", " ".join(str(error).split()))
 
     @property
     def words(self) -> str:

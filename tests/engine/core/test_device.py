@@ -13,7 +13,7 @@ from tests.support.engine.folders import make_folder
 from tests.support.engine.weight_forms import FORMS
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-H200 = Memory(total=140 * GIB, free=138 * GIB)
+H200 = Memory(total=140 * GIB, free=138 * GIB, ours=2 * GIB)
 
 
 def says(error) -> str:
@@ -58,13 +58,22 @@ def test_a_gpu_that_is_too_old(monkeypatch):
 def test_the_pool_gets_what_is_left():
     num_blocks = pool_blocks(H200, 0.9, 3 * GIB, GIB // 128, 100)
     assert num_blocks == int((140 * 0.9 - 2 - 3) * 128)
-    others = replace(H200, free=20 * GIB)  # 120 GiB are in use
-    assert pool_blocks(others, 0.9, GIB, GIB // 128, 100) == int((140 * 0.9 - 120 - 1) * 128)
+    full = replace(H200, free=20 * GIB)  # another process has the rest
+    assert pool_blocks(full, 0.9, GIB, GIB // 128, 100) == 19 * 128
     with pytest.raises(
-        ValueError, match=r"140.0 GiB, 0.5 of it may be used, 120.0 are in use, a step takes 1.00"
+        ValueError, match=r"140.0 GiB, 20.0 of them free, 0.02 may be used, this process has 2.0"
     ) as error:
-        pool_blocks(others, 0.5, GIB, GIB // 128, 100)
+        pool_blocks(full, 0.02, GIB, GIB // 128, 100)
     assert "at least 0.78 are needed" in says(error)
+
+
+def test_two_workers_share_a_gpu():
+    """With 0.45 each: what the first took of the memory is not taken off the share of the second."""
+    weights, step = 16 * GIB, 3 * GIB
+    first = Memory(total=80 * GIB, free=62 * GIB, ours=weights + GIB)
+    blocks = pool_blocks(first, 0.45, step, GIB // 128, 100)
+    second = replace(first, free=first.free - weights - blocks * GIB // 128 - GIB)
+    assert pool_blocks(second, 0.45, step, GIB // 128, 100) == blocks == 16 * 128
 
 
 def test_a_model_that_does_not_fit():

@@ -65,6 +65,23 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
     assert sum(bool((ids < 0).all()) for ids in launches) > 2
 
 
+def test_steps_that_cannot_be_captured_run_all_the_same(tmp_path, device, monkeypatch, caplog):
+    def refuse(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(launcher, "CudaCapture", lambda stream: refuse)
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64
+    )
+    requests = [make_request("greedy", random_ids(9, 1), 3)]
+    plain, eager = Engine.load(config), Engine.load(config)
+    made = eager.runner.launcher = GpuLauncher(eager.runner.model, eager.pool, eager.config, False)
+    assert made.num_graphs == 0 and "without CUDA graphs: operation not permitted" in caplog.text
+    wanted, found = run(plain, requests), run(eager, requests)
+    assert found["greedy"].answer() == wanted["greedy"].answer()
+
+
 def test_layers_are_told_when_their_events_have_passed():
     log = []
 
