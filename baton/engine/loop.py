@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from baton import failpoints
+from baton.engine.core.device import is_lost
 from baton.engine.core.request import Output
 from baton.engine.engine import Engine
 
@@ -19,10 +20,16 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step (and
     in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the
-    like wake it by themselves."""
+    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good; it ends the process."""
 
-    def __init__(self, engine: Engine, on_outputs: Callable[[list[Output]], None]):
+    def __init__(
+        self,
+        engine: Engine,
+        on_outputs: Callable[[list[Output]], None],
+        on_device_lost: Callable[[str], None] = lambda reason: None,
+    ):
         self.engine = engine
+        self._on_device_lost = on_device_lost
         engine.on_progress = on_outputs
         self.last_beat = time.monotonic()  # a stalled step leaves it behind
         self._on_outputs = on_outputs
@@ -67,4 +74,6 @@ class EngineLoop:
         except Exception as error:  # whatever it was, its keys end and the next ones are served
             logger.exception("engine step %d failed", self.engine.step_number)
             reason = " ".join(str(error).split())
+            if is_lost(self.engine.pool.device):
+                self._on_device_lost(reason)
             return self.engine.fail(f"engine step failed: {type(error).__name__}: {reason}")

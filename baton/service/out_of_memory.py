@@ -1,4 +1,4 @@
-"""No memory is left: the worker ends, and its streams go on elsewhere. What was refused memory is half done, and nobody
+"""No memory is left, or the device is lost: the worker ends, and its streams go on elsewhere. What was refused memory is half done, and nobody
 knows which half: fetches were seen to stand still for good while the worker said that it served."""
 
 import logging
@@ -8,10 +8,20 @@ log = logging.getLogger(__name__)
 
 
 def leave_if_exhausted(error: BaseException) -> None:
-    """Does not return for a MemoryError; nothing for any other."""
+    """Does not return for a MemoryError; does nothing for any other."""
     if isinstance(error, MemoryError):
-        try:
-            log.critical("no memory is left, so this worker ends: a smaller --num-blocks, or a larger limit")
-            logging.shutdown()
-        finally:
-            os._exit(1)
+        leave("no memory is left, so this worker ends: a smaller --num-blocks, or a larger limit")
+
+
+def leave_for_lost_device(reason: str) -> None:
+    """Does not return. The process that follows has a context of its own; in this one every request would fail."""
+    leave(f"the GPU fails for good, so this worker ends: {reason}")
+
+
+def leave(message: str) -> None:
+    """Logs and ends the process at once with status 1, whatever its threads wait for."""
+    try:
+        log.critical(message)
+        logging.shutdown()
+    finally:
+        os._exit(1)

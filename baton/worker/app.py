@@ -24,7 +24,7 @@ from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
-from baton.service.out_of_memory import leave_if_exhausted
+from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -185,7 +185,7 @@ class Worker:
         transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
         event_loop = asyncio.get_running_loop()
         relay = Relay(event_loop, lambda outputs: self.commands.on_outputs(outputs))
-        self.loop = EngineLoop(engine, relay.put)
+        self.loop = EngineLoop(engine, relay.put, leave_for_lost_device)
 
         source = Source(
             memory, engine.layout,

@@ -4,7 +4,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+from baton.engine.core.device import is_lost
 from baton.engine.core.request import PrefillDone, Refusal, RequestEnded
 from baton.engine.loop import EngineLoop
 from tests.engine.schedule.test_scheduling import prompt
@@ -267,3 +269,34 @@ def test_stop_leaves_the_keys_and_is_idempotent():
     engine.cancel(request.key)
     assert engine.step()[0].error == "cancelled"
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_lost_device_is_told_and_a_failed_step_is_not(monkeypatch, lost):
+    """A sticky CUDA error fails every later call: going on would refuse all that comes, as the least loaded worker."""
+    engine, gathered, told = toy_engine(), Gathered(), []
+    monkeypatch.setattr("baton.engine.loop.is_lost", lambda device: lost)
+    step, failing = engine.step, [RuntimeError("CUDA error: an illegal memory access\nwas encountered")]
+    monkeypatch.setattr(engine, "step", lambda: (_ for _ in ()).throw(failing.pop()) if failing else step())
+    loop = EngineLoop(engine, gathered, told.append)
+    loop.start()
+    wait_until(lambda: not failing)
+    request = make_request("a", prompt(10), max_tokens=4)
+    engine.submit(request)
+    gathered.wait(lambda records: records[request.key].ended is not None if request.key in records else False)
+    loop.stop()
+    assert told == (["CUDA error: an illegal memory access was encountered"] if lost else [])
+
+
+def test_a_cpu_is_never_lost():
+    assert not is_lost(torch.device("cpu"))
+
+
+def test_a_gpu_that_fails_to_synchronize_is_lost(monkeypatch):
+    def fail(device):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert is_lost(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert not is_lost(torch.device("cuda"))

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from baton.service.out_of_memory import leave_if_exhausted
+from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
 
 
 def test_only_a_lack_of_memory_ends_the_worker(monkeypatch, caplog):
@@ -16,6 +16,14 @@ def test_only_a_lack_of_memory_ends_the_worker(monkeypatch, caplog):
     leave_if_exhausted(MemoryError())
     assert ended == [1]
     assert "--num-blocks" in caplog.records[-1].getMessage()
+
+
+def test_a_lost_device_ends_the_worker(monkeypatch, caplog):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    leave_for_lost_device("CUDA error: an illegal memory access was encountered")
+    assert ended == [1] and "illegal memory access" in caplog.records[-1].getMessage()
 
 
 def test_it_ends_though_nothing_can_be_logged(monkeypatch):

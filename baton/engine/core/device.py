@@ -59,6 +59,18 @@ def unfit() -> str:
     return ""
 
 
+def is_lost(device: torch.device) -> bool:
+    """Returns whether a GPU fails every call of this process from now on: errors of a kernel or of the hardware stay (an
+    illegal access, an Xid, ECC), those of a single call do not."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def instruction_set(device: torch.device) -> str:
     """What kernels are compiled for: two of them add in different orders. On a CPU torch's and how the native ones
     multiply."""
