@@ -71,10 +71,12 @@ async def guarded():
     gc.freeze()
     heart = Heartbeat()
     beating = asyncio.create_task(heart.beat())
-    await asyncio.sleep(0.02)
-    yield heart
-    beating.cancel()
-    gc.unfreeze()
+    try:
+        await asyncio.sleep(0.02)
+        yield heart
+    finally:
+        beating.cancel()
+        gc.unfreeze()
     whole_s = time.monotonic() - heart.began
     print(
         f"{heart.num} beats, {heart.most_cpu_s:.3f} s of CPU and {heart.most_s:.3f} of {whole_s:.3f} s at most between two"
