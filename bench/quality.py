@@ -20,6 +20,7 @@ from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from baton.cli.models.eval import Texts, encode, read_texts  # noqa: E402
+from baton.engine.core.config import EngineConfig  # noqa: E402
 from baton.engine.kv import stored_forms as kv_quant  # noqa: E402
 from baton.engine.kv.pool import KVPool  # noqa: E402
 from baton.engine.models.loader import load_model  # noqa: E402
@@ -80,7 +81,7 @@ class Bench:
         self._tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
         self._default = self._samples(read_prompts(DEFAULT))
         self._scores: dict[str, Score] = {}
-        self._model = load_model(MODEL, dtype="bf16")
+        self._model = load_model(EngineConfig(MODEL, dtype="bf16"))
         self._weight_bytes = weight_bytes(MODEL)
         report.add("text", self._num_bytes, "bytes")
         report.add("text", sum(len(ids) - 1 for ids in self._ids), "tokens")
@@ -100,7 +101,7 @@ class Bench:
 
     def loaded(self, quantization: str) -> None:
         """Plain rounding as a worker does it while it loads a float folder, with zero points at 4 bits."""
-        found = score(load_model(MODEL, quantization=quantization), "bf16", self._ids, self._num_bytes)
+        found = score(load_model(EngineConfig(MODEL, quantization=quantization)), "bf16", self._ids, self._num_bytes)
         self._add(f"--quantization {quantization}", found, "")
 
     def calibrated_on(self, name: str, texts: list[str], scheme: str, group: int) -> None:
@@ -116,7 +117,7 @@ class Bench:
 
     def keys_of_int4(self) -> None:
         """Keys per channel and per token, both through the layers in torch, which let a pool round them."""
-        model = load_model(MODEL, dtype="bf16", attention="sdpa")
+        model = load_model(EngineConfig(MODEL, dtype="bf16", attention="sdpa"))
         for name, pool_type in (("token", PerToken), ("channel", PerChannel)):
             found = score(model, "fp32", self._ids, self._num_bytes, pool_type=pool_type)
             self._add(f"kv int4, keys per {name}, in torch", found, "")
@@ -126,7 +127,7 @@ class Bench:
             out = Path(folder) / "made"
             job = plan(MODEL, scheme, group)
             quantize(job, out, samples if job.scheme.calibrated else None)
-            found = score(load_model(out), "bf16", self._ids, self._num_bytes)
+            found = score(load_model(EngineConfig(out)), "bf16", self._ids, self._num_bytes)
             self._add(name, found, goal)
             self._report.add(f"{name}: weights", weight_bytes(out), "bytes", against=self._weight_bytes)
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_spec import ModelError, ModelSpec
 from baton.engine.models.loader import Weights, load_model
 from baton.engine.weights.formats.registry import open_source
@@ -46,7 +47,7 @@ def made(model, tmp_path_factory):
 
 
 def logits(folder, **options) -> torch.Tensor:
-    loaded = load_model(folder, dtype="fp32", **options)
+    loaded = load_model(EngineConfig(folder, dtype="fp32", **options))
     return Hand(loaded).step({"a": IDS})["a"]
 
 
@@ -149,7 +150,7 @@ def test_wrong_outlier_columns_are_refused(made, tmp_path, columns):
     save_file(tensors | {name: torch.tensor(columns)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(ModelError, match=f"{name}.*ascending"):
-        load_model(tmp_path)
+        load_model(EngineConfig(tmp_path))
 
 
 @pytest.mark.parametrize("family", ("llama-mqa-bias", "qwen2", "qwen3-tied"))

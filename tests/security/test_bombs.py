@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.service.errors import InvalidRequest
@@ -75,7 +76,7 @@ def test_safetensors_headers(tmp_path, name):
     make_folder(folder, "qwen3")
     (folder / "model.safetensors").write_bytes(HEADERS[name])
     with Bounded(), pytest.raises(ModelError) as caught:
-        load_model(folder)
+        load_model(EngineConfig(folder))
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_spec import ModelError
 from baton.engine.models.loader import load_model
 from baton.service.settings import SettingsError
@@ -103,7 +104,7 @@ def test_weights(folder, marker, attack):
     path = folder / "model.safetensors"
     ATTACKS[attack](path, marker)
     with pytest.raises(ModelError) as caught:
-        load_model(folder)
+        load_model(EngineConfig(folder))
     assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
     assert not marker.exists()
 
@@ -114,7 +115,7 @@ def test_pickles_beside_good_weights_are_not_read(folder, marker):
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_evil.Evil", "AutoConfig": "modeling_evil.Evil"}
     (folder / "config.json").write_text(json.dumps(config))
-    load_model(folder)
+    load_model(EngineConfig(folder))
     assert not marker.exists()
 
 
@@ -125,7 +126,7 @@ def test_a_shard_outside_the_folder(folder, tmp_path):
     for where in ("../outside.safetensors", str(outside)):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, where)}))
         with pytest.raises(ModelError, match="index"):
-            load_model(folder)
+            load_model(EngineConfig(folder))
 
 
 def test_a_config_that_asks_for_the_moon(folder):
@@ -138,7 +139,7 @@ def test_a_config_that_asks_for_the_moon(folder):
     ):
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
         with pytest.raises(ModelError):
-            load_model(folder)
+            load_model(EngineConfig(folder))
 
 
 # ---- what the gateway reads ----

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace) -> dict[str, object]:
     """All figures, as plain values. Raises QuantizeError, ModelError, ValueError."""
+    from baton.engine.core.config import EngineConfig
     from baton.engine.models.loader import load_model
     from baton.quantization.core.errors import QuantizeError
     from baton.quantization.scoring import score
@@ -77,7 +78,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
     token_ids = encode(args.model, texts)
     if args.against is not None and encode(args.against, texts) != token_ids:
         raise QuantizeError(f"{args.against} and {args.model} read the text as different tokens; they cannot agree")
-    model = load_model(args.model, quantization=args.quantization)
+    model = load_model(EngineConfig(args.model, quantization=args.quantization, kv_dtype=args.kv_dtype))
     form = model.spec.dtype if args.kv_dtype == "auto" else args.kv_dtype
     found = score(model, form, token_ids, texts.num_bytes, progress=True)
     figures = {
@@ -90,7 +91,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, object]:
         "perplexity": round(found.perplexity, 4),
     }
     if args.against is not None:
-        reference = load_model(args.against, dtype="bf16")
+        reference = load_model(EngineConfig(args.against, dtype="bf16"))
         agreed = score(reference, "bf16", token_ids, texts.num_bytes, progress=True)
         figures |= {"against": args.against.name, "against_bits_per_byte": round(agreed.bits_per_byte, 5)}
         figures["top1_agreement"] = round(found.agreement(agreed), 5)

@@ -85,21 +85,27 @@ class EngineConfig:
                 raise ValueError(f"num_draft_tokens {self.num_draft_tokens}: 1 to {MAX_DRAFT_TOKENS}")
 
 
-def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The config with nothing left open for this model. ValueError where they do not fit."""
+def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the config with the dtypes that `auto` and `fp8` mean for this model."""
     dtype = spec.dtype if config.dtype == "auto" else config.dtype
     kv_dtype = {"auto": dtype, "fp8": "fp8_e4m3"}.get(config.kv_dtype, config.kv_dtype)
+    return replace(config, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Return the config with nothing left open for this model. Raises ValueError where they do not fit."""
+    config = resolve_dtypes(config, spec)
     max_model_len = config.max_model_len or spec.context
     if max_model_len > spec.longest_context:
         raise ValueError(f"max_model_len {max_model_len}: the model's context is {spec.longest_context}")
-    layout = KVLayout((spec.kv_group(kv_dtype, config.block_size),))
+    layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
     num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_model_len)
     if num_blocks * config.block_size < max_model_len:
         if config.max_model_len is not None:
             needed = layout.num_blocks(max_model_len)
             raise ValueError(f"num_blocks {num_blocks}: one context of {max_model_len} needs {needed}")
         max_model_len = num_blocks * config.block_size  # a request that fits alone can always go on
-    return replace(config, dtype=dtype, kv_dtype=kv_dtype, max_model_len=max_model_len, num_blocks=num_blocks)
+    return replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
 
 
 def default_num_blocks(layout: KVLayout, max_num_seqs: int, max_model_len: int) -> int:

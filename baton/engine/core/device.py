@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine import native
-from baton.engine.core.config import DEVICES
+from baton.engine.core.config import DEVICES, EngineConfig
 
 MIN_CAPABILITY = (8, 0)  # bf16 products
 UTILIZATION = 0.9  # of the memory, where nothing is said: graphs, libraries and fragmentation take from the rest
@@ -31,6 +31,11 @@ class Memory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
+
+
+def memory_share(config: EngineConfig) -> float:
+    """Return the share of a GPU's memory that the engine may use, weights included."""
+    return UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
 
 
 def find_device(name: str) -> torch.device:

@@ -9,7 +9,7 @@ import torch
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.device import GIB, UTILIZATION, Memory, find_device, pool_blocks, scope
+from baton.engine.core.device import GIB, Memory, find_device, memory_share, pool_blocks, scope
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
@@ -57,7 +57,7 @@ def load_parts(
             fix_order_of_sums()
         dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
         config = resolve(replace(config, dtype=dtype), spec)
-        model = _load_model(config, device)
+        model = load_model(config, device)
         pool = _pool(config, model, memory_for)
         return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
     try:
@@ -66,7 +66,7 @@ def load_parts(
         memory = Memory.of(device)
         sizes = f"{memory.free / GIB:.1f} GiB are free of {memory.total / GIB:.1f}"
         raise ValueError(
-            f"out of GPU memory at start: {sizes}; lower gpu_memory_utilization ({_share(config):g}), "
+            f"out of GPU memory at start: {sizes}; lower gpu_memory_utilization ({memory_share(config):g}), "
             f"max_num_batched_tokens or max_num_seqs, or quantize ({' '.join(str(error).split())[:160]})"
         ) from None
 
@@ -77,7 +77,7 @@ def _on_gpu(
     """The pool gets what is left after the weights and one step of the largest kind."""
     # What is loaded before the pool has its size serves the longest context that it could come to.
     widest = resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
-    model = _load_model(widest, device)
+    model = load_model(widest, device)
     proposers = make(widest, model)
     with torch.inference_mode(), scope(device):
         if config.num_blocks is None:
@@ -92,21 +92,10 @@ def _num_blocks(config: EngineConfig, model: Model) -> int:
     used = step_bytes(model, config)
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
-    return pool_blocks(Memory.of(model.device), _share(config), used, layout.block_bytes, least)
-
-
-def _load_model(config: EngineConfig, device: torch.device) -> Model:
-    return load_model(
-        config.model, config.dtype, config.attention, config.linear, config.batch_invariant, config.max_model_len,
-        config.quantization, device, _share(config), config.kv_dtype, config.block_size,
-    )  # fmt: skip
+    return pool_blocks(Memory.of(model.device), memory_share(config), used, layout.block_bytes, least)
 
 
 def _pool(config: EngineConfig, model: Model, memory_for: MemoryFor | None) -> KVPool:
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
     memory = memory_for(config.num_blocks * layout.block_bytes) if memory_for is not None else None
     return KVPool(layout, config.num_blocks, memory, model.device)
-
-
-def _share(config: EngineConfig) -> float:
-    return UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
-from baton.engine.core.device import UTILIZATION, Memory, check_weights
+from baton.engine.core.config import EngineConfig, resolve_dtypes
+from baton.engine.core.device import Memory, check_weights, memory_share
 from baton.engine.core.model_spec import WRONG_VALUE, ModelError, ModelSpec
 from baton.engine.kv.pool import CPU, DTYPES
 from baton.engine.layers.linear import LinearKernel
@@ -27,42 +28,27 @@ from kvtransfer.naming import model_identity as identity_of
 __all__ = ["Weights", "load_model", "model_identity", "weight_files"]
 
 
-def load_model(
-    path: str | Path,
-    dtype: str = "auto",
-    attention: str = "auto",
-    linear: str = "auto",
-    batch_invariant: bool = True,
-    max_model_len: int | None = None,
-    quantization: str = "auto",
-    device: torch.device = CPU,
-    utilization: float = UTILIZATION,
-    kv_form: str = "",
-    block_size: int = 0,
-) -> Model:
-    """Read a model. `dtype`: auto (the checkpoint's), bf16, fp16 or fp32; `max_model_len` None: the model's context;
-    `quantization`: as `open_source` has it; `utilization`: of a GPU's memory what may be used;
-    `kv_form`, `block_size`: of the pool that attention will read, where they are known.
+def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
+    """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names.
 
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.
     """
-    spec = ModelSpec.from_folder(path)
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype {dtype!r}: one of auto, {', '.join(DTYPES)}")
-    compute = DTYPES[spec.dtype if dtype == "auto" else dtype]
-    make_linear, linear_reasons = choose_linear(linear, batch_invariant, compute, device)
+    spec = ModelSpec.from_folder(config.model)
+    config = resolve_dtypes(config, spec)
+    compute = DTYPES[config.dtype]
+    make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
     heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows)
-    shape = AttentionShape(*heads, compute, device, kv_form, block_size)
-    backend, attention_reasons = choose_attention(attention, shape, batch_invariant)
+    shape = AttentionShape(*heads, compute, device, config.kv_dtype, config.block_size)
+    backend, attention_reasons = choose_attention(config.attention, shape, config.batch_invariant)
     try:
-        rope = Rope(spec.rope, spec.head_dim, max_model_len or spec.context)
+        rope = Rope(spec.rope, spec.head_dim, config.max_model_len or spec.context)
     except WRONG_VALUE as error:
         named = spec.folder if is_gguf(spec.folder) else spec.folder / "config.json"
         raise ModelError(f"{named}: {error}") from None
-    source = open_source(spec.folder, quantization, compute, spec.num_heads, spec.num_kv_heads)
+    source = open_source(spec.folder, config.quantization, compute, spec.num_heads, spec.num_kv_heads)
     if device != CPU:
-        check_weights(source.file_bytes, Memory.of(device), utilization, quantization)
+        check_weights(source.file_bytes, Memory.of(device), memory_share(config), config.quantization)
         source, rope = PlacedSource(source, device), rope.to(device)
 
     def make(weight: Weight, bias: Tensor | None) -> LinearKernel:

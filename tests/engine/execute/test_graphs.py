@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from baton.engine import kernels
 from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import scope
 from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
 from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
@@ -43,7 +44,7 @@ class Bench:
 
     def __init__(self, folder):
         make_folder(folder, "llama3", head_dim=16, num_hidden_layers=1)
-        self.model = load_model(folder, attention="triton", device=DEVICE)
+        self.model = load_model(EngineConfig(folder, attention="triton"), DEVICE)
         layout = KVLayout((self.model.kv_group("fp32", BLOCK_SIZE),))
         self.pools = [KVPool(layout, NUM_BLOCKS, device=DEVICE) for _ in range(2)]
         table = layout.num_blocks(CONTEXT)

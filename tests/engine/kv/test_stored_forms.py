@@ -122,7 +122,10 @@ def needs(kernels: str) -> None:
 def test_native_layers_write_what_torch_writes(folder, form):
     """The fused layers against their twin in torch: logits near, and stored rows the same but for a rounding's hair."""
     needs("native")
-    fused, plain = load_model(folder), load_model(folder, attention="reference", linear="dense")
+    fused, plain = (
+        load_model(EngineConfig(folder)),
+        load_model(EngineConfig(folder, attention="reference", linear="dense")),
+    )
     if fused.fused is None:
         pytest.skip(fused.reasons["layers"]["fused"])
     assert "fused" in fused.numerics and "torch" in plain.numerics
@@ -144,7 +147,7 @@ def test_decoded_kv_equals_recomputed_kv(folder, kernels, form, dtype):
     """Whole, in chunks, token by token, beside others: the same logits, and the same bytes in the pool."""
     needs(kernels)
     attention, linear = KERNELS[kernels]
-    model = load_model(folder, dtype=dtype, attention=attention, linear=linear)
+    model = load_model(EngineConfig(folder, dtype=dtype, attention=attention, linear=linear))
     ids = random_ids(90, 5)
 
     def stored(hand: Hand) -> list[torch.Tensor]:
@@ -193,9 +196,10 @@ def test_engine(folder, kernels, form):
 def test_without_the_library(folder):
     """BATON_NATIVE=off: everything still runs, and says why it is not native."""
     program = f"""
+from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import Hand
-model = load_model({str(folder)!r})
+model = load_model(EngineConfig({str(folder)!r}))
 assert model.fused is None and model.attention.name == "sdpa", model.attention.name
 assert model.reasons["attention"]["native"] == "BATON_NATIVE=off", model.reasons
 print(Hand(model, "int4").step(dict(a=[5, 6, 7]))["a"].isfinite().all().item())

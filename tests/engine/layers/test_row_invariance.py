@@ -9,6 +9,7 @@ import torch
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, choose
 from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.config import EngineConfig
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE, swiglu
 from baton.engine.layers.linear import KERNELS, packed
@@ -174,7 +175,7 @@ def check_attention(name: str, heads: str, window: int | None, form: str, stored
 def test_model(tmp_path, name, attention, form, threads):
     """Logits of one sequence: whole, in chunks, token by token, and beside others. KV decoded equals KV recomputed."""
     make_folder(tmp_path, name, dtype=DTYPES[form])
-    model = load_model(tmp_path, attention=attention)
+    model = load_model(EngineConfig(tmp_path, attention=attention))
     ids = random_ids(150, 1)
     hand = Hand(model, form)
     truth = with_one_thread(lambda: hand.step({"a": ids})["a"])
@@ -195,7 +196,7 @@ def test_demo_sized_model(tmp_path, form, threads):
     """The shapes of the shipped model: 512 rows at once against chunks of 64 and a decode batch."""
     sizes = dict(hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=4, vocab_size=4096)
     make_folder(tmp_path, "llama3.2-tied", dtype=DTYPES[form], max_position_embeddings=2048, **sizes)
-    model = load_model(tmp_path)
+    model = load_model(EngineConfig(tmp_path))
     ids = random_ids(600, 2)
     truth = with_one_thread(lambda: Hand(model, form, num_blocks=60).step({"a": ids})["a"])
     hand = Hand(model, form, num_blocks=600)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.layers.embedding import Embedding, PackedEmbedding
 from baton.engine.layers.linear import packed
 from baton.engine.layers.linear.packed import PackedLinear
@@ -41,7 +42,7 @@ def test_bytes_are_those_of_the_file(tmp_path, form, monkeypatch):
 
     monkeypatch.setattr(DenseFormat, "embedding", embedding)
     make_folder(tmp_path, "llama3.2-tied", DTYPES[form], vocab_size=4096, intermediate_size=128)
-    model = load_model(tmp_path)
+    model = load_model(EngineConfig(tmp_path))
     gc.collect()
     assert [table() for table in tables] == [None]
     assert model.weights.num_bytes <= 1.05 * model.weights.file_bytes
@@ -51,7 +52,7 @@ def test_bytes_are_those_of_the_file(tmp_path, form, monkeypatch):
 @pytest.mark.parametrize("form", DTYPES)
 def test_same_bits_as_with_a_table(tmp_path, form):
     make_folder(tmp_path, "qwen3-tied", DTYPES[form])
-    model, ids = load_model(tmp_path), random_ids(40, seed=0)
+    model, ids = load_model(EngineConfig(tmp_path)), random_ids(40, seed=0)
     assert isinstance(model.embedding, PackedEmbedding)
     got = Hand(model, form).step({"a": ids})["a"]
     table = torch.cat([model.embedding(torch.arange(begin, begin + 1)) for begin in range(model.spec.vocab_size)])
@@ -61,5 +62,5 @@ def test_same_bits_as_with_a_table(tmp_path, form):
 
 def test_without_packing_both_are_one_tensor(tmp_path):
     make_folder(tmp_path, "llama3.2-tied")
-    model = load_model(tmp_path, linear="dense")
+    model = load_model(EngineConfig(tmp_path, linear="dense"))
     assert model.embedding.weight.data_ptr() == model.head.weight.data_ptr()

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from baton.engine import kernels
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import scope
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import Hand, make_folder, random_ids
@@ -49,7 +50,7 @@ def test_models(tmp_path, family):
     make_folder(tmp_path, family, num_hidden_layers=2)
     logits = {}
     for attention, device in (("reference", torch.device("cpu")), ("triton", DEVICE)):
-        model = load_model(tmp_path, attention=attention, device=device)
+        model = load_model(EngineConfig(tmp_path, attention=attention), device)
         assert model.layers_name == ("triton" if attention == "triton" else "torch")
         hand = Hand(model)
         with scope(device):

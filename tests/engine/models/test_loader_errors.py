@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_spec import ModelError, ModelSpec
 from baton.engine.models.loader import load_model, model_identity
 from tests.support.engine.folders import make_folder
@@ -30,7 +31,7 @@ def change_config(folder, **changes):
 
 def assert_refused(folder, *parts: str):
     with pytest.raises(ModelError) as error:
-        load_model(folder)
+        load_model(EngineConfig(folder))
     message = str(error.value)
     assert "\n" not in message
     for part in (str(folder), *parts):
@@ -134,7 +135,7 @@ def test_index_that_leaves_the_folder(folder):
 @pytest.mark.parametrize("option", [{"dtype": "int3"}, {"attention": "flush"}, {"linear": "warp"}, {"linear": "fast"}])
 def test_wrong_option(folder, option):
     with pytest.raises(ValueError, match=next(iter(option.values()))):
-        load_model(folder, **option)
+        load_model(EngineConfig(folder, **option))
 
 
 def test_identity_names_config_weights_and_tokenizer(folder):

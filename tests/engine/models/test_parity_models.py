@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import FAMILIES, LONG, SHORT, SMALL, Hand, make_folder, random_ids
 
@@ -79,7 +80,7 @@ def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = N
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_logits_and_greedy(family, attention):
     folder, expected, logits = family
-    model = load_model(folder, attention=attention)
+    model = load_model(EngineConfig(folder, attention=attention))
     torch.testing.assert_close(Hand(model).step({"a": PROMPTS["long"]})["a"], logits, atol=TOLERANCE, rtol=0)
     assert greedy(Hand(model), {"middle": PROMPTS["middle"]}, chunk=1000)["middle"] == expected["middle"]
     assert greedy(Hand(model), PROMPTS, chunk=48) == expected
@@ -99,7 +100,7 @@ def test_old_config_spelling(tmp_path, name):
     config["torch_dtype"] = config.pop("dtype", "float32")
     path.write_text(json.dumps(config))
     ids = random_ids(100, 4)
-    logits = Hand(load_model(tmp_path)).step({"a": ids})["a"]
+    logits = Hand(load_model(EngineConfig(tmp_path))).step({"a": ids})["a"]
     torch.testing.assert_close(logits, theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
 
@@ -108,14 +109,16 @@ def test_sharded_equals_single(tmp_path):
     reference.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     ids = random_ids(30, 5)
-    single, sharded = (Hand(load_model(tmp_path / name)).step({"a": ids})["a"] for name in ("single", "sharded"))
+    single, sharded = (
+        Hand(load_model(EngineConfig(tmp_path / name))).step({"a": ids})["a"] for name in ("single", "sharded")
+    )
     assert torch.equal(single, sharded)
 
 
 def test_dynamic_beyond_the_original_context(tmp_path):
     """Where it is well defined: a prompt within the original context, decoded past it token by token."""
     reference = make_folder(tmp_path, "llama-dynamic", max_position_embeddings=64)
-    model = load_model(tmp_path)
+    model = load_model(EngineConfig(tmp_path))
     assert model.spec.context == 128
     ids = random_ids(50, 6)
     assert greedy(Hand(model), {"a": ids}, chunk=1000)["a"] == their_greedy(reference, ids)
@@ -126,7 +129,7 @@ def test_longrope_on_both_sides(tmp_path, max_model_len, num_tokens):
     """Short factors up to the original context, long ones where a longer context is served."""
     rope = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": 64}
     reference = make_folder(tmp_path, "llama-longrope", rope_parameters={"rope_theta": 10000.0, **rope})
-    model = load_model(tmp_path, max_model_len=max_model_len)
+    model = load_model(EngineConfig(tmp_path, max_model_len=max_model_len))
     ids = random_ids(num_tokens, 7)
     torch.testing.assert_close(Hand(model).step({"a": ids})["a"], theirs(reference, ids), atol=TOLERANCE, rtol=0)
 
@@ -134,7 +137,7 @@ def test_longrope_on_both_sides(tmp_path, max_model_len, num_tokens):
 def test_bf16_follows_transformers(tmp_path):
     """bf16 rounds at other places than transformers does: near, not equal."""
     reference = make_folder(tmp_path, "llama3.1", dtype=torch.bfloat16)
-    model = load_model(tmp_path)
+    model = load_model(EngineConfig(tmp_path))
     assert model.dtype == torch.bfloat16
     ids = random_ids(100, 8)
     ours, exact = Hand(model, form="bf16").step({"a": ids})["a"], theirs(reference.float(), ids)

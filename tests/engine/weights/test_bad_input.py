@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from baton.engine.core.config import QUANTIZATIONS
+from baton.engine.core.config import QUANTIZATIONS, EngineConfig
 from baton.engine.core.model_spec import ModelError
 from baton.engine.models.loader import load_model
 from baton.engine.weights.formats.registry import CHOICES
@@ -31,7 +31,7 @@ def gptq(tmp_path):
 
 def assert_refused(folder, *parts: str):
     with pytest.raises(ModelError) as error:
-        load_model(folder)
+        load_model(EngineConfig(folder))
     message = str(error.value)
     assert "\n" not in message
     for part in (str(folder), *parts):
@@ -148,15 +148,15 @@ def test_choices_are_the_settings():
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
 def test_a_quantized_folder_is_not_quantized_again(gptq, quantization):
     with pytest.raises(ValueError, match=rf"quantization {quantization}: .* is already quantized \(gptq\)"):
-        load_model(gptq, quantization=quantization)
+        load_model(EngineConfig(gptq, quantization=quantization))
 
 
 def test_unknown_choice(gptq):
     with pytest.raises(ValueError, match="quantization 'int3': one of auto, none, int8"):
-        load_model(gptq, quantization="int3")
+        load_model(EngineConfig(gptq, quantization="int3"))
 
 
 def test_a_rounding_whose_group_does_not_divide(tmp_path):
     make_folder(tmp_path, "qwen3")
     with pytest.raises(ModelError, match="q_proj.weight: groups of 32 do not divide 48 inputs"):
-        load_model(tmp_path, quantization="int4-g32")
+        load_model(EngineConfig(tmp_path, quantization="int4-g32"))

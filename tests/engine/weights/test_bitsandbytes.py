@@ -4,6 +4,7 @@ import pytest
 import torch
 from bitsandbytes import functional
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight, IntWeight
 from tests.engine.weights.test_formats import assert_reads, assert_same_logits, read_all
@@ -37,7 +38,7 @@ def test_four_bit_floats_are_expanded(tmp_path, kind, nested):
         assert isinstance(weight, DenseWeight)
         torch.testing.assert_close(weight.values, meanings[module], atol=1e-5, rtol=1e-5)
     assert_same_logits(tmp_path, model, meanings)
-    assert f"14 x {kind} expanded to dense" in load_model(tmp_path).weights.notes
+    assert f"14 x {kind} expanded to dense" in load_model(EngineConfig(tmp_path)).weights.notes
 
 
 def test_modules_left_out(tmp_path):

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.models.loader import load_model
 from baton.engine.weights.formats.registry import open_source
@@ -32,7 +33,7 @@ def assert_reads(folder, meanings) -> dict:
 
 
 def assert_same_logits(folder, model, meanings, tolerance: float = 1e-3):
-    ours = Hand(load_model(folder, dtype="fp32", linear="dense")).step({"a": IDS})["a"]
+    ours = Hand(load_model(EngineConfig(folder, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
     with torch.inference_mode():
         theirs = published.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=tolerance * theirs.abs().max().item(), rtol=0)
@@ -145,7 +146,7 @@ def test_the_kernel_that_auto_takes(tmp_path, writer, options, tolerance):
     every error, and e4m3 activations have one of 2.5 %."""
     published.dense_folder(tmp_path, dtype=torch.bfloat16)
     getattr(published, f"write_{writer}")(tmp_path, **options)
-    models = (load_model(tmp_path, linear=linear) for linear in ("auto", "dense"))
+    models = (load_model(EngineConfig(tmp_path, linear=linear)) for linear in ("auto", "dense"))
     auto, plain = (Hand(model, form="bf16").step({"a": IDS})["a"] for model in models)
     assert (auto - plain).norm() / plain.norm() < tolerance
 
@@ -169,4 +170,4 @@ def test_outlier_columns(tmp_path):
     meanings = published.rewrite(tmp_path, config, write)
     assert_reads(tmp_path, meanings)
     assert_same_logits(tmp_path, model, meanings)
-    assert load_model(tmp_path).weights.form == "int8-outliers-dynamic+fp32"
+    assert load_model(EngineConfig(tmp_path)).weights.form == "int8-outliers-dynamic+fp32"

@@ -21,7 +21,7 @@ BIG = dict(hidden_size=256, intermediate_size=512)  # what blocks of 256 divide
 
 
 def assert_same_logits(path, model, tolerance: float = 1e-4):
-    ours = Hand(load_model(path, dtype="fp32", linear="dense")).step({"a": IDS})["a"]
+    ours = Hand(load_model(EngineConfig(path, dtype="fp32", linear="dense"))).step({"a": IDS})["a"]
     with torch.inference_mode():
         theirs = model(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(ours, theirs, atol=tolerance * theirs.abs().max().item(), rtol=0)
@@ -84,7 +84,7 @@ def test_types(tmp_path, kind, form):
     model = published.dense_folder(tmp_path / "dense", "llama3.2-tied", **BIG)
     path = tmp_path / "model.gguf"
     write_gguf(path, model, lambda name: kind)
-    weights = load_model(path).weights
+    weights = load_model(EngineConfig(path)).weights
     assert weights.form == form
     expanded = kind in (GGMLType.Q5_0, GGMLType.Q4_1)
     assert any(f"{kind.name} expanded to dense" in note for note in weights.notes) == expanded
@@ -95,7 +95,7 @@ def test_resident_bytes(tmp_path):
     """The native kernels hold no more than the file does."""
     path = tmp_path / "model.gguf"
     write_gguf(path, published.dense_folder(tmp_path / "dense", "llama3", **BIG))
-    weights = load_model(path, dtype="bf16").weights
+    weights = load_model(EngineConfig(path, dtype="bf16")).weights
     if weights.kernels != ("native",):
         pytest.skip("no compiler: weights are expanded")
     assert weights.num_bytes <= 1.05 * weights.file_bytes
@@ -151,13 +151,13 @@ def path(tmp_path):
 def test_truncated(path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ModelError, match="model.gguf: truncated or not a GGUF file") as error:
-        load_model(path)
+        load_model(EngineConfig(path))
     assert "\n" not in str(error.value)
 
 
 def test_not_there(tmp_path):
     with pytest.raises(ModelError, match="no such file"):
-        load_model(tmp_path / "model.gguf")
+        load_model(EngineConfig(tmp_path / "model.gguf"))
 
 
 def test_unknown_architecture(tmp_path):
@@ -167,7 +167,7 @@ def test_unknown_architecture(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(ModelError, match="architecture mamba is not supported"):
-        load_model(tmp_path / "model.gguf")
+        load_model(EngineConfig(tmp_path / "model.gguf"))
 
 
 def test_scales_that_are_not_finite(path):
@@ -176,9 +176,9 @@ def test_scales_that_are_not_finite(path):
     tensor.data[3, :2] = (0, 0x7E)  # a NaN of fp16
     reader.data.flush()
     with pytest.raises(ModelError, match="model.gguf: tensor blk.1.ffn_down.weight holds scales that are NaN"):
-        load_model(path)
+        load_model(EngineConfig(path))
 
 
 def test_a_rounding_is_refused(path):
     with pytest.raises(ValueError, match="GGUF file and has its own"):
-        load_model(path, quantization="int8")
+        load_model(EngineConfig(path, quantization="int8"))

@@ -13,13 +13,14 @@ from tests.support.engine.folders import make_folder
 MARGIN = 24 << 20  # a layer's weights as they are read, merged and packed, and what torch itself takes
 LOAD = """
 import json, sys, threading, time
+from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 
 def held():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-load_model(sys.argv[1], quantization=sys.argv[3])  # the library, torch's threads
+load_model(EngineConfig(sys.argv[1], quantization=sys.argv[3]))  # the library, torch's threads
 before, peak, over = held(), 0, threading.Event()
 
 def watch():
@@ -29,7 +30,7 @@ def watch():
 
 thread = threading.Thread(target=watch)
 thread.start()
-model = load_model(sys.argv[2], quantization=sys.argv[3])
+model = load_model(EngineConfig(sys.argv[2], quantization=sys.argv[3]))
 over.set()
 thread.join()
 weights = model.weights

@@ -67,7 +67,7 @@ def test_loaded_rounded(tmp_path, quantization, form, rounding, head):
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
-    loaded = load_model(tmp_path, linear="dense", quantization=quantization)
+    loaded = load_model(EngineConfig(tmp_path, linear="dense", quantization=quantization))
     assert loaded.weights.form == form
     with torch.inference_mode():
         theirs = published.with_meanings(model, meanings)(torch.tensor([IDS])).logits[0]
@@ -76,7 +76,7 @@ def test_loaded_rounded(tmp_path, quantization, form, rounding, head):
 
 def test_a_tied_head_is_rounded_and_its_embedding_is_not(tmp_path):
     model = published.dense_folder(tmp_path, "llama3.2-tied")
-    loaded = load_model(tmp_path, quantization="int4-g32")
+    loaded = load_model(EngineConfig(tmp_path, quantization="int4-g32"))
     assert loaded.weights.form == "int4-g32-asym+int8"
     assert torch.equal(loaded.embedding(torch.arange(9)), model.get_input_embeddings().weight[:9])
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from baton.quantization.core.block import DOWN, STAGES, Stage, linear_shapes
 from baton.quantization.core.folding import fold, shared, spread
@@ -21,7 +22,7 @@ def test_blocks_in_a_row_are_the_model(tmp_path, name):
     x = [F.embedding(torch.tensor(ids), weights.read("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)))]
     for block in layers:
         x = block.run(x)
-    model = load_model(folder, dtype="fp32")
+    model = load_model(EngineConfig(folder, dtype="fp32"))
     expected = Hand(model).step({"a": ids})["a"]
     torch.testing.assert_close(model.logits(x[0]), expected, atol=2e-4, rtol=1e-3)
 

@@ -237,10 +237,12 @@ def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
     spec = ModelSpec.from_folder(folder)
     check_fit(folder, spec, config.model, model.spec)
     context = min(spec.context, config.max_model_len, 2 * WINDOW_TOKENS)
-    draft = load_model(
-        folder, config.dtype, batch_invariant=config.batch_invariant, max_model_len=context, device=model.device
-    )
-    layout = KVLayout((draft.kv_group(config.dtype, BLOCK_SIZE),))
+    own = EngineConfig(
+        folder, dtype=config.dtype, kv_dtype=config.dtype, block_size=BLOCK_SIZE, max_model_len=context,
+        batch_invariant=config.batch_invariant,
+    )  # fmt: skip
+    draft = load_model(own, model.device)
+    layout = KVLayout((draft.kv_group(own.kv_dtype, own.block_size),))
     pool = KVPool(layout, default_num_blocks(layout, config.max_num_seqs, context), device=model.device)
     return DraftModel(draft, pool, context, sum(file.stat().st_size for file in weight_files(folder)))
 
