@@ -1,1 +1,1 @@
-"""The decode role: the defaults of a worker that writes answers, and its `__main__`."""
+"""The decode role: grant credit, adopt a prompt's KV or read it here, stream tokens, park what nobody reads."""

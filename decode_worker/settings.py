@@ -1,4 +1,4 @@
-"""A decode worker takes prompts' KV over and writes the answers. It has no defaults of its own yet."""
+"""The name of the role. It has no defaults of its own."""
 
 from baton.worker.main import Role
 

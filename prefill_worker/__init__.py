@@ -1,1 +1,1 @@
-"""The prefill role: the defaults of a worker that reads prompts, and its `__main__`."""
+"""The prefill role: read a prompt for a taker, let it follow the computation, hold the KV until it is taken."""

@@ -1,5 +1,4 @@
-"""A prefill worker reads prompts and hands their KV over. It has no defaults of its own yet: on a CPU one chunk size
-suits both roles."""
+"""The name of the role. It has no defaults of its own: on a CPU one chunk size suits both roles."""
 
 from baton.worker.main import Role
 

@@ -1,18 +1,22 @@
 """What docs/ copies from the code is equal to it."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from baton.worker.legs.states import state_table_markdown as worker_states
+from baton.worker.session.table import table_markdown
 from gateway.orchestration.states import state_table_markdown as gateway_states
 from tests.support.folder_map import folder_map
+from tests.support.worker.doubles import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(("name", "table"), [("worker states", worker_states), ("gateway states", gateway_states)])
+@pytest.mark.parametrize(
+    ("name", "table"), [("worker states", partial(table_markdown, TABLE)), ("gateway states", gateway_states)]
+)
 def test_state_tables(name, table):
     text = (ROOT / "docs" / "states.md").read_text()
     (drawn,) = re.findall(f"<!-- {name} -->\n(.*?)\n<!-- end -->", text, re.DOTALL)

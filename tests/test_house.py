@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 MAX_FILES = 12  # of a folder, `__init__` and `__main__` aside
 
+_ROLE = ("baton.worker", "baton.engine", "baton.failpoints", "kvtransfer", "baton.service", "baton.v1")
 # room -> what it may import from the repository. Rooms are matched longest prefix first.
 ROOMS = {
     "baton.v1": (),
@@ -40,8 +41,9 @@ ROOMS = {
         "baton.service",
         "baton.v1",
     ),
-    "prefill_worker": ("baton.worker", "baton.service"),
-    "decode_worker": ("baton.worker", "baton.service"),
+    **dict.fromkeys(("prefill_worker", "decode_worker"), _ROLE),
+    # What a worker of one role does of the other is joined here, and nowhere else.
+    **{f"{role}.__main__": (*_ROLE, "prefill_worker", "decode_worker") for role in ("prefill_worker", "decode_worker")},
     "baton.cli": ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker"),
 }
 # room -> third-party packages that it does without.
@@ -54,6 +56,8 @@ WITHOUT = {
     "gateway": ("torch", "transformers"),
     "baton.loadgen": ("torch", "transformers", "redis", "opentelemetry"),
     "baton.worker": ("redis",),
+    "prefill_worker": ("redis",),
+    "decode_worker": ("redis",),
 }
 # Standard library only.
 PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.tasks", "baton.fairness")

@@ -1,1 +1,1 @@
-"""What a GPU worker is: the process that both roles start."""
+"""The chassis of both roles: a process with an engine, sessions with gateways, KV in and out, and the machine of keys."""

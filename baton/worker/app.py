@@ -33,7 +33,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.device_pool import device_pool
-from baton.worker.kv.handoff import Handoff
+from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake
 from baton.worker.kv.native_digests import accelerate
 from baton.worker.legs.leg import Leg
@@ -45,6 +45,7 @@ from baton.worker.observe.tables import Tables
 from baton.worker.registration import register
 from baton.worker.session.commands import Commands
 from baton.worker.session.drain import Drain
+from baton.worker.session.lifecycle import Lifecycle, Table
 from baton.worker.session.session import PROTOCOL, WorkerService
 from baton.worker.settings import WorkerSettings
 from baton.worker.wire.thread_bridge import Relay
@@ -139,7 +140,7 @@ class Worker:
     `port` is the one that it listens on; `loop`, `engine` and `commands` are its parts."""
 
     def __init__(
-        self, settings: WorkerSettings, role: str, engine: Engine, pool: Pool, digest: bytes, server, port: int,
+        self, settings: WorkerSettings, role: str, table: Table, engine: Engine, pool: Pool, digest: bytes, server, port: int,
         guard: Guard, roofline: Roofline | None = None,
     ):  # fmt: skip
         """`digest`: of the tokenizer. `server` is bound to `port` and not started; `guard` stands before it. Without a
@@ -148,6 +149,7 @@ class Worker:
         self.port = port
         self._settings = settings
         self._role = role
+        self._table = table
         self._pool = pool
         self._digest = digest
         self._server = server
@@ -187,14 +189,15 @@ class Worker:
         relay = Relay(event_loop, lambda outputs: self.commands.on_outputs(outputs))
         self.loop = EngineLoop(engine, relay.put, leave_for_lost_device)
 
+        holders = Leaseholders()
         source = Source(
             memory, engine.layout,
             SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class)), host_id,
-            lambda key, ending: handoff.lease_over(key, ending), generations=engine.generation,
+            holders.lease_over, generations=engine.generation,
             region=self._pool.region, device=self._pool.device, lease_ttl_s=settings.lease_ttl_s, transports=transports,
             codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip
-        handoff = Handoff(source)
+        handoff = Handoff(source, holders)
         fetcher = Fetcher(
             memory, engine.layout, instance, epoch, host_id, transports,
             numerics_class=str(engine.numerics_class), socket_folder=settings.kv_socket_dir, codec=convert_rows,
@@ -211,9 +214,11 @@ class Worker:
             meters.ended(leg)
 
         intake = Intake(engine, fetcher)
-        self.commands = Commands(
-            engine, handoff, intake, lambda: self.reports.change(), on_end, settings.resume_window_s
-        )
+        self.keys = Lifecycle(
+            self._table, engine, handoff, intake, on_change=lambda: self.reports.change(), on_ended=on_end,
+            resume_window_s=settings.resume_window_s,
+        )  # fmt: skip
+        self.commands = Commands(self.keys)
         exits.push_async_callback(source.stop)
         await source.start(self._kv_address())
 
@@ -224,7 +229,7 @@ class Worker:
         if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._server, [SERVICE_NAME])
         longest_step_s = full_step_s(engine, self._roofline) if self._roofline else 0.0
-        tables = Tables(engine, self.commands, handoff, intake, source, service)
+        tables = Tables(engine, self.commands, holders, intake, source, service)
         meters.watch(tables)
         self.reports = Reports(engine, self.loop, self.commands, service, health, tables, longest_step_s)
         self._drain = Drain(self.commands, service, settings.drain_grace_s)
@@ -335,7 +340,7 @@ class NextRole(NamedTuple):
     address: str
 
 
-async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> NextRole | None:
+async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | None:
     """Serves until `stop`, or until it is asked to drain, then drains. Raises ListenError, ModelError, SettingsError
     or ValueError, one line each."""
     tls = settings.tls
@@ -360,7 +365,7 @@ async def serve(settings: WorkerSettings, role: str, stop: asyncio.Event) -> Nex
         log.warning("holds %d of the model's %d tokens: %s", held, context, why)
     roofline = await asyncio.to_thread(of_engine, engine)
     telemetry.setup(f"baton-{role}")
-    async with Worker(settings, role, engine, pool, digest, server, port, guard, roofline) as worker:
+    async with Worker(settings, role, table, engine, pool, digest, server, port, guard, roofline) as worker:
         host = settings.listen.rpartition(":")[0]
         admin = f"{settings.admin.rpartition(':')[0]}:{worker.admin_port}"
         said = f"role={role} context={held} model={engine.model_identity.hex()}"

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -23,9 +23,9 @@ class Role:
     defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings
 
 
-def main(role: Role, argv: Sequence[str] | None = None) -> int:
+def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None) -> int:  # noqa: F821
     """Runs a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed
-    start says why in one line on stderr."""
+    start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
@@ -48,8 +48,10 @@ def main(role: Role, argv: Sequence[str] | None = None) -> int:
         from baton.engine.core.model_spec import ModelError
         from baton.worker.app import serve
 
+        table = load_table()
+
     try:
-        if following := run(lambda stop: serve(settings, role.name, stop)):
+        if following := run(lambda stop: serve(settings, role.name, table, stop)):
             _become(following, sys.argv[1:] if argv is None else argv)
         return 0
     except (ListenError, OSError) as error:

@@ -60,7 +60,6 @@ class Request:
     chain_parent: bytes = b"\0" * 32  # parent of the next span
     priority: int = 0
     deadline: float = float("inf")  # time.monotonic()
-    traceparent: str = ""
     speculation: Speculation = Speculation()
     tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
 

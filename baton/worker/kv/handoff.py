@@ -7,39 +7,74 @@ accept ─► lease (handle, ticket) ─► advance with the watermark ─► fi
 from collections.abc import Callable, Sequence
 
 from baton import failpoints
-from baton.engine.core.request import Acceptance, Key, Progress
+from baton.engine.core.request import Acceptance, Key
 from baton.v1 import kv_pb2
 from baton.worker.legs.leg import Leg
 from kvtransfer.transfer.leases import CANCELLED
 from kvtransfer.transfer.source import Offer, Source
 from kvtransfer.wire import Taker, taker_from_proto
 
+OnOver = Callable[[Key, str], None]  # a key, and how its lease ended: released | cancelled | expired
 
-class Handoff:
-    """All leases that this worker gives. Belongs to the event loop. `on_over(key, ending)`: once for each key that was
-    leased something, in the source's words: released | cancelled | expired."""
 
-    def __init__(self, source: Source):
-        self.on_over: Callable[[Key, str], None] = lambda key, ending: None
-        self._source = source
-        self._owners: dict[bytes, Key] = {}  # by lease
-        self._guests: dict[Key, list[Leg]] = {}  # by owner: keys that have a ticket for the same lease
+class Leaseholders:
+    """The keys that have a lease (owners), and those that have a ticket for another key's (guests). Each is told once
+    when the lease is over."""
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, tuple[Key, OnOver]] = {}  # by lease
+        self._guests: dict[Key, list[tuple[Leg, OnOver]]] = {}  # by owner
 
     @property
     def num_owners(self) -> int:
-        """Keys that have a lease."""
         return len(self._owners)
 
     @property
     def num_guests(self) -> int:
-        """Keys that have a ticket for another's."""
         return sum(map(len, self._guests.values()))
+
+    def add_owner(self, lease_id: bytes, key: Key, on_over: OnOver) -> None:
+        self._owners[lease_id] = key, on_over
+
+    def add_guest(self, lease_id: bytes, guest: Leg, on_over: OnOver) -> None:
+        """Raises KeyError for a lease that has no owner."""
+        owner, _ = self._owners[lease_id]
+        self._guests.setdefault(owner, []).append((guest, on_over))
+
+    def remove_guest(self, leg: Leg) -> OnOver | None:
+        """Return whom to tell; None for a key that is no guest."""
+        for guests in self._guests.values():
+            for place, (guest, on_over) in enumerate(guests):
+                if guest is leg:
+                    del guests[place]
+                    return on_over
+        return None
+
+    def lease_over(self, key: Key, ending: str) -> None:
+        """Tell the owner and the guests of a key's lease, which the source has ended."""
+        told = [on_over for owner, on_over in self._owners.values() if owner == key]
+        self._owners = {lease_id: each for lease_id, each in self._owners.items() if each[0] != key}
+        guests = self._guests.pop(key, [])
+        for on_over in told:
+            on_over(key, ending)
+        for guest, on_over in guests:
+            on_over(guest.key, ending)
+
+
+class Handoff:
+    """All leases that this worker gives. Belongs to the event loop. `on_over` of a lease is called once for each key on
+    it, in the source's words: released | cancelled | expired."""
+
+    def __init__(self, source: Source, holders: Leaseholders):
+        """`holders.lease_over` is what `source` calls."""
+        self._source = source
+        self._holders = holders
 
     def taker_of(self, message: kv_pb2.Taker) -> Taker:
         """Raises KVError for a taker that makes no sense."""
         return taker_from_proto(message)
 
-    def lease_prompt(self, leg: Leg, acceptance: Acceptance, taker: Taker) -> dict[str, bytes]:
+    def lease_prompt(self, leg: Leg, acceptance: Acceptance, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
         """A lease on a prompt that is being prefilled: lease_id, handle and ticket. What is cached is ready now.
         Raises KVError when the taker keeps KV otherwise."""
         request = leg.request
@@ -53,10 +88,10 @@ class Handoff:
             num_ready_tokens=acceptance.num_cached_tokens,
         )
         failpoints.hit("prefill.accepted")
-        return self._leased(leg, offer)
+        return self._leased(leg, offer, on_over)
 
     def lease_chain(
-        self, leg: Leg, acceptance: Acceptance, span_hashes: Sequence[bytes], taker: Taker
+        self, leg: Leg, acceptance: Acceptance, span_hashes: Sequence[bytes], taker: Taker, on_over: OnOver
     ) -> dict[str, bytes]:
         """A lease on whole spans that are here already."""
         num_tokens = acceptance.num_cached_tokens
@@ -64,23 +99,17 @@ class Handoff:
             leg.key, acceptance.blocks, num_tokens, span_hashes, span_hashes[-1], taker, num_ready_tokens=num_tokens
         )
         self._source.finish(leg.key)
-        return self._leased(leg, offer)
+        return self._leased(leg, offer, on_over)
 
-    def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker) -> dict[str, bytes]:
+    def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
         """The lease of another key, for one more taker; it ends with that key's. Raises LeaseExpired, LayoutMismatch."""
         offer = self._source.offer_again(lease_id, taker)
-        self._guests.setdefault(self._owners[lease_id], []).append(leg)
+        self._holders.add_guest(lease_id, leg, on_over)
         return self._ticketed(leg, offer)
 
-    def lease_over(self, key: Key, ending: str) -> None:
-        """What the source says of a key's lease."""
-        self._owners = {lease_id: owner for lease_id, owner in self._owners.items() if owner != key}
-        guests = self._guests.pop(key, [])
-        for each in (key, *(guest.key for guest in guests)):
-            self.on_over(each, ending)
-
-    def advance(self, leg: Leg, progress: Progress) -> None:
-        self._source.advance(leg.key, progress.upto_token, progress.upto_layer)
+    def advance(self, leg: Leg, upto_token: int, upto_layer: int | None = None) -> None:
+        """Let takers have KV below `upto_token`, of layers below `upto_layer` (None: all layers)."""
+        self._source.advance(leg.key, upto_token, upto_layer)
 
     def finish(self, leg: Leg) -> None:
         """The prefill is complete: the lease ends as soon as its taker has everything."""
@@ -91,22 +120,16 @@ class Handoff:
         if lease_id == leg.lease_id:
             self._source.renew(lease_id)
 
-    def prefix_arrived(self, leg: Leg, upto_token: int) -> None:
-        """A prefix that was pulled from elsewhere is as good as computed."""
-        self._source.advance(leg.key, upto_token)
-
     def cancel(self, leg: Leg) -> None:
-        """Lease over follows at once. Idempotent."""
-        for guests in self._guests.values():
-            if leg in guests:
-                guests.remove(leg)
-                self._source.withdraw(leg.ticket)
-                self.on_over(leg.key, CANCELLED)
-                return
-        self._source.cancel(leg.key)
+        """`on_over` follows at once. Idempotent."""
+        if (on_over := self._holders.remove_guest(leg)) is not None:
+            self._source.withdraw(leg.ticket)
+            on_over(leg.key, CANCELLED)
+        else:
+            self._source.cancel(leg.key)
 
-    def _leased(self, leg: Leg, offer: Offer) -> dict[str, bytes]:
-        self._owners[offer.lease_id] = leg.key
+    def _leased(self, leg: Leg, offer: Offer, on_over: OnOver) -> dict[str, bytes]:
+        self._holders.add_owner(offer.lease_id, leg.key, on_over)
         return self._ticketed(leg, offer)
 
     @staticmethod

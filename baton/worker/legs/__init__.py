@@ -1,1 +1,1 @@
-"""The legs of requests that a worker serves: one table of states, what each has put out, and their index by key."""
+"""The keys that a worker serves: their states and events, what each has put out, and their index."""

@@ -34,6 +34,7 @@ class Leg:
         self.fingerprint = b""  # of its request
         self.record: TokenRecord | None = None  # once it decodes
         self.request: Request | None = None  # none for an Offer
+        self.traceparent = ""  # W3C; of the span that the gateway has for it
         self.num_cached_tokens = 0  # here when it was admitted
         self.first_tokens: tuple[FirstToken, ...] = ()
         self.lease_id = b""

@@ -26,7 +26,7 @@ class Spans:
         """Of a key that has just ended."""
         if leg.request is None or not telemetry.enabled():
             return
-        parent = telemetry.parse_traceparent(leg.request.traceparent)
+        parent = telemetry.parse_traceparent(leg.traceparent)
         if parent is None or not parent.sampled:
             return
         ended_at = time.monotonic()

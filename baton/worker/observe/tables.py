@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from baton.engine.engine import Engine
-from baton.worker.kv.handoff import Handoff
+from baton.worker.kv.handoff import Leaseholders
 from baton.worker.kv.intake import Intake
 from baton.worker.session.commands import Commands
 from baton.worker.session.session import WorkerService
@@ -16,7 +16,7 @@ from kvtransfer.transfer.source import Source
 class Tables:
     engine: Engine
     commands: Commands
-    handoff: Handoff
+    holders: Leaseholders
     intake: Intake
     source: Source
     service: WorkerService
@@ -33,8 +33,8 @@ class Tables:
             "promised_blocks": self.engine.ledger.num_reserved,
             "quarantined_blocks": self.engine.ledger.counts()["quarantined"],
             "leases": self.source.num_leases,
-            "lease_owners": self.handoff.num_owners,
-            "lease_guests": self.handoff.num_guests,
+            "lease_owners": self.holders.num_owners,
+            "lease_guests": self.holders.num_guests,
             "tickets": self.source.num_tickets,
             "fetches": self.intake.num_fetches,
             "kv_connections": self.source.num_connections,

@@ -57,7 +57,6 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         chain_parent=_hash_of(spec.chain_parent, "chain_parent"),
         priority=spec.priority,
         deadline=deadline_of(spec.budget_ms),
-        traceparent=spec.traceparent,
         speculation=_speculation_of(spec.speculation),
         tenant_mark=_mark_of(spec.tenant_mark),
     )

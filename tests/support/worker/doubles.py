@@ -1,14 +1,22 @@
-"""Doubles of what stands around Commands: they remember what they were told, and answer only when the test says so."""
+"""Doubles of what stands around a worker's keys: they remember what they were told, and answer only when the test says
+so."""
 
 from types import SimpleNamespace
 
+import decode_worker.states
+import prefill_worker.states
 from baton.engine.core.request import Acceptance, Key, RequestEnded
 from baton.v1 import worker_pb2 as pb
+from baton.worker.kv.handoff import OnOver
 from baton.worker.session.commands import Commands
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.table import join_tables
 from baton.worker.wire.end_status import Status
 from kvtransfer.errors import LeaseExpired
 from kvtransfer.layout import BlockRef
 
+# As both `__main__` join it.
+TABLE = join_tables(prefill_worker.states.TRANSITIONS, decode_worker.states.TRANSITIONS)
 ROOT = b"r" * 32
 LEASE_ID = b"lease" * 3 + b"x"
 
@@ -43,22 +51,23 @@ class HandoffDouble:
     def __init__(self):
         self.leased: set[Key] = set()
         self.calls: list[tuple] = []
-        self.commands: Commands | None = None
+        self._on_over: dict[Key, OnOver] = {}
 
     def taker_of(self, message):
         return message
 
-    def lease_prompt(self, leg, acceptance, taker):
+    def lease_prompt(self, leg, acceptance, taker, on_over):
         self.leased.add(leg.key)
+        self._on_over[leg.key] = on_over
         return {"lease_id": LEASE_ID, "handle": b"handle", "ticket": b"ticket"}
 
-    def lease_chain(self, leg, acceptance, hashes, taker):
-        return self.lease_prompt(leg, acceptance, taker)
+    def lease_chain(self, leg, acceptance, hashes, taker, on_over):
+        return self.lease_prompt(leg, acceptance, taker, on_over)
 
-    def lease_again(self, leg, lease_id, taker):
+    def lease_again(self, leg, lease_id, taker, on_over):
         if lease_id != LEASE_ID:
             raise LeaseExpired("no such lease")
-        return self.lease_prompt(leg, None, taker)
+        return self.lease_prompt(leg, None, taker, on_over)
 
     def cancel(self, leg):
         self.calls.append(("cancel", leg.key))
@@ -67,7 +76,7 @@ class HandoffDouble:
     def end(self, key, ending="released"):
         if key in self.leased:
             self.leased.remove(key)
-            self.commands.on_lease_over(key, ending)
+            self._on_over[key](key, ending)
 
     def __getattr__(self, name):
         return lambda leg, *args: self.calls.append((name, leg.key))
@@ -128,15 +137,16 @@ class OutboxDouble:
 
 
 class Bench:
-    """Commands with all its doubles, and commands to give them."""
+    """The keys of a worker among doubles, and commands to give them. `engine`: a real one instead of the double."""
 
-    def __init__(self, resume_window_s: float = 60.0):
-        self.engine, self.handoff, self.intake = EngineDouble(), HandoffDouble(), IntakeDouble()
+    def __init__(self, resume_window_s: float = 60.0, engine=None, table=TABLE):
+        self.engine, self.handoff, self.intake = engine or EngineDouble(), HandoffDouble(), IntakeDouble()
         self.ended: list = []
-        self.commands = Commands(
-            self.engine, self.handoff, self.intake, lambda: None, self.ended.append, resume_window_s
-        )
-        self.handoff.commands = self.commands
+        self.keys = Lifecycle(
+            table, self.engine, self.handoff, self.intake, on_change=lambda: None, on_ended=self.ended.append,
+            resume_window_s=resume_window_s,
+        )  # fmt: skip
+        self.commands = Commands(self.keys)
         self.outbox = OutboxDouble()
         self.other = OutboxDouble()  # of another session
 

@@ -18,6 +18,7 @@ from baton.worker.app import Pool, Worker, load_engine, tokenizer_digest
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
 from tests.support.probe import HOLDERS
+from tests.support.worker.doubles import TABLE
 
 ROOT = hashlib.sha256(b"tests/worker").digest()
 BUDGET_MS = 30_000
@@ -275,7 +276,7 @@ async def run_worker(model: Path, role: str, **options):
     port = bind(server, settings.listen)
     pool = Pool()
     engine = load_engine(settings, pool)
-    async with Worker(settings, role, engine, pool, tokenizer_digest(model), server, port, guard) as worker:
+    async with Worker(settings, role, TABLE, engine, pool, tokenizer_digest(model), server, port, guard) as worker:
         yield worker
 
 

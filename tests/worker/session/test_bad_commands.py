@@ -124,8 +124,7 @@ class ToyBench(Bench):
     """Commands with a real engine over a toy model, and a key in it that is not one of the bad one's business."""
 
     def __init__(self):
-        super().__init__()
-        self.engine = self.commands._engine = toy_engine(num_blocks=128)
+        super().__init__(engine=toy_engine(num_blocks=128))
         self.records = Collector()
         self.canary = make_request("canary", prompt(40, 7), 12, temperature=1.0, seed=3)
         self.engine.submit(self.canary)

@@ -1,0 +1,82 @@
+"""Actions that end a key, of whatever role, and those that leave it alone.
+
+A key that ends gives everything back, and goes in `report_end` and nowhere else: one Ended for each key.
+"""
+
+from baton.engine.core.request import Refusal, RequestEnded
+from baton.service.codec import key_to_proto
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.wire import end_status, messages
+from baton.worker.wire.end_status import Status
+
+IN_USE_RETRY_S = 0.05
+
+
+def ignore(keys: Lifecycle, leg: Leg, subject: object) -> None:
+    """Do nothing: a command that crossed the key's Ended, an output of a key that is ending."""
+
+
+def refuse_in_use(keys: Lifecycle, leg: Leg, subject: object) -> None:
+    """Answer a command that would open a key whose name is taken."""
+    leg.outbox.reply(messages.refused(leg.key, "in_use", IN_USE_RETRY_S))
+
+
+def refuse(keys: Lifecycle, leg: Leg, refusal: Refusal) -> None:
+    """Answer a command that could not open its key: there is no room, or the worker drains."""
+    leg.outbox.reply(messages.refused(leg.key, refusal.reason, refusal.retry_after_s))
+
+
+def end(keys: Lifecycle, leg: Leg, status: Status | None) -> None:
+    keys.give_back(leg, status)
+
+
+def end_misplaced(keys: Lifecycle, leg: Leg, message: object) -> None:
+    keys.give_back(leg, end_status.misplaced(type(message).__name__))
+
+
+def end_cancelled(keys: Lifecycle, leg: Leg, message: pb.Cancel) -> None:
+    keys.give_back(leg, end_status.CANCELLED)
+
+
+def end_deadline(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    keys.give_back(leg, end_status.DEADLINE)
+
+
+def end_stream_lost(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    keys.give_back(leg, end_status.STREAM_LOST)
+
+
+def end_draining(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    keys.give_back(leg, end_status.DRAINING)
+
+
+def end_with_engine(keys: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
+    """End with the status that the engine has given."""
+    keys.give_back(leg, end_status.of_engine(ended))
+
+
+def settle(keys: Lifecycle, leg: Leg, subject: object) -> None:
+    """Let the key go if this was the last that was out. What the engine says counts where no status is known."""
+    if leg.status is None and isinstance(subject, RequestEnded):
+        leg.status = end_status.of_engine(subject)
+    keys.settle(leg)
+
+
+def report_end(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    """Tell the gateway, if its session lives, and all that count keys."""
+    leg.status = leg.status or end_status.CANCELLED
+    if not leg.is_stream_lost:
+        _tell_gateway(leg)
+    keys.on_ended(leg)
+    keys.on_change()
+
+
+def _tell_gateway(leg: Leg) -> None:
+    if leg.num_matched_tokens is None:
+        report = leg.report if leg.start_at is not None else None
+        leg.outbox.end(messages.ended(leg.key, leg.status, report, leg.kv_wait_s))
+    else:
+        not_here = pb.NotHere(key=key_to_proto(leg.key), num_matched_tokens=leg.num_matched_tokens)
+        leg.outbox.reply(pb.Event(not_here=not_here))

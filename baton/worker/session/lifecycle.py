@@ -1,0 +1,152 @@
+"""The machine of keys: every event goes through a table of transitions, which alone sets a key's state.
+
+An action is a function of the machine, the key's leg, and what the event brought: the command's message, the engine's
+output, a status. It never sets the state. Where it finds nothing to go on with it calls `stop`; what it raises stops
+the key too, never the session, nor the other keys of the same message.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from baton.engine.core.request import Key, Refusal
+from baton.engine.engine import Engine
+from baton.service.logs import fields
+from baton.service.out_of_memory import leave_if_exhausted
+from baton.worker.kv.handoff import Handoff
+from baton.worker.kv.intake import Intake
+from baton.worker.legs.leg import Leg, Owed
+from baton.worker.legs.legs import Legs
+from baton.worker.legs.states import KeyEvent, KeyState
+from baton.worker.wire import end_status
+from baton.worker.wire.end_status import Status
+from kvtransfer.errors import KVError
+from kvtransfer.transfer.fetcher import FetchReport
+
+log = logging.getLogger(__name__)
+
+Action = Callable[["Lifecycle", Leg, Any], None]
+
+
+class KeyTransition(NamedTuple):
+    """The key moves to `state`, then `action` runs. `others`: states that the action's own doing may lead on to; with
+    ENDING, the key is gone at once when nothing of it is out. Where an action raises, the row `stop` says what follows
+    (`refused` where it is a Refusal that opens the key)."""
+
+    action: Action
+    state: KeyState
+    others: tuple[KeyState, ...] = ()
+
+
+Table = Mapping[tuple[KeyState, KeyEvent], KeyTransition]
+
+
+class Lifecycle:
+    """All live keys of one worker. Belongs to the event loop. Actions use its parts: engine, handoff, intake, legs."""
+
+    def __init__(
+        self,
+        table: Table,
+        engine: Engine,
+        handoff: Handoff,
+        intake: Intake,
+        *,
+        on_change: Callable[[], None],
+        on_ended: Callable[[Leg], None],
+        resume_window_s: float,
+    ):
+        """`on_change`: the load is different now. `on_ended`: a key has ended, with all its stamps. `resume_window_s`:
+        how long a sequence whose stream was lost waits for a gateway that attaches."""
+        self.engine = engine
+        self.handoff = handoff
+        self.intake = intake
+        self.legs = Legs()
+        self.is_draining = False
+        self.resume_window_s = resume_window_s
+        self.on_change = on_change
+        self.on_ended = on_ended
+        self._table = table
+
+    def happen(self, leg: Leg, event: KeyEvent, subject: object = None) -> None:
+        """Take one event of one key through the table. `subject`: what the event brought, for the action."""
+        was_absent = leg.state is KeyState.ABSENT
+        transition = self._table[leg.state, event]
+        self._move(leg, transition.state)
+        try:
+            transition.action(self, leg, subject)
+        except Exception as error:
+            if event is KeyEvent.STOP:
+                raise
+            if isinstance(error, Refusal) and was_absent and not leg.owed:
+                self.happen(leg, KeyEvent.REFUSED, error)
+            else:
+                self._log(leg, transition, error)
+                self.stop(leg, end_status.of_exception(error))
+
+    def stop(self, leg: Leg, status: Status | None) -> None:
+        """End a key. The first status counts; None leaves it to the engine's RequestEnded."""
+        self.happen(leg, KeyEvent.STOP, status)
+
+    def give_back(self, leg: Leg, status: Status | None) -> None:
+        """Ask for everything that an ending key still has out."""
+        leg.status = leg.status or status
+        if Owed.ENGINE in leg.owed:
+            self.engine.cancel(leg.engine_key)  # before the fetch: its blocks are quarantined until it has settled
+        if Owed.FETCH in leg.owed:
+            self.intake.stop(leg)
+        if Owed.LEASE in leg.owed:
+            self.handoff.cancel(leg)
+        self.settle(leg)
+
+    def settle(self, leg: Leg) -> None:
+        """Let an ending key go when nothing of it is out any more."""
+        if not leg.owed:
+            self.happen(leg, KeyEvent.ALL_BACK)
+
+    def set_deadline(self, leg: Leg, deadline: float) -> None:
+        """Let DEADLINE happen at `deadline`, time.monotonic(). Raises TimeoutError when that is past."""
+        if deadline <= time.monotonic():
+            raise TimeoutError
+        self.set_timer(leg, deadline, KeyEvent.DEADLINE)
+
+    def set_timer(self, leg: Leg, at: float, event: KeyEvent) -> None:
+        """Let `event` happen at `at`, instead of what the key waited for so far."""
+        if leg.timer is not None:
+            leg.timer.cancel()
+        leg.timer = asyncio.get_running_loop().call_at(at, self.happen, leg, event)
+
+    def fetch_ended(self, leg: Leg, outcome: FetchReport | Status | None) -> None:
+        """Note that no byte of the key's fetch can land any more. None: the engine has ended the key, and says why."""
+        leg.owed.discard(Owed.FETCH)
+        leg.fetch_ended_at = time.monotonic()
+        if isinstance(outcome, FetchReport):
+            leg.fetch_report = outcome
+            self.happen(leg, KeyEvent.FETCHED, outcome)
+        else:
+            self.happen(leg, KeyEvent.FETCH_FAILED, outcome)
+
+    def lease_over(self, key: Key, ending: str) -> None:
+        """Note that the takers of a key's lease have all they wanted, or never will; `ending` in the source's words."""
+        leg = self.legs.get(key)
+        if leg is not None and Owed.LEASE in leg.owed:
+            leg.owed.discard(Owed.LEASE)
+            self.happen(leg, KeyEvent.LEASE_OVER, ending)
+
+    def _move(self, leg: Leg, state: KeyState) -> None:
+        """Set the state, the one place that does; a key is in `legs` while it is not absent."""
+        before, leg.state = leg.state, state
+        if before is KeyState.ABSENT and state is not KeyState.ABSENT:
+            self.legs[leg.key] = leg
+        elif before is not KeyState.ABSENT and state is KeyState.ABSENT:
+            self.legs.forget(leg)
+            if leg.timer is not None:
+                leg.timer.cancel()
+
+    @staticmethod
+    def _log(leg: Leg, transition: KeyTransition, error: Exception) -> None:
+        """Log what is no fault of a peer's. Does not return where the machine is out of memory."""
+        if not isinstance(error, (ValueError, KVError, TimeoutError, Refusal)):
+            log.exception("key failed %s", fields(key=leg.key, action=transition.action.__name__))
+            leave_if_exhausted(error)

@@ -1,0 +1,58 @@
+"""Actions of a source, which either role may be: spans that lie here are leased to a taker, until the lease is over."""
+
+from baton.service.codec import deadline_of, key_to_proto
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg, Owed
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.opening import check_key
+from baton.worker.wire import end_status, messages
+from kvtransfer.errors import LeaseExpired
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.wire import Taker
+
+
+def offer(keys: Lifecycle, leg: Leg, message: pb.Offer) -> None:
+    """Lease a chain of spans, or answer NotHere. A draining worker does it too: other workers take its requests over,
+    and ask for their KV."""
+    check_key(leg)
+    keys.set_deadline(leg, deadline_of(message.budget_ms))
+    taker = keys.handoff.taker_of(message.taker)
+    if message.WhichOneof("what") == "lease_id":
+        _offer_again(keys, leg, message.lease_id, taker)
+        return
+    hashes = messages.chain_of(message.spans)
+    acceptance = keys.engine.offer(leg.key, hashes)
+    if acceptance.blocks:
+        leg.owed.add(Owed.ENGINE)
+    if acceptance.num_cached_tokens < len(hashes) * SPAN_TOKENS:
+        leg.num_matched_tokens = acceptance.num_cached_tokens
+        keys.stop(leg, end_status.OK)
+        return
+    _reply_offered(leg, keys.handoff.lease_chain(leg, acceptance, hashes, taker, keys.lease_over))
+
+
+def _offer_again(keys: Lifecycle, leg: Leg, lease_id: bytes, taker: Taker) -> None:
+    """Offer a lease that another key has here to one more taker."""
+    try:
+        ticketed = keys.handoff.lease_again(leg, lease_id, taker, keys.lease_over)
+    except LeaseExpired:
+        leg.num_matched_tokens = 0
+        keys.stop(leg, end_status.OK)
+    else:
+        _reply_offered(leg, ticketed)
+
+
+def _reply_offered(leg: Leg, ticketed: dict[str, bytes]) -> None:
+    leg.owed.add(Owed.LEASE)
+    leg.outbox.reply(pb.Event(offered=pb.Offered(key=key_to_proto(leg.key), **ticketed)))
+
+
+def renew(keys: Lifecycle, leg: Leg, message: pb.RenewLease) -> None:
+    keys.handoff.renew(leg, message.lease_id)
+
+
+def end_lease(keys: Lifecycle, leg: Leg, ending: str) -> None:
+    """Free the blocks of a lease that is over; `ending` in the source's words."""
+    leg.status = end_status.LEASE_OVER[ending]
+    keys.engine.release_lease(leg.key)
+    keys.settle(leg)

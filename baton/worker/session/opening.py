@@ -1,0 +1,37 @@
+"""What both roles do to open a key: check its name, budget and request, and compute the part of a prompt that no other
+worker has given."""
+
+from baton.engine.core.request import Refusal, Request
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.wire import messages
+
+DRAINING_RETRY_S = 1.0
+MAX_ID_CHARS = 256
+
+
+def open_request(keys: Lifecycle, leg: Leg, spec: pb.RequestSpec) -> Request:
+    """Return the checked request of a new key; nothing is allocated yet. Raises Refusal while the worker drains,
+    ValueError naming a bad field, TimeoutError for a budget that is used up."""
+    if keys.is_draining:
+        raise Refusal("draining", DRAINING_RETRY_S)
+    check_key(leg)
+    request = messages.request_of(leg.key, spec, keys.engine.spec.vocab_size)
+    keys.set_deadline(leg, request.deadline)
+    leg.request, leg.fingerprint, leg.traceparent = request, spec.fingerprint, spec.traceparent
+    return request
+
+
+def check_key(leg: Leg) -> None:
+    """Raise ValueError for a request id that is empty or too long."""
+    if not 1 <= len(leg.key.request_id) <= MAX_ID_CHARS:
+        raise ValueError(f"key.request_id has {len(leg.key.request_id)} characters: 1 to {MAX_ID_CHARS}")
+
+
+def compute_rest(keys: Lifecycle, leg: Leg, subject: object) -> None:
+    """Let the engine prefill what is not here yet."""
+    try:
+        keys.engine.compute_rest(leg.key)
+    except LookupError:  # its RequestEnded, with the reason, is on its way
+        keys.stop(leg, None)

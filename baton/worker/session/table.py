@@ -1,0 +1,77 @@
+"""The table of a worker's keys: the rows that all workers have, joined with those of the two roles."""
+
+from collections.abc import Iterable
+
+from baton.worker.legs.states import LIVE, OPENED, OPENING, KeyEvent, KeyState
+from baton.worker.session import endings, offers
+from baton.worker.session.lifecycle import KeyTransition, Table
+
+
+def join_tables(*roles: Table) -> Table:
+    """Return the whole table, a transition for each state and event. Raises ValueError when two roles have one cell."""
+    s = KeyState
+    table = {(state, event): KeyTransition(endings.ignore, state) for state in s for event in KeyEvent}
+    table |= _all_workers()
+    taken: set[tuple[KeyState, KeyEvent]] = set()
+    for rows in roles:
+        if twice := taken & rows.keys():
+            raise ValueError(f"two roles say what follows: {_names(twice)}")
+        taken |= rows.keys()
+        table |= rows
+    return table
+
+
+def _all_workers() -> dict[tuple[KeyState, KeyEvent], KeyTransition]:
+    s, e, go = KeyState, KeyEvent, KeyTransition
+    table: dict[tuple[KeyState, KeyEvent], KeyTransition] = {}
+    # A name that another key has: that key is not touched. A command with no place in a live key's state ends it.
+    for state in (*LIVE, s.ENDING):
+        table |= {(state, event): go(endings.refuse_in_use, state) for event in OPENING}
+    for state in LIVE:
+        table |= {(state, event): go(endings.end_misplaced, s.ENDING) for event in (e.FETCH, e.START)}
+        table[state, e.CANCEL] = go(endings.end_cancelled, s.ENDING)
+        table[state, e.ENGINE_ENDED] = go(endings.end_with_engine, s.ENDING)
+        table[state, e.STREAM_LOST] = go(endings.end_stream_lost, s.ENDING)
+        table[state, e.DEADLINE] = go(endings.end_deadline, s.ENDING)
+        table[state, e.GRACE_OVER] = go(endings.end_draining, s.ENDING)
+        table[state, e.STOP] = go(endings.end, s.ENDING)
+    for state in OPENED:
+        table[state, e.REFUSED] = go(endings.refuse, s.ABSENT)
+    table |= {
+        (s.ABSENT, e.OFFER): go(offers.offer, s.HELD, (s.ENDING,)),
+        (s.HELD, e.RENEW): go(offers.renew, s.HELD),
+        (s.HELD, e.LEASE_OVER): go(offers.end_lease, s.ENDING),
+        # The taker may be fetching: the lease has a clock of its own.
+        (s.HELD, e.STREAM_LOST): go(endings.ignore, s.HELD),
+        # What is still out comes home; the last of it lets the key go.
+        (s.ENDING, e.FETCHED): go(endings.settle, s.ENDING),
+        (s.ENDING, e.FETCH_FAILED): go(endings.settle, s.ENDING),
+        (s.ENDING, e.LEASE_OVER): go(endings.settle, s.ENDING),
+        (s.ENDING, e.ENGINE_ENDED): go(endings.settle, s.ENDING),
+        (s.ENDING, e.STOP): go(endings.end, s.ENDING),
+        (s.ENDING, e.ALL_BACK): go(endings.report_end, s.ABSENT),
+    }
+    return table
+
+
+def table_markdown(table: Table) -> str:
+    """Draw the table for people: a row an event, a column a state. `x → y`: action and the states that it may lead to,
+    `·`: nothing happens."""
+    head = ["", *(state.value for state in KeyState)]
+    lines = [head, ["---"] * len(head)]
+    for event in KeyEvent:
+        cells = (_cell_text(state, table[state, event]) for state in KeyState)
+        lines.append([f"**{event.value}**", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell_text(state: KeyState, cell: KeyTransition) -> str:
+    if cell.action is endings.ignore:
+        return "·"
+    action = cell.action.__name__.replace("_", " ")
+    states = [each.value for each in (cell.state, *cell.others)]
+    return action if states == [state.value] else f"{action} → {' or '.join(states)}"
+
+
+def _names(cells: Iterable[tuple[KeyState, KeyEvent]]) -> str:
+    return ", ".join(sorted(f"{event.value} in {state.value}" for state, event in cells))

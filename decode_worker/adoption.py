@@ -1,0 +1,53 @@
+"""Actions that adopt a prompt's KV: fetch it, and start to decode when all of it is verified and the first tokens are
+known, in whichever order."""
+
+import time
+
+from baton import failpoints
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg, Owed
+from baton.worker.legs.token_record import TokenRecord
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.wire import messages
+from kvtransfer.transfer.fetcher import FetchReport
+
+
+def fetch(keys: Lifecycle, leg: Leg, message: pb.Fetch) -> None:
+    """Begin to pull the KV that the handle names."""
+    leg.fetch_at = time.monotonic()
+    keys.intake.begin(leg, message.handle, message.ticket, keys.fetch_ended)
+    leg.owed.add(Owed.FETCH)
+
+
+def report_fetched(keys: Lifecycle, leg: Leg, report: FetchReport) -> None:
+    leg.outbox.reply(messages.fetched(leg.key, report))
+
+
+def keep_first_tokens(keys: Lifecycle, leg: Leg, message: pb.Start) -> None:
+    """Keep the first tokens until the KV is here. Raises ValueError for tokens or choices that do not exist."""
+    leg.start_at = time.monotonic()
+    num_choices, vocab_size = leg.request.sampling.n, keys.engine.spec.vocab_size
+    leg.first_tokens = messages.first_tokens_of(message.first_tokens, num_choices, vocab_size)
+
+
+def start(keys: Lifecycle, leg: Leg, message: pb.Start) -> None:
+    keep_first_tokens(keys, leg, message)
+    _decode(keys, leg)
+
+
+def start_fetched(keys: Lifecycle, leg: Leg, report: FetchReport) -> None:
+    """Start what waited for its KV."""
+    report_fetched(keys, leg, report)
+    leg.kv_wait_s = time.monotonic() - leg.start_at
+    _decode(keys, leg)
+
+
+def _decode(keys: Lifecycle, leg: Leg) -> None:
+    """Let the key join the batch."""
+    failpoints.hit("decode.start")
+    try:
+        leg.record = TokenRecord(leg.request, leg.first_tokens)
+        keys.engine.start(leg.key, leg.first_tokens)
+    except LookupError:  # the loop has ended it just now; its RequestEnded, with the reason, is on its way
+        keys.stop(leg, None)
+    keys.on_change()

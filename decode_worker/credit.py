@@ -1,0 +1,44 @@
+"""Actions that open an answer: grant credit for it, or read its prompt here."""
+
+import time
+
+from baton import failpoints
+from baton.engine.core.request import PrefillDone
+from baton.service.codec import key_to_proto
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg, Owed
+from baton.worker.legs.token_record import TokenRecord
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.session.opening import compute_rest, open_request
+from baton.worker.wire import messages
+
+
+def admit(keys: Lifecycle, leg: Leg, message: pb.Admit) -> None:
+    """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted."""
+    request = open_request(keys, leg, message.spec)
+    leg.num_cached_tokens = keys.engine.admit(request)
+    leg.owed.add(Owed.ENGINE)
+    granted = pb.Granted(key=key_to_proto(leg.key), num_cached_tokens=leg.num_cached_tokens)
+    leg.outbox.reply(pb.Event(granted=granted))
+    keys.on_change()
+
+
+def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
+    """Read the prompt here, or what of it a chain of spans has left to compute."""
+    leg.is_prefill = True
+    if leg.request is not None:
+        compute_rest(keys, leg, None)
+    else:
+        keys.engine.submit(open_request(keys, leg, message.spec))
+        leg.owed.add(Owed.ENGINE)
+    keys.on_change()
+
+
+def report_done(keys: Lifecycle, leg: Leg, done: PrefillDone) -> None:
+    """Report the first tokens of a prompt that was read here; the answer goes on by itself."""
+    leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
+    leg.start_at = leg.start_at or leg.prefill_done_at
+    leg.num_output_tokens += len(done.first_tokens)
+    leg.record = TokenRecord(leg.request, done.first_tokens)
+    failpoints.hit("prefill.done")
+    leg.outbox.reply(messages.done(leg.key, done))

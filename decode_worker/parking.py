@@ -1,0 +1,79 @@
+"""Actions of a sequence that nobody reads: it parks, and goes on when a gateway reads, here or on another stream.
+
+    unread tokens ─► parked ─ read ─► running           the session lives: its gateway is slow, or stands still
+    stream lost ───► orphaned ─ attach ─► running       the same gateway on a new session, or another one
+                        └─ window over ─► ended
+
+The loop computes nothing for it and it holds no block: whole units stay in the prefix cache, to be found again or to be
+evicted. What it has put out is in its token record.
+"""
+
+import time
+from dataclasses import replace
+
+from baton.engine.core.request import Key, RequestEnded
+from baton.service.codec import deadline_of, key_from_proto, key_to_proto
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.leg import Leg, Owed
+from baton.worker.legs.states import KeyEvent
+from baton.worker.session.lifecycle import Lifecycle
+from baton.worker.wire import end_status, messages
+from baton.worker.wire.outbox import Outbox
+
+
+def park(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    keys.engine.park(leg.engine_key)
+    keys.on_change()
+
+
+def resume(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    try:
+        keys.engine.resume(leg.engine_key, leg.request.deadline)
+    except LookupError:  # it has ended just now: its last tokens and its RequestEnded are on their way
+        pass
+    keys.on_change()
+
+
+def orphan(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    """Park a key whose stream is lost, for a while; end it when its prompt is still being read."""
+    if leg.record is None:
+        keys.stop(leg, end_status.STREAM_LOST)
+        return
+    park(keys, leg, None)
+    keys.set_timer(leg, time.monotonic() + keys.resume_window_s, KeyEvent.WINDOW_OVER)
+
+
+def keep_end(keys: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
+    """Keep a key that has finished: its tokens are in the record, for a gateway that attaches."""
+    if ended.error:
+        keys.stop(leg, end_status.of_engine(ended))
+
+
+def attach(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+    """Go on by another key and on another stream, behind the tokens that the gateway has."""
+    outbox, message = subject
+    if not leg.is_stream_lost:  # as far as is known here
+        leg.outbox.forget(leg.key)
+        leg.outbox.end(messages.ended(leg.key, end_status.ATTACHED, None, 0.0))
+    keys.legs.rename(leg, Key(*key_from_proto(message.key)))
+    leg.outbox, leg.is_stream_lost = outbox, False
+    deadline = deadline_of(message.budget_ms)
+    leg.request, leg.traceparent = replace(leg.request, deadline=deadline), message.traceparent
+    keys.set_deadline(leg, deadline)
+    outbox.reply(pb.Event(granted=pb.Granted(key=message.key)))
+    for run in leg.record.since(leg.key, message.next_index):
+        outbox.add_run(run)
+    if Owed.ENGINE in leg.owed:
+        resume(keys, leg, None)
+    else:
+        keys.stop(leg, end_status.OK)
+
+
+def not_here(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+    """Answer an Attach whose sequence is not on this worker."""
+    leg.outbox.reply(pb.Event(not_here=pb.NotHere(key=key_to_proto(leg.key))))
+
+
+def end_forgotten(keys: Lifecycle, leg: Leg, subject: None) -> None:
+    """End a sequence that no gateway has attached to in time."""
+    keys.give_back(leg, end_status.NOBODY_CAME)
