@@ -4,20 +4,21 @@ A matrix times a vector as torch.compile makes it beside ours, as decoding one s
 generated code to one order of sums for one row and for many, which the exact mode needs besides.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from torch import Tensor
 
-import limits  # noqa: E402
-import torch  # noqa: E402
-from report import Report, finish, start  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from baton.engine.layers.linear import choose  # noqa: E402
-from baton.engine.weights.forms import DenseWeight, IntWeight, Weight  # noqa: E402
+from baton.engine.layers.linear import choose
+from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
+from bench.lib import limits
+from bench.lib.report import Report, finish, start
 
 NUM_OUT, NUM_IN, GROUP = 32768, 4096, 32  # larger than any cache at 4 bits too
 NUM_THREADS = 2

@@ -8,6 +8,11 @@ The limit of a row is what its weights could be read or multiplied at, whichever
 copy (read and written bytes) and our own matrix-vector product; the multipliers on registers alone (peak.cpp).
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import gc
 import sys
 import tempfile
@@ -15,20 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import limits  # noqa: E402
-import peak  # noqa: E402
-import shape  # noqa: E402
-import torch  # noqa: E402
-from cpu_arms import FORMS, Ours, linear_weights, make_spec  # noqa: E402
-from cpu_peers import LlamaCpp, Transformers  # noqa: E402
-from report import Report, finish, interleave, medians, start  # noqa: E402
-
-from baton.engine.layers.linear import choose  # noqa: E402
-from baton.engine.native.tier import TIERS, available  # noqa: E402
-from baton.engine.weights.forms import IntWeight  # noqa: E402
+from baton.engine.layers.linear import choose
+from baton.engine.native.tier import TIERS, available
+from baton.engine.weights.forms import IntWeight
+from bench.arms import shape
+from bench.arms.cpu_arms import FORMS, Ours, linear_weights, make_spec
+from bench.arms.cpu_peers import LlamaCpp, Transformers
+from bench.lib import limits, peak
+from bench.lib.report import Report, finish, interleave, medians, start
 
 NUM_THREADS = 2
 PROMPT, SHORT_PROMPT = 512, 8

@@ -3,6 +3,11 @@
 The same bare engine, model and attention, with the exact linear kernel and with the fast one, in turn.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import itertools
 import random
 import sys
@@ -10,14 +15,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from baton.engine.engine import Engine
+from bench.lib.report import Report, finish, interleave, medians, start
+from tests.support import bare
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from report import Report, finish, interleave, medians, start  # noqa: E402
-
-from baton.engine.engine import Engine  # noqa: E402
-from tests.support import bare  # noqa: E402
-
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT = 64, 48  # tokens of the decode rows
 LONG_PROMPT = 1536  # of the prefill row: three chunks

@@ -6,22 +6,25 @@ else with the demo model on the CPU. `against` is plain decoding of the same pro
 verifying step took no longer than a plain one.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.engine import Engine
+from bench.lib.decoding import decode, greedy
+from bench.lib.report import Report, finish, start
+from tests.support.engine.forced import ForcedProposer
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-from decoding import decode, greedy  # noqa: E402
-from report import Report, finish, start  # noqa: E402
-
-from baton.engine.core.config import EngineConfig  # noqa: E402
-from baton.engine.engine import Engine  # noqa: E402
-from tests.support.engine.forced import ForcedProposer  # noqa: E402
-
 ACCEPTANCES = (0.0, 0.5, 0.7, 0.85, 1.0)
 WIDTHS, QUICK_WIDTHS = range(2, 9), (2, 4, 8)
 BATCHES = (1, 8, 64)
@@ -32,7 +35,7 @@ def load(proposer: ForcedProposer) -> Engine:
     if not torch.cuda.is_available():
         config = EngineConfig(ROOT / "demo" / "target", speculator="auto", num_blocks=1024, max_num_batched_tokens=2048)
         return Engine.load(config, proposers=[proposer])
-    import gpu_arms
+    from bench.arms import gpu_arms
 
     device = torch.device("cuda")
     return gpu_arms.Ours("bf16", device, max_num_seqs=max(BATCHES), context=1024, proposers=[proposer]).engine

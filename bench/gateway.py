@@ -1,10 +1,15 @@
 """What the gateway itself costs: python bench/gateway.py [--quick] [--json FILE] [--only PART ...].
 
-Real gateways between real gRPC clients and a worker that computes nothing (bench/stub_worker.py). The gateway has one
+Real gateways between real gRPC clients and a worker that computes nothing (processes/stub_worker.py). The gateway has one
 core, worker and clients another one. Prompts are 256 token ids. A token's way is measured from the step that made it to
 the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes ready messages, as many
-and as large (bench/loadgen_stub.py): what this machine takes for the gRPC alone.
+and as large (processes/loadgen_stub.py): what this machine takes for the gRPC alone.
 """
+
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
 
 import bisect
 import json
@@ -19,14 +24,11 @@ from pathlib import Path
 
 import psutil
 
+from bench.lib.report import Report, finish, start
+from bench.processes.stub_worker import FIRST_ID, NUM_IDS
+from tests.support.process import Process
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from report import Report, finish, start  # noqa: E402
-from stub_worker import FIRST_ID, NUM_IDS  # noqa: E402
-
-from tests.support.process import Process  # noqa: E402
-
 MODEL = ROOT / "demo" / "target"
 CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("ttft", "tokens", "processes", "refusals", "streams")
@@ -45,7 +47,7 @@ class Fleet:
 
     def __init__(self, folder: Path, num_gateways: int, worker_options: Sequence[str], gateway_options: Sequence[str]):
         self._folder, self.log = folder, folder / "steps.json"
-        argv = [sys.executable, str(ROOT / "bench" / "stub_worker.py"), "--model", str(MODEL), "--log", str(self.log)]
+        argv = [sys.executable, "-m", "bench.processes.stub_worker", "--model", str(MODEL), "--log", str(self.log)]
         self.worker = Process("worker", pinned(1, [*argv, *worker_options]), folder)
         address = self.worker.ready()["grpc"]
         argv = [
@@ -90,7 +92,7 @@ def fleet(
 @contextmanager
 def bare(num_messages: int, step_ms: float = 0.0, num_tokens: int = 1) -> Iterator[tuple[str, psutil.Process]]:
     """The server that only writes: its address, and the process."""
-    argv = [sys.executable, str(ROOT / "bench" / "loadgen_stub.py"), *map(str, (num_messages, step_ms, num_tokens))]
+    argv = [sys.executable, "-m", "bench.processes.loadgen_stub", *map(str, (num_messages, step_ms, num_tokens))]
     with tempfile.TemporaryDirectory() as folder:
         stub = Process("stub", pinned(0, argv), Path(folder))
         try:
@@ -102,14 +104,15 @@ def bare(num_messages: int, step_ms: float = 0.0, num_tokens: int = 1) -> Iterat
 def clients(targets: Sequence[str], what: str, number: float, seconds: float, output: int) -> subprocess.Popen:
     argv = [
         sys.executable,
-        str(ROOT / "bench" / "gateway_client.py"),
+        "-m",
+        "bench.processes.gateway_client",
         ",".join(targets),
         what,
         f"{number:g}",
         str(seconds),
         str(output),
     ]
-    return subprocess.Popen(pinned(1, argv), stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(pinned(1, argv), cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def seen(process: subprocess.Popen) -> dict:

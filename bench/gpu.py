@@ -12,19 +12,20 @@ for what is bound by bytes, the rate of an 8192^3 product for what is bound by a
 Without a CUDA device it prints one line and ends with 2. --quick: fewer steps, and fewer weight and KV forms.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import random
 import statistics
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import gpu_limits  # noqa: E402
-import torch  # noqa: E402
-from report import Report, finish, start  # noqa: E402
-
-from baton.engine.execute.sm_partition import Partition  # noqa: E402
+from baton.engine.execute.sm_partition import Partition
+from bench.lib import gpu_limits
+from bench.lib.report import Report, finish, start
 
 PARTS = ("decode", "batches", "kv", "prefill", "overhead", "hit", "exact", "interfere", "peers")
 CONTEXT, LONG_CONTEXT = 1024, 8192
@@ -206,8 +207,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Only now: they import the engine, and a machine without a GPU is to be told so at once.
-    import gpu_arms
-    import gpu_interference
-    import gpu_peers
+    from bench.arms import gpu_arms, gpu_interference, gpu_peers
 
     sys.exit(main())

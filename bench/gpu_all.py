@@ -6,17 +6,20 @@ JOB.txt, what it printed, and JOB.json, its rows. Ends with the number of jobs t
 missed a goal ends with 1); without a CUDA device with 2 and one line.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from bench.lib import gpu_limits
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import gpu_limits  # noqa: E402
-
 LIMIT_S = 560
 PARTS = ("decode", "batches", "kv", "prefill", "overhead", "hit", "exact", "interfere", "peers")
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")

@@ -4,6 +4,11 @@ First every transport against a bare copy by the same means, in the same two pro
 against one: what a client waits between its first token and its second, for the same prompts split and whole.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import asyncio
 import os
 import random
@@ -15,30 +20,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import grpc  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from moving import BLOCK_TOKENS, Pair, scattered  # noqa: E402
-from report import Report, finish, interleave, medians, start  # noqa: E402
+import grpc
+import numpy as np
+import torch
 
-from baton.training.data.tokenizer import train_tokenizer  # noqa: E402
-from baton.training.model.export import export  # noqa: E402
-from baton.training.model.llama import Llama, ModelConfig  # noqa: E402
-from baton.v1 import inference_pb2 as pb  # noqa: E402
-from baton.v1 import inference_pb2_grpc  # noqa: E402
-from kvtransfer.layout import KVGroup, KVLayout  # noqa: E402
-from kvtransfer.memory.blocks import BlockMemory, Cells  # noqa: E402
-from kvtransfer.memory.byte_runs import merged_runs  # noqa: E402
-from kvtransfer.memory.cuda_runtime import find_runtime  # noqa: E402
-from kvtransfer.memory.digest import make_digests  # noqa: E402
-from kvtransfer.naming import SPAN_TOKENS  # noqa: E402
-from kvtransfer.transports.nixl_engine import find_package  # noqa: E402
-from kvtransfer.wire import Range  # noqa: E402
-from tests.support.stack import Stack  # noqa: E402
+from baton.training.data.tokenizer import train_tokenizer
+from baton.training.model.export import export
+from baton.training.model.llama import Llama, ModelConfig
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from bench.lib.report import Report, finish, interleave, medians, start
+from bench.processes.moving import BLOCK_TOKENS, Pair, scattered
+from kvtransfer.layout import KVGroup, KVLayout
+from kvtransfer.memory.blocks import BlockMemory, Cells
+from kvtransfer.memory.byte_runs import merged_runs
+from kvtransfer.memory.cuda_runtime import find_runtime
+from kvtransfer.memory.digest import make_digests
+from kvtransfer.naming import SPAN_TOKENS
+from kvtransfer.transports.nixl_engine import find_package
+from kvtransfer.wire import Range
+from tests.support.stack import Stack
 
 KIB, MIB = 1 << 10, 1 << 20
 # Counts by block bytes.

@@ -6,12 +6,16 @@ through the gateway's own index. 64 workers hold runs of 256 spans each, so one 
 memory allows, at the number that it allows otherwise.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import asyncio
 import contextlib
 import random
 import statistics
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,16 +24,12 @@ from pathlib import Path
 import psutil
 import uvloop
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from report import Report, finish, start  # noqa: E402
-
-from baton.v1 import worker_pb2 as pb  # noqa: E402
-from gateway.prefix import redis_index  # noqa: E402
-from gateway.prefix.slot_leases import KV_TTL_S  # noqa: E402
-from gateway.prefix.worker_bitmap import NUM_SLOTS  # noqa: E402
-from tests.support.redis_server import RedisServer  # noqa: E402
+from baton.v1 import worker_pb2 as pb
+from bench.lib.report import Report, finish, start
+from gateway.prefix import redis_index
+from gateway.prefix.slot_leases import KV_TTL_S
+from gateway.prefix.worker_bitmap import NUM_SLOTS
+from tests.support.redis_server import RedisServer
 
 redis_index.BUDGET_S = 10.0  # every lookup is measured to its end; a gateway goes on without after 50 ms
 NUM_WORKERS = 64

@@ -6,6 +6,11 @@ Throughput is that of requests which are all there at once; latencies and goodpu
 sped up to a share of what the naive server can take. bench/pages.py makes the table of the result.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import asyncio
 import itertools
 import json
@@ -16,21 +21,21 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-from load import Job, LoadGenerator, Progress  # noqa: E402
-from report import Report, finish, start  # noqa: E402
-from rung import Ran, Rung, Technique, Told  # noqa: E402
 
-from baton.cli.models.eval import encode, read_texts  # noqa: E402
-from baton.loadgen import workload  # noqa: E402
-from baton.loadgen.summary import percentiles  # noqa: E402
-from baton.loadgen.trace import read_trace  # noqa: E402
-from baton.service.slo import parse_slo  # noqa: E402
-from tests.support.stack import Stack  # noqa: E402
+from baton.cli.models.eval import encode, read_texts
+from baton.loadgen import workload
+from baton.loadgen.outcome import Outcome
+from baton.loadgen.summary import percentiles
+from baton.loadgen.trace import read_trace
+from baton.service.slo import parse_slo
+from bench.arms.rung import Ran, Rung, Technique
+from bench.lib import sending
+from bench.lib.report import Report, finish, start
+from tests.support.stack import Stack
 
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
 QUALITY = ROOT / "bench" / "results" / "quality-cpu-2026-11-20.json"
@@ -85,11 +90,14 @@ class Trace:
         self._jobs, _ = workload.fitted(scaled, CONTEXT)
         self._ids = [token_id for ids in encode(MODEL, read_texts(None)) for token_id in ids]
 
-    def jobs(self, text: int, requests_per_s: float | None) -> list[Job]:
+    def jobs(self, text: int, requests_per_s: float | None) -> list[workload.Job]:
         """`requests_per_s` None: all at once."""
         first_s, last_s = self._jobs[0].at_s, self._jobs[-1].at_s
         pace = len(self._jobs) / requests_per_s / (last_s - first_s) if requests_per_s else 0.0
-        return [Job(self._prompt(text, job), job.num_output, pace * (job.at_s - first_s)) for job in self._jobs]
+        return [
+            sending.job_of(self._prompt(text, job), job.num_output, job.index, pace * (job.at_s - first_s))
+            for job in self._jobs
+        ]
 
     def _prompt(self, text: int, job: workload.Job) -> tuple[int, ...]:
         """Blocks of equal hash ids are equal passages."""
@@ -122,7 +130,7 @@ class Ladder:
         self.measure(name, rung.run, ("bf16" if weights == "auto" else weights, kv), goals)
 
     def measure(
-        self, name: str, run: Callable[[Sequence[Job]], Ran], forms: tuple[str, str], goals: bool = False
+        self, name: str, run: Callable[[Sequence[workload.Job]], Ran], forms: tuple[str, str], goals: bool = False
     ) -> None:
         """`forms`: QUALITY_ROWS of its weights and KV. `goals`: whether it is held to those of all together."""
         run(self._trace.jobs(0, None)[:NUM_WARM])
@@ -131,24 +139,26 @@ class Ladder:
             self._rate = RATE_SHARE * full.requests_per_s
             self._report.add("arrivals over naive throughput", self._rate, "requests/s", against=full.requests_per_s)
         paced = run(self._trace.jobs(2, self._rate))
-        self._add_times(name, paced.told, goals)
+        self._add_times(name, paced.outcomes, goals)
         self._row(name, "throughput", full.requests_per_s, "requests/s", GOALS["throughput"] if goals else "")
         if full.kv_use is not None:
             self._row(name, "KV used over held", full.kv_use, "share", GOALS["kv"] if goals else "")
-        self._add_quality(name, [each.token_ids for each in full.told + paced.told], forms)
+        self._add_quality(name, [each.token_ids for each in full.outcomes + paced.outcomes], forms)
 
-    def _add_times(self, name: str, told: Sequence[Told], goals: bool) -> None:
+    def _add_times(self, name: str, outcomes: Sequence[Outcome], goals: bool) -> None:
         values = {
-            "TTFT": percentiles([each.ttft_s for each in told]),
-            "TPOT": percentiles([each.tpot_s for each in told if each.tpot_s is not None]),
+            "TTFT": percentiles([each.ttft_s for each in outcomes]),
+            "TPOT": percentiles([each.tpot_s for each in outcomes if each.tpot_s is not None]),
         }
         for what, point in itertools.product(values, ("p50", "p95", "p99")):
             goal = GOALS["ttft"] if goals and (what, point) == ("TTFT", "p50") else ""
             self._row(name, f"{what} {point}", 1e3 * values[what][point], "ms", goal)
-        num_good = sum(SLO.met(each.ttft_s, each.tpot_s, each.e2e_s) for each in told)
-        self._row(name, f"goodput within {SLO}", num_good / len(told) * self._rate, "requests/s")
-        num_cached = sum(each.num_cached for each in told)
-        self._row(name, "prompt tokens found in the cache", num_cached / sum(map(_num_prompt, told)), "share")
+        num_good = sum(SLO.met(each.ttft_s, each.tpot_s, each.e2e_s) for each in outcomes)
+        self._row(name, f"goodput within {SLO}", num_good / len(outcomes) * self._rate, "requests/s")
+        num_cached = sum(each.num_cached for each in outcomes)
+        self._row(
+            name, "prompt tokens found in the cache", num_cached / sum(each.num_prompt for each in outcomes), "share"
+        )
 
     def _add_quality(self, name: str, answers: list[list[int]], forms: tuple[str, str]) -> None:
         """Tokens before the first that the naive server answers otherwise; bits per byte as bench/quality.py has
@@ -162,10 +172,6 @@ class Ladder:
     def _row(self, name: str, what: str, value: float, unit: str, goal: str = "") -> None:
         naive = self._naive.setdefault(what, value)
         self._report.add(f"{name}: {what}", value, unit, against=naive, goal=goal)
-
-
-def _num_prompt(told: Told) -> int:
-    return len(told.job.prompt_ids)
 
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -187,18 +193,12 @@ def served(ladder: Ladder, runner: asyncio.Runner, folder: Path) -> None:
             ladder.measure(name, lambda jobs: runner.run(_through(stack.target, jobs)), ("int8", "int8 kv"))
 
 
-async def _through(target: str, jobs: Sequence[Job]) -> Ran:
-    load = LoadGenerator(target)
+async def _through(target: str, jobs: Sequence[workload.Job]) -> Ran:
+    sender = await sending.connect(target)
     try:
-        return Ran([_told(progress) for progress in await load.open(jobs)], None)
+        return Ran(await sending.arriving(sender, jobs), None)
     finally:
-        await load.close()
-
-
-def _told(progress: Progress) -> Told:
-    begun = progress.job.arrival_s
-    times = begun + progress.ttft_s, begun + progress.e2e_s
-    return Told(progress.job, *times, progress.token_ids, progress.usage.cached_tokens)
+        await sender.close()
 
 
 def main() -> int:

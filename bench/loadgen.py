@@ -4,6 +4,11 @@ Against a stub that answers every call with eight messages from a process on ano
 grpc.aio loop that it is measured against, have one core to themselves and take turns on it.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import asyncio
 import os
 import sys
@@ -13,18 +18,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import grpc
+
+from baton.loadgen.plan import RunPlan
+from baton.loadgen.run import run_jobs
+from baton.loadgen.workload import Job
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+from bench.lib.report import Report, finish, interleave, medians, start
+from tests.support.process import Process
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import grpc  # noqa: E402
-from report import Report, finish, interleave, medians, start  # noqa: E402
-
-from baton.loadgen.run import RunPlan, run_jobs  # noqa: E402
-from baton.loadgen.workload import Job  # noqa: E402
-from baton.v1 import inference_pb2 as pb  # noqa: E402
-from baton.v1 import inference_pb2_grpc  # noqa: E402
-from tests.support.process import Process  # noqa: E402
-
 CORES = sorted(os.sched_getaffinity(0))
 SENDER_CORE, STUB_CORE = CORES[0], CORES[-1]
 NUM_MESSAGES, NUM_PROMPT, CONCURRENCY, VOCAB = 8, 256, 16, 4096
@@ -120,7 +124,8 @@ def main() -> int:
             "-c",
             str(STUB_CORE),
             sys.executable,
-            str(ROOT / "bench" / "loadgen_stub.py"),
+            "-m",
+            "bench.processes.loadgen_stub",
             str(NUM_MESSAGES),
         ]
         stub = Process("stub", argv, Path(folder))

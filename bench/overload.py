@@ -3,13 +3,18 @@
 An open loop (Poisson) against a real local stack, one prefill and one decode worker with the demo model. Requests name
 the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
 multiples of the rate at which it stood. Then two tenants, one of whom sends 50 times what the other does, each with the
-same quota. Then a quiet tenant beside one that floods, in each of the ways of flood.py, with quotas and without: its first
+same quota. Then a quiet tenant beside one that floods, in each of the ways of processes/flood.py, with quotas and without: its first
 tokens beside the flood over those alone, which are taken before and after. Then a canary beside each abuse of each port
-(overload_abuse.py).
+(arms/overload_abuse.py).
 Overloaded workers leave one core to the gateway and the load generator: who is refused by a gateway that shares its cores with
 engines waits for their turn (p99 of 30 to 120 ms were seen on two cores). "limit" of a refusal is how late the load
 generator itself was when it sent: what this machine did to any process.
 """
+
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
 
 import itertools
 import multiprocessing
@@ -25,22 +30,21 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from flood import KINDS, flooding  # noqa: E402
-from overload_abuse import abuse  # noqa: E402
-from report import Report, finish, start  # noqa: E402
+from baton.loadgen.outcome import Outcome
+from baton.loadgen.plan import RunPlan
+from baton.loadgen.run import run_jobs
+from baton.loadgen.workload import Job, arrivals, drawn
+from baton.service.security.access import Access
+from baton.service.security.credentials import new_key
+from bench.arms.overload_abuse import abuse
+from bench.lib.report import Report, finish, start
+from bench.processes.flood import KINDS, flooding
+from gateway.config.slo_classes import BUILT_IN
+from tests.support.stack import Stack
 
-from baton.loadgen.outcome import Outcome  # noqa: E402
-from baton.loadgen.run import RunPlan, run_jobs  # noqa: E402
-from baton.loadgen.workload import Job, arrivals, drawn  # noqa: E402
-from baton.service.security.access import Access  # noqa: E402
-from baton.service.security.credentials import new_key  # noqa: E402
-from gateway.config.slo_classes import BUILT_IN  # noqa: E402
-from tests.support.stack import Stack  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 VOCAB, PROMPT, OUTPUT = 4096, 512, 32
 CLASS = "standard"

@@ -1,9 +1,14 @@
 """docs/benchmarks.md from the recorded runs in bench/results: python bench/pages.py writes the page."""
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import json
 from pathlib import Path
 
-from ladder_table import table as ladder_table
+from bench.lib.ladder_table import table as ladder_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"

@@ -2,8 +2,13 @@
 
 Every scheme on the demo model, and every form of KV: bits per byte on the held-out modules and top-1 agreement with
 the bf16 model through the engine, and the bytes of the weights. Deterministic, so instead of A/A rows each figure comes
-with the standard error of its difference to bf16, token by token. bench/quality_table.py makes the docs' table of it.
+with the standard error of its difference to bf16, token by token. bench/lib/quality_table.py makes the docs' table of it.
 """
+
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
 
 import random
 import sys
@@ -11,25 +16,23 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from baton.cli.models.eval import Texts, encode, read_texts
+from baton.engine.core.config import EngineConfig
+from baton.engine.kv import stored_forms as kv_quant
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.loader import load_model
+from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, Prompt, make_samples, read_prompts
+from baton.quantization.core.errors import QuantizeError
+from baton.quantization.quantize import plan, quantize
+from baton.quantization.scoring import Score, score
+from bench.lib.report import Report, finish, start
+from kvtransfer.layout import KVLayout
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import torch.nn.functional as F  # noqa: E402
-from report import Report, finish, start  # noqa: E402
-from tokenizers import Tokenizer  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from baton.cli.models.eval import Texts, encode, read_texts  # noqa: E402
-from baton.engine.core.config import EngineConfig  # noqa: E402
-from baton.engine.kv import stored_forms as kv_quant  # noqa: E402
-from baton.engine.kv.pool import KVPool  # noqa: E402
-from baton.engine.models.loader import load_model  # noqa: E402
-from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, Prompt, make_samples, read_prompts  # noqa: E402
-from baton.quantization.core.errors import QuantizeError  # noqa: E402
-from baton.quantization.quantize import plan, quantize  # noqa: E402
-from baton.quantization.scoring import Score, score  # noqa: E402
-from kvtransfer.layout import KVLayout  # noqa: E402
-
 MODEL = ROOT / "demo" / "target"
 GROUPS = (32, 64, 128)
 KEYS_PER_CHANNEL = 32  # tokens that share a scale

@@ -8,6 +8,11 @@ request reaches at no cost; for comparison also against one as large as those of
 one without end.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import argparse
 import hashlib
 import math
@@ -18,23 +23,20 @@ import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 
+from baton.loadgen.trace import TraceEntry, read_trace
+from baton.service.slo import Slo
+from baton.v1 import worker_pb2 as pb
+from bench.arms.routing_fleet import Fleet, Machine, Request, copies, oracle_hits
+from bench.lib.report import Report, finish, start
+from gateway.config.settings import GatewaySettings
+from gateway.fleet.registry import Registry
+from gateway.link.worker_link import LinkState
+from gateway.model.model_folder import Defaults, ModelFolder
+from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.prefix_matches import Matches
+from gateway.routing.routing import RoutingRequest
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from report import Report, finish, start  # noqa: E402
-from routing_fleet import Fleet, Machine, Request, copies, oracle_hits  # noqa: E402
-
-from baton.loadgen.trace import TraceEntry, read_trace  # noqa: E402
-from baton.service.slo import Slo  # noqa: E402
-from baton.v1 import worker_pb2 as pb  # noqa: E402
-from gateway.config.settings import GatewaySettings  # noqa: E402
-from gateway.fleet.registry import Registry  # noqa: E402
-from gateway.link.worker_link import LinkState  # noqa: E402
-from gateway.model.model_folder import Defaults, ModelFolder  # noqa: E402
-from gateway.prefix.memory_index import EmbeddedIndex  # noqa: E402
-from gateway.prefix.prefix_matches import Matches  # noqa: E402
-from gateway.routing.routing import RoutingRequest  # noqa: E402
-
 TRACE = ROOT / "bench" / "traces" / "conversation.jsonl"
 SIZES = (8, 64, 256, 1000)
 RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)

@@ -6,6 +6,11 @@ Whether anything is ever a loss is told by CPU time, which others on the machine
 What the mechanism costs at a given acceptance, on a GPU too: bench/forced.py.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import gc
 import itertools
 import math
@@ -19,20 +24,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded
 
-import torch  # noqa: E402
-from decoding import Decoded, decode, greedy  # noqa: E402
-from report import Report, finish, interleave, medians, start  # noqa: E402
+import torch
 
-from baton.engine.engine import Engine  # noqa: E402
-from baton.training.data.corpus import gather  # noqa: E402
-from baton.training.data.tokenizer import load_tokenizer  # noqa: E402
-from baton.training.model.evaluate import select_heads  # noqa: E402
-from tests.support import bare  # noqa: E402
+from baton.engine.engine import Engine
+from baton.training.data.corpus import gather
+from baton.training.data.tokenizer import load_tokenizer
+from baton.training.model.evaluate import select_heads
+from bench.lib.decoding import Decoded, decode, greedy
+from bench.lib.report import Report, finish, interleave, medians, start
+from tests.support import bare
 
+ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "demo" / "target"
 FOLDERS = {"ngram": None, **{name: ROOT / "demo" / name for name in ("draft", "medusa", "eagle")}}
 SEEDS = {"edit": 2.5, "code": 1.8, "shuffled": 1.3}  # times plain, as published for such texts

@@ -4,6 +4,11 @@ Every comparison is made within one run, its arms in turn; the A/A row says what
 The load generator runs on the same cores and counts against the stack.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import asyncio
 import itertools
 import os
@@ -15,26 +20,27 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 # Threads that spin while they wait would take the cores from the other processes. Read when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import torch  # noqa: E402
-from limits import Limits, measure  # noqa: E402
-from load import Job, LoadGenerator, draw_jobs  # noqa: E402
-from report import Report, finish, interleave, medians, start  # noqa: E402
+import torch
 
-from baton.engine.core.request import RequestEnded  # noqa: E402
-from baton.engine.engine import Engine  # noqa: E402
-from tests.support import bare  # noqa: E402
-from tests.support.process import Process  # noqa: E402
-from tests.support.stack import Stack  # noqa: E402
+from baton.engine.core.request import RequestEnded
+from baton.engine.engine import Engine
+from baton.loadgen.workload import Job
+from bench.lib import sending
+from bench.lib.limits import Limits, measure
+from bench.lib.report import Report, finish, interleave, medians, start
+from tests.support import bare
+from tests.support.process import Process
+from tests.support.stack import Stack
 
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 CORES = len(os.sched_getaffinity(0))
 WORKER_THREADS = max(1, CORES // 2)  # each: the two workers share the cores
@@ -50,16 +56,13 @@ class Bench:
         self._run = runner.run
         self._rng = random.Random(0)
         self._request_ids = map(str, itertools.count())
-        self._load = self._run(self._connect())
-
-    async def _connect(self) -> LoadGenerator:
-        return LoadGenerator(self.stack.target)
+        self._sender = self._run(sending.connect(stack.target))
 
     def close(self) -> None:
-        self._run(self._load.close())
+        self._run(self._sender.close())
 
     def jobs(self, lengths: Sequence[tuple[int, int]]) -> list[Job]:
-        return draw_jobs(self._rng, lengths, self.engine.spec.vocab_size)
+        return sending.draw_jobs(self._rng, lengths, self.engine.spec.vocab_size)
 
     # ---- stack over engine ----
 
@@ -69,14 +72,16 @@ class Bench:
         torch.set_num_threads(self._best_threads(concurrency))
 
         def through_stack() -> float:
-            return _tokens_per_s(lengths, lambda: self._run(self._load.closed(self.jobs(lengths), concurrency)))
+            return _tokens_per_s(
+                lengths, lambda: self._run(sending.closed(self._sender, self.jobs(lengths), concurrency))
+            )
 
         def bare_engine() -> float:
             return _tokens_per_s(lengths, lambda: self._closed(self.jobs(lengths), concurrency))
 
         arms = {"stack": through_stack, "engine": bare_engine, "engine again": bare_engine}
         warm = [(PROMPT, 8)] * concurrency
-        self._run(self._load.closed(self.jobs(warm), concurrency))
+        self._run(sending.closed(self._sender, self.jobs(warm), concurrency))
         self._closed(self.jobs(warm), concurrency)
         found = medians(interleave(arms, num_rounds))
         name = f"concurrency {concurrency}, {PROMPT} + {OUTPUT}"
@@ -112,7 +117,7 @@ class Bench:
         job = next(waiting, None)
         if job is not None:
             request_id = next(self._request_ids)
-            self.engine.submit(bare.make_request(request_id, job.prompt_ids, max_tokens=job.num_output))
+            self.engine.submit(bare.make_request(request_id, job.token_ids, max_tokens=job.num_output))
         return job is not None
 
     # ---- batching ----
@@ -123,10 +128,12 @@ class Bench:
         lengths = [(self._rng.randrange(16, 129), _heavy_tailed(self._rng)) for _ in range(num_jobs)]
 
         def continuous() -> float:
-            return num_jobs / _seconds(lambda: self._run(self._load.closed(self.jobs(lengths), batch_size)))
+            return num_jobs / _seconds(lambda: self._run(sending.closed(self._sender, self.jobs(lengths), batch_size)))
 
         def static() -> float:
-            return num_jobs / _seconds(lambda: self._run(self._load.static(self.jobs(lengths), batch_size)))
+            return num_jobs / _seconds(
+                lambda: self._run(sending.in_batches(self._sender, self.jobs(lengths), batch_size))
+            )
 
         arms = {"continuous": continuous, "static": static}
         if num_rounds > 1:
@@ -147,10 +154,10 @@ class Bench:
         bare engine after each step of a trace with random arrivals and lengths."""
         arrivals = itertools.accumulate(self._rng.expovariate(requests_per_s) for _ in range(num_jobs))
         drawn = zip(self.jobs([_log_normal_lengths(self._rng) for _ in range(num_jobs)]), arrivals, strict=True)
-        waiting = deque(Job(job.prompt_ids, job.num_output, arrival_s) for job, arrival_s in drawn)
+        waiting = deque(replace(job, at_s=arrival_s) for job, arrival_s in drawn)
         begun, num_open, samples = time.perf_counter(), 0, []
         while waiting or num_open:
-            while waiting and waiting[0].arrival_s <= time.perf_counter() - begun:
+            while waiting and waiting[0].at_s <= time.perf_counter() - begun:
                 num_open += self._submit_next(iter([waiting.popleft()]))
             num_open -= sum(isinstance(output, RequestEnded) for output in self.engine.step())
             if self.engine.launched:
@@ -174,13 +181,13 @@ class Bench:
 
         def cold() -> float:
             last[0] = self.jobs([(HIT_PROMPT, 2)])[0]
-            return self._run(self._load.one(last[0])).ttft_s
+            return self._run(sending.one(self._sender, last[0])).ttft_s
 
         def hit() -> float:
-            progress = self._run(self._load.one(last[0]))
-            if progress.usage.cached_tokens < HIT_PROMPT - 64:
-                raise RuntimeError(f"{progress.usage.cached_tokens} of {HIT_PROMPT} tokens were cached: no full hit")
-            return progress.ttft_s
+            outcome = self._run(sending.one(self._sender, last[0]))
+            if outcome.num_cached < HIT_PROMPT - 64:
+                raise RuntimeError(f"{outcome.num_cached} of {HIT_PROMPT} tokens were cached: no full hit")
+            return outcome.ttft_s
 
         cold()
         found = medians(interleave({"cold": cold, "hit": hit, "hit again": hit}, num_rounds))

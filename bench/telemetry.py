@@ -6,6 +6,11 @@ take turns request by request; workers have one core, everything else the other.
 on: the last rows are what they take, after the last token.
 """
 
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
 import asyncio
 import os
 import random
@@ -17,20 +22,20 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from load import Job, LoadGenerator  # noqa: E402
-from report import Report, finish, start  # noqa: E402
 
-from gateway.config.slo_classes import BUILT_IN  # noqa: E402
-from gateway.observe import access_log  # noqa: E402
-from gateway.observe.meters import GatewayMeters  # noqa: E402
-from tests.gateway.observe.test_meters import ANSWERED, record  # noqa: E402
-from tests.support.process import Process  # noqa: E402
-from tests.support.stack import Stack  # noqa: E402
+from baton.loadgen.client import Sender
+from bench.lib import sending
+from bench.lib.report import Report, finish, start
+from gateway.config.slo_classes import BUILT_IN
+from gateway.observe import access_log
+from gateway.observe.meters import GatewayMeters
+from tests.support.gateway.records import ANSWERED, record
+from tests.support.process import Process
+from tests.support.stack import Stack
 
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "demo" / "target"
 PROMPT, OUTPUT, VOCAB = 48, 64, 4000  # short prompts are read where they are answered
 OFF, AGAIN = "off", "off again"
@@ -44,11 +49,11 @@ class Arms:
     def __init__(self, folder: Path, exits: ExitStack, runner: asyncio.Runner):
         self._run = runner.run
         self._rng = random.Random(0)
-        self._loads: dict[str, LoadGenerator] = {}
+        self._senders: dict[str, Sender] = {}
         self.ttft_s: dict[str, list[float]] = {}
         self.gateways = {}
         # Not in this process: what it costs there would be the client's time.
-        self._receiver = Process("receiver", [sys.executable, str(ROOT / "bench" / "telemetry_receiver.py")], folder)
+        self._receiver = Process("receiver", [sys.executable, "-m", "bench.processes.telemetry_receiver"], folder)
         exits.callback(self._receiver.kill)
         endpoints = {"up": self._receiver.ready()["endpoint"], "down": _closed_port(), "stalled": _deaf_port(exits)}
         for name in (OFF, *COLLECTORS, AGAIN):
@@ -57,7 +62,7 @@ class Arms:
             stack = exits.enter_context(Stack(MODEL, folder / name.replace(" ", "-"), **options))
             _pin(stack.decode[0], CORES[-1])
             _pin(stack.gateways[0], CORES[0])
-            self._loads[name], self.gateways[name] = self._run(_connect(stack.target)), stack.gateways[0]
+            self._senders[name], self.gateways[name] = self._run(sending.connect(stack.target)), stack.gateways[0]
             self.ttft_s[name] = []
         _pin(self._receiver, CORES[0])
 
@@ -68,13 +73,13 @@ class Arms:
         return int(told[-1].removeprefix("spans=")) if told else 0
 
     def close(self) -> None:
-        for load in self._loads.values():
-            self._run(load.close())
+        for sender in self._senders.values():
+            self._run(sender.close())
 
     def request(self, name: str) -> float:
         """One; returns its whole time in seconds."""
-        prompt_ids = tuple(self._rng.randrange(5, VOCAB) for _ in range(PROMPT))
-        done = self._run(self._loads[name].one(Job(prompt_ids, OUTPUT)))
+        (job,) = sending.draw_jobs(self._rng, [(PROMPT, OUTPUT)], VOCAB)
+        done = self._run(sending.one(self._senders[name], job))
         self.ttft_s[name].append(done.ttft_s)
         return done.e2e_s
 
@@ -83,10 +88,6 @@ def _pin(process: Process, core: int) -> None:
     """Every thread of it: workers compute on one core, everything else is on the other."""
     for thread in os.listdir(f"/proc/{process.pid}/task"):
         os.sched_setaffinity(int(thread), {core})
-
-
-async def _connect(target: str) -> LoadGenerator:
-    return LoadGenerator(target)
 
 
 def _closed_port() -> str:

@@ -1,13 +1,15 @@
-"""Sends jobs to a gateway at their times, or N at a time, and notes what becomes of each."""
+"""Send jobs to a gateway at their times, or N at a time, and note the outcome of each."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 
 import grpc
 
 from baton.loadgen.outcome import Outcome
+from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, prompt_ids
+from baton.service.errors import from_rpc_error
 from baton.service.observe.phases import PHASES
 from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
@@ -34,16 +36,13 @@ async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoR
 
 class Sender:
     """One channel and its requests: `prepare`, then `open` or `closed`, whose `begin` is time.monotonic() of the run's
-    start, the same for all senders."""
+    start, the same for all senders; now, if not given. Needs a running event loop."""
 
-    def __init__(
-        self, target: str, vocab_size: int, seed: int, timeout_s: float, on_end: Callable[[], None],
-        access: Access = Access(), slo_class: str = "",
-    ):  # fmt: skip
-        self._channel = access.channel(target, _OPTIONS)
-        self._metadata, self._slo_class = access.metadata, slo_class
+    def __init__(self, plan: RunPlan, on_end: Callable[[], None] = lambda: None):
+        self._plan, self._on_end = plan, on_end
+        self._channel = plan.access.channel(plan.target, _OPTIONS)
         self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
-        self._vocab_size, self._seed, self._timeout_s, self._on_end = vocab_size, seed, timeout_s, on_end
+        self._answer = self._answer_in_the_end if plan.retries else self._answer_once
         self._prepared: dict[int, pb.GenerateRequest] = {}
 
     async def close(self) -> None:
@@ -58,8 +57,9 @@ class Sender:
                 return
             self._prepared[job.index] = self._make(job)
 
-    async def open(self, jobs: Sequence[Job], begin: float) -> list[Outcome]:
-        """Each at its time, whatever has become of the others."""
+    async def open(self, jobs: Sequence[Job], begin: float | None = None) -> list[Outcome]:
+        """Send each job at its time, whatever has become of the others, and wait for all."""
+        begin = time.monotonic() if begin is None else begin
         running: list[asyncio.Task[Outcome]] = []
         for job in jobs:
             request = self._request(job)  # before its time, not at it
@@ -67,8 +67,9 @@ class Sender:
             running.append(asyncio.create_task(self._one(job, request, begin, job.at_s)))
         return list(await asyncio.gather(*running))
 
-    async def closed(self, jobs: Sequence[Job], concurrency: int, begin: float) -> list[Outcome]:
-        """`concurrency` at a time: the next is meant to be sent when one has ended."""
+    async def closed(self, jobs: Sequence[Job], concurrency: int, begin: float | None = None) -> list[Outcome]:
+        """Send `concurrency` jobs at a time, the next when one has ended, and wait for all."""
+        begin = time.monotonic() if begin is None else begin
         waiting, done = iter(jobs), []
 
         async def work() -> None:
@@ -85,11 +86,27 @@ class Sender:
 
     def _make(self, job: Job) -> pb.GenerateRequest:
         return pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=prompt_ids(job, self._vocab_size, self._seed)),
+            token_ids=pb.TokenIds(ids=prompt_ids(job, self._plan.vocab_size, self._plan.seed)),
             sampling=pb.Sampling(temperature=0.0),
             stopping=pb.Stopping(max_tokens=job.num_output, ignore_eos=True),
-            slo_class=self._slo_class,
+            slo_class=self._plan.slo_class,
         )
+
+    def _answer_once(self, request: pb.GenerateRequest) -> AsyncIterable[pb.GenerateResponse]:
+        return self._generate(request, timeout=self._plan.timeout_s, metadata=self._plan.access.metadata)
+
+    async def _answer_in_the_end(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """Yield the messages of the first call that is not refused with a pause to wait."""
+        while True:
+            try:
+                async for message in self._answer_once(request):
+                    yield message
+                return
+            except grpc.aio.AioRpcError as call:
+                error = from_rpc_error(call)
+                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is None:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
 
     async def _one(self, job: Job, request: pb.GenerateRequest, begin: float, intended_s: float) -> Outcome:
         outcome = Outcome(job.index, intended_s, job.num_prompt)
@@ -97,7 +114,7 @@ class Sender:
         at = first = last = outcome.sent_s = clock() - begin
         message = None
         try:
-            async for message in self._generate(request, timeout=self._timeout_s, metadata=self._metadata):
+            async for message in self._answer(request):
                 at = clock() - begin
                 if num_output == 0:
                     first = at
@@ -105,6 +122,8 @@ class Sender:
                     longest_gap = at - last
                 last, num_messages = at, num_messages + 1
                 num_output += len(message.token_ids)
+                if self._plan.keeps_tokens:
+                    outcome.token_ids.extend(message.token_ids)
         except grpc.aio.AioRpcError as error:
             outcome.status, outcome.reason = error.code().name, error.details() or ""
             last = clock() - begin

@@ -1,4 +1,4 @@
-"""What became of one request, as its client saw it."""
+"""The outcome of one request, as its client saw it."""
 
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ class Outcome:
     longest_gap_s: float = 0.0  # between two messages
     status: str = "OK"  # a gRPC status code
     reason: str = ""
+    token_ids: list[int] = field(default_factory=list)  # where they are kept
     phases_s: dict[str, float] = field(default_factory=dict)  # as the reply's timing says; PHASES and transfer
 
     @property

@@ -10,24 +10,10 @@ from dataclasses import dataclass
 
 from baton.loadgen.client import Sender
 from baton.loadgen.outcome import Outcome
+from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, shares
-from baton.service.security.access import Access
 
 _HEAD_START_S = 0.2  # between the last process being ready and the first request
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """`concurrency` None: an open loop, each job at its time."""
-
-    target: str
-    vocab_size: int
-    concurrency: int | None = None
-    num_processes: int = 1
-    timeout_s: float = 120.0
-    seed: int = 0
-    access: Access = Access()
-    slo_class: str = ""  # that requests name; empty: none
 
 
 @dataclass(frozen=True)
@@ -53,7 +39,7 @@ def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: Callable[[int], None] =
 
 def _send(plan, jobs, concurrency, begin_when_ready: Callable[[], float], on_end) -> tuple[list[Outcome], float]:
     async def send() -> tuple[list[Outcome], float]:
-        sender = Sender(plan.target, plan.vocab_size, plan.seed, plan.timeout_s, on_end, plan.access, plan.slo_class)
+        sender = Sender(plan, on_end)
         try:
             sender.prepare(jobs)
             begin, cpu = begin_when_ready(), time.process_time()

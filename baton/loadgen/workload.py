@@ -14,7 +14,8 @@ _SHARED_STREAM, _OWN_STREAM = 1, 2  # of random numbers: blocks of hash ids, and
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request. `at_s`: when it is meant to be sent, after the run's start; 0 in a closed loop."""
+    """One request. `at_s`: when to send it, in seconds after the run's start; 0 in a closed loop. `token_ids`: its
+    prompt, where prompt_ids() is not to draw one."""
 
     index: int
     at_s: float
@@ -22,10 +23,13 @@ class Job:
     num_output: int
     hash_ids: tuple[int, ...] = ()
     block: int = MOONCAKE_BLOCK  # tokens behind one hash id
+    token_ids: tuple[int, ...] = ()
 
 
 def prompt_ids(job: Job, vocab_size: int, seed: int) -> list[int]:
-    """Token ids [num_prompt]: blocks of equal hash ids are equal, whatever job they stand in."""
+    """Return token ids [num_prompt]: the job's own, or drawn; blocks of equal hash ids are equal in all jobs."""
+    if job.token_ids:
+        return list(job.token_ids)
     ids: list[int] = []
     for hash_id in job.hash_ids:
         ids += _draw(f"{seed} {_SHARED_STREAM} {hash_id}", job.block, vocab_size)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.abuse.catalogue import ABUSES, HTTP, PORTS, TENANT, Cell, cells
-from tests.abuse.ground import LARGE, Attackers, Ground, attacked
+from tests.support.abuse.catalogue import ABUSES, HTTP, PORTS, TENANT, Cell, cells
+from tests.support.abuse.ground import LARGE, Attackers, Ground, attacked
 
 # How an attacker may be answered: never INTERNAL or UNKNOWN, which are our own faults.
 HONEST = (

@@ -1,29 +1,12 @@
 """What bench/compiled.py lets torch compile is the product that our kernels compute."""
 
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from baton.engine.weights.forms import IntWeight
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    before = set(sys.modules)
-    import compiled
-
-    yield compiled
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "bench")):
-            del sys.modules[name]
+from bench import compiled
 
 
-def test_products(compiled):
+def test_products():
     torch.manual_seed(0)
     x = torch.randn(128).bfloat16()
     dense = torch.randn(24, 128).bfloat16()

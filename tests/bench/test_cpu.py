@@ -1,13 +1,14 @@
 """bench/cpu.py from end to end with a shape that takes no time: every arm runs, every row is there."""
 
-import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench import cpu as bench
+from bench.arms import shape
+from bench.lib import limits, peak
+
 TINY = dict(NUM_LAYERS=2, HIDDEN_SIZE=128, FFN_SIZE=256, NUM_HEADS=4, NUM_KV_HEADS=2, HEAD_DIM=32, VOCAB_SIZE=256)
 
 
@@ -37,42 +38,35 @@ class NoPeer(Peer):
 
 
 @pytest.fixture
-def cpu(monkeypatch):
-    """The bench as a module, and the modules of its folder under the names that it knows them by."""
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    before, threads = set(sys.modules), torch.get_num_threads()
-    import cpu
-    import limits
-    import shape
-
+def quick(monkeypatch):
+    """The bench with a shape that takes no time."""
+    threads = torch.get_num_threads()
     for name, value in TINY.items():
         monkeypatch.setattr(shape, name, value)
     monkeypatch.setattr(limits, "_SIZE_BYTES", 1 << 20)
-    monkeypatch.setattr(cpu, "gemv_bytes_per_s", lambda: 1e9)
-    monkeypatch.setattr(cpu.peak, "measure", lambda num_threads: cpu.peak.Peak(bf16=1e9, int8=2e9))
-    monkeypatch.setattr(cpu, "NUM_THREADS", 1)
-    monkeypatch.setattr(cpu, "PROMPT", 96)
-    monkeypatch.setattr(cpu, "BATCHES", (2,))
-    yield cpu
+    monkeypatch.setattr(bench, "gemv_bytes_per_s", lambda: 1e9)
+    monkeypatch.setattr(bench.peak, "measure", lambda num_threads: bench.peak.Peak(bf16=1e9, int8=2e9))
+    monkeypatch.setattr(bench, "NUM_THREADS", 1)
+    monkeypatch.setattr(bench, "PROMPT", 96)
+    monkeypatch.setattr(bench, "BATCHES", (2,))
+    yield
     torch.set_num_threads(threads)
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "bench")):
-            del sys.modules[name]
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("peer", [Peer, NoPeer])
-def test_every_row(cpu, monkeypatch, tmp_path, peer):
+def test_every_row(monkeypatch, tmp_path, peer):
     pytest.importorskip("transformers")
     path = tmp_path / "cpu.json"
     reports = []
-    monkeypatch.setattr(cpu, "LlamaCpp", peer)
-    monkeypatch.setattr(cpu, "finish", lambda arguments, report: reports.append(report) or 0)
+    monkeypatch.setattr(bench, "LlamaCpp", peer)
+    monkeypatch.setattr(bench, "finish", lambda arguments, report: reports.append(report) or 0)
     monkeypatch.setattr(sys, "argv", ["cpu.py", "--quick", "--json", str(path)])
-    assert cpu.main() == 0
+    assert bench.main() == 0
     rows = {row.row: row for row in reports[0].rows}
-    assert sum(name.endswith(": A/A") for name in rows) == 2 * len(cpu.QUICK_FORMS)
-    for form in cpu.QUICK_FORMS:
-        goals = cpu.GOALS[form]
+    assert sum(name.endswith(": A/A") for name in rows) == 2 * len(bench.QUICK_FORMS)
+    for form in bench.QUICK_FORMS:
+        goals = bench.GOALS[form]
         for what in ("prefill 96", "decode, batch 1", "decode, batch 2"):
             row = rows[f"{what}, {form}: over llama.cpp {goals.kind}"]
             assert row.value > 0 and row.limit > 0 and (row.against is None) == (peer is NoPeer)
@@ -83,8 +77,6 @@ def test_every_row(cpu, monkeypatch, tmp_path, peer):
 
 def test_the_peak_of_the_multipliers(monkeypatch):
     """Measured, or unknown; then no row has a limit of it."""
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    peak = importlib.import_module("peak")
     found = peak.measure(1)
     assert found is None or (found.bf16 > 1e9 and found.int8 > 1e9)
     monkeypatch.setenv("CXX", "no-such-compiler")

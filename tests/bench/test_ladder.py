@@ -2,14 +2,15 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
+from bench.arms.rung import Rung, Technique
+from bench.lib import ladder_table
+from bench.lib.sending import job_of
 from tests.support.models import make_model
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTEXT, BLOCK, PLACES, RESERVED = 512, 16, 8, 3
 NAIVE = dict(
     dtype="fp32",
@@ -24,71 +25,59 @@ NAIVE = dict(
 
 
 @pytest.fixture(scope="module")
-def bench():
-    """bench/ on the path, as its scripts have it."""
-    sys.path.append(str(ROOT / "bench"))  # behind the root: bench/gateway.py is not the gateway
-    import ladder_table
-    import load
-    import rung
-
-    yield type("Bench", (), {"rung": rung, "load": load, "table": ladder_table})
-    sys.path.remove(str(ROOT / "bench"))
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
-def jobs(bench):
+def jobs():
     """Prompts of 100 to 180 tokens that share their first 64; answers of 3 to 10."""
     rng = random.Random(0)
     shared = tuple(rng.randrange(5, 1000) for _ in range(64))
     own = [tuple(rng.randrange(5, 1000) for _ in range(rng.randrange(36, 116))) for _ in range(8)]
-    return [bench.load.Job(shared + ids, rng.randrange(3, 11)) for ids in own]
+    return [job_of(shared + ids, rng.randrange(3, 11), index) for index, ids in enumerate(own)]
 
 
-def ran(bench, model, jobs, **rules):
-    return bench.rung.Rung(model, NAIVE, [bench.rung.Technique("rules", rules=rules)]).run(jobs)
+def ran(model, jobs, **rules):
+    return Rung(model, NAIVE, [Technique("rules", rules=rules)]).run(jobs)
 
 
-def at_once(told) -> int:
+def at_once(outcomes) -> int:
     """Most requests that were between their first and their last token at one moment."""
-    return max(sum(each.first_s <= moment.first_s <= each.last_s for each in told) for moment in told)
+    return max(sum(each.first_s <= moment.first_s <= each.last_s for each in outcomes) for moment in outcomes)
 
 
-def test_a_static_batch_begins_when_the_one_before_has_ended(bench, model, jobs):
-    told = ran(bench, model, jobs).told
-    batches = [told[begin : begin + RESERVED] for begin in range(0, len(told), RESERVED)]
+def test_a_static_batch_begins_when_the_one_before_has_ended(model, jobs):
+    outcomes = ran(model, jobs).outcomes
+    batches = [outcomes[begin : begin + RESERVED] for begin in range(0, len(outcomes), RESERVED)]
     for before, after in zip(batches, batches[1:]):
         assert max(each.last_s for each in before) <= min(each.first_s for each in after)
-    assert at_once(ran(bench, model, jobs, continuous=True).told) <= RESERVED
+    assert at_once(ran(model, jobs, continuous=True).outcomes) <= RESERVED
 
 
-def test_a_place_for_the_longest_answer_holds_more_than_is_used(bench, model, jobs):
-    reserved = ran(bench, model, jobs, continuous=True)
-    paged = ran(bench, model, jobs, continuous=True, paged=True)
+def test_a_place_for_the_longest_answer_holds_more_than_is_used(model, jobs):
+    reserved = ran(model, jobs, continuous=True)
+    paged = ran(model, jobs, continuous=True, paged=True)
     assert reserved.kv_use < 0.4 and paged.kv_use > 0.9
-    assert at_once(paged.told) > RESERVED
+    assert at_once(paged.outcomes) > RESERVED
 
 
-def test_named_spans_are_found_again(bench, model, jobs):
-    named = ran(bench, model, jobs, continuous=True, paged=True, named=True)
-    assert max(each.num_cached for each in named.told) == 64
-    assert not any(each.num_cached for each in ran(bench, model, jobs, paged=True).told)
+def test_named_spans_are_found_again(model, jobs):
+    named = ran(model, jobs, continuous=True, paged=True, named=True)
+    assert max(each.num_cached for each in named.outcomes) == 64
+    assert not any(each.num_cached for each in ran(model, jobs, paged=True).outcomes)
 
 
-def test_no_rule_changes_an_answer(bench, model, jobs):
+def test_no_rule_changes_an_answer(model, jobs):
     answers = [
-        [each.token_ids for each in ran(bench, model, jobs, **dict.fromkeys(rules, True)).told]
+        [each.token_ids for each in ran(model, jobs, **dict.fromkeys(rules, True)).outcomes]
         for rules in ((), ("continuous",), ("paged",), ("continuous", "paged", "named"))
     ]
     assert all(each == answers[0] for each in answers)
     assert [len(ids) for ids in answers[0]] == [job.num_output for job in jobs]
 
 
-def test_rows_become_lines(bench, tmp_path):
+def test_rows_become_lines(tmp_path):
     def row(name, value, against=None, met=None):
         return {"row": name, "value": value, "ratio": value / against if against else None, "met": met}
 
@@ -98,13 +87,13 @@ def test_rows_become_lines(bench, tmp_path):
             row(f"{name}: {what} {point}", 500 / factor) for what in ("TTFT", "TPOT") for point in ("p50", "p95", "p99")
         ]
         rows += [row(f"{name}: throughput", 2.0 * factor, 2.0, met=True if factor == 4 else None)]
-        rows += [row(f"{name}: goodput within ttft=1ms", 1.5), row(f"{name}: {bench.table.SAME}", 1.0)]
+        rows += [row(f"{name}: goodput within ttft=1ms", 1.5), row(f"{name}: {ladder_table.SAME}", 1.0)]
         rows += [row(f"{name}: bits per byte, recorded", 1.31)]
     rows += [row("naive: KV used over held", 0.07), row("all on: KV used over held", 0.95, met=True)]
     path = tmp_path / "ladder-x.json"
     machine = {"cpu": "some CPU", "cores": 2}
     path.write_text(json.dumps({"command": "c", "date": "d", "machine": machine, "rows": rows}))
-    lines = bench.table.table(path).splitlines()
+    lines = ladder_table.table(path).splitlines()
     first, alone = lines[:5], lines[-1]
     assert first[-1].startswith("| all on | 8 (4x), met | 125 / 125 / 125 | 125 / 125 / 125 | 1.5 | 0.95, met | 100% |")
     assert alone.startswith("| int8 KV alone | 4 (2x) | 250")

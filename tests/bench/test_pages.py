@@ -1,37 +1,26 @@
 """docs/benchmarks.md is what the recorded runs say."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from bench import pages
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(code: str, *arguments) -> str:
-    """Runs code that imports `pages`, in a process that has bench/ on its path."""
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; from pathlib import Path; import pages; {code}",
-        *map(str, arguments),
-    ]
-    return subprocess.run(command, cwd=ROOT / "bench", check=True, capture_output=True, text=True).stdout
-
-
 def test_the_page_is_fresh():
-    assert (ROOT / "docs" / "benchmarks.md").read_text() == run("print(pages.page(), end='')")
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == pages.page()
 
 
 @pytest.fixture
-def results(tmp_path):
+def results(tmp_path, monkeypatch):
     def write(name: str, date: str, *rows: dict) -> None:
         report = {"command": "c", "date": date, "machine": {"cpu": "some CPU", "cores": 2}, "versions": {"torch": "2"}}
         (tmp_path / f"{name}-{date}.json").write_text(json.dumps({**report, "rows": rows}))
 
-    write.folder = tmp_path
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
     return write
 
 
@@ -41,15 +30,11 @@ def row(name: str, value: float, against: float | None = None, goal: str = "", m
     return {"row": name, **numbers, "goal": goal, "met": met}
 
 
-def made(results) -> str:
-    return run("pages.RESULTS = Path(sys.argv[1]); print(pages.page(), end='')", results.folder)
-
-
 def test_the_newest_full_run_is_shown(results):
     results("x-cpu", "2026-01-02", row("old", 1))
     results("x-cpu", "2026-01-03", row("new", 1234.5, 2000.0, "ratio >= 0.8", False), row("more", 0.12345))
     results("x-cpu-quick", "2026-01-04", row("quick", 1))
-    page = made(results)
+    page = pages.page()
     assert "old" not in page and "## x\n" in page and "0 of 1 goals met" in page
     assert "| new | 1,234 ms | 2,000 |  | 0.617 | ratio >= 0.8 | **no** |" in page
     assert "| more | 0.123 ms |  |  |  |  |  |" in page and "| quick |" not in page
@@ -58,5 +43,5 @@ def test_the_newest_full_run_is_shown(results):
 def test_of_a_long_run_the_rows_with_a_goal_are_shown(results):
     rows = [row(f"plain {i}", i) for i in range(50)]
     results("x-cpu", "2026-01-03", *rows, row("judged", 1, goal="value < 2", met=True), row("all: A/A", 1, 1.0))
-    page = made(results)
+    page = pages.page()
     assert "plain" not in page and "| judged |" in page and "| all: A/A |" in page and "has 52 rows" in page

@@ -1,28 +1,12 @@
 """What bench/quality.py compares our int4 KV with is what its name says."""
 
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from baton.engine.kv.pool import KVPool
+from bench import quality
 from kvtransfer.layout import KVGroup, KVLayout
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS, HEADS, SIZE = 75, 2, 16  # two whole groups of 32 tokens and a part of one
-
-
-@pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    before = set(sys.modules)
-    import quality
-
-    yield quality
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "bench")):
-            del sys.modules[name]
 
 
 def kept(pool_type: type[KVPool], k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +23,7 @@ def assert_rounded(found: torch.Tensor, given: torch.Tensor) -> None:
     assert ((found - given).abs().amax(-1) <= 0.51 * step + 0.01).all()
 
 
-def test_keys_per_channel_and_values_per_token(quality):
+def test_keys_per_channel_and_values_per_token():
     torch.manual_seed(0)
     k = torch.randn(TOKENS, HEADS, SIZE) * torch.logspace(-1, 1, SIZE)  # channels of unequal size
     v = torch.randn(TOKENS, HEADS, SIZE)

@@ -2,20 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from bench.lib.quality_table import table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "quantization.md"
-
-
-def table(path: Path) -> str:
-    """By the script's own `table`, in a process that has bench/ on its path."""
-    code = "import sys; from pathlib import Path; import quality_table; print(quality_table.table(Path(sys.argv[1])))"
-    return subprocess.run(
-        [sys.executable, "-c", code, path], cwd=ROOT / "bench", check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def test_the_page_quotes_the_recorded_run():

@@ -1,6 +1,5 @@
 """What benches write: goals judged, arms interleaved, nothing in the file that names the machine it ran on."""
 
-import importlib.util
 import json
 import socket
 import subprocess
@@ -11,16 +10,9 @@ import pytest
 
 from baton.engine.core import cpu
 from baton.engine.native.tier import TIERS
+from bench.lib import report
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def report_module():
-    spec = importlib.util.spec_from_file_location("report", ROOT / "bench" / "report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -34,25 +26,25 @@ def report_module():
         (5, 4, "", 1.25, None),
     ],
 )
-def test_goals(report_module, value, against, goal, ratio, met):
-    row = report_module.Report("python bench/x.py", True).add("row", value, "s", against=against, goal=goal)
+def test_goals(value, against, goal, ratio, met):
+    row = report.Report("python bench/x.py", True).add("row", value, "s", against=against, goal=goal)
     assert (row.ratio, row.met) == (ratio, met)
 
 
-def test_arms_take_turns(report_module):
+def test_arms_take_turns():
     order = []
     arms = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
-    values = report_module.interleave(arms, 3)
+    values = report.interleave(arms, 3)
     assert "".join(order) == "abccbaabc"
     assert values == {"a": [1, 6, 7], "b": [2, 5, 8], "c": [3, 4, 9]}
-    assert report_module.medians(values) == {"a": 6, "b": 5, "c": 4}
+    assert report.medians(values) == {"a": 6, "b": 5, "c": 4}
 
 
-def test_the_file_names_no_host_and_no_path(report_module, tmp_path):
-    report = report_module.Report("python bench/x.py --quick", True)
-    report.add("row", 1.0, "s", against=2.0, limit=0.5, goal="ratio <= 1")
+def test_the_file_names_no_host_and_no_path(tmp_path):
+    made = report.Report("python bench/x.py --quick", True)
+    made.add("row", 1.0, "s", against=2.0, limit=0.5, goal="ratio <= 1")
     path = tmp_path / "report.json"
-    report.write(path)
+    made.write(path)
     text = path.read_text()
     written = json.loads(text)
     assert set(written) == {"command", "date", "quick", "machine", "versions", "rows"}
@@ -64,7 +56,7 @@ def test_the_file_names_no_host_and_no_path(report_module, tmp_path):
 def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
     """And with the reason in one line, and exit status 1."""
     program = (
-        "import sys; sys.path.insert(0, 'bench'); from report import start\n"
+        "from bench.lib.report import start\n"
         "arguments, report = start('x', '')\n"
         "report.add('measured', 1.0, 's')\n"
         "raise RuntimeError('the machine is\\nbusy')\n"
@@ -77,6 +69,6 @@ def test_a_bench_that_breaks_ends_with_its_rows(tmp_path):
     assert written["failed"] == "RuntimeError: the machine is busy" and written["rows"][0]["row"] == "measured"
 
 
-def test_the_processor_is_recorded(report_module):
-    found = report_module.machine()
+def test_the_processor_is_recorded():
+    found = report.machine()
     assert found["cpu"] == cpu.name() and found["tier"] in ("none", *(tier.name for tier in TIERS))

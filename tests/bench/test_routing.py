@@ -1,16 +1,13 @@
 """The simulated fleet of bench/routing.py: that it serves everything, and that its figures mean what they say."""
 
 import statistics
-import sys
 
 import pytest
 
 from baton.loadgen.trace import TraceEntry, read_trace
 from baton.service.slo import Slo
+from bench.arms.routing_fleet import BLOCK, Fleet, Machine, copies, oracle_hits
 from tests.support.process import ROOT
-
-sys.path.append(str(ROOT / "bench"))  # behind the root: bench/gateway.py is not the gateway
-from routing_fleet import BLOCK, Fleet, Machine, copies, oracle_hits
 
 TRACE = read_trace(ROOT / "bench" / "traces" / "conversation.jsonl")[:150]
 SLO = Slo(5.0, 0.1)

@@ -11,8 +11,9 @@ import pytest
 from baton.loadgen.bound import LEVERS, name_bound
 from baton.loadgen.compare import compared
 from baton.loadgen.outcome import Outcome
+from baton.loadgen.plan import RunPlan
 from baton.loadgen.report import page
-from baton.loadgen.run import Ran, RunPlan, run_jobs
+from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import percentile, summarize, table
 from baton.loadgen.workload import Job
 from baton.service.slo import Slo

@@ -22,7 +22,8 @@ from tqdm import tqdm
 from baton.loadgen import report, workload
 from baton.loadgen.client import Unreachable, model_info
 from baton.loadgen.compare import compared, read_summary
-from baton.loadgen.run import Ran, RunPlan, run_jobs
+from baton.loadgen.plan import RunPlan
+from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import Job

@@ -6,7 +6,7 @@ from baton.service.errors import Overloaded
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe import recent_requests
 from gateway.observe.recent_requests import Journal
-from tests.gateway.observe.test_meters import ANSWERED, record
+from tests.support.gateway.records import ANSWERED, record
 
 ALL = pb.ListRequestsRequest()
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from load import Job
-
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Key, PrefillDone, Refusal, Request, RequestEnded, SamplingParams, TokenRun
 from baton.engine.engine import Engine
+from baton.loadgen.outcome import Outcome
+from baton.loadgen.workload import Job
 from kvtransfer.naming import chain_hashes, root_hash
 
 IDLE_S = 0.0005  # between two looks at the clock while nobody has arrived
@@ -40,44 +40,21 @@ class Rules:
     named: bool = False
 
 
-@dataclass(slots=True)
-class Told:
-    """What became of one job; seconds after the run's start."""
-
-    job: Job
-    first_s: float = 0.0
-    last_s: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
-    num_cached: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_s - self.job.arrival_s
-
-    @property
-    def e2e_s(self) -> float:
-        return self.last_s - self.job.arrival_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        return (self.last_s - self.first_s) / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
-
-
 @dataclass
 class Ran:
     """One run. `kv_use`: bytes of KV that are computed and needed over those held for it, mean over the steps; None
     where nobody has looked."""
 
-    told: list[Told]
+    outcomes: list[Outcome]
     kv_use: float | None
 
     @property
     def duration_s(self) -> float:
-        return max(each.last_s for each in self.told)
+        return max(each.last_s for each in self.outcomes)
 
     @property
     def requests_per_s(self) -> float:
-        return len(self.told) / self.duration_s
+        return len(self.outcomes) / self.duration_s
 
 
 class Rung:
@@ -97,18 +74,20 @@ class Rung:
 
     def run(self, jobs: Sequence[Job]) -> Ran:
         """Each job at its arrival, as soon as the rules let it in."""
-        waiting, told = deque(sorted(jobs, key=lambda job: job.arrival_s)), {}
-        running: dict[str, Told] = {}
+        waiting, outcomes = deque(sorted(jobs, key=lambda job: job.at_s)), []
+        running: dict[str, Outcome] = {}
         samples, batch = [], 0  # places of the batch under way
         begun = time.perf_counter()
         while waiting or running:
             now = time.perf_counter() - begun
             if self.rules.continuous or not running:
                 batch = len(running)
-                while waiting and waiting[0].arrival_s <= now and len(running) < self._places:
+                while waiting and waiting[0].at_s <= now and len(running) < self._places:
                     if (entered := self._enter(waiting[0])) is None:
                         break
-                    running[entered] = told[entered] = Told(waiting.popleft())
+                    job = waiting.popleft()
+                    running[entered] = Outcome(job.index, job.at_s, job.num_prompt)
+                    outcomes.append(running[entered])
                 batch = max(batch, len(running))
             outputs = self.engine.step()
             now = time.perf_counter() - begun
@@ -119,7 +98,7 @@ class Rung:
             for output in outputs:
                 _note(output, running, now)
         live, held = (sum(column) for column in zip(*samples, strict=True))
-        return Ran(list(told.values()), live / held)
+        return Ran(outcomes, live / held)
 
     def _num_places(self) -> int:
         config = self.engine.config
@@ -130,11 +109,11 @@ class Rung:
     def _enter(self, job: Job) -> str | None:
         """Its request id, or None where the pool has no room yet."""
         request_id = next(self._request_ids)
-        hashes = chain_hashes(self._parent, job.prompt_ids) if self.rules.named else []
+        hashes = chain_hashes(self._parent, job.token_ids) if self.rules.named else []
         request = Request(
             key=Key(request_id),
-            token_ids=job.prompt_ids,
-            num_prompt_tokens=len(job.prompt_ids),
+            token_ids=job.token_ids,
+            num_prompt_tokens=len(job.token_ids),
             sampling=SamplingParams(),
             max_tokens=job.num_output,
             span_hashes=tuple(hashes),
@@ -161,18 +140,23 @@ class Rung:
         return sum(live.values()), (engine.num_blocks - holders["cached"] - holders["free"]) * size
 
 
-def _note(output, running: dict[str, Told], now: float) -> None:
-    told = running.get(output.key.request_id)
-    if told is None:
+def _note(output, running: dict[str, Outcome], now: float) -> None:
+    outcome = running.get(output.key.request_id)
+    if outcome is None:
         return
     if isinstance(output, PrefillDone):
-        told.first_s = told.last_s = now
-        told.num_cached = output.num_cached_tokens
-        told.token_ids.append(output.first_tokens[0].token_id)
+        outcome.first_s = now
+        outcome.num_cached = output.num_cached_tokens
+        _add(outcome, (output.first_tokens[0].token_id,), now)
     elif isinstance(output, TokenRun):
-        told.last_s = now
-        told.token_ids.extend(output.token_ids)
+        _add(outcome, output.token_ids, now)
     elif isinstance(output, RequestEnded):
         if output.error:
             raise RuntimeError(f"{output.key}: {output.error} {output.message}")
         del running[output.key.request_id]
+
+
+def _add(outcome: Outcome, token_ids: Sequence[int], now: float) -> None:
+    outcome.last_s = now
+    outcome.token_ids.extend(token_ids)
+    outcome.num_output += len(token_ids)

@@ -1,4 +1,4 @@
-"""An attacker, in a process of its own: python -m tests.abuse.attacker. Takes orders as lines of JSON, says `held` when
+"""An attacker, in a process of its own: python -m tests.support.abuse.attacker. Takes orders as lines of JSON, says `held` when
 everything is sent, and `ended` with the answers it has counted once it was told to let go. Only to 127.0.0.1.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import uvloop
 
-from tests.abuse.catalogue import ABUSES, ALL_ON_ONE, Abuse, Method
-from tests.abuse.words import CLIENT_HELLO_HALF, NOISE, SPEAKERS
+from tests.support.abuse.catalogue import ABUSES, ALL_ON_ONE, Abuse, Method
+from tests.support.abuse.words import CLIENT_HELLO_HALF, NOISE, SPEAKERS
 
 _AT_ONCE = 50  # connections that are being made at a time
 _CONNECT_S = 5.0

@@ -3,10 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from report import Report
-
-from tests.abuse.catalogue import Cell, cells
-from tests.abuse.ground import Attackers, Ground, attacked
+from bench.lib.report import Report
+from tests.support.abuse.catalogue import Cell, cells
+from tests.support.abuse.ground import Attackers, Ground, attacked
 from tests.support.models import make_model
 
 COUNT, QUICK_COUNT = 2000, 100

@@ -7,20 +7,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import shape
 import torch
 
-PEERS_PYTHON = Path(__file__).resolve().parents[1] / ".venv-peers" / "bin" / "python"
+from bench.arms import shape
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 
 class LlamaCpp:
-    """The peer's process (bench/llama_cpp_peer.py), or nothing where `make bench-peers` was not run."""
+    """The peer's process (llama_cpp_peer.py), or nothing where `make bench-peers` was not run."""
 
     def __init__(self, folder: Path, num_layers: int):
         self._process = None
         if PEERS_PYTHON.exists():
-            command = [PEERS_PYTHON, Path(__file__).with_name("llama_cpp_peer.py"), folder, str(num_layers)]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            command = [PEERS_PYTHON, "-m", "bench.arms.llama_cpp_peer", folder, str(num_layers)]
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            )
 
     def __bool__(self) -> bool:
         return self._process is not None

@@ -1,4 +1,4 @@
-"""A server that does nothing but write: `python bench/loadgen_stub.py N` answers every Generate with N messages.
+"""A server that does nothing but write: `python -m bench.processes.loadgen_stub N` answers every Generate with N messages.
 
 With [STEP_MS TOKENS] a message has TOKENS ids and their text, and every stream gets one each STEP_MS, all at once: what
 bench/gateway.py holds against a gateway, since no server in grpc.aio could do with less.
@@ -7,9 +7,6 @@ bench/gateway.py holds against a gateway, since no server in grpc.aio could do w
 import asyncio
 import itertools
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import grpc
 import uvloop

@@ -17,10 +17,10 @@ from baton.service.security.credentials import new_key
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvtransfer.transports.socket_folder import default_parent, socket_path
-from tests.abuse.canary import GENERATES, Canary
-from tests.abuse.catalogue import FLOOD_TENANT, GRPC, QUIET_TENANT, Caller, Cell, Port
-from tests.abuse.levels import levels, stayed
 from tests.security.conftest import install
+from tests.support.abuse.canary import GENERATES, Canary
+from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, QUIET_TENANT, Caller, Cell, Port
+from tests.support.abuse.levels import levels, stayed
 from tests.support.process import ROOT, Process
 from tests.support.stack import Stack
 
@@ -147,7 +147,7 @@ class Attackers:
 
     async def __aenter__(self) -> "Attackers":
         for _ in range(self._count):
-            argv = ("setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "tests.abuse.attacker")
+            argv = ("setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "tests.support.abuse.attacker")
             process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, cwd=ROOT)
             self._processes.append(process)
         return self

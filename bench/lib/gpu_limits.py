@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from report import Report
 
 from baton.engine.core.device import unfit
+from bench.lib.report import Report
 
 _COPY_BYTES = 4 << 30
 _GEMM_SIZE = 8192

@@ -10,8 +10,9 @@ import statistics
 import time
 from dataclasses import dataclass
 
-import gpu_arms
 import torch
+
+from bench.arms import gpu_arms
 
 DECODE_BATCH, DECODE_CONTEXT = 32, 1024
 PREFILL_SHARE = 0.7  # of the multiprocessors, in the row with a share

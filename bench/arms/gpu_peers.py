@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import gpu_arms
 import torch
+
+from bench.arms import gpu_arms
 
 GOALS = {
     "vLLM": {1: "ratio >= 1.15", 64: "ratio >= 1.0", 256: "ratio >= 1.0"},

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from report import Report
+
+from bench.lib.report import Report
 
 _SIZE_BYTES = 256 << 20  # beyond any cache
 

@@ -16,7 +16,7 @@ from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 
 from baton.v1 import kv_pb2
 from kvtransfer.wire import HEADER_BYTES, MAX_TAKER_FRAME_BYTES
-from tests.abuse.catalogue import FRAMES, GRPC, HTTP, Abuse, Method
+from tests.support.abuse.catalogue import FRAMES, GRPC, HTTP, Abuse, Method
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9

@@ -5,7 +5,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import shape
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from baton.engine.models.llama import Model
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
+from bench.arms import shape
 from kvtransfer.layout import KVLayout
 from tests.support import bare
 

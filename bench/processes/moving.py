@@ -1,5 +1,5 @@
 """Two processes and their pools: a source that offers blocks when it is told to, and a taker that times fetching them,
-beside the bare copies that the same two processes can do. `python bench/moving.py FD ...` is the source."""
+beside the bare copies that the same two processes can do. `python -m bench.processes.moving FD ...` is the source."""
 
 import asyncio
 import json
@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from baton.worker.kv.native_digests import accelerate
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.memory import digest
@@ -24,6 +22,7 @@ from kvtransfer.transfer.fetcher import Fetcher, FetchReport
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transports.transport import local_host_id
 
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS, LAYER_BLOCK_BYTES = 16, 64 << 10  # 8 kv heads of 128 in bf16, as in Llama 3.1 8B
 POOL_BYTES = 256 << 20
 NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"
@@ -126,9 +125,9 @@ class Pair:
         self.pools[0][:] = np.random.default_rng(0).integers(0, 256, POOL_BYTES, dtype=np.uint8)
         self.pools[1][:] = 0  # every page is there before anything is timed
         fd = self.regions[0].fd
-        command = [sys.executable, __file__, str(fd), str(block_bytes), ",".join(transports)]
+        command = [sys.executable, "-m", "bench.processes.moving", str(fd), str(block_bytes), ",".join(transports)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,), text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(fd,), text=True, cwd=ROOT
         )
         self._bare = socket.create_connection(("127.0.0.1", json.loads(self._process.stdout.readline())["bare"]))
         self._bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,6 +1,6 @@
 """llama.cpp as a peer of bench/cpu.py: runs in .venv-peers (make bench-peers), one JSON line in, one out.
 
-    python bench/llama_cpp_peer.py FOLDER NUM_LAYERS
+    python -m bench.arms.llama_cpp_peer FOLDER NUM_LAYERS
     {"type": "Q8_0", "batch_size": 1, "num_prompt": 512, "num_steps": 0}  ->  {"seconds": [...]}
 
 Writes the .gguf file of a type into FOLDER when it is first asked for: random weights, no vocabulary. `seconds`: of the
@@ -15,7 +15,8 @@ from pathlib import Path
 import gguf
 import llama_cpp as llama
 import numpy as np
-from shape import FFN_SIZE, HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, ROPE_THETA, VOCAB_SIZE
+
+from bench.arms.shape import FFN_SIZE, HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, ROPE_THETA, VOCAB_SIZE
 
 NUM_THREADS = 2
 DISTINCT_ROWS = 512  # of a matrix, which repeats them: rounding a whole vocabulary takes numpy many seconds
@@ -28,7 +29,7 @@ TYPES = {
 
 
 def write(path: Path, kind: gguf.GGMLQuantizationType, num_layers: int) -> None:
-    """A Llama of bench/shape.py; the layers share their random values, not their memory."""
+    """A Llama of shape.py; the layers share their random values, not their memory."""
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(MAX_CONTEXT)

@@ -1,4 +1,4 @@
-"""A decode worker that computes nothing, for bench/gateway.py: python bench/stub_worker.py --model DIR [...].
+"""A decode worker that computes nothing, for bench/gateway.py: python -m bench.processes.stub_worker --model DIR [...].
 
 Grants at once, has prefilled at once, then gives every sequence one token a step, all of a step in one message. A token's
 id tells its step (FIRST_ID + step % NUM_IDS), and the times of all steps (monotonic) are written to --log at the end, so
@@ -11,19 +11,15 @@ import hashlib
 import json
 import secrets
 import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import uvloop
 
-import uvloop  # noqa: E402
-
-from baton.service.net import server as grpc_server  # noqa: E402
-from baton.v1 import inference_pb2, worker_pb2_grpc  # noqa: E402
-from baton.v1 import worker_pb2 as pb  # noqa: E402
+from baton.service.net import server as grpc_server
+from baton.v1 import inference_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2 as pb
 
 FIRST_ID, NUM_IDS = 100, 3000
 LOAD_S = 0.25

@@ -1,10 +1,6 @@
 """What bench/telemetry.py reports to: a real OTLP receiver in a process of its own, which prints how many spans it has."""
 
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.otlp import Receiver
 

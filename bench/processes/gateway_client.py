@@ -1,4 +1,4 @@
-"""A process of clients for bench/gateway.py: python bench/gateway_client.py TARGET,... WHAT NUMBER SECONDS OUTPUT.
+"""A process of clients for bench/gateway.py: python -m bench.processes.gateway_client TARGET,... WHAT NUMBER SECONDS OUTPUT.
 
 WHAT is `rate` (NUMBER requests/s, open loop), `closed` (NUMBER streams at once) or `held` (NUMBER streams that stay
 open for SECONDS). Prints one JSON object: times are monotonic seconds, tokens come as (step modulo, time).
@@ -10,16 +10,12 @@ import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import grpc
+import uvloop
 
-import grpc  # noqa: E402
-import uvloop  # noqa: E402
-
-from baton.v1 import inference_pb2 as pb  # noqa: E402
-from baton.v1 import inference_pb2_grpc  # noqa: E402
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
 
 PROMPT = 256
 MAX_CALLS = 64  # streams of one connection

@@ -1,0 +1,1 @@
+"""What benches compare: engines of ours, peers, simulated fleets."""

@@ -1,0 +1,1 @@
+"""What benches start beside themselves: clients, stubs, sources and receivers."""
