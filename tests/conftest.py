@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from baton.engine.core.reproducible import fix_order_of_sums
-from tests.faults.table import lines
 from tests.support import pace
+from tests.support.faults.table import lines
 
 fix_order_of_sums()  # before any test multiplies
 

@@ -1,6 +1,7 @@
 """The house: imports point down and never sideways, no circle among files or folders, both small, no code in data."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,15 @@ def test_a_folder_has_few_files_and_says_what_they_are(folder):
     assert len(files) <= MAX_FILES, f"{folder} has {len(files)} files, at most {MAX_FILES}: open a folder below"
     doc = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
     assert doc, f"{folder}/__init__.py has no docstring"
+
+
+@pytest.mark.parametrize("top", ["bench", "examples", "tests"])
+def test_folders_that_are_not_installed_are_small_too(top):
+    """But bench/ itself: each file there is a command, and what they share is in its folders."""
+    files = [path for path in (ROOT / top).rglob("*.py") if not path.name.startswith("__")]
+    widths = Counter(path.parent.relative_to(ROOT) for path in files)
+    widths.pop(Path("bench"), None)
+    assert not {str(folder): width for folder, width in widths.items() if width > MAX_FILES}
 
 
 @pytest.mark.parametrize("room", FOLDERS)

@@ -16,7 +16,7 @@ from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.observe.meters import _OBJECTIVES
 from gateway.request.timing import PHASES
-from tests.support.observed import metrics
+from tests.support.observe.observed import metrics
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))

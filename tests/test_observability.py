@@ -9,7 +9,7 @@ import yaml
 from gateway.observe.access_log import line
 from gateway.request.timing import PHASES
 from tests.support.gateway.records import ANSWERED, record
-from tests.support.observed import ROOT, attributes, event_names, metrics, span_names
+from tests.support.observe.observed import ROOT, attributes, event_names, metrics, span_names
 
 PAGE = (ROOT / "docs" / "observability.md").read_text()
 

@@ -2,7 +2,7 @@
 
 import time
 
-from tests.support.otlp import Receiver
+from tests.support.observe.otlp import Receiver
 
 INTERVAL_S = 1.0
 

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.security.test_guard import methods
 from tests.support.abuse.catalogue import ABUSES, GRPC, PORTS, cells
+from tests.support.security.methods import methods
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.client import Client
 from tests.support.models import make_model
-from tests.support.otlp import Receiver
-from tests.support.probe import Probe
+from tests.support.observe.otlp import Receiver
+from tests.support.observe.probe import Probe
 from tests.support.stack import SLOW_STEPS, Stack
 
 _running: list[Stack] = []

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.faults.reference import Reference
-from tests.faults.world import World
+from tests.support.faults.reference import Reference
+from tests.support.faults.world import World
 from tests.support.models import make_model
 
 _running: list[World] = []

@@ -17,16 +17,16 @@ import grpc
 import torch
 
 from tests.faults import fuzz, marathon, record
-from tests.faults.checker import check_history
-from tests.faults.history import Ask, percentile
-from tests.faults.load import Load
-from tests.faults.nursery import NurseryStack
-from tests.faults.reference import Reference
-from tests.faults.world import Case, World
-from tests.fuzz import fuzzers
-from tests.fuzz.fuzzer import Fuzzer, words
-from tests.fuzz.fuzzer import run as run_fuzzer
-from tests.fuzz.stacks import Stacks, stack_plan
+from tests.support.faults.checker import check_history
+from tests.support.faults.history import Ask, percentile
+from tests.support.faults.load import Load
+from tests.support.faults.nursery import NurseryStack
+from tests.support.faults.reference import Reference
+from tests.support.faults.world import Case, World
+from tests.support.fuzz import fuzzers
+from tests.support.fuzz.fuzzer import Fuzzer, words
+from tests.support.fuzz.fuzzer import run as run_fuzzer
+from tests.support.fuzz.stacks import Stacks, stack_plan
 from tests.support.models import make_model
 from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS

@@ -22,12 +22,12 @@ from urllib.request import urlopen
 import grpc
 
 from tests.faults import record
-from tests.faults.checker import Counters, check_privacy
-from tests.faults.history import percentile
-from tests.faults.load import Load
-from tests.faults.reference import Reference
-from tests.faults.samples import WARM_S, Samples
-from tests.faults.world import World
+from tests.support.faults.checker import Counters, check_privacy
+from tests.support.faults.history import percentile
+from tests.support.faults.load import Load
+from tests.support.faults.reference import Reference
+from tests.support.faults.samples import WARM_S, Samples
+from tests.support.faults.world import World
 from tests.support.models import make_model
 from tests.support.process import ROOT
 

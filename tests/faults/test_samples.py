@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.faults.samples import WARM_S, Samples
+from tests.support.faults.samples import WARM_S, Samples
 
 HOUR_S = 3600.0
 

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
-from tests.fuzz import fuzzers
-from tests.fuzz.fuzzer import read_plan, run, words
+from tests.support.fuzz import fuzzers
+from tests.support.fuzz.fuzzer import read_plan, run, words
 
 
 def main() -> int:

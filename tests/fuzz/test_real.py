@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.fuzz import fuzzers
-from tests.fuzz.fuzzer import run, words
+from tests.support.fuzz import fuzzers
+from tests.support.fuzz.fuzzer import run, words
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(600, marks=pytest.mark.long)])

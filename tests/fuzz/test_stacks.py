@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.fuzz.fuzzer import Fuzzer, run, words
-from tests.fuzz.stacks import Stacks, stack_plan
+from tests.support.fuzz.fuzzer import Fuzzer, run, words
+from tests.support.fuzz.stacks import Stacks, stack_plan
 from tests.support.models import make_model
 
 

@@ -5,8 +5,8 @@ import pytest
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
 from baton.engine.schedule.admission import Admission
-from tests.fuzz import fuzzers
-from tests.fuzz.fuzzer import run, words
+from tests.support.fuzz import fuzzers
+from tests.support.fuzz.fuzzer import run, words
 
 NUM_REQUESTS = 400
 

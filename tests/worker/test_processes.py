@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import worker_pb2 as pb
 from tests.support.models import make_model
-from tests.support.otlp import Receiver
+from tests.support.observe.otlp import Receiver
 from tests.support.process import Process
 from tests.support.stack import SLOW_STEPS
 from tests.support.worker.scripted import LegEnded, Pair, Session, make_spec, run

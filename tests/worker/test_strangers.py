@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.client import Client
 from tests.support.models import make_model
+from tests.support.observe.probe import Probe
 from tests.support.pace import patience
-from tests.support.probe import Probe
 from tests.support.stack import Stack
 
 NUM_STRANGERS = 1024

@@ -12,49 +12,16 @@ import torch
 
 from baton.engine.core.batch import known_ids
 from baton.engine.core.request import FinishReason, Refusal
-from baton.engine.execute.launcher import LaunchedTokens, Launcher
-from tests.support.engine.toys import VOCAB, Collector, make_request, run, toy_answer, toy_engine, toy_logits
-
-
-class Late(LaunchedTokens):
-    def __init__(self, launcher):
-        self._launcher = launcher
-        self.drawn = None
-
-    def read(self) -> list[int]:
-        self._launcher.compute_until(self)
-        return self.drawn.tolist()
-
-
-class LateLauncher(Launcher):
-    """Computes a launch when it is read, or when another step must pass."""
-
-    overlaps = True
-
-    def __init__(self, model, pool):
-        super().__init__(model, pool)
-        self.waiting: list = []
-        self.num_overlapped = 0
-
-    def launch(self, batch, draw, before):
-        tokens = Late(self)
-        self.num_overlapped += before is not None
-        assert len(self.waiting) < 2, "more than two steps in flight"
-        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, before).drawn))
-        return tokens
-
-    def compute_until(self, tokens) -> None:
-        while tokens.drawn is None:
-            self._compute()
-
-    def _compute(self) -> None:
-        tokens, compute = self.waiting.pop(0)
-        with torch.inference_mode():
-            tokens.drawn = compute()
-
-    def wait(self) -> None:
-        while self.waiting:
-            self._compute()
+from tests.support.engine.toys import (
+    VOCAB,
+    Collector,
+    LateLauncher,
+    make_request,
+    run,
+    toy_answer,
+    toy_engine,
+    toy_logits,
+)
 
 
 def two_deep(*proposers, **options):

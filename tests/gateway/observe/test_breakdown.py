@@ -14,7 +14,7 @@ from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, holder, reached, release
 from tests.support.client import make_request
-from tests.support.otlp import Receiver
+from tests.support.observe.otlp import Receiver
 
 DURATIONS = ("tokenized", "routed", "granted", "prefill_sent", "first_sent", "second_sent")
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.observe.telemetry import TraceContext
-from tests.support.otlp import Receiver
+from tests.support.observe.otlp import Receiver
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ from baton.service.security.credentials import new_key
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvtransfer.transports.socket_folder import default_parent, socket_path
-from tests.security.conftest import install
 from tests.support.abuse.canary import GENERATES, Canary
 from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, QUIET_TENANT, Caller, Cell, Port
 from tests.support.abuse.levels import levels, stayed
 from tests.support.process import ROOT, Process
+from tests.support.security.installation import install
 from tests.support.stack import Stack
 
 # Smaller than the least attack: what is held to all of them together is held to, in the test of a minute too.

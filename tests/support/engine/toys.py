@@ -28,6 +28,7 @@ from baton.engine.core.request import (
     TokenRun,
 )
 from baton.engine.engine import Engine
+from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
@@ -231,3 +232,44 @@ def check_handed_over(firsts: "Collector", rest: "Collector", request: Request, 
 
 def going_on(done: PrefillDone) -> tuple[FirstToken, ...]:
     return tuple(first for first in done.first_tokens if first.finish_reason is None)
+
+
+class Late(LaunchedTokens):
+    def __init__(self, launcher):
+        self._launcher = launcher
+        self.drawn = None
+
+    def read(self) -> list[int]:
+        self._launcher.compute_until(self)
+        return self.drawn.tolist()
+
+
+class LateLauncher(Launcher):
+    """Computes a launch when it is read, or when another step must pass."""
+
+    overlaps = True
+
+    def __init__(self, model, pool):
+        super().__init__(model, pool)
+        self.waiting: list = []
+        self.num_overlapped = 0
+
+    def launch(self, batch, draw, before):
+        tokens = Late(self)
+        self.num_overlapped += before is not None
+        assert len(self.waiting) < 2, "more than two steps in flight"
+        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, before).drawn))
+        return tokens
+
+    def compute_until(self, tokens) -> None:
+        while tokens.drawn is None:
+            self._compute()
+
+    def _compute(self) -> None:
+        tokens, compute = self.waiting.pop(0)
+        with torch.inference_mode():
+            tokens.drawn = compute()
+
+    def wait(self) -> None:
+        while self.waiting:
+            self._compute()

@@ -17,7 +17,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.worker.app import Pool, Worker, load_engine, tokenizer_digest
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
-from tests.support.probe import HOLDERS
+from tests.support.observe.probe import HOLDERS
 from tests.support.worker.doubles import TABLE
 
 ROOT = hashlib.sha256(b"tests/worker").digest()

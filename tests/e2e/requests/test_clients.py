@@ -1,0 +1,99 @@
+"""Clients that know nothing of Baton but its .proto files, or not even those."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.v1 import inference_pb2 as pb
+
+NODE_CLIENT = Path(__file__).resolve().parents[2] / "clients" / "node"
+CANCELLED, INVALID_ARGUMENT = 1, 3
+
+
+@pytest.fixture(scope="module")
+def node() -> str:
+    """Path of node, with the pinned packages of the client installed beside it."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    assert node and npm, "node and npm are not installed: apt-get install nodejs npm"
+    if not (NODE_CLIENT / "node_modules").exists():
+        subprocess.run([npm, "ci"], cwd=NODE_CLIENT, check=True, capture_output=True, timeout=300)
+    return node
+
+
+def test_node(stack, client, node, slow):
+    argv = [node, "client.js", stack.target]
+    ran = subprocess.run(argv, cwd=NODE_CLIENT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    saw = json.loads(ran.stdout)
+    own = client.generate("def quick_brown_fox(self):", temperature=0.0, max_tokens=16, ignore_eos=True)
+    for answer in (saw["stream"], saw["complete"]):
+        assert answer["token_ids"] == own.token_ids and answer["text"] == own.text
+    assert saw["stream"]["code"] == 0 and saw["stream"]["usage"]["output_tokens"] == 16
+    assert saw["stream"]["ttft_s"] > 0
+    assert saw["cancelled"]["code"] == CANCELLED and 2 <= saw["cancelled"]["num_messages"] < 500
+    assert saw["refused"]["code"] == INVALID_ARGUMENT and "max_tokens" in saw["refused"]["details"]
+    assert saw["health"] == {"check": "SERVING", "watch": "SERVING"}
+    assert saw["info"]["vocab_size"] == 1024
+
+
+def _reflect(channel: grpc.Channel, *requests):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    return list(stub.ServerReflectionInfo(iter(requests), timeout=20))
+
+
+def test_reflection_lists_the_services(client):
+    """As `grpcurl TARGET list` and `grpcurl TARGET describe` ask."""
+    listing, file = _reflect(
+        client.channel,
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="baton.v1.Inference"),
+    )
+    names = {service.name for service in listing.list_services_response.service}
+    assert {"baton.v1.Inference", "grpc.health.v1.Health"} <= names
+    files = map(descriptor_pb2.FileDescriptorProto.FromString, file.file_descriptor_response.file_descriptor_proto)
+    services = {service.name: service for described in files for service in described.service}
+    methods = {method.name for method in services["Inference"].method}
+    assert methods == {"Generate", "Complete", "Tokenize", "Detokenize", "GetModelInfo"}
+
+
+@pytest.mark.parametrize("service", ["", "baton.v1.Inference"])
+def test_health(client, service):
+    stub = health_pb2_grpc.HealthStub(client.channel)
+    request = health_pb2.HealthCheckRequest(service=service)
+    assert stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+    watch = stub.Watch(request, timeout=10)
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+
+
+def test_health_of_an_unknown_service(client):
+    stub = health_pb2_grpc.HealthStub(client.channel)
+    request = health_pb2.HealthCheckRequest(service="no.such.Service")
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.Check(request, timeout=10)
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+    watch = stub.Watch(request, timeout=10)
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    watch.cancel()
+
+
+def test_workers_answer_health(stack):
+    for process in stack.workers:
+        with grpc.insecure_channel(stack.address[process.name]) as channel:
+            status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
+            assert status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_model_info(client, model):
+    info = client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+    assert info.name == model.name and info.family == "llama"
+    assert (info.context, info.vocab_size) == (1024, 1024)
+    assert info.dtype == info.kv_dtype == "bf16" and info.quantization in ("", "none")
+    assert info.attention and "shm" in info.transports

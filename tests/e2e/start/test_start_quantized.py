@@ -1,0 +1,37 @@
+"""A worker given a quantized model that cannot be right says which file and tensor in one line, and ends with 2."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.e2e.start.test_start_errors import assert_one_line, start
+from tests.support.engine import published
+
+PROJECTION = "model.layers.1.mlp.up_proj"
+
+
+@pytest.fixture
+def gptq(model, tmp_path):
+    published.dense_folder(tmp_path)
+    published.write_gptq(tmp_path)
+    shutil.copy(model / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"), [("scales", float("nan"), "NaN or infinite"), ("qweight", None, "is missing")]
+)
+def test_a_tensor_that_is_wrong(gptq, part, value, words):
+    name = f"{PROJECTION}.{part}"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name][0, 0] = value
+
+    published.change_tensors(gptq, change)
+    status, stderr = start("decode_worker", "--model", str(gptq), "--listen", "127.0.0.1:0")
+    assert status == 2
+    assert_one_line(stderr, str(gptq / "model.safetensors"), name, words)

@@ -1,0 +1,68 @@
+"""`baton certs`: what it writes, who may read it, and that nothing is ever written over."""
+
+import subprocess
+
+import pytest
+
+from baton.cli.cluster.certs import NAMES
+from baton.cli.main import main as baton
+from baton.service.security.credentials import Credentials
+from gateway.prefix.cluster_secret import read_secret
+from tests.support.security.installation import install
+
+FILES = {"ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"} | {
+    f"{role}.{end}" for role in NAMES for end in ("crt", "key")
+}
+
+
+def test_what_is_written(installation):
+    assert {path.name for path in installation.folder.iterdir()} == FILES
+    assert installation.folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in installation.folder.iterdir()} == {0o600}
+    for role in NAMES:
+        installation.tls(role).check()
+    assert Credentials(installation.folder / "credentials.toml").tenant(installation.api_key) == "acme"
+    assert len(read_secret(installation.folder / "cluster-secret")) == 64
+
+
+@pytest.mark.parametrize("role", NAMES)
+@pytest.mark.parametrize("purpose", ["sslserver", "sslclient"])
+def test_another_implementation_believes_them(installation, role, purpose):
+    tls = installation.tls(role)
+    argv = ["openssl", "verify", "-x509_strict", "-purpose", purpose, "-CAfile", tls.ca, tls.cert]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    argv = ["openssl", "x509", "-in", tls.cert, "-noout", "-ext", "subjectAltName"]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert all(f"DNS:{name}" in text for name in NAMES[role])
+
+
+def test_nothing_is_written_over(installation, capsys):
+    before = {path: path.read_bytes() for path in installation.folder.iterdir()}
+    assert baton(["certs", "--out", str(installation.folder)]) == 1
+    assert "exists" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in installation.folder.iterdir()} == before
+
+
+def test_new_certificates_of_the_same_authority(installation, tmp_path):
+    renewed = install(tmp_path / "new", "--renew", str(installation.folder))
+    assert {path.name for path in renewed.folder.iterdir()} == {"ca.crt"} | {
+        f"{role}.{end}" for role in NAMES for end in ("crt", "key")
+    }
+    assert (renewed.folder / "ca.crt").read_bytes() == (installation.folder / "ca.crt").read_bytes()
+    assert (renewed.folder / "decode.crt").read_bytes() != (installation.folder / "decode.crt").read_bytes()
+
+
+def test_wrong_use(tmp_path, capsys):
+    for name in ("a b", "default"):
+        assert baton(["certs", "--out", str(tmp_path / "x"), "--tenant", name]) == 2
+    assert baton(["certs", "--out", str(tmp_path / "x"), "--renew", str(tmp_path / "none")]) == 1
+    assert baton(["certs", "--out", str(tmp_path / "x"), "--host", "ü.example"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 4 and not list(tmp_path.iterdir())
+
+
+def test_hosts_of_the_gateway(tmp_path):
+    made = install(tmp_path / "certs", "--host", "llm.example.net", "--host", "192.0.2.7")
+    argv = ["openssl", "x509", "-in", made.tls("gateway").cert, "-noout", "-ext", "subjectAltName"]
+    text = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert "DNS:llm.example.net" in text and "IP Address:192.0.2.7" in text

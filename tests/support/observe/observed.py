@@ -1,0 +1,84 @@
+"""What the code can be seen by: its metrics, spans, events and attributes, read from the source and not from a list."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[3]
+METERS = ("gateway/observe/meters.py", "baton/worker/observe/meters.py")
+SPANS = ("gateway/observe/spans.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
+_KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Gauge": 3}  # call -> where its labels begin
+_SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
+
+
+class Metric(NamedTuple):
+    name: str  # counters with their _total
+    kind: str  # histogram | counter | gauge
+    text: str
+    labels: tuple[str, ...]  # beside model_name
+    where: str  # gateway | worker
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        kind = "Gauge" if self.kind == "gauge" else self.kind
+        return tuple(self.name.removesuffix("_total") + suffix for suffix in _SUFFIXES[kind])
+
+
+def metrics() -> list[Metric]:
+    """All of both rooms, in the order of the code; one that both have is there twice."""
+    return [metric for path in METERS for metric in _metrics_of(path)]
+
+
+def _metrics_of(path: str) -> Iterator[Metric]:
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Call) and (call := _called(node)) in _KINDS and node.args:
+            name, text = (ast.literal_eval(argument) for argument in node.args[:2])
+            labels = tuple(ast.literal_eval(argument) for argument in node.args[_KINDS[call] :])
+            full = f"{name}_total" if call == "counter" else name
+            kind = "histogram" if call == "tally" else call.lower()
+            yield Metric(full, kind, text, labels, "gateway" if path.startswith("gateway") else "worker")
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def constants(*paths: str) -> set[str]:
+    """All strings of these files, docstrings aside; of f-strings what stands before the first value, and `*`."""
+    found = set()
+    for path in paths:
+        tree = ast.parse((ROOT / path).read_text())
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+                found.add(node.value)
+            elif isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+                found.add(f"{node.values[0].value}*")
+    return found
+
+
+def attributes() -> set[str]:
+    """Names of span and event attributes."""
+    return {name for name in constants(*SPANS) if re.fullmatch(r"(gen_ai|baton|error|rpc)\.[a-z_.]+\*?", name)}
+
+
+def span_names() -> set[str]:
+    """Names that are written out; the root's is made of operation and model."""
+    found = set()
+    for path in SPANS[:2]:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.Call) and _called(node) in ("_emit", "_draw_child"):
+                names = (arg.value for arg in node.args[:2] if isinstance(arg, ast.Constant))
+                found.update(name for name in names if isinstance(name, str))
+    return found
+
+
+def event_names() -> set[str]:
+    return {
+        node.args[0].value
+        for path in SPANS[:2]
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.Call) and _called(node) == "SpanEvent"
+    }

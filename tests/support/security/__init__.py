@@ -1,0 +1,1 @@
+"""Installations of certificates and keys, and all methods that our ports serve."""
