@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+
+from examples.two_workers_in_process import PROMPT
+from tests.support import bare
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -24,7 +28,7 @@ def gateway(stack) -> str:
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
-        *("stream.py", "chat.py", "many_at_once.py", "trace.py", "engine_alone.py")
+        *("stream.py", "chat.py", "many_at_once.py", "trace.py", "engine_alone.py", "two_workers_in_process.py")
     }
 
 
@@ -49,3 +53,12 @@ def test_trace(gateway, receiver):
 
 def test_engine_alone(model):
     assert "def read_lines(path):" in run("engine_alone.py", str(model))
+
+
+def test_two_workers_in_process(model):
+    """The KV that moved feeds the answer of one engine, token for token."""
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(PROMPT, add_special_tokens=False).ids
+    whole = bare.run(bare.load_engine(model), [bare.make_request("whole", ids, max_tokens=24)])["whole"][0]
+    out = run("two_workers_in_process.py", str(model))
+    assert f"{len(ids)} tokens of KV" in out and "by inproc" in out
+    assert out.rstrip("\n").endswith(f"{whole.token_ids}")
