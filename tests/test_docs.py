@@ -23,10 +23,33 @@ def test_state_tables(name, table):
     assert drawn.strip() == table().strip()
 
 
-def test_links_in_docs_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "demo" / "README.md", *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+PAGES = [*ROOT.glob("*.md"), ROOT / "demo" / "README.md", *(ROOT / "docs").rglob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_in_docs_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if not target.startswith("http"):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the names that a page's headings have on GitHub."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        if page not in reached:
+            reached.add(page)
+            links = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
+            waiting += [(page.parent / link).resolve() for link in links]
+    assert not set(PAGES) - reached
 
 
 def test_every_folder_is_drawn():
