@@ -1,6 +1,5 @@
 """compose.yaml and the Dockerfile: valid by the schema, and every command, flag, address, path and variable exists."""
 
-import dataclasses
 import ipaddress
 import os
 import re
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from baton.service.observe import telemetry
+from baton.service.settings import flat_fields
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
@@ -71,7 +71,7 @@ def flag(service: str, name: str) -> str:
 
 @pytest.mark.parametrize("service", OURS)
 def test_every_variable_is_read_by_the_code(service):
-    names = {field.name for field in dataclasses.fields(settings_of(service))}
+    names = set(flat_fields(settings_of(service)))
     telemetry_source = Path(telemetry.__file__).read_text()
     for name in SERVICES[service]["environment"]:
         known = name.startswith("BATON_") and name.removeprefix("BATON_").lower() in names

@@ -1,7 +1,8 @@
 """Settings of a process: file < environment < flags, into a frozen dataclass. Every source is checked alike.
 
 A field `block_size` is `block_size = 32` in the TOML file, BATON_BLOCK_SIZE in the environment and `--block-size` as a
-flag. Fields are str, int, float, bool, Path, tuple[str, ...] (commas between), or one of these or None.
+flag. Fields are str, int, float, bool, Path, tuple[str, ...] (commas between), or one of these or None. The fields of a
+nested dataclass count as the class's own: `engine.block_size` is `--block-size` too.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import dataclasses
 import difflib
 import importlib.metadata
 import os
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,7 +60,7 @@ def add_flags(
 ) -> None:
     """A flag for each field of `cls` but `skip`, `--PREFIXfield-name`; what is not given leaves no trace in the
     namespace. `hidden` flags are not in the help."""
-    for field, kind in _fields(cls).values():
+    for field, kind in flat_fields(cls).values():
         if field.name in skip:
             continue
         shared = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
@@ -90,13 +92,33 @@ def load_settings(
     values.update(_from_file(cls, file))
     values.update(_from_env(cls, os.environ if env is None else env))
     values.update(given(cls, flags))
-    for field, _ in _fields(cls).values():
+    for field, _ in flat_fields(cls).values():
         if field.name not in values and field.default is dataclasses.MISSING:
             raise SettingsError(f"--{_dashed(field.name)} is missing")
     try:
-        return cls(**values)
+        return make_settings(cls, values)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+
+
+def make_settings(cls: type[T], values: Mapping[str, object]) -> T:
+    """Build `cls`, and the dataclasses nested in it, from flat values. Raises ValueError that names a flag."""
+    own = {name: value for name, value in values.items() if name not in flat_fields(cls)}  # unknown to all: a TypeError
+    for field, kind in _own_fields(cls):
+        if dataclasses.is_dataclass(kind):
+            own[field.name] = _nested(kind, values)
+        elif field.name in values:
+            own[field.name] = values[field.name]
+    return cls(**own)
+
+
+def _nested(cls: type[T], values: Mapping[str, object]) -> T:
+    """A nested class speaks of fields, for those who embed it without a command line."""
+    names = flat_fields(cls)
+    try:
+        return make_settings(cls, {name: value for name, value in values.items() if name in names})
+    except ValueError as error:
+        raise ValueError(_with_flags(str(error), names)) from None
 
 
 def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -104,7 +126,7 @@ def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: s
     flags = vars(flags) if isinstance(flags, argparse.Namespace) else flags
     return {
         name: _parse(field, kind, flags[prefix + name], f"--{prefix}{_dashed(name)}")
-        for name, (field, kind) in _fields(cls).items()
+        for name, (field, kind) in flat_fields(cls).items()
         if prefix + name in flags
     }
 
@@ -112,7 +134,7 @@ def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: s
 def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
     """Flags that say `values` (fields of `cls`) to another process; None is left out."""
     argv = []
-    for name, (_, kind) in _fields(cls).items():
+    for name, (_, kind) in flat_fields(cls).items():
         value = values.get(name)
         if kind is bool and value is not None:
             argv.append(f"--{'' if value else 'no-'}{_dashed(name)}")
@@ -130,7 +152,7 @@ def _from_file(cls: type, file: Path | str | None) -> dict[str, object]:
         raise SettingsError(f"{file}: {error.strerror}") from None
     except ValueError as error:
         raise SettingsError(f"{file}: not TOML: {error}") from None
-    fields, values = _fields(cls), {}
+    fields, values = flat_fields(cls), {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in fields:
@@ -142,7 +164,7 @@ def _from_file(cls: type, file: Path | str | None) -> dict[str, object]:
 
 def _from_env(cls: type, env: Mapping[str, str]) -> dict[str, object]:
     """The environment is shared by processes of several roles, so a name that resembles none of ours is not ours."""
-    fields, values = _fields(cls), {}
+    fields, values = flat_fields(cls), {}
     for key in sorted(env):
         if not key.startswith(_ENV):
             continue
@@ -159,10 +181,22 @@ def _nearest(name: str, fields: Mapping[str, object]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(fields)}"
 
 
-def _fields(cls: type) -> dict[str, tuple[dataclasses.Field, Any]]:
-    """Field and the type to parse, without `| None`."""
+def flat_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Any]]:
+    """Return each field with the type to parse, without `| None`; those of a nested dataclass in its place."""
+    found: dict[str, tuple[dataclasses.Field, Any]] = {}
+    for field, kind in _own_fields(cls):
+        found |= flat_fields(kind) if dataclasses.is_dataclass(kind) else {field.name: (field, _plain(kind))}
+    return found
+
+
+def _own_fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:
     hints = typing.get_type_hints(cls)
-    return {field.name: (field, _plain(hints[field.name])) for field in dataclasses.fields(cls) if field.init}
+    return [(field, hints[field.name]) for field in dataclasses.fields(cls) if field.init]
+
+
+def _with_flags(text: str, names: Collection[str]) -> str:
+    """Write the names of fields as a command line does: num_blocks is --num-blocks."""
+    return re.sub(r"\b[a-z_]+\b", lambda word: f"--{_dashed(word[0])}" if word[0] in names else word[0], text)
 
 
 def _plain(hint: Any) -> Any:

@@ -105,30 +105,8 @@ class Pool:
             self.gpu_region.close()
 
 
-def load_engine(settings: WorkerSettings, pool: Pool) -> Engine:
+def load_engine(config: EngineConfig, pool: Pool) -> Engine:
     """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model."""
-    config = EngineConfig(
-        model=settings.model,
-        dtype=settings.dtype,
-        kv_dtype=settings.kv_dtype,
-        quantization=settings.quantization,
-        block_size=settings.block_size,
-        num_blocks=settings.num_blocks,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        attention=settings.attention,
-        linear=settings.linear,
-        threads=settings.threads,
-        batch_invariant=settings.batch_invariant,
-        speculator=settings.speculator,
-        draft_model=settings.draft_model,
-        num_draft_tokens=settings.num_draft_tokens,
-        device=settings.device,
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        sm_share=settings.sm_share,
-        cuda_graphs=settings.cuda_graphs,
-    )
     engine = Engine.load(config, memory_for=pool.allocate, gpu_memory_for=pool.allocate_on_gpu)
     pool.mirror(engine.pool)
     return engine
@@ -308,7 +286,7 @@ class Worker:
         hello.model.kv_dtype = config.kv_dtype
         hello.model.attention = engine.attention_name
         hello.model.linear = engine.runner.model.head.name
-        hello.model.speculator = self._settings.speculator
+        hello.model.speculator = config.speculator
         hello.model.proposers.extend(engine.speculator.proposers)
         hello.model.prefix_cache = True
         hello.model.transports.extend(endpoint.transport for endpoint in endpoints)
@@ -352,15 +330,15 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         server, settings.listen, tls and tls.server(require_certificate=True)
     )  # before the weights: a port that is taken shows at once
     pool = Pool()
-    with progress.phase(f"{role}_worker", f"reading {settings.model}"):
-        digest = tokenizer_digest(settings.model)
-        engine = await asyncio.to_thread(load_engine, settings, pool)
+    with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
+        digest = tokenizer_digest(settings.engine.model)
+        engine = await asyncio.to_thread(load_engine, settings.engine, pool)
     accelerate()
     log.info("%s", engine.start_line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
     held, context = engine.config.max_model_len, engine.spec.context
-    if settings.max_model_len is None and held < context:
+    if settings.engine.max_model_len is None and held < context:
         why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"
         log.warning("holds %d of the model's %d tokens: %s", held, context, why)
     roofline = await asyncio.to_thread(of_engine, engine)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.service.settings import SettingsError, add_flags, given, load_settings, option, to_argv
+from baton.service.settings import SettingsError, add_flags, given, load_settings, make_settings, option, to_argv
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,41 @@ def test_to_argv_says_the_same():
     settings = Example(Path("a b"), "h:1", 4, None, 0.1, False, ("tcp",))
     argv = to_argv(Example, vars(settings))
     assert load(argv) == settings
+
+
+@dataclass(frozen=True)
+class Part:
+    num_blocks: int = option("blocks", 4)
+    block_size: int = option("tokens", 32)
+
+    def __post_init__(self):
+        if self.num_blocks * self.block_size < 64:
+            raise ValueError(f"num_blocks {self.num_blocks}: must hold 64 tokens; give more, or a larger block_size")
+
+
+@dataclass(frozen=True)
+class Whole:
+    part: Part
+    listen: str = option("an address", "127.0.0.1:0")
+
+
+def test_fields_of_a_nested_class_are_flags_and_variables_like_any_other(tmp_path):
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Whole)
+    args = parser.parse_args(["--num-blocks=3"])
+    file = write(tmp_path, "block_size = 64\nnum_blocks = 9\n")
+    assert load_settings(Whole, args, {"BATON_LISTEN": "a:1"}, file) == Whole(Part(3, 64), "a:1")
+    assert given(Whole, args) == {"num_blocks": 3}
+    assert to_argv(Whole, {"block_size": 8, "listen": "a:1"}) == ["--block-size=8", "--listen=a:1"]
+
+
+def test_what_a_nested_class_says_of_its_fields_is_said_of_flags():
+    with pytest.raises(
+        SettingsError, match="^--num-blocks 1: must hold 64 tokens; give more, or a larger --block-size$"
+    ):
+        load_settings(Whole, {"num_blocks": "1"}, {})
+
+
+def test_a_field_that_no_class_has_is_refused():
+    with pytest.raises(TypeError, match="no_such"):
+        make_settings(Whole, {"no_such": 1})

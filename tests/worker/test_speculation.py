@@ -3,6 +3,7 @@ knows nothing of it."""
 
 import pytest
 
+from baton.service.settings import make_settings
 from baton.v1 import inference_pb2
 from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
@@ -58,4 +59,4 @@ def test_split_equals_whole_and_says_what_was_accepted(model):
 )
 def test_options_that_make_no_sense(model, options, message):
     with pytest.raises(ValueError, match=message):
-        WorkerSettings(model=model, **options)
+        make_settings(WorkerSettings, {"model": model, **options})

@@ -127,7 +127,7 @@ def _worker_values(
     files = {role: _tls_files(certs, role) if certs else {} for role in ROLES}
     values = {role: {**files[role], **both, **own[role]} for role in ROLES}
     settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
-    threads = divide_cores(num_workers, {role: settings[role].threads for role in ROLES})
+    threads = divide_cores(num_workers, {role: settings[role].engine.threads for role in ROLES})
     return {role: {**values[role], "threads": threads[role]} for role in ROLES}
 
 

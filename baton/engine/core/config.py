@@ -1,8 +1,9 @@
 """Every knob of the engine, and what they come to for one model."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from baton.engine.core.model_spec import ModelSpec
 from kvtransfer.layout import ELEMENT_BITS, KVLayout
@@ -19,30 +20,57 @@ MAX_POOL_BYTES = 4 << 30
 POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
 
 
+def _knob(help: str, default: Any = MISSING, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    """Declare a field with its help, the values that a command line offers, and how it names the value."""
+    return field(default=default, metadata={"help": help, "choices": choices, "metavar": metavar})
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a worker is told. Errors are ValueError, one line naming the option."""
+    """The settings of an engine; workers take them as their own flags. Raises ValueError, one line that begins with the
+    field."""
 
-    model: Path
-    dtype: str = "auto"  # bf16 | fp16 | fp32 | auto: the checkpoint's, or cpu.compute_dtype
-    quantization: str = "auto"  # auto: what the model is | none | a rounding to nearest (weights/formats/rounded.py)
-    kv_dtype: str = "auto"  # stored form of KV; auto: as dtype
-    block_size: int = 32  # tokens
-    num_blocks: int | None = None  # None: max_num_seqs whole contexts, within a share of the memory
-    max_num_seqs: int = 64
-    max_model_len: int | None = None  # None: the model's context
-    max_num_batched_tokens: int = 512  # of one step: the chunk
-    attention: str = "auto"
-    linear: str = "auto"
-    threads: int | None = None  # None: as torch finds it
-    device: str = "auto"  # auto: a GPU where there is one | cpu | cuda
-    gpu_memory_utilization: float | None = None  # share of the GPU's memory, weights included; None: device.UTILIZATION
-    sm_share: float | None = None  # share of the GPU's multiprocessors (sm_partition.py); None: all
-    cuda_graphs: bool = True  # decode steps as graphs, where the kernels allow it
-    batch_invariant: bool = True
-    speculator: str = "off"  # auto: prompt lookup, and what draft_model holds
-    draft_model: Path | None = None  # a draft model, or heads
-    num_draft_tokens: int | None = None  # in every step; None: as many as pay
+    model: Path = _knob("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
+    # auto: the checkpoint's, or cpu.compute_dtype. A checkpoint may be fp16, which is asked for here alone.
+    dtype: str = _knob(
+        "compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32")
+    )
+    kv_dtype: str = _knob("format in which KV is stored; auto: the compute dtype", "auto", choices=KV_DTYPES)
+    quantization: str = _knob(
+        "weight format; auto: the model's own; other values quantize an unquantized model at load time",
+        "auto",
+        choices=QUANTIZATIONS,
+    )
+    block_size: int = _knob("tokens per KV block; divides 64 or is a multiple of it", 32)
+    # None: max_num_seqs whole contexts, within a share of the memory
+    num_blocks: int | None = _knob("KV blocks in the pool (default: enough for the largest batch)", None)
+    max_num_seqs: int = _knob("sequences that run at the same time", 64)
+    max_model_len: int | None = _knob("longest sequence in tokens (default: the model's context)", None)
+    max_num_batched_tokens: int = _knob("tokens computed in one step, which is also the size of a prefill chunk", 512)
+    attention: str = _knob("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
+    linear: str = _knob("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
+    threads: int | None = _knob(
+        "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)",
+        None,
+        metavar="auto|N",
+    )
+    batch_invariant: bool = _knob("make results independent of the other requests in a batch", True)
+    speculator: str = _knob(
+        "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster",
+        "off",
+        choices=SPECULATORS,
+    )
+    draft_model: Path | None = _knob("folder of a draft model or of trained heads", None, metavar="DIR")
+    num_draft_tokens: int | None = _knob(
+        f"tokens proposed per step, at most {MAX_DRAFT_TOKENS} (default: chosen by measured gain)", None
+    )
+    device: str = _knob("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
+    # None: device.UTILIZATION
+    gpu_memory_utilization: float | None = _knob("fraction of GPU memory for weights and KV; needs a GPU", None)
+    cuda_graphs: bool = _knob("run decode steps as CUDA graphs on a GPU", True)  # where the kernels allow it
+    sm_share: float | None = _knob(  # sm_partition.py
+        "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
+    )
 
     def __post_init__(self):
         for name, known in (("dtype", DTYPES), ("kv_dtype", KV_DTYPES), ("quantization", QUANTIZATIONS)):
@@ -52,37 +80,37 @@ class EngineConfig:
             raise ValueError(f"block_size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
         for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} {value}: at least 1")
+                raise ValueError(f"{name} {value}: must be at least 1")
         if self.device not in DEVICES:
             raise ValueError(f"device {self.device!r}: one of {', '.join(DEVICES)}")
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization {share:g}: above 0, at most 1")
+            raise ValueError(f"gpu_memory_utilization {share:g}: must be above 0 and at most 1")
         if share is not None and self.device == "cpu":
             raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
         if self.sm_share is not None and not 0 < self.sm_share < 1:
-            raise ValueError(f"sm_share {self.sm_share:g}: above 0, below 1")
+            raise ValueError(f"sm_share {self.sm_share:g}: must be above 0 and below 1")
         if self.sm_share is not None and self.device == "cpu":
             raise ValueError("sm_share has no effect on a CPU; give threads")
         self._check_speculation()
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:
-            raise ValueError(f"max_num_batched_tokens {given}: at least max_num_seqs + {SPAN_TOKENS} = {least}")
+            raise ValueError(f"max_num_batched_tokens {given}: must be at least max_num_seqs + {SPAN_TOKENS} = {least}")
 
     def _check_speculation(self) -> None:
         if self.speculator not in SPECULATORS:
             raise ValueError(f"speculator {self.speculator!r}: one of {', '.join(SPECULATORS)}")
         needs_model = self.speculator not in ("off", "auto", "ngram")
         if needs_model and self.draft_model is None:
-            raise ValueError(f"speculator {self.speculator}: give its folder as draft_model")
+            raise ValueError(f"speculator {self.speculator}: give its folder with draft_model")
         if self.draft_model is not None and self.speculator in ("off", "ngram"):
             raise ValueError(f"draft_model has no effect with speculator {self.speculator}; leave it out")
         if self.num_draft_tokens is not None:
             if self.speculator == "off":
-                raise ValueError("num_draft_tokens has no effect without a speculator; leave it out")
+                raise ValueError("num_draft_tokens has no effect without speculator; leave it out")
             if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
-                raise ValueError(f"num_draft_tokens {self.num_draft_tokens}: 1 to {MAX_DRAFT_TOKENS}")
+                raise ValueError(f"num_draft_tokens {self.num_draft_tokens}: must be 1 to {MAX_DRAFT_TOKENS}")
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

@@ -156,8 +156,8 @@ def test_where_there_are_none_it_is_one_line(monkeypatch):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(sm_share=1.0), "sm_share 1: above 0, below 1"),
-        (dict(sm_share=0.0), "sm_share 0: above 0"),
+        (dict(sm_share=1.0), "sm_share 1: must be above 0 and below 1"),
+        (dict(sm_share=0.0), "sm_share 0: must be above 0"),
         (dict(sm_share=0.5, device="cpu"), "sm_share has no effect on a CPU"),
     ],
 )

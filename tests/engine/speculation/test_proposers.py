@@ -174,12 +174,12 @@ def test_what_does_not_fit_is_refused_at_start(folders, tmp_path):
     "options, message",
     [
         (dict(speculator="oracle"), "speculator 'oracle': one of off, auto, draft, ngram, medusa, eagle"),
-        (dict(speculator="draft"), "speculator draft: give its folder as draft_model"),
+        (dict(speculator="draft"), "speculator draft: give its folder with draft_model"),
         (dict(speculator="ngram", draft_model="x"), "draft_model has no effect with speculator ngram"),
         (dict(draft_model="x"), "draft_model has no effect with speculator off"),
-        (dict(num_draft_tokens=3), "num_draft_tokens has no effect without a speculator"),
-        (dict(speculator="ngram", num_draft_tokens=17), "num_draft_tokens 17: 1 to 16"),
-        (dict(speculator="ngram", num_draft_tokens=0), "num_draft_tokens 0: 1 to 16"),
+        (dict(num_draft_tokens=3), "num_draft_tokens has no effect without speculator"),
+        (dict(speculator="ngram", num_draft_tokens=17), "num_draft_tokens 17: must be 1 to 16"),
+        (dict(speculator="ngram", num_draft_tokens=0), "num_draft_tokens 0: must be 1 to 16"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path, options, message):

@@ -12,6 +12,7 @@ import grpc
 
 from baton.service.net.server import bind, make_server
 from baton.service.security.guard import Guard
+from baton.service.settings import make_settings
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from baton.worker.app import Pool, Worker, load_engine, tokenizer_digest
@@ -270,12 +271,12 @@ class Pair:
 @asynccontextmanager
 async def run_worker(model: Path, role: str, **options):
     """A worker in this process: real engine, real server."""
-    settings = WorkerSettings(model=model, **{"num_blocks": 160, "threads": 1, **options})
+    settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 160, "threads": 1, **options})
     guard = Guard(is_open=True)
     server = make_server(interceptors=[guard])
     port = bind(server, settings.listen)
     pool = Pool()
-    engine = load_engine(settings, pool)
+    engine = load_engine(settings.engine, pool)
     async with Worker(settings, role, TABLE, engine, pool, tokenizer_digest(model), server, port, guard) as worker:
         yield worker
 

@@ -3,6 +3,7 @@ computes on the CPU, in the memory of a stand-in for libcudart; what needs a rea
 
 import pytest
 
+from baton.service.settings import make_settings
 from baton.worker.app import Pool
 from baton.worker.settings import WorkerSettings
 from kvtransfer.memory.cuda_runtime import CudaRuntime, find_runtime
@@ -77,7 +78,7 @@ def test_split_equals_whole(model, pools, transports, caplog):
 @pytest.mark.skipif(find_runtime() is not None, reason="this machine has a GPU")
 def test_without_a_gpu_it_cannot_be_asked_for(model):
     with pytest.raises(ValueError, match="--transports cuda_ipc: KV lies on no GPU here; leave it at auto"):
-        WorkerSettings(model=model, transports=("cuda_ipc", "shm"))
+        make_settings(WorkerSettings, {"model": model, "transports": ("cuda_ipc", "shm")})
 
 
 def test_other_block_sizes_meet_in_host_memory(model, pools):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.service.settings import make_settings
 from baton.worker.settings import WorkerSettings
 from tests.support.models import make_model
 from tests.support.worker.scripted import Session, make_spec, run, run_pair, run_worker
@@ -15,18 +16,18 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("host", ["kv.example:5000", "0.0.0.0", "::", "", "a b", "http://kv", "-x", "[::1]"])
 def test_hosts_that_nobody_can_reach(tmp_path, host):
     with pytest.raises(ValueError, match="--advertise-host .*: give a host name or an IP address, without") as raised:
-        WorkerSettings(model=tmp_path, advertise_host=host)
+        make_settings(WorkerSettings, {"model": tmp_path, "advertise_host": host})
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("host", ["kv.example", "10.0.0.7", "fd00::7", "node-1"])
 def test_hosts(tmp_path, host):
-    assert WorkerSettings(model=tmp_path, advertise_host=host).advertise_host == host
+    assert make_settings(WorkerSettings, {"model": tmp_path, "advertise_host": host}).advertise_host == host
 
 
 def test_folder_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="--kv-socket-dir .*: no such folder"):
-        WorkerSettings(model=tmp_path, kv_socket_dir=tmp_path / "nowhere")
+        make_settings(WorkerSettings, {"model": tmp_path, "kv_socket_dir": tmp_path / "nowhere"})
 
 
 def test_endpoints_carry_what_takers_can_reach(model, tmp_path):

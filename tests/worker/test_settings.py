@@ -1,0 +1,95 @@
+"""How many hand-written files a setting of a worker is named in: where it is declared, and where it is used."""
+
+import argparse
+import ast
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.engine.core import config
+from baton.engine.core.config import EngineConfig
+from baton.service.settings import add_flags, flat_fields, load_settings, to_argv
+from baton.worker import settings
+from baton.worker.settings import WorkerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [path for room in ("baton", "prefill_worker", "decode_worker") for path in (ROOT / room).rglob("*.py")]
+MAX_FILES = 2
+
+
+def own_settings() -> list[str]:
+    """What WorkerSettings declares itself: not its engine's, nor what gateways have too."""
+    shared = {field.name for base in WorkerSettings.__bases__ for field in dataclasses.fields(base)}
+    return [field.name for field in dataclasses.fields(WorkerSettings) if field.name not in {*shared, "engine"}]
+
+
+def files_that_read(name: str) -> list[str]:
+    """Where `settings.NAME` is read, and `self.NAME` of the settings themselves."""
+    return [str(path.relative_to(ROOT)) for path in SOURCES if _reads(path, name)]
+
+
+def _reads(path: Path, name: str) -> bool:
+    is_home = path == Path(settings.__file__)
+    owners = ("settings", "self") if is_home else ("settings",)
+    return is_home or any(
+        isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value).endswith(owners)
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
+@pytest.mark.parametrize("name", own_settings())
+def test_a_setting_is_declared_in_one_file_and_used_in_another(name):
+    # `baton up` and gateways have settings of their own that are called listen, admin and log_level.
+    readers = [path for path in files_that_read(name) if not path.startswith(("baton/cli", "baton/service"))]
+    assert len(readers) <= MAX_FILES, f"{name} is named in {readers}"
+
+
+def scratch_copy(module, tmp_path: Path, before: str, line: str):
+    """The module with one more line in front of `before`, imported under a name of its own."""
+    text = Path(module.__file__).read_text()
+    assert text.count(before) == 1
+    path = tmp_path / f"scratch_{Path(module.__file__).name}"
+    path.write_text(text.replace(before, f"{line}\n{before}"))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = copy  # dataclasses look their module up
+    spec.loader.exec_module(copy)
+    return copy
+
+
+def flags_of(cls: type) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, cls)
+    return parser
+
+
+def test_a_made_up_setting_is_one_line(tmp_path):
+    """A flag, a variable, a line of the help and of what `baton up` passes on."""
+    line = '    made_up_s: float = option("seconds that nobody needs", 2.5)'
+    cls = scratch_copy(settings, tmp_path, "    log_level: str", line).WorkerSettings
+    parser = flags_of(cls)
+    assert "--made-up-s" in parser.format_help() and "nobody needs (default: 2.5)" in parser.format_help()
+    flags = {"model": str(tmp_path)}
+    assert load_settings(cls, flags, {"BATON_MADE_UP_S": "4"}).made_up_s == 4.0
+    assert to_argv(cls, {"made_up_s": 4.0}) == ["--made-up-s=4.0"]
+
+
+def test_a_made_up_setting_of_the_engine_is_one_line(tmp_path):
+    line = '    num_made_up: int | None = _knob("things that nobody counts", None)'
+    engine = scratch_copy(config, tmp_path, "    sm_share: float", line).EngineConfig
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        engine: EngineConfig
+
+    Settings.__annotations__["engine"] = engine
+    assert "--num-made-up" in flags_of(Settings).format_help()
+    assert load_settings(Settings, {"model": "m", "num_made_up": "3"}, {}).engine.num_made_up == 3
+
+
+def test_no_setting_of_the_engine_is_declared_again():
+    own = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert not own & set(own_settings()) and own <= flat_fields(WorkerSettings).keys()
