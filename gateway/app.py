@@ -242,8 +242,8 @@ class Gateway:
 
     def _give_up(self) -> None:
         """Clients are told how to go on, and workers keep what they need for it."""
-        for attempts in list(self._pipeline.running.values()):
-            attempts.give_up(RequestEvent.GRACE_OVER)
+        for machine in list(self._pipeline.running.values()):
+            machine.give_up(RequestEvent.GRACE_OVER)
         for link in self.registry.links:
             link.hang_up()
 

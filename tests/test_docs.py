@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.worker.session.table import table_markdown
-from gateway.orchestration.states import state_table_markdown as gateway_states
+from gateway.orchestration.transitions import state_table_markdown as gateway_states
 from tests.support.folder_map import folder_map
 from tests.support.worker.doubles import TABLE
 

@@ -3,12 +3,12 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.service.settings import SettingsError
-from gateway.model.sampling_ranges import RANGES
+from gateway.model.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST = 2**31 - 1  # of anything that is counted
@@ -16,13 +16,9 @@ _MOST = 2**31 - 1  # of anything that is counted
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request means where it is silent: generation_config.json, and where that is silent, plain."""
+    """What a request means where it is silent: generation_config.json, and where that is silent, no effect."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)  # by field of Sampling
     max_tokens: int = 256
 
 
@@ -120,21 +116,21 @@ def _eos_ids(config: dict, vocab_size: int) -> frozenset[int]:
 
 
 def _defaults(generation: dict) -> Defaults:
-    """Two conventions of others are kept: temperature counts where do_sample is set (transformers), and a top_k of -1
-    is no top_k (vLLM)."""
-    plain = Defaults()
+    """Read as others do: temperature counts where do_sample is set (transformers), and a top_k of -1 is no top_k (vLLM).
+
+    Raises ValueError."""
     sampled = generation.get("do_sample")
     if sampled not in (None, True, False):
         raise ValueError(f"do_sample is {_shown(sampled)}, not true or false")
-    top_k = _integer(generation, "top_k", plain.top_k, least=-1)
-    return Defaults(
-        temperature=_number(generation, "temperature", 1.0) if sampled else plain.temperature,
-        top_k=max(0, top_k),
-        top_p=_number(generation, "top_p", plain.top_p),
-        min_p=_number(generation, "min_p", plain.min_p),
-        repetition_penalty=_number(generation, "repetition_penalty", plain.repetition_penalty),
-        max_tokens=_integer(generation, "max_new_tokens", plain.max_tokens, least=1),
-    )
+    sampling = SAMPLING_DEFAULTS | ({"temperature": 1.0} if sampled else {})
+    for name, param in SAMPLING_PARAMS.items():
+        if not param.in_model or (name == "temperature" and not sampled):
+            continue
+        if isinstance(param.default, int):
+            sampling[name] = max(0, _integer(generation, name, param.default, least=-1))
+        else:
+            sampling[name] = _number(generation, name, sampling[name])
+    return Defaults(sampling, max_tokens=_integer(generation, "max_new_tokens", Defaults().max_tokens, least=1))
 
 
 def _number(generation: dict, name: str, default: float) -> float:
@@ -143,7 +139,7 @@ def _number(generation: dict, name: str, default: float) -> float:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is {_shown(value)}, not a number")
-    if problem := RANGES[name].problem(value):
+    if problem := SAMPLING_PARAMS[name].range.problem(value):
         raise ValueError(f"{name} is {_shown(value)}, and {problem}")
     return float(value)
 

@@ -140,16 +140,21 @@ def _request_attributes(record: Record) -> dict[str, object]:
     return {
         "gen_ai.response.id": checked.request_id,
         "gen_ai.request.max_tokens": checked.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.temperature": _shortest(sampling.temperature),
+        "gen_ai.request.top_p": _shortest(sampling.top_p),
         "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.presence_penalty": _shortest(sampling.presence_penalty),
+        "gen_ai.request.frequency_penalty": _shortest(sampling.frequency_penalty),
         "gen_ai.request.seed": str(sampling.seed),  # 64 bits do not fit an OTLP integer
         "gen_ai.request.choice.count": sampling.n,
         "baton.priority": checked.priority,
         "baton.slo_class": checked.slo_class,
     }
+
+
+def _shortest(value: float) -> float:
+    """Return the shortest number that is the same in fp32, which is what messages carry: 0.6, not 0.6000000238418579."""
+    return float(f"{value:.7g}")
 
 
 def _route_attributes(record: Record) -> dict[str, object]:

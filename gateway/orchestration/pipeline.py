@@ -15,20 +15,19 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
 from gateway.config.served_model import ServedModel
 from gateway.fleet.registry import Registry
-from gateway.orchestration.attempts import Attempts
-from gateway.orchestration.course import Question
-from gateway.orchestration.retry_budget import Recovery, prompt_digest
+from gateway.orchestration.machine import RequestMachine
+from gateway.orchestration.request_context import PreparedRequest, RequestContext
+from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.orchestration.states import RequestEvent
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl, Bid, Lines, rank
 from gateway.queue.quotas import Reservation
 from gateway.request.request_record import Record
-from gateway.request.request_spec import make_spec
+from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import Checked, check_input, check_num_tokens, check_token_ids, resolve_max_tokens
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
-from kvtransfer.naming import SPAN_TOKENS
 
 _UNREAD_S = 0.1  # beyond a deadline, for those who notice it themselves
 _SUPERSEDE_S, _POLL_S = 1.0, 0.005
@@ -48,8 +47,8 @@ class Pipeline:
     max_queue_wait_s: float
     on_gap: Callable[[Record, float], None]  # between two messages of a choice, seconds a token
     slo_classes: Mapping[str, Slo]
-    recovery: Recovery = field(default_factory=Recovery)
-    running: dict[str, Attempts] = field(default_factory=dict)  # by key_id
+    retry_budget: RetryBudget = field(default_factory=RetryBudget)
+    running: dict[str, RequestMachine] = field(default_factory=dict)  # by key_id
     mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
     _num_texts: Iterator[int] = field(default_factory=itertools.count)
 
@@ -75,7 +74,15 @@ class Pipeline:
             while key_id in self.admission.request_ids and now() < until:
                 await asyncio.sleep(_POLL_S)
 
-    async def _serve(self, checked, model, deadline, record, emit, reservation) -> None:
+    async def _serve(
+        self,
+        checked: Checked,
+        model: ServedModel,
+        deadline: float,
+        record: Record,
+        emit: Emit,
+        reservation: Reservation,
+    ) -> None:
         prompt = (checked.text, checked.token_ids, checked.messages)
         prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
@@ -83,33 +90,27 @@ class Pipeline:
         record.stamps.tokenized = now()
         self._bid(checked, record, max_tokens, deadline)
         reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
-        hashes, parent = self.names.spans(record.tenant, prompt_ids)
-        # The last token is always read: its logits are wanted.
-        matches = await self.index.lookup(hashes[: (len(prompt_ids) - 1) // SPAN_TOKENS])
-
-        mark = self.names.mark(record.tenant)
-
-        def spec_of(output_ids: list[int]):
-            named = self.names.spans(record.tenant, prompt_ids, output_ids) if output_ids else (hashes, parent)
-            traceparent = format_traceparent(record.context)
-            return make_spec(checked, prompt_ids, output_ids, max_tokens, *named, traceparent, deadline, mark)
-
+        traceparent = format_traceparent(record.context)
+        specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
+        matches = await self.index.lookup(specs.reusable_spans)
         answer = Answer(checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record))
         digest = prompt_digest(record.tenant, prompt_ids)
-        self.recovery.begin(digest)
-        question = Question(spec_of, matches, deadline, digest, bool(checked.resume_from))
-        attempts = Attempts(self.registry, self.lines, self.recovery, answer, record, question, self.max_queue_wait_s)
-        self.running[checked.key_id] = attempts
+        self.retry_budget.begin(digest)
+        prepared = PreparedRequest(specs, matches, deadline, digest, bool(checked.resume_from))
+        request = RequestContext(
+            self.registry, self.lines, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
+        )
+        machine = self.running[checked.key_id] = RequestMachine(request)
         try:
             # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
             # holds its writes.
             async with asyncio.timeout(max(0.0, deadline - now()) + _UNREAD_S):
-                await attempts.run()
+                await machine.run()
                 await answer.finish(len(prompt_ids), record.num_cached_tokens, record.measured)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
         finally:
-            attempts.close()
+            machine.close()
             self.running.pop(checked.key_id, None)
             record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
             record.finish_reasons = answer.finish_reasons

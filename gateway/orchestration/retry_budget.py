@@ -1,4 +1,4 @@
-"""What may be tried again, shared by all requests: a failure must not become a storm, nor one prompt kill every worker.
+"""Limit retries over all requests: a failure must not become a storm, nor one prompt kill every worker.
 
 Retries are paid for from a bucket that requests fill, as in gRPC's retryThrottling (gRFC A6): a tenth of a retry each.
 """
@@ -13,20 +13,22 @@ import grpc
 from baton.service.clock import now
 from baton.service.errors import BatonError, Unavailable, from_code
 
-_RATIO = 0.1  # of a retry that each request brings
+_RATIO = 0.1  # of a retry, that each request adds
 _MOST_RETRIES = 100.0  # saved up
 _QUARANTINE_S = 60.0  # after two workers died of a prompt
 _MOST_PROMPTS = 1024
 
 
-class Recovery:
+class RetryBudget:
+    """Belongs to the event loop."""
+
     def __init__(self) -> None:
         self.num_refused = 0  # retries that there was no budget for
         self._retries = _MOST_RETRIES
-        self._poison: OrderedDict[bytes, float] = OrderedDict()  # digest of a prompt -> until when
+        self._poison: OrderedDict[bytes, float] = OrderedDict()  # digest of a prompt -> end of its quarantine
 
     def begin(self, prompt_digest: bytes) -> None:
-        """A request comes. Raises BatonError for a prompt that workers have died of."""
+        """Count a new request. Raises BatonError (ABORTED, POISON) for a prompt that workers have died of."""
         self._retries = min(_MOST_RETRIES, self._retries + _RATIO)
         if (until := self._poison.get(prompt_digest)) is not None:
             if now() < until:
@@ -34,21 +36,24 @@ class Recovery:
             del self._poison[prompt_digest]
 
     def retry(self, error: BatonError) -> None:
-        """One more attempt after `error`. Raises Unavailable where too many are made."""
+        """Pay for one more attempt after `error`. Raises Unavailable (RETRY_BUDGET) if the budget is used up."""
         if self._retries < 1:
             self.num_refused += 1
-            raise Unavailable(f"{error.message}; too much is tried again already", 1.0, reason="RETRY_BUDGET")
+            raise Unavailable(f"{error.message}; too many requests are being retried", 1.0, reason="RETRY_BUDGET")
         self._retries -= 1
 
     def quarantine(self, prompt_digest: bytes) -> None:
+        """Refuse this prompt for a while."""
         self._poison[prompt_digest] = now() + _QUARANTINE_S
         while len(self._poison) > _MOST_PROMPTS:
             self._poison.popitem(last=False)
 
 
 def prompt_digest(tenant: str, prompt_ids: Sequence[int]) -> bytes:
+    """Return 32 bytes that name a tenant's prompt."""
     return hashlib.sha256(f"{tenant}/".encode() + array("I", prompt_ids).tobytes()).digest()
 
 
 def poison(message: str) -> BatonError:
+    """Return the error of a request that kills workers."""
     return from_code(grpc.StatusCode.ABORTED, message, reason="POISON")

@@ -1,32 +1,22 @@
-"""What a request may be waiting for in the gateway, what may happen to it, and what follows: one table.
-
-    admitting ─ granted ─► prefilling ─ accepted ─► fetching ─ done ─► decoding ─ finished ─► ending ─► ended
-      │    ▲                 │  ▲  └─ done (prefilled on the decode worker) ─►┘
-      │refused               │refused
-      ▼    │ room            ▼  │ room
-    awaiting credit        awaiting prefill
-
-A worker that is lost or fails sends the request back to `admitting` with what it has so far; every other trouble
-ends it. While it decodes, and where a client resumes, `attaching` comes before: the sequence may be there still.
-"""
+"""The states of a request in the gateway, and the events that can happen to it; transitions.py has the table."""
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Overflow, Rejoined, Stalled, Tokens
 
 
-class Phase(Enum):
-    __hash__ = object.__hash__  # Enum's own is Python, and every event looks into the table
+class RequestState(Enum):
+    __hash__ = object.__hash__  # Enum's own is in Python, and each event looks into the table
 
     AWAITING_CREDIT = "awaiting credit"  # every decode worker is full
     ADMITTING = "admitting"  # Admit is sent
-    AWAITING_PREFILL = "awaiting prefill"  # credit is held, every prefill worker is full
+    AWAITING_PREFILL = "awaiting prefill"  # credit is granted, every prefill worker is full
     PREFILLING = "prefilling"  # Prefill is sent
     FETCHING = "fetching"  # accepted: the decode worker pulls while the prompt is read
     DECODING = "decoding"  # the first tokens are out
-    ATTACHING = "attaching"  # to a sequence whose stream was lost
+    ATTACHING = "attaching"  # Attach is sent, to a sequence whose stream was lost
     ENDING = "ending"  # every choice is finished, the decode worker's report is still to come
     ENDED = "ended"
 
@@ -34,6 +24,7 @@ class Phase(Enum):
 class RequestEvent(Enum):
     __hash__ = object.__hash__
 
+    RESUMED = "resumed"  # the client continues an answer that broke off
     ROOM = "room"  # first in line, and something has changed
     GRANTED = "granted"
     REFUSED = "refused"
@@ -43,7 +34,7 @@ class RequestEvent(Enum):
     TOKENS = "tokens"
     FINISHED = "finished"  # the last choice
     REJOINED = "rejoined"  # a worker whose session was lost
-    NOT_HERE = "not here"  # nothing to attach to
+    NOT_HERE = "not here"  # the worker has nothing to attach to
     DECODE_ENDED = "decode ended"
     DECODE_FAILED = "decode failed"
     DECODE_LOST = "decode worker lost"
@@ -57,77 +48,23 @@ class RequestEvent(Enum):
     UNREAD = "unread"  # the client does not read
     DEADLINE = "deadline"
     CANCEL = "cancel"
-    GRACE_OVER = "grace over"  # this gateway must go
-    OTHER = "other"  # a message that nobody asked for
+    GRACE_OVER = "grace over"  # this gateway must exit
+    OTHER = "other"  # an unexpected message
 
 
-class RequestTransition(NamedTuple):
-    """`action` is a method of Attempts; the request moves to `phase` before it runs."""
-
-    action: str
-    phase: Phase
+Message = TypeVar("Message")
 
 
-def _table() -> dict[tuple[Phase, RequestEvent], RequestTransition]:
-    p, e = Phase, RequestEvent
-    table = {(phase, event): RequestTransition("ignore", phase) for phase in p for event in e}
-    for phase in p:
-        if phase is p.ENDED:
-            continue
-        table[phase, e.DEADLINE] = RequestTransition("end_deadline", p.ENDED)
-        table[phase, e.CANCEL] = RequestTransition("end_cancelled", p.ENDED)
-        table[phase, e.UNREAD] = RequestTransition("end_unread", p.ENDED)
-        table[phase, e.GRACE_OVER] = RequestTransition("end_draining", p.ENDED)
-    # Whoever holds something of the request and goes takes the attempt along.
-    for phase in (p.ADMITTING, p.AWAITING_PREFILL, p.PREFILLING, p.FETCHING, p.DECODING):
-        for event in (e.DECODE_ENDED, e.DECODE_FAILED, e.DECODE_LOST):
-            table[phase, event] = RequestTransition("try_again", p.ADMITTING)
-        table[phase, e.DECODE_STALLED] = RequestTransition("leave_stalled", phase)
-    for phase in (p.PREFILLING, p.FETCHING):
-        table[phase, e.PREFILL_STALLED] = RequestTransition("leave_stalled", phase)
-        for event in (e.PREFILL_ENDED, e.PREFILL_FAILED, e.PREFILL_LOST):
-            table[phase, event] = RequestTransition("try_again", p.ADMITTING)
-        table[phase, e.DONE] = RequestTransition("begin_answer", p.DECODING)
-        table[phase, e.FETCHED] = RequestTransition("note_fetched", phase)
-    return table | {
-        (p.AWAITING_CREDIT, e.ROOM): RequestTransition("ask_for_credit", p.ADMITTING),
-        (p.AWAITING_CREDIT, e.SILENCE): RequestTransition("end_full", p.ENDED),
-        (p.ADMITTING, e.GRANTED): RequestTransition("ask_for_prefill", p.PREFILLING),
-        (p.ADMITTING, e.REFUSED): RequestTransition("await_credit", p.AWAITING_CREDIT),
-        (p.ADMITTING, e.SILENCE): RequestTransition("try_again", p.ADMITTING),
-        (p.AWAITING_PREFILL, e.ROOM): RequestTransition("ask_for_prefill", p.PREFILLING),
-        (p.AWAITING_PREFILL, e.SILENCE): RequestTransition("end_full", p.ENDED),
-        (p.PREFILLING, e.ACCEPTED): RequestTransition("fetch", p.FETCHING),
-        (p.PREFILLING, e.REFUSED): RequestTransition("await_prefill", p.AWAITING_PREFILL),
-        (p.PREFILLING, e.SILENCE): RequestTransition("try_again", p.ADMITTING),
-        (p.DECODING, e.FETCHED): RequestTransition("note_fetched", p.DECODING),
-        (p.DECODING, e.DECODE_LOST): RequestTransition("reattach", p.ATTACHING),
-        (p.DECODING, e.PREFILL_LOST): RequestTransition("doubt_fetch", p.DECODING),
-        (p.DECODING, e.PREFILL_STALLED): RequestTransition("doubt_fetch", p.DECODING),
-        (p.DECODING, e.DOUBT_OVER): RequestTransition("try_again", p.ADMITTING),
-        (p.ATTACHING, e.REJOINED): RequestTransition("ask_again", p.ATTACHING),
-        (p.ATTACHING, e.GRANTED): RequestTransition("go_on", p.DECODING),
-        (p.ATTACHING, e.NOT_HERE): RequestTransition("ask_others", p.ATTACHING),
-        (p.ATTACHING, e.REFUSED): RequestTransition("ask_others", p.ATTACHING),
-        (p.ATTACHING, e.DECODE_ENDED): RequestTransition("ask_others", p.ATTACHING),
-        (p.ATTACHING, e.DECODE_FAILED): RequestTransition("ask_others", p.ATTACHING),
-        (p.ATTACHING, e.DECODE_LOST): RequestTransition("ask_others", p.ATTACHING),
-        (p.ATTACHING, e.SILENCE): RequestTransition("begin_anew", p.ADMITTING),
-        (p.DECODING, e.TOKENS): RequestTransition("take_tokens", p.DECODING),
-        # What the prefill worker still does is give its lease back; if that fails, the fetch says so.
-        (p.DECODING, e.FINISHED): RequestTransition("await_report", p.ENDING),
-        (p.ENDING, e.DECODE_ENDED): RequestTransition("end_ok", p.ENDED),
-        (p.ENDING, e.DECODE_FAILED): RequestTransition("end_ok", p.ENDED),
-        (p.ENDING, e.DECODE_LOST): RequestTransition("end_ok", p.ENDED),
-        (p.ENDING, e.SILENCE): RequestTransition("end_ok", p.ENDED),
-        (p.ENDING, e.UNREAD): RequestTransition("ignore", p.ENDING),
-    }
+class Occurrence(NamedTuple, Generic[Message]):
+    """An event as it happened: in which state, since when (time.monotonic()) that lasted, and the message that came."""
+
+    event: RequestEvent
+    before: RequestState
+    since: float
+    message: Message
 
 
-TABLE = _table()
-
-
-_EVENTS = {
+_EVENTS: dict[type, RequestEvent] = {
     pb.Granted: RequestEvent.GRANTED,
     pb.Refused: RequestEvent.REFUSED,
     pb.Accepted: RequestEvent.ACCEPTED,
@@ -140,8 +77,8 @@ _EVENTS = {
 }
 
 
-def event_of(message, is_prefill: bool) -> RequestEvent:
-    """What a message of the prefill or the decode leg is to the request."""
+def event_of(message: object, is_prefill: bool) -> RequestEvent:
+    """Return the event that a message of the prefill or the decode leg is."""
     if (event := _EVENTS.get(type(message))) is not None:
         return event
     if isinstance(message, Lost):
@@ -153,19 +90,3 @@ def event_of(message, is_prefill: bool) -> RequestEvent:
             return RequestEvent.PREFILL_FAILED if is_prefill else RequestEvent.DECODE_FAILED
         return RequestEvent.PREFILL_ENDED if is_prefill else RequestEvent.DECODE_ENDED
     return RequestEvent.OTHER
-
-
-def state_table_markdown() -> str:
-    """The table for people: a row an event, a column a phase. `x → y`: action and next phase, `·`: nothing happens."""
-    head = ["", *(phase.value for phase in Phase)]
-    lines = [head, ["---"] * len(head)]
-    for event in RequestEvent:
-        lines.append([f"**{event.value}**", *(_cell_text(phase, TABLE[phase, event]) for phase in Phase)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell_text(phase: Phase, cell: RequestTransition) -> str:
-    if cell.action == "ignore":
-        return "·"
-    action = cell.action.replace("_", " ")
-    return action if cell.phase is phase else f"{action} → {cell.phase.value}"

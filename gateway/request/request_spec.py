@@ -1,4 +1,4 @@
-"""A checked request in the words of workers."""
+"""Say a checked request in the words of workers."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,44 +7,57 @@ from baton.service.codec import budget_ms
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
-from gateway.request.validation import Checked, Sampling
+from gateway.prefix.prefix_hashes import PrefixHashes
+from gateway.request.validation import Checked
+from kvtransfer.naming import SPAN_TOKENS, SpanHash
 
 
-def make_spec(
-    checked: Checked,
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    max_tokens: int,
-    span_hashes: Sequence[bytes],
-    chain_parent: bytes,
-    traceparent: str,
-    deadline: float,
-    tenant_mark: bytes = b"",
-) -> pb.RequestSpec:
-    """`span_hashes` and `chain_parent` are of prompt and output together. `deadline` is time.monotonic()."""
-    spec = pb.RequestSpec(
-        token_ids=prompt_ids,
-        num_prompt_tokens=len(prompt_ids),
-        sampling=_sampling(checked.sampling),
-        max_tokens=max_tokens,
-        min_tokens=checked.min_tokens,
-        stop_token_ids=sorted(checked.stop_token_ids),
-    )
-    # All that an answer hangs on: the same from any gateway that is sent the same request.
-    spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
-    spec.token_ids.extend(output_ids)
-    spec.span_hashes.extend(span_hashes)
-    spec.chain_parent = chain_parent
-    spec.priority = checked.priority
-    spec.tenant_mark = tenant_mark
-    spec.traceparent = traceparent
-    spec.budget_ms = budget_ms(deadline)
-    spec.speculation.CopyFrom(checked.speculation)
-    return spec
+class SpecBuilder:
+    """Build the RequestSpec of each attempt of one request."""
+
+    def __init__(
+        self, checked: Checked, prompt_ids: Sequence[int], max_tokens: int, names: PrefixHashes, tenant: str,
+        traceparent: str, deadline: float,
+    ):  # fmt: skip
+        """`deadline`: time.monotonic(). Raises Unavailable before a worker has said which model is served."""
+        self._checked, self._prompt_ids, self._max_tokens = checked, prompt_ids, max_tokens
+        self._names, self._tenant, self._traceparent, self._deadline = names, tenant, traceparent, deadline
+        self._prompt_spans = names.spans(tenant, prompt_ids)
+
+    @property
+    def reusable_spans(self) -> list[SpanHash]:
+        """The names of the prompt's full spans that a worker may have cached; the last token is always computed."""
+        return self._prompt_spans.hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
+
+    def build(self, output_ids: Sequence[int] = ()) -> pb.RequestSpec:
+        """Return the spec of an attempt that continues after `output_ids`."""
+        checked = self._checked
+        spec = pb.RequestSpec(
+            token_ids=self._prompt_ids,
+            num_prompt_tokens=len(self._prompt_ids),
+            sampling=checked.sampling,
+            max_tokens=self._max_tokens,
+            min_tokens=checked.min_tokens,
+            stop_token_ids=sorted(checked.stop_token_ids),
+        )
+        # All that an answer depends on: the same from any gateway that gets the same request.
+        spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
+        spec.token_ids.extend(output_ids)
+        named = self._prompt_spans
+        if output_ids:
+            named = self._names.spans(self._tenant, self._prompt_ids, output_ids)
+        spec.span_hashes.extend(named.hashes)
+        spec.chain_parent = named.parent
+        spec.priority = checked.priority
+        spec.tenant_mark = self._names.mark(self._tenant)
+        spec.traceparent = self._traceparent
+        spec.budget_ms = budget_ms(self._deadline)
+        spec.speculation.CopyFrom(checked.speculation)
+        return spec
 
 
 def make_taker(link: WorkerLink, num_cached_tokens: int) -> kv_pb2.Taker:
-    """What the prefill worker must know of the decode worker."""
+    """Return what a source must know of the worker that takes its KV and has `num_cached_tokens` already."""
     hello = link.hello
     return kv_pb2.Taker(
         instance=hello.instance,
@@ -54,20 +67,4 @@ def make_taker(link: WorkerLink, num_cached_tokens: int) -> kv_pb2.Taker:
         num_cached_tokens=num_cached_tokens,
         transports=hello.model.transports,
         host_id=hello.host_id,
-    )
-
-
-def _sampling(sampling: Sampling) -> pb.WorkerSampling:
-    return pb.WorkerSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=sampling.logit_bias,
-        n=sampling.n,
-        logprobs=sampling.logprobs,
     )

@@ -5,38 +5,22 @@ import hashlib
 import re
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.service.errors import InvalidRequest, NotFound
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2
 from gateway.config.served_model import RequestLimits, ServedModel
 from gateway.config.slo_classes import DEFAULT_CLASS
-from gateway.model.sampling_ranges import RANGES, SHIFT
+from gateway.model.sampling_params import SAMPLING_PARAMS, SHIFT
 from gateway.text.templates import ChatMessage
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DRAFT_TOKENS = 16
 ROLES = ("system", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Resolved: nothing is unset any more."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: dict[int, float]
-    n: int
-    logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +32,7 @@ class Checked:
     text: str | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
     messages: tuple[ChatMessage, ...] | None = field(repr=False)
-    sampling: Sampling
+    sampling: worker_pb2.WorkerSampling  # nothing is unset any more
     max_tokens: int | None  # None: not asked for
     min_tokens: int
     stops: tuple[str, ...] = field(repr=False)
@@ -190,7 +174,7 @@ def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int,
         _refuse("resume_from", f"has {len(request.resume_from)} entries for {num_choices} choices: one each is needed")
     if not request.request_id:
         _refuse("resume_from", "needs the request_id of the request that it continues")
-    temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.temperature
+    temperature = sampling.temperature if sampling.HasField("temperature") else served.defaults.sampling["temperature"]
     if temperature and not sampling.HasField("seed"):
         _refuse(
             "resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ"
@@ -210,26 +194,25 @@ def _messages(messages: Sequence[pb.Message], limits: RequestLimits) -> tuple[Ch
     return tuple(ChatMessage(message.role, message.content) for message in messages)
 
 
-def _sampling(sampling: pb.Sampling, served: ServedModel) -> Sampling:
-    defaults = served.defaults
-    checked = Sampling(
-        temperature=_number(sampling, "temperature", defaults.temperature),
-        top_k=sampling.top_k if sampling.HasField("top_k") else defaults.top_k,
-        top_p=_number(sampling, "top_p", defaults.top_p),
-        min_p=_number(sampling, "min_p", defaults.min_p),
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(53),  # exact in every client's numbers
-        repetition_penalty=_number(sampling, "repetition_penalty", defaults.repetition_penalty),
-        presence_penalty=_number(sampling, "presence_penalty", 0.0),
-        frequency_penalty=_number(sampling, "frequency_penalty", 0.0),
-        logit_bias=_logit_bias(sampling.logit_bias, served),
-        n=sampling.n if sampling.HasField("n") else 1,
-        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-    )
-    if not 1 <= checked.n <= served.limits.choices:
+def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampling:
+    """Return what is asked for, and the defaults for the rest. Both messages have fields of the same names."""
+    resolved = worker_pb2.WorkerSampling(**served.defaults.sampling, n=1)
+    if not asked.HasField("seed"):
+        resolved.seed = secrets.randbits(53)  # exact in every client's numbers
+    for descriptor, value in asked.ListFields():
+        name = descriptor.name
+        if name == "logit_bias":
+            _check_logit_bias(value, served)
+            resolved.logit_bias.update(value)
+            continue
+        if name in SAMPLING_PARAMS and (problem := SAMPLING_PARAMS[name].range.problem(value)):
+            _refuse(f"sampling.{name}", problem)
+        setattr(resolved, name, value)
+    if not 1 <= resolved.n <= served.limits.choices:
         _refuse("sampling.n", f"must be 1 to {served.limits.choices}")
-    if (checked.logprobs or 0) > served.limits.logprobs:
+    if resolved.logprobs > served.limits.logprobs:
         _refuse("sampling.logprobs", f"must be at most {served.limits.logprobs}")
-    return checked
+    return resolved
 
 
 def _slo_class(name: str, served: ServedModel) -> str:
@@ -250,16 +233,7 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
     return copy
 
 
-def _number(sampling: pb.Sampling, name: str, default: float) -> float:
-    if not sampling.HasField(name):
-        return default
-    value = getattr(sampling, name)
-    if problem := RANGES[name].problem(value):
-        _refuse(f"sampling.{name}", problem)
-    return value
-
-
-def _logit_bias(logit_bias, served: ServedModel) -> dict[int, float]:
+def _check_logit_bias(logit_bias: Mapping[int, float], served: ServedModel) -> None:
     if len(logit_bias) > served.limits.logit_bias:
         limit = served.limits.logit_bias
         _refuse("sampling.logit_bias", f"has {len(logit_bias)} entries, at most {limit} are allowed")
@@ -268,7 +242,6 @@ def _logit_bias(logit_bias, served: ServedModel) -> dict[int, float]:
             _refuse("sampling.logit_bias", f"{token_id} is out of range: the vocabulary has {served.vocab_size} ids")
         if SHIFT.problem(bias):
             _refuse("sampling.logit_bias", f"the bias of {token_id} {SHIFT.rule}")
-    return dict(logit_bias)
 
 
 def _max_tokens(stopping: pb.Stopping, served: ServedModel) -> int | None:

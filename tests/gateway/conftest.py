@@ -13,12 +13,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from baton.service.clock import now
+from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2_grpc
 from gateway.api.ports import open_ports
 from gateway.app import Gateway
 from gateway.config.settings import GatewaySettings
 from gateway.model.model_folder import read_folder
-from gateway.request.request_spec import make_spec
+from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import check
 from tests.support.client import make_request
 from tests.support.gateway.fake_worker import FakeWorker
@@ -87,7 +88,8 @@ class Cluster:
         """Every decode worker has such a sequence, as if its session had been lost."""
         registry = self.gateway.registry
         request = make_request(prompt, request_id=request_id, max_tokens=max_tokens, seed=seed)
-        spec = make_spec(check(request, registry.model), prompt, (), max_tokens, (), bytes(32), "", now() + 60)
+        checked, names = check(request, registry.model), self.gateway.names
+        spec = SpecBuilder(checked, prompt, max_tokens, names, DEFAULT_TENANT, "", now() + 60).build()
         for worker in self.decode:
             worker.parked[request_id] = spec
 

@@ -11,6 +11,7 @@ from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
 from gateway.config.settings import GatewaySettings
 from gateway.model.model_folder import Defaults, read_folder
+from gateway.model.sampling_params import SAMPLING_DEFAULTS
 from gateway.prefix.cluster_secret import derived_secret, fingerprint, read_secret
 from gateway.prefix.memory_index import EmbeddedIndex
 from gateway.request.timing import Measured, Stamps, timing
@@ -93,17 +94,23 @@ async def test_the_embedded_index():
 def test_defaults_are_the_folder_s(folder):
     read = read_folder(folder)
     assert (read.name, read.context, read.vocab_size, read.eos_ids) == ("fake", 1024, 400, {0, 4})
-    assert read.defaults == Defaults() and read.defaults.temperature == 0
+    assert read.defaults == Defaults() and read.defaults.sampling["temperature"] == 0
 
 
 @pytest.mark.parametrize(
     "generation, expected",
     [
         ({}, Defaults()),
-        ({"do_sample": True}, Defaults(temperature=1.0)),
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20}, Defaults(temperature=0.6, top_k=20)),
-        ({"temperature": 0.6, "top_p": 0.8}, Defaults(temperature=0.0, top_p=0.8)),
-        ({"max_new_tokens": 7, "repetition_penalty": 1.1}, Defaults(max_tokens=7, repetition_penalty=1.1)),
+        ({"do_sample": True}, Defaults(SAMPLING_DEFAULTS | {"temperature": 1.0})),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_k": 20},
+            Defaults(SAMPLING_DEFAULTS | {"temperature": 0.6, "top_k": 20}),
+        ),
+        ({"temperature": 0.6, "top_p": 0.8}, Defaults(SAMPLING_DEFAULTS | {"top_p": 0.8})),
+        (
+            {"max_new_tokens": 7, "repetition_penalty": 1.1},
+            Defaults(SAMPLING_DEFAULTS | {"repetition_penalty": 1.1}, max_tokens=7),
+        ),
     ],
 )
 def test_generation_config(folder, tmp_path, generation, expected):

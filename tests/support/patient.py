@@ -4,7 +4,7 @@ on a busy machine an answer takes more than the 20 ms after which a prompt is co
 import runpy
 import sys
 
-from gateway.orchestration import prefix_source
+from gateway.attempts import prefix_source
 
 prefix_source.OFFER_WAIT_S = 10.0
 del sys.argv[0]

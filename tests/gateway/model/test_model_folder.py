@@ -142,7 +142,8 @@ def test_whatever_stands_there_is_good_or_refused_in_one_line(copied, data):
         assert "\n" not in str(error)
     else:
         assert all(0 <= token_id < read.vocab_size for token_id in read.eos_ids)
-        assert read.defaults.top_k >= 0 and 0 < read.defaults.top_p <= 1 and read.defaults.repetition_penalty > 0
+        sampling = read.defaults.sampling
+        assert sampling["top_k"] >= 0 and 0 < sampling["top_p"] <= 1 and sampling["repetition_penalty"] > 0
     finally:
         for name in FILES:
             (copied / name).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import pytest
 
 import gateway.orchestration.pipeline
 from baton.v1 import inference_pb2 as pb
-from gateway.orchestration.attempts import Attempts
+from gateway.orchestration.machine import RequestMachine
 from tests.support.client import make_request, read_error
 from tests.support.gateway.fake_worker import tokens_of
 
@@ -47,12 +47,12 @@ async def test_what_has_ended_waits_for_no_collector(cluster, monkeypatch):
     """A call in gRPC takes 15 KiB or more, and is not given back before the request that writes to it."""
     made = []
 
-    def remembered(*args) -> Attempts:
-        attempts = Attempts(*args)
-        made.append(weakref.ref(attempts))
-        return attempts
+    def remembered(request) -> RequestMachine:
+        machine = RequestMachine(request)
+        made.append(weakref.ref(machine))
+        return machine
 
-    monkeypatch.setattr(gateway.orchestration.pipeline, "Attempts", remembered)
+    monkeypatch.setattr(gateway.orchestration.pipeline, "RequestMachine", remembered)
     gc.disable()
     try:
         async with cluster(num_prefill=2, num_decode=2) as c:

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from gateway.attempts import prefix_source
 from gateway.link.worker_link import LinkState
-from gateway.orchestration import prefix_source
 from gateway.routing.latency_model import WorkerRates
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
@@ -108,7 +108,7 @@ async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatc
         c.gateway.registry.candidates._said.clear()
         asking = asyncio.create_task(generate(c, max_tokens=300))
         running = c.gateway._pipeline.running
-        await c.until(lambda: any(each._answer.num_output_tokens >= 40 for each in running.values()))
+        await c.until(lambda: any(each.request.answer.num_output_tokens >= 40 for each in running.values()))
         (left,) = (worker for worker in c.decode if worker.held)
         (taker,) = (worker for worker in c.decode if worker is not left)
         left.hold("decode")

@@ -256,7 +256,7 @@ async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
 async def test_a_failure_is_no_storm(cluster):
     """What fails everywhere is tried again as often as the budget allows, and no more."""
     async with cluster(num_prefill=2) as c:
-        c.gateway._pipeline.recovery._retries = 3.0
+        c.gateway._pipeline.retry_budget._retries = 3.0
         c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")] * 1000
         said = [await refused(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
         assert {each.code for each in said} == {grpc.StatusCode.UNAVAILABLE}
@@ -272,9 +272,9 @@ async def test_every_step_counts_as_progress(cluster):
         worker.hold("end")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=30)
         await c.until(lambda: c.gateway._pipeline.running)
-        (attempts,) = c.gateway._pipeline.running.values()
+        (machine,) = c.gateway._pipeline.running.values()
         for lost in range(1, num_lost + 1):
-            await c.until(lambda: attempts._has_stepped)
+            await c.until(lambda: machine.request.attempt.has_stepped)
             worker.hold("decode")
             worker.hold("attach")
             await asyncio.sleep(0.1)  # a session that lives for a moment is no worker that dies of each

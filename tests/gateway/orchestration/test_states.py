@@ -1,6 +1,8 @@
-"""Every cell of the table: a request is brought into the phase, the event happens, and in the end nothing is left."""
+"""Every cell of the table: a request is brought into the state, the event happens, and in the end nothing is left."""
 
+import ast
 import asyncio
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,39 +11,29 @@ import gateway.orchestration.pipeline
 from baton.v1 import inference_pb2 as pb2
 from baton.v1 import worker_pb2 as pb
 from gateway.link.mailbox import Lost, Stalled, Tokens
-from gateway.orchestration.attempts import Attempts
-from gateway.orchestration.states import TABLE, Phase, RequestEvent, state_table_markdown
+from gateway.orchestration.decode_actions import await_report, end_answered, ignore
+from gateway.orchestration.machine import ForbiddenTransition, RequestMachine
+from gateway.orchestration.states import RequestEvent, RequestState
+from gateway.orchestration.transitions import TABLE, RequestTransition, state_table_markdown
 from tests.gateway.orchestration.test_answers import PROMPT, generate, ids_of
 from tests.support.gateway.fake_worker import tokens_of
 
 MAX_TOKENS = 4
 EXPECTED = tokens_of(PROMPT, MAX_TOKENS, 400)
-# What holds a request in the phase.
+# What holds a request in the state.
 HOLDS = {
-    Phase.ADMITTING: ("decode", "admit"),
-    Phase.PREFILLING: ("prefill", "accept"),
-    Phase.FETCHING: ("prefill", "prefill"),
-    Phase.DECODING: ("decode", "decode"),
-    Phase.ATTACHING: ("decode", "attach"),
-    Phase.ENDING: ("decode", "end"),
+    RequestState.ADMITTING: ("decode", "admit"),
+    RequestState.PREFILLING: ("prefill", "accept"),
+    RequestState.FETCHING: ("prefill", "prefill"),
+    RequestState.DECODING: ("decode", "decode"),
+    RequestState.ATTACHING: ("decode", "attach"),
+    RequestState.ENDING: ("decode", "end"),
 }
-REFUSALS = {Phase.AWAITING_CREDIT: "decode", Phase.AWAITING_PREFILL: "prefill"}
-LIVE = [phase for phase in Phase if phase is not Phase.ENDED]
-# An action may lead on at once: to another worker, out of the line, or to the end.
-LEADS_ON = {
-    "try_again": {Phase.ADMITTING, Phase.AWAITING_CREDIT, Phase.ENDED},
-    "await_credit": {Phase.AWAITING_CREDIT},
-    "ask_for_prefill": {Phase.PREFILLING, Phase.AWAITING_PREFILL},
-    "await_report": {Phase.ENDING, Phase.ENDED},
-    "reattach": {Phase.ATTACHING, Phase.ADMITTING},
-    "ask_again": {Phase.ATTACHING, Phase.ADMITTING},
-    "ask_others": {Phase.ATTACHING, Phase.ADMITTING},
-    "begin_anew": {Phase.ADMITTING, Phase.AWAITING_CREDIT},
-    "leave_stalled": {Phase.ADMITTING, Phase.AWAITING_CREDIT},
-}
+REFUSALS = {RequestState.AWAITING_CREDIT: "decode", RequestState.AWAITING_PREFILL: "prefill"}
+LIVE = [state for state in RequestState if state is not RequestState.ENDED]
 
 
-def subject(event: RequestEvent):
+def message_of(event: RequestEvent):
     """What comes with the event, as a worker would say it."""
     first = pb.FirstToken(choice=0, token_id=EXPECTED[0])
     return {
@@ -62,12 +54,12 @@ def subject(event: RequestEvent):
     }.get(event)
 
 
-async def bring_to(c, phase: Phase) -> None:
-    if phase in REFUSALS:
-        for worker in getattr(c, REFUSALS[phase]):
+async def bring_to(c, state: RequestState) -> None:
+    if state in REFUSALS:
+        for worker in getattr(c, REFUSALS[state]):
             worker.refusals = ["kv_full"] * 100_000
     else:
-        role, gate = HOLDS[phase]
+        role, gate = HOLDS[state]
         for worker in getattr(c, role):
             worker.hold(gate)
 
@@ -79,70 +71,110 @@ def let_go(c) -> None:
             worker.release(gate)
 
 
+def machines_made(monkeypatch) -> list[RequestMachine]:
+    made: list[RequestMachine] = []
+
+    def remembered(request) -> RequestMachine:
+        made.append(RequestMachine(request))
+        return made[-1]
+
+    monkeypatch.setattr(gateway.orchestration.pipeline, "RequestMachine", remembered)
+    return made
+
+
 @pytest.mark.parametrize("event", RequestEvent, ids=lambda event: event.value.replace(" ", "-"))
-@pytest.mark.parametrize("phase", LIVE, ids=lambda phase: phase.value.replace(" ", "-"))
-async def test_cell(cluster, monkeypatch, phase, event):
-    made = []
-    monkeypatch.setattr(
-        gateway.orchestration.pipeline, "Attempts", lambda *args: made.append(Attempts(*args)) or made[0]
-    )
+@pytest.mark.parametrize("state", LIVE, ids=lambda state: state.value.replace(" ", "-"))
+async def test_cell(cluster, monkeypatch, state, event):
+    made = machines_made(monkeypatch)
     async with cluster(num_prefill=2, num_decode=2) as c:
-        await bring_to(c, phase)
+        await bring_to(c, state)
         resumed = {}
-        if phase is Phase.ATTACHING:
+        if state is RequestState.ATTACHING:
             resumed = {"request_id": "again", "seed": 1, "resume_from": [0]}
             c.park("again", PROMPT, max_tokens=MAX_TOKENS, seed=1)
         running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS, **resumed))
-        await c.until(lambda: made and made[0].phase is phase)
-        attempts, cell = made[0], TABLE[phase, event]
-        if (phase, event) == (Phase.DECODING, RequestEvent.FINISHED):  # nobody says so before it is so
-            attempts._answer.push(0, 1, EXPECTED[1:], (), pb2.FINISH_REASON_LENGTH)
-        if phase is Phase.ATTACHING:
+        await c.until(lambda: made and made[0].state is state)
+        machine, cell = made[0], TABLE[state, event]
+        request = machine.request
+        if (state, event) == (RequestState.DECODING, RequestEvent.FINISHED):  # it happens only once it is so
+            request.answer.push(0, 1, EXPECTED[1:], (), pb2.FINISH_REASON_LENGTH)
+        if state is RequestState.ATTACHING:
             await c.until(lambda: any("attach" in worker.kinds() for worker in c.decode))
-            attempts.happen(event, next(iter(attempts._attaching._legs)))
+            machine.happen(event, next(iter(request.reattach._legs)))
         else:
-            attempts.happen(event, subject(event))
-        assert attempts.phase in LEADS_ON.get(cell.action, {cell.phase})
-        if attempts.phase is Phase.ENDED:
-            attempts._call_room()  # its reader looks up: in life it was the reader that brought the event
+            machine.happen(event, message_of(event))
+        assert machine.state in cell.states
+        if machine.state is RequestState.ENDED:
+            request.call_room()  # its reader looks up: in life it was the reader that brought the event
         let_go(c)
         try:
             assert ids_of(await running) == EXPECTED
         except grpc.aio.AioRpcError as error:
-            assert cell.phase is Phase.ENDED or cell.action in LEADS_ON, error
+            assert RequestState.ENDED in cell.states, error
             assert error.code() not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
         else:
-            assert cell.phase is not Phase.ENDED or cell.action == "end_ok"
+            assert cell.states != (RequestState.ENDED,) or cell.action is end_answered
         await c.idle()
 
 
 def test_the_table_is_whole():
-    assert set(TABLE) == {(phase, event) for phase in Phase for event in RequestEvent}
+    assert set(TABLE) == {(state, event) for state in RequestState for event in RequestEvent}
     for cell in TABLE.values():
-        assert hasattr(Attempts, f"_{cell.action}")
-    assert {TABLE[Phase.ENDED, event] for event in RequestEvent} == {("ignore", Phase.ENDED)}
+        assert callable(cell.action) and cell.action.__doc__ and len(cell.states) == len(set(cell.states)) > 0
+    ended = RequestTransition(ignore, (RequestState.ENDED,))
+    assert {TABLE[RequestState.ENDED, event] for event in RequestEvent} == {ended}
     assert all(
-        TABLE[phase, event].phase is Phase.ENDED
-        for phase in LIVE
+        TABLE[state, event].states == (RequestState.ENDED,)
+        for state in LIVE
         for event in (RequestEvent.CANCEL, RequestEvent.DEADLINE)
     )
     assert state_table_markdown().count("\n") == len(RequestEvent) + 1
 
 
+def test_what_raises_may_end():
+    """An action whose docstring says that it raises is in no cell that cannot lead to the end, and the other way round."""
+    for (state, event), cell in TABLE.items():
+        if cell.action not in (end_answered, await_report, ignore):
+            assert ("Raises" in cell.action.__doc__) == (RequestState.ENDED in cell.states), (state, event)
+
+
+def test_the_state_is_set_in_one_place():
+    set_in = []
+    for path in sorted(Path(gateway.orchestration.__file__).parent.glob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                targets = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+                if any(node.attr == "state" and isinstance(node.ctx, ast.Store) for node in targets):
+                    set_in.append(f"{path.stem}.{function.name}")
+    assert set_in == ["machine.__init__", "machine._enter"]
+
+
+async def test_a_state_that_the_cell_does_not_list_is_an_error(cluster, monkeypatch):
+    made = machines_made(monkeypatch)
+    async with cluster(num_prefill=2, num_decode=2) as c:
+        await bring_to(c, RequestState.DECODING)
+        running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
+        await c.until(lambda: made and made[0].state is RequestState.DECODING)
+        wrong = RequestTransition(lambda request, occurred: RequestState.FETCHING, (RequestState.DECODING,))
+        monkeypatch.setitem(TABLE, (RequestState.DECODING, RequestEvent.OTHER), wrong)
+        with pytest.raises(ForbiddenTransition, match="other while decoding has led to fetching"):
+            made[0].happen(RequestEvent.OTHER)
+        let_go(c)
+        assert ids_of(await running) == EXPECTED
+        await c.idle()
+
+
 async def test_the_last_tokens_and_the_report_come_at_once(cluster, monkeypatch):
     """Read in one go, as from a busy loop: the request is over, nothing is lost with the leg."""
-    made = []
-    monkeypatch.setattr(
-        gateway.orchestration.pipeline, "Attempts", lambda *args: made.append(Attempts(*args)) or made[0]
-    )
+    made = machines_made(monkeypatch)
     async with cluster(num_prefill=2, num_decode=2) as c:
-        await bring_to(c, Phase.DECODING)
+        await bring_to(c, RequestState.DECODING)
         running = asyncio.create_task(generate(c, max_tokens=MAX_TOKENS))
-        await c.until(lambda: made and made[0].phase is Phase.DECODING)
-        attempts = made[0]
-        attempts._mailbox.post(attempts._decode, Tokens(0, 1, EXPECTED[1:], [], pb2.FINISH_REASON_LENGTH))
-        attempts._mailbox.post(attempts._decode, pb.Ended())
+        await c.until(lambda: made and made[0].state is RequestState.DECODING)
+        request = made[0].request
+        request.mailbox.post(request.attempt.decode, Tokens(0, 1, EXPECTED[1:], [], pb2.FINISH_REASON_LENGTH))
+        request.mailbox.post(request.attempt.decode, pb.Ended())
         assert ids_of(await running) == EXPECTED
-        assert attempts._record.num_attempts == 1
+        assert request.record.num_attempts == 1
         let_go(c)
         await c.idle()

@@ -95,14 +95,17 @@ def test_a_mebibyte():
 
 
 def test_zero_is_a_value_and_unset_is_the_model_s():
-    served = ServedModel("fake", 1024, 400, frozenset([0]), Defaults(0.7, 50, 0.9, 0.1, 1.3, 99))
+    model = {"temperature": 0.75, "top_k": 50, "top_p": 0.875, "min_p": 0.125, "repetition_penalty": 1.25}
+    served = ServedModel("fake", 1024, 400, frozenset([0]), Defaults(model, 99))
     unset = check(make_request(PROMPT), served)
     sampling = unset.sampling
-    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.7, 50, 0.9)
-    assert (sampling.min_p, sampling.repetition_penalty, sampling.n, sampling.logprobs) == (0.1, 1.3, 1, None)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.75, 50, 0.875)
+    assert (sampling.min_p, sampling.repetition_penalty, sampling.n) == (0.125, 1.25, 1)
+    assert not sampling.HasField("logprobs")
     assert resolve_max_tokens(unset, 3, served) == 99 and resolve_max_tokens(unset, 1000, served) == 24
     zeros = check(make_request(PROMPT, temperature=0.0, top_k=0, min_p=0.0, seed=0, logprobs=0), served).sampling
     assert (zeros.temperature, zeros.top_k, zeros.min_p, zeros.seed, zeros.logprobs) == (0.0, 0, 0.0, 0, 0)
+    assert zeros.HasField("logprobs")
 
 
 def test_stop_tokens_include_the_end_of_sequence_unless_ignored():

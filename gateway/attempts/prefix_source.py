@@ -1,7 +1,7 @@
-"""A prefix that another worker holds, asked for before a prefill worker would compute it.
+"""Ask another worker for a prefix that it holds, before it would be computed again.
 
 Offer{spans, taker} ─► holder ─ Offered ─► Prefill.sources
-                              └ NotHere, refused, lost, or no answer within OFFER_WAIT_S: it is computed
+                              └ NotHere, refused, lost, or no answer within OFFER_WAIT_S: compute it
 """
 
 import asyncio
@@ -13,14 +13,15 @@ from gateway.link.worker_leg import Key
 from gateway.link.worker_link import WorkerLink
 from gateway.request.request_spec import make_taker
 
-OFFER_WAIT_S = 0.02  # it is answered from the holder's ledger, and the prompt waits for it
+OFFER_WAIT_S = 0.02  # the holder answers from its ledger, and the prompt waits for it
 
 
 class PrefixSource:
-    """At most one Offer. `on_settled(sources, address of who gives them)` is called once, at once where there is nobody
-    to be asked, unless `close()` comes first, which gives the lease back and is idempotent."""
+    """Send at most one Offer, and call back once with what it brings. The holder sees it as the mailbox of its leg."""
 
     def __init__(self, on_settled: Callable[[list[pb.KVSource], str | None], None]):
+        """`on_settled(sources, holder's address)` is called once, with ([], None) where no prefix comes in time; never
+        after `close()`."""
         self._on_settled = on_settled
         self._leg = self._timer = None
         self._is_pending = True
@@ -28,8 +29,9 @@ class PrefixSource:
     def ask(
         self, holder: WorkerLink | None, reader: WorkerLink, hashes: Sequence[bytes], key: Key, deadline: float
     ) -> None:
-        """For the spans `hashes`, from the prompt's first on, to be pulled by `reader` until `deadline`. `key`: of the
-        Offer alone, since the holder may have the request's."""
+        """Ask `holder` to offer the prompt's leading spans `hashes` to `reader` until `deadline` (time.monotonic()).
+
+        Without a holder it settles at once. `key` is of the Offer alone: the holder may know the request's own key."""
         if holder is None:
             self._settle([], None)
             return
@@ -39,20 +41,22 @@ class PrefixSource:
         self._leg.send(offer=pb.Offer(spans=chain, taker=taker, budget_ms=budget_ms(deadline)))
 
     def post(self, leg, event) -> None:
-        """The holder's answer: this is the mailbox of its leg."""
+        """Take the holder's answer."""
         if isinstance(event, pb.Offered):
             self._settle([pb.KVSource(handle=event.handle, ticket=event.ticket)], leg.link.address)
         else:
             self._settle([], None)
 
     def add(self, leg, *row) -> None:
-        """Tokens, which nobody has asked for."""
+        """Take tokens, which were not asked for, as a refusal."""
         self._settle([], None)
 
     def hurry(self) -> bool:
+        """Return False: nothing is ever held back."""
         return False
 
     def close(self) -> None:
+        """Give the lease back and never call back again. Idempotent."""
         self._is_pending = False
         if self._leg is not None:
             self._timer.cancel()
@@ -65,5 +69,5 @@ class PrefixSource:
             self._is_pending = False
             self._timer.cancel()
         else:
-            self.close()  # what is offered too late is given back
+            self.close()  # gives back what is offered too late
         self._on_settled(sources, holder)

@@ -1,0 +1,90 @@
+"""Attach to a sequence that still decodes on a worker, or is parked there, instead of starting it over.
+
+session lost ─► the worker answers Hello again ─ Attach ─► Granted: tokens continue    NotHere, lost, or no answer
+client resumes ─ Attach to decode workers ───────────────► Granted, the first one      in ATTACH_WAIT_S: start over
+"""
+
+from collections.abc import Iterable, Sequence
+
+from baton.service.codec import budget_ms
+from baton.v1 import worker_pb2 as pb
+from gateway.attempts.attempt import new_key
+from gateway.link.mailbox import Mailbox
+from gateway.link.worker_leg import WorkerLeg
+from gateway.link.worker_link import WorkerLink
+
+ATTACH_WAIT_S = 0.5  # a worker answers from memory, and the client waits
+MAX_ASKED = 32  # decode workers, those with the longest prefixes first
+
+
+class Reattach:
+    """Look for one sequence on workers, with one leg for each that is asked."""
+
+    def __init__(
+        self, key_id: str, mailbox: Mailbox, spec: pb.RequestSpec, next_index: Sequence[int], deadline: float,
+        previous_attempt: int = 0,
+    ):  # fmt: skip
+        """`next_index`: the first wanted output token of each choice; `deadline`: time.monotonic(); `previous_attempt`:
+        the attempt whose sequence is wanted, 0: any of the request."""
+        self._key_id, self._mailbox = key_id, mailbox
+        self._spec, self._next_index, self._deadline = spec, list(next_index), deadline
+        self._previous_attempt = previous_attempt
+        self._legs: dict[WorkerLeg, bytes] = {}  # to the id of the worker that is meant
+
+    def __contains__(self, leg: WorkerLeg | None) -> bool:
+        return leg in self._legs
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no worker is left to answer."""
+        return not self._legs
+
+    def ask(self, links: Iterable[WorkerLink], num_received: int) -> None:
+        """Send Attach to each worker. The `num_received` tokens that the client has come again at once: they do not
+        count as unread."""
+        for link in links:
+            leg = link.open(new_key(self._key_id), self._mailbox)
+            leg.num_unread = -num_received - link.max_unread_tokens
+            self._legs[leg] = link.worker_id
+            self._send(leg)
+
+    def wait_for(self, link: WorkerLink, worker_id: bytes) -> None:
+        """Send Attach to the worker whose session was lost, once it is back: its leg gets Rejoined, or Lost again."""
+        leg = link.open(new_key(self._key_id), self._mailbox)
+        self._legs[leg] = worker_id
+        if link.hello is not None:
+            self.rejoined(leg)
+
+    def rejoined(self, leg: WorkerLeg) -> None:
+        """Send Attach again, unless another worker answers at the same address: it knows nothing."""
+        if leg.link.worker_id == self._legs[leg]:
+            self._send(leg)
+        else:
+            self.drop(leg)
+
+    def drop(self, leg: WorkerLeg) -> None:
+        """Give up on this worker."""
+        del self._legs[leg]
+        leg.close()
+
+    def take(self, leg: WorkerLeg) -> WorkerLeg:
+        """Return the leg of the worker that continues, after closing all others."""
+        del self._legs[leg]
+        self.close()
+        leg.worker_id = leg.link.worker_id
+        return leg
+
+    def close(self) -> None:
+        """Close all legs. Idempotent."""
+        for leg in list(self._legs):
+            self.drop(leg)
+
+    def _send(self, leg: WorkerLeg) -> None:
+        attach = pb.Attach(
+            previous_attempt=self._previous_attempt,
+            next_index=self._next_index,
+            budget_ms=budget_ms(self._deadline),
+            fingerprint=self._spec.fingerprint,
+            traceparent=self._spec.traceparent,
+        )
+        leg.send(attach=attach)

@@ -1,0 +1,98 @@
+"""Find workers for one request, past those that have refused or failed it."""
+
+from collections.abc import Set
+
+from baton.v1 import worker_pb2 as pb
+from gateway.answer.answer import Answer
+from gateway.fleet.registry import Registry
+from gateway.link.worker_link import WorkerLink
+from gateway.prefix.prefix_matches import Matches
+from gateway.request.request_record import Record
+from gateway.routing.routing import Decision, RoutingRequest
+from kvtransfer.naming import SPAN_TOKENS
+
+_NONE: frozenset[bytes] = frozenset()
+
+
+class RequestRouter:
+    """Workers are named by their ids: `refused` have no room now, `failed` have failed this request, of which `leaving`
+    only drain and may still give KV; those that have called it too long are never asked again."""
+
+    def __init__(self, registry: Registry, matches: Matches, record: Record, answer: Answer):
+        self._registry, self._matches, self._record, self._answer = registry, matches, record, answer
+        self._refused = self._failed = self._leaving = self._too_short = _NONE
+
+    @property
+    def request(self) -> RoutingRequest:
+        """The request as routing sees it: an answer that is continued is read like a part of the prompt."""
+        ask = self._record.ask
+        if len(self._answer.choices) > 1:
+            return ask
+        return ask._replace(num_tokens=ask.num_tokens + len(self._answer.choices[0].token_ids))
+
+    @property
+    def may_read_where_it_decodes(self) -> bool:
+        """Whether the prompt needs no prefill worker."""
+        return self._registry.may_read_where_it_decodes
+
+    def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
+        """Return (decision, prefill worker or None, decode worker). Raises Unavailable."""
+        return self._registry.route(self.request, self._matches, self._failed | self._refused, self._too_short)
+
+    def prefill_for(self, taker: WorkerLink) -> WorkerLink | None:
+        """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises Unavailable."""
+        avoid = self._failed | self._refused
+        return self._registry.source_for(taker, self.request, self._matches, avoid, self._too_short)
+
+    def prefix_holder_for(self, reader: WorkerLink) -> WorkerLink | None:
+        """Return a worker from which `reader` should pull a prefix, or None."""
+        return self._registry.holder_for(reader, self._matches, self._failed - self._leaving)
+
+    def is_usable(self, link: WorkerLink) -> bool:
+        """Whether this worker serves and has not refused."""
+        return link.serving and link.worker_id not in self._refused
+
+    def has_untried(self, role: str) -> bool:
+        """Whether a worker serves in this role that could hold the request and has neither refused nor failed it."""
+        return self._has_other(role, self._failed | self._refused)
+
+    def has_another(self, role: str, than: bytes = b"") -> bool:
+        """Whether a worker other than `than` serves in this role that could hold the request."""
+        return self._has_other(role, frozenset((than,)))
+
+    def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
+        return self._registry.others(role, self.request, avoid | self._too_short)
+
+    def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
+        """`link` has no room for the request, or says that it is too long for it."""
+        self._refused |= {link.worker_id}
+        if refused.reason == "too_long":
+            self._too_short |= {link.worker_id}
+        self._record.note_retry(link.name, refused.reason)
+
+    def forget_refusals(self) -> None:
+        """Ask every worker again."""
+        self._refused = _NONE
+
+    def note_failure(self, worker_id: bytes, is_leaving: bool) -> None:
+        """This worker has failed the request; if `is_leaving`, only because it drains."""
+        self._failed |= {worker_id}
+        if is_leaving:
+            self._leaving |= {worker_id}
+
+    def note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
+        """This worker has read the prompt, and written so many tokens of the answer: it holds their spans."""
+        self._matches.note(worker_id, (self._record.num_prompt_tokens + num_output_tokens - 1) // SPAN_TOKENS)
+
+    def num_matched_spans(self, link: WorkerLink) -> int:
+        """Return how many spans of the prompt this worker holds."""
+        return self._matches.get(link.worker_id)
+
+    def num_matched_tokens(self, link: WorkerLink) -> int:
+        """Return how many tokens of the prompt this worker holds."""
+        return self.num_matched_spans(link) * SPAN_TOKENS
+
+    def decode_links(self, most: int) -> list[WorkerLink]:
+        """Return at most `most` serving decode workers, longest prefix first."""
+        links = [link for link in self._registry.decode if link.serving]
+        return sorted(links, key=self.num_matched_spans, reverse=True)[:most]

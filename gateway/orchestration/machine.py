@@ -1,0 +1,177 @@
+"""The state machine of one request: each event through the table of transitions.py, until the request has ended.
+
+It has no task of its own: legs, lines and the clock all speak through one mailbox, so a cancelled caller cancels
+everything, and `close()` gives every leg back.
+"""
+
+from baton.service.clock import now
+from baton.service.errors import BatonError, Unavailable
+from gateway.answer.answer import Diverged
+from gateway.attempts.reattach import ATTACH_WAIT_S
+from gateway.link.mailbox import Tokens
+from gateway.link.worker_leg import WorkerLeg
+from gateway.orchestration.request_context import RequestContext
+from gateway.orchestration.states import Occurrence, RequestEvent, RequestState, event_of
+from gateway.orchestration.transitions import TABLE
+
+# Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two workers that
+# do not answer leave a client of 3 s more than a second. One that is silent for longer than the most has lost its session.
+_ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
+_LATE_S = 0.1  # this process did not run when a wait was over: the answer may be there unread
+_REPORT_S = 0.5
+_RENEW_S = 1.5  # a third of a lease
+_ASKED = (RequestState.ADMITTING, RequestState.PREFILLING)  # a worker has something to answer
+_IN_LINE = (RequestState.AWAITING_CREDIT, RequestState.AWAITING_PREFILL)
+
+
+class ForbiddenTransition(Exception):
+    """An action has led to a state that its cell of the table does not list."""
+
+
+class RequestMachine:
+    """Drive one request. `state` is set here alone, and only to states that the table lists."""
+
+    def __init__(self, request: RequestContext):
+        self.request = request
+        self.state = RequestState.AWAITING_CREDIT
+        self.error: BatonError | None = None  # that ended it
+        self._entered_at = now()  # the state; also set anew where a wait begins again
+
+    async def run(self) -> None:
+        """Serve the request to its end. Raises BatonError; the answer's last message is left to the caller."""
+        self._begin()
+        request = self.request
+        while self.state is not RequestState.ENDED:
+            until = self._wait_until()
+            entry = await request.mailbox.next(until)
+            if now() >= request.deadline:
+                self.happen(RequestEvent.DEADLINE)
+                break
+            if entry is None:
+                self._on_silence(now() - until)
+            self._receive_all(entry)
+            if self.error is None:
+                await request.answer.flush()
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended, and give everything back. Idempotent."""
+        if self.state is not RequestState.ENDED:
+            self.happen(RequestEvent.CANCEL)
+        self.request.close()
+
+    def give_up(self, event: RequestEvent) -> None:
+        """Let CANCEL or GRACE_OVER happen, as soon as the request is not busy writing to its client."""
+        self.request.mailbox.post(None, event)
+
+    def happen(self, event: RequestEvent, message: object = None) -> None:
+        """Take one event through the table. Raises ForbiddenTransition."""
+        cell, before = TABLE[self.state, event], self.state
+        occurred = Occurrence(event, before, self._entered_at, message)
+        if cell.states[0] is not before:
+            self._enter(cell.states[0])
+        try:
+            state = cell.action(self.request, occurred)
+        except BatonError as error:
+            state = self._fail(error)
+        except Diverged as error:
+            self.request.attempt.decode.link.note_failure(str(error))
+            state = self._fail(Unavailable(str(error), reason="DIVERGED"))
+        if state is not None:
+            if state not in cell.states:
+                raise ForbiddenTransition(f"{event.value} while {before.value} has led to {state.value}")
+            self._enter(state)
+        if self.state is RequestState.ENDED:
+            self.request.release()
+
+    def _enter(self, state: RequestState) -> None:
+        self.state, self._entered_at = state, now()
+        if state is not RequestState.ENDED:
+            self.request.record.phase = state.value
+
+    def _fail(self, error: BatonError) -> RequestState:
+        self.error = error
+        return RequestState.ENDED
+
+    # ---- events ----
+
+    def _begin(self) -> None:
+        request = self.request
+        if request.is_resumed:
+            self.happen(RequestEvent.RESUMED)
+        elif request.lines.credit.is_open_to(request.record.tenant):
+            self.happen(RequestEvent.ROOM)
+        else:
+            request.place.join(request.lines.credit)
+
+    def _receive_all(self, entry: tuple[WorkerLeg | None, object] | None) -> None:
+        """Take this entry of the mailbox, if it is one, and all behind it."""
+        request = self.request
+        while entry is not None:
+            self._receive(*entry)
+            if request.answer.finished and self.state is RequestState.DECODING:
+                self.happen(RequestEvent.FINISHED)  # before the Ended that may have come along
+            entry = request.mailbox.take()
+
+    def _receive(self, leg: WorkerLeg | None, message: object) -> None:
+        request, attempt = self.request, self.request.attempt
+        if isinstance(message, RequestEvent):
+            if message is RequestEvent.ROOM:
+                request.note_room()
+            self.happen(message)
+        elif request.reattach is not None and leg in request.reattach:
+            self.happen(event_of(message, is_prefill=False), leg)
+        elif leg is attempt.decode or leg is attempt.prefill:  # not of an earlier attempt
+            if isinstance(message, Tokens):
+                leg.num_unread -= len(message.token_ids)
+            self.happen(event_of(message, is_prefill=leg is attempt.prefill), message)
+
+    # ---- waiting ----
+
+    def _wait_until(self) -> float:
+        """Return when silence means something (time.monotonic()); at the latest the deadline."""
+        request, attempt, until = self.request, self.request.attempt, self.request.deadline
+        if self.state in _IN_LINE:
+            until = min(until, request.place.wake_at)
+        elif self.state is RequestState.ADMITTING or (self.state is RequestState.PREFILLING and attempt.prefill_link):
+            until = min(until, self._entered_at + self._answer_s)
+        elif self.state is RequestState.ENDING:
+            until = min(until, self._entered_at + _REPORT_S)
+        elif self.state is RequestState.ATTACHING:
+            until = min(until, self._entered_at + ATTACH_WAIT_S)
+        elif attempt.is_in_doubt:
+            until = min(until, attempt.doubt_until)
+        elif attempt.has_lease:
+            until = min(until, now() + _RENEW_S)
+        return until
+
+    @property
+    def _answer_s(self) -> float:
+        """How long the worker that is asked in this state may take to answer."""
+        left_s = self.request.deadline - self._entered_at
+        return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
+
+    def _on_silence(self, late_s: float) -> None:
+        """Act on nothing having come until `_wait_until()`, which is `late_s` ago."""
+        request, attempt = self.request, self.request.attempt
+        if late_s > _LATE_S and self.state in (*_ASKED, RequestState.ATTACHING):
+            self._entered_at = now()
+        elif self.state in _ASKED and not self._is_another_there():
+            attempt.reader.link.note_failure(f"silence while {self.state.value}")
+            self._entered_at = now()  # it may still answer
+        elif self.state in _IN_LINE:
+            self.happen(RequestEvent.SILENCE if request.place.is_over else RequestEvent.ROOM)
+        elif attempt.is_in_doubt:
+            self.happen(RequestEvent.DOUBT_OVER)
+        elif self.state in (RequestState.FETCHING, RequestState.DECODING) and attempt.has_lease:
+            attempt.renew_lease()
+        else:
+            self.happen(RequestEvent.SILENCE)
+
+    def _is_another_there(self) -> bool:
+        """Whether a worker could take the request from the one that does not answer."""
+        router, attempt = self.request.router, self.request.attempt
+        if self.state is RequestState.ADMITTING:
+            return router.has_another("decode", than=attempt.decode.worker_id)
+        return router.may_read_where_it_decodes or router.has_another("prefill", than=attempt.prefill.worker_id)

@@ -1,0 +1,175 @@
+"""Actions from the first question for credit to the first tokens."""
+
+from baton.service.clock import now
+from baton.service.errors import Overloaded, Unavailable
+from baton.v1 import worker_pb2 as pb
+from gateway.orchestration.request_context import RequestContext
+from gateway.orchestration.states import Occurrence, RequestState
+from gateway.routing.routing import SHORT_TOKENS, needs
+
+_WORKER_POLL_MS = 50  # while no worker serves that could take over
+
+
+def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
+    """Choose workers and send Admit. Raises Unavailable if none serves, Overloaded if it would be too late."""
+    record, lines = request.record, request.lines
+    try:
+        decision, prefill_link, decode_link = request.router.route()
+    except Unavailable as error:
+        return _await_worker(request, error)
+    request.failures.note_replaced()
+    if record.decision is None and lines.credit.is_open_to(record.tenant):  # one that has waited is served, late or not
+        record.bid.check(decision, lines.prefill.wait_s(record.bid))
+    record.decision = decision
+    record.stamps.routed = record.stamps.routed or now()
+    record.num_attempts += request.attempt.spec is None
+    request.make_spec()
+    request.attempt.prefill_link = prefill_link
+    request.attempt.admit(decode_link)
+    return RequestState.ADMITTING
+
+
+def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
+    """Ask the next decode worker, or wait in line once all have refused. Raises Unavailable, Overloaded."""
+    _note_refusal(request, request.attempt.decode.link, occurred.message)
+    request.attempt.drop_decode()
+    router = request.router
+    if router.has_untried("decode"):
+        request.call_room()
+        return
+    router.forget_refusals()
+    if router.has_another("decode"):
+        request.place.join(request.lines.credit)
+    else:
+        told = f"no decode worker that serves can hold {needs(router.request)}"
+        _await_worker(request, Unavailable(told, 1.0, reason="NO_WORKER"))
+
+
+def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> RequestState | None:
+    """With credit granted, have the prompt read. Raises Unavailable, Overloaded."""
+    attempt, record = request.attempt, request.record
+    attempt.num_granted_tokens = min(occurred.message.num_cached_tokens, len(attempt.spec.token_ids))
+    record.stamps.granted = record.stamps.granted or now()
+    request.leave_line()
+    if _is_rest_short(request):
+        attempt.prefill_link = None
+    if attempt.prefill_link is not None and not request.lines.prefill.is_open_to(record.tenant):
+        request.place.join(request.lines.prefill)
+        return RequestState.AWAITING_PREFILL
+    return ask_for_prefill(request, occurred)
+
+
+def ask_for_prefill(request: RequestContext, occurred: Occurrence[object]) -> None:
+    """Have a prefill worker read the prompt, or the decode worker. Raises Unavailable."""
+    attempt, router = request.attempt, request.router
+    if not request.answer.begun:
+        request.record.stamps.prefill_sent = now()
+    if attempt.prefill_link is not None and not router.is_usable(attempt.prefill_link):
+        attempt.prefill_link = router.prefill_for(attempt.decode.link)
+    if attempt.prefill_link is None:
+        request.leave_line()
+        is_retry = request.record.num_attempts > 1  # others may hold what the lost worker held
+        holder = router.prefix_holder_for(attempt.decode.link) if is_retry else None
+        attempt.read_on_decode_worker(holder, _spans_held(request, holder))
+    else:
+        holder = router.prefix_holder_for(attempt.prefill_link)
+        num_matched = router.num_matched_tokens(attempt.prefill_link)
+        attempt.read_on_prefill_worker(holder, _spans_held(request, holder), num_matched)
+
+
+def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> None:
+    """Ask the next prefill worker, or wait in line once all have refused. Raises Overloaded."""
+    refused, router = occurred.message, request.router
+    _note_refusal(request, request.attempt.prefill.link, refused)
+    request.attempt.drop_prefill()
+    if refused.reason == "too_long" or router.has_untried("prefill"):
+        request.call_room()  # where no prefill worker can read it, the decode worker can
+        return
+    router.forget_refusals()
+    request.place.join(request.lines.prefill)
+
+
+def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
+    """Raises Overloaded: it has waited in line for too long."""
+    waited_s = request.max_queue_wait_s
+    raise Overloaded(f"no worker had room for {waited_s:g} s", max(1.0, waited_s / 10), reason="QUEUE_WAIT")
+
+
+def fetch(request: RequestContext, occurred: Occurrence[pb.Accepted]) -> None:
+    """Have the decode worker pull KV while the prompt is read."""
+    request.leave_line()
+    request.attempt.fetch(occurred.message)
+
+
+def note_prefix(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
+    """Have the decode worker read the rest behind the prefix that it has pulled; or all KV came early."""
+    if request.attempt.prefill_link is None:
+        request.attempt.prefill_rest()
+    else:
+        note_fetched(request, occurred)
+
+
+def note_fetched(request: RequestContext, occurred: Occurrence[pb.Fetched]) -> None:
+    """The decode worker has all KV of the prompt."""
+    request.attempt.note_fetched()
+    request.record.measured.transfer_s = occurred.message.transfer_s
+    request.record.measured.after_last_ready_s = occurred.message.after_last_ready_s
+
+
+def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None:
+    """Take the first tokens and begin to decode. Raises Diverged, InvalidRequest."""
+    done, attempt, answer = occurred.message, request.attempt, request.answer
+    request.leave_line()
+    for leg in (attempt.decode, attempt.prefill):
+        if leg is not None:
+            leg.num_prefill_tokens = 0
+    _record_prefill(request, done)
+    request.router.note_holder(attempt.reader.worker_id)
+    for first in done.first_tokens:
+        logprobs = [first.logprobs] if first.HasField("logprobs") else []
+        answer.push(first.choice, len(attempt.output_ids), [first.token_id], logprobs, first.finish_reason)
+    unfinished = [first for first in done.first_tokens if not answer.choices[first.choice].finished]
+    for first in unfinished:
+        first.finished, first.finish_reason = False, 0  # whatever that worker thought
+    attempt.start(unfinished)
+
+
+def _record_prefill(request: RequestContext, done: pb.Done) -> None:
+    record, attempt = request.record, request.attempt
+    num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
+    if not request.answer.begun:
+        record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
+        record.num_cached_tokens = num_cached_tokens
+        attempt.reader.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)
+        record.batch_size = attempt.decode.link.load.num_running + 1
+    elif record.num_attempts > 1:
+        record.num_reused_tokens += num_cached_tokens
+        record.num_recomputed_tokens += len(attempt.spec.token_ids) - num_cached_tokens
+
+
+def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
+    """Wait in line for a worker to replace a lost one. Raises `error`, or the loss, where there is no use in it."""
+    request.failures.check_wait(error)
+    request.place.join(request.lines.credit)
+    request.place.note_refusal(pb.Refused(retry_after_ms=_WORKER_POLL_MS))
+    return RequestState.AWAITING_CREDIT
+
+
+def _note_refusal(request: RequestContext, link, refused: pb.Refused) -> None:
+    request.router.note_refusal(link, refused)
+    request.place.note_refusal(refused)
+
+
+def _is_rest_short(request: RequestContext) -> bool:
+    """Whether a draining worker holds nearly all of the prompt: the decode worker pulls that, and reads the rest."""
+    if request.record.num_attempts == 1:
+        return False
+    attempt, router = request.attempt, request.router
+    holder = router.prefix_holder_for(attempt.decode.link)
+    is_leaving = holder is not None and not holder.serving
+    return is_leaving and len(attempt.spec.token_ids) - router.num_matched_tokens(holder) <= SHORT_TOKENS
+
+
+def _spans_held(request: RequestContext, holder) -> list[bytes]:
+    """Return the names of the prompt's leading spans that `holder` (WorkerLink or None) holds."""
+    return request.attempt.spec.span_hashes[: request.router.num_matched_spans(holder)] if holder else []

@@ -1,0 +1,105 @@
+"""Actions after a worker has failed, stalled or lost its session, and where a client resumes."""
+
+from typing import Any
+
+from baton.service.clock import now
+from baton.v1 import worker_pb2 as pb
+from gateway.attempts.reattach import MAX_ASKED, Reattach
+from gateway.link.mailbox import Lost, Stalled
+from gateway.link.worker_leg import WorkerLeg
+from gateway.orchestration.failures import is_draining
+from gateway.orchestration.prefill_actions import ask_for_credit
+from gateway.orchestration.request_context import RequestContext
+from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
+
+
+def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestState:
+    """Ask for credit in a new attempt. Raises BatonError if there is to be none."""
+    attempt, choices = request.attempt, request.answer.choices
+    request.failures.judge(occurred, attempt)
+    if is_draining(occurred.message) and attempt.is_decoding and len(choices) == 1:
+        request.router.note_holder(attempt.decode.worker_id, len(choices[0].token_ids))
+    request.leave_line()
+    attempt.close()
+    request.begin_attempt()
+    return ask_for_credit(request, occurred)
+
+
+def leave_stalled(request: RequestContext, occurred: Occurrence[Stalled]) -> RequestState | None:
+    """Try again if another worker serves; else wait, since the stalled one may still come back. Raises BatonError."""
+    is_prefill = occurred.event is RequestEvent.PREFILL_STALLED
+    if not request.router.has_another("prefill" if is_prefill else "decode"):
+        return None
+    event = RequestEvent.PREFILL_FAILED if is_prefill else RequestEvent.DECODE_FAILED
+    ended = pb.Ended(code=14, reason="STALLED", message="its engine does not step")
+    return try_again(request, occurred._replace(event=event, message=ended))
+
+
+def doubt_fetch(request: RequestContext, occurred: Occurrence[Lost | Stalled]) -> None:
+    """Give the fetch from this prefill worker a moment to end."""
+    request.attempt.doubt_fetch()
+
+
+# ---- attaching ----
+
+
+def find_sequence(request: RequestContext, occurred: Occurrence[None]) -> RequestState | None:
+    """Ask decode workers for the sequence that a client resumes: one may still have it. Raises BatonError."""
+    request.make_spec()
+    choices = request.answer.choices
+    request.reattach = _reattach(request, [0] * len(choices))  # the text needs every token, the client only some
+    request.reattach.ask(request.router.decode_links(MAX_ASKED), sum(choice.num_received for choice in choices))
+    return _start_over_if_over(request, occurred)
+
+
+def reattach(request: RequestContext, occurred: Occurrence[Lost]) -> RequestState | None:
+    """Wait for the worker whose session was lost: it may still have the sequence. Raises BatonError."""
+    attempt = request.attempt
+    request.lost = occurred._replace(since=now())
+    attempt.decode.close()
+    next_index = [len(choice.token_ids) for choice in request.answer.choices]
+    request.reattach = _reattach(request, next_index, previous_attempt=attempt.decode.key[1])
+    if attempt.is_decoding:
+        request.reattach.wait_for(attempt.decode.link, attempt.decode.worker_id)
+    return _start_over_if_over(request, occurred)
+
+
+def attach_again(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
+    """The worker is back: send Attach. Raises BatonError."""
+    request.reattach.rejoined(occurred.message)
+    return _start_over_if_over(request, occurred)
+
+
+def await_others(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> RequestState | None:
+    """This worker does not have the sequence; wait for the others that were asked. Raises BatonError."""
+    request.reattach.drop(occurred.message)
+    return _start_over_if_over(request, occurred)
+
+
+def resume_decoding(request: RequestContext, occurred: Occurrence[WorkerLeg]) -> None:
+    """Take the tokens of the sequence that was found."""
+    request.attempt.resume(request.reattach.take(occurred.message))
+    request.reattach = request.lost = None
+    request.record.note_attached()
+
+
+def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestState:
+    """Compute the sequence again, since no worker has it. Raises BatonError."""
+    request.reattach.close()
+    request.reattach, lost, request.lost = None, request.lost, None
+    if lost is not None:
+        return try_again(request, lost)
+    request.attempt.spec = None
+    if request.lines.credit.is_open_to(request.record.tenant):
+        return ask_for_credit(request, occurred)
+    request.place.join(request.lines.credit)
+    return RequestState.AWAITING_CREDIT
+
+
+def _reattach(request: RequestContext, next_index: list[int], previous_attempt: int = 0) -> Reattach:
+    key_id, spec = request.answer.key_id, request.attempt.spec
+    return Reattach(key_id, request.mailbox, spec, next_index, request.deadline, previous_attempt)
+
+
+def _start_over_if_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestState | None:
+    return start_over(request, occurred) if request.reattach.is_over else None

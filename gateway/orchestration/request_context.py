@@ -1,0 +1,98 @@
+"""One request on its way through workers: all that its state machine and the actions of the table work with."""
+
+from typing import NamedTuple
+
+from baton.service.codec import budget_ms
+from gateway.answer.answer import Answer
+from gateway.attempts.attempt import Attempt
+from gateway.attempts.reattach import Reattach
+from gateway.attempts.request_router import RequestRouter
+from gateway.fleet.registry import Registry
+from gateway.link.mailbox import Lost, Mailbox
+from gateway.orchestration.failures import AttemptFailures
+from gateway.orchestration.retry_budget import RetryBudget
+from gateway.orchestration.states import Occurrence, RequestEvent
+from gateway.prefix.prefix_matches import Matches
+from gateway.queue.admission import Lines
+from gateway.queue.queue_place import QueuePlace
+from gateway.request.request_record import Record
+from gateway.request.request_spec import SpecBuilder
+
+
+class PreparedRequest(NamedTuple):
+    """A checked request, tokenized and looked up in the prefix index. `deadline` is time.monotonic(); one that
+    `is_resumed` may be running on a worker."""
+
+    specs: SpecBuilder
+    matches: Matches
+    deadline: float
+    prompt_digest: bytes
+    is_resumed: bool
+
+
+class RequestContext:
+    """Its parts: `router` finds workers, `attempt` has the legs on them, `reattach` looks for a lost sequence,
+    `failures` judges, `place` waits in a line, `answer` goes to the client. It knows nothing of its state."""
+
+    def __init__(
+        self, registry: Registry, lines: Lines, budget: RetryBudget, answer: Answer, record: Record,
+        prepared: PreparedRequest, max_queue_wait_s: float,
+    ):  # fmt: skip
+        self.lines, self.answer, self.record = lines, answer, record
+        self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
+        self.max_queue_wait_s = max_queue_wait_s
+        self.mailbox = Mailbox()
+        self.place = QueuePlace(record.bid, self.call_room, max_queue_wait_s)
+        self.router = RequestRouter(registry, prepared.matches, record, answer)
+        self.failures = AttemptFailures(budget, prepared.prompt_digest, self.router, answer, record)
+        self.attempt = self._new_attempt()
+        self.reattach: Reattach | None = None
+        self.lost: Occurrence[Lost] | None = None  # what `reattach` answers; None: the client resumes
+        self._specs = prepared.specs
+        self._is_room_called = False
+
+    def begin_attempt(self) -> None:
+        """Begin the next attempt, which may ask every worker that has not failed."""
+        self.attempt = self._new_attempt()
+        self.router.forget_refusals()
+
+    def make_spec(self) -> None:
+        """Make the attempt's spec, or set anew how long it may still take.
+
+        A single choice continues from the tokens that it has; several begin anew, and repeat what the client has."""
+        attempt, choices = self.attempt, self.answer.choices
+        if attempt.spec is None:
+            attempt.output_ids = list(choices[0].token_ids) if len(choices) == 1 else []
+            attempt.spec = self._specs.build(attempt.output_ids)
+        attempt.spec.budget_ms = budget_ms(self.deadline)
+
+    def leave_line(self) -> None:
+        """Leave the line, if it waits in one, since a worker takes the request."""
+        self.place.leave(served=True)
+
+    def call_room(self) -> None:
+        """Let ROOM happen soon. Calls before it has happened are one."""
+        if not self._is_room_called:
+            self._is_room_called = True
+            self.mailbox.post(None, RequestEvent.ROOM)
+
+    def note_room(self) -> None:
+        """ROOM has come out of the mailbox."""
+        self._is_room_called = False
+
+    def release(self) -> None:
+        """Leave the line and close all legs. Idempotent."""
+        self.place.leave(served=False)
+        self.attempt.close()
+        if self.reattach is not None:
+            self.reattach.close()
+
+    def close(self) -> None:
+        """Release everything for good. Idempotent."""
+        self.release()
+        self.place.close()
+        self.mailbox.close()
+        self.reattach = None
+
+    def _new_attempt(self) -> Attempt:
+        return Attempt(self.answer.key_id, self.mailbox, self.record, self.deadline)

@@ -1,0 +1,146 @@
+"""The table of a request: what follows from each event in each state.
+
+    admitting ─ granted ─► prefilling ─ accepted ─► fetching ─ done ─► decoding ─ finished ─► ending ─► ended
+      │    ▲                 │  ▲  └─ done (prefilled on the decode worker) ─►┘
+      │refused               │refused
+      ▼    │ room            ▼  │ room
+    awaiting credit        awaiting prefill
+
+A worker that is lost or fails sends the request back to `admitting` with what it has so far; any other error ends it.
+Before that, while it decodes or where a client resumes, it is `attaching`: a worker may still have the sequence.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gateway.orchestration.decode_actions import (
+    await_report,
+    end_answered,
+    end_cancelled,
+    end_deadline,
+    end_draining,
+    end_unread,
+    ignore,
+    take_tokens,
+)
+from gateway.orchestration.prefill_actions import (
+    ask_for_credit,
+    ask_for_prefill,
+    await_credit,
+    await_prefill,
+    begin_answer,
+    begin_prefill,
+    end_full,
+    fetch,
+    note_fetched,
+    note_prefix,
+)
+from gateway.orchestration.recovery_actions import (
+    attach_again,
+    await_others,
+    doubt_fetch,
+    find_sequence,
+    leave_stalled,
+    reattach,
+    resume_decoding,
+    start_over,
+    try_again,
+)
+from gateway.orchestration.request_context import RequestContext
+from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
+
+Action = Callable[[RequestContext, Occurrence[Any]], RequestState | None]
+
+
+class RequestTransition(NamedTuple):
+    """The request enters the first of `states`, then `action` runs, which may lead on to another one of them: by
+    returning it, or to ENDED by raising BatonError or Diverged."""
+
+    action: Action
+    states: tuple[RequestState, ...]
+
+
+def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
+    s, e, to = RequestState, RequestEvent, _to
+    retry = to(try_again, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED)
+    attach = (s.ATTACHING, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED)
+    wait = to(await_others, *attach)
+    table = {(state, event): to(ignore, state) for state in s for event in e}
+    for state in s:
+        if state is s.ENDED:
+            continue
+        table[state, e.DEADLINE] = to(end_deadline, s.ENDED)
+        table[state, e.CANCEL] = to(end_cancelled, s.ENDED)
+        table[state, e.UNREAD] = to(end_unread, s.ENDED)
+        table[state, e.GRACE_OVER] = to(end_draining, s.ENDED)
+    # A worker that has a part in the attempt ends it when it goes.
+    for state in (s.ADMITTING, s.AWAITING_PREFILL, s.PREFILLING, s.FETCHING, s.DECODING):
+        for event in (e.DECODE_ENDED, e.DECODE_FAILED, e.DECODE_LOST):
+            table[state, event] = retry
+        table[state, e.DECODE_STALLED] = to(leave_stalled, *dict.fromkeys((state, *retry.states)))
+    for state in (s.PREFILLING, s.FETCHING):
+        table[state, e.PREFILL_STALLED] = to(leave_stalled, state, *retry.states)
+        for event in (e.PREFILL_ENDED, e.PREFILL_FAILED, e.PREFILL_LOST):
+            table[state, event] = retry
+        table[state, e.DONE] = to(begin_answer, s.DECODING, s.ENDED)
+    return table | {
+        (s.AWAITING_CREDIT, e.RESUMED): to(find_sequence, *attach),
+        (s.AWAITING_CREDIT, e.ROOM): to(ask_for_credit, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
+        (s.AWAITING_CREDIT, e.SILENCE): to(end_full, s.ENDED),
+        (s.ADMITTING, e.GRANTED): to(begin_prefill, s.PREFILLING, s.AWAITING_PREFILL, s.ENDED),
+        (s.ADMITTING, e.REFUSED): to(await_credit, s.AWAITING_CREDIT, s.ENDED),
+        (s.ADMITTING, e.SILENCE): retry,
+        (s.AWAITING_PREFILL, e.ROOM): to(ask_for_prefill, s.PREFILLING, s.ENDED),
+        (s.AWAITING_PREFILL, e.SILENCE): to(end_full, s.ENDED),
+        (s.PREFILLING, e.ACCEPTED): to(fetch, s.FETCHING),
+        (s.PREFILLING, e.REFUSED): to(await_prefill, s.AWAITING_PREFILL, s.ENDED),
+        (s.PREFILLING, e.SILENCE): retry,
+        (s.PREFILLING, e.FETCHED): to(note_prefix, s.PREFILLING),
+        (s.FETCHING, e.FETCHED): to(note_fetched, s.FETCHING),
+        (s.DECODING, e.FETCHED): to(note_fetched, s.DECODING),
+        (s.DECODING, e.DECODE_LOST): to(reattach, *attach),
+        (s.DECODING, e.PREFILL_LOST): to(doubt_fetch, s.DECODING),
+        (s.DECODING, e.PREFILL_STALLED): to(doubt_fetch, s.DECODING),
+        (s.DECODING, e.DOUBT_OVER): retry,
+        (s.ATTACHING, e.REJOINED): to(attach_again, *attach),
+        (s.ATTACHING, e.GRANTED): to(resume_decoding, s.DECODING),
+        (s.ATTACHING, e.NOT_HERE): wait,
+        (s.ATTACHING, e.REFUSED): wait,
+        (s.ATTACHING, e.DECODE_ENDED): wait,
+        (s.ATTACHING, e.DECODE_FAILED): wait,
+        (s.ATTACHING, e.DECODE_LOST): wait,
+        (s.ATTACHING, e.SILENCE): to(start_over, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
+        (s.DECODING, e.TOKENS): to(take_tokens, s.DECODING, s.ENDED),
+        # What the prefill worker still does is give its lease back; if that fails, the fetch says so.
+        (s.DECODING, e.FINISHED): to(await_report, s.ENDING, s.ENDED),
+        (s.ENDING, e.DECODE_ENDED): to(end_answered, s.ENDED),
+        (s.ENDING, e.DECODE_FAILED): to(end_answered, s.ENDED),
+        (s.ENDING, e.DECODE_LOST): to(end_answered, s.ENDED),
+        (s.ENDING, e.SILENCE): to(end_answered, s.ENDED),
+        (s.ENDING, e.UNREAD): to(ignore, s.ENDING),
+    }
+
+
+def _to(action: Action, *states: RequestState) -> RequestTransition:
+    return RequestTransition(action, states)
+
+
+TABLE = _table()
+
+
+def state_table_markdown() -> str:
+    """Return the table for people: a row an event, a column a state.
+
+    `action → state, state`: the state that is entered, then those that the action may lead to; `·`: nothing happens."""
+    head = ["", *(state.value for state in RequestState)]
+    lines = [head, ["---"] * len(head)]
+    for event in RequestEvent:
+        lines.append([f"**{event.value}**", *(_cell_text(state, TABLE[state, event]) for state in RequestState)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell_text(state: RequestState, cell: RequestTransition) -> str:
+    if cell.action is ignore:
+        return "·"
+    action = cell.action.__name__.replace("_", " ")
+    return action if cell.states == (state,) else f"{action} → {', '.join(each.value for each in cell.states)}"
