@@ -32,7 +32,7 @@ from gateway.config.settings import GatewaySettings
 from gateway.fleet.registry import Registry
 from gateway.link.worker_link import LinkState
 from gateway.model.model_folder import Defaults, ModelFolder
-from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_matches import Matches
 from gateway.routing.routing import RoutingRequest
 
@@ -164,7 +164,7 @@ def costs(report: Report, num_requests: int) -> None:
         for i in range(num_requests):
             begun = time.perf_counter()
             _ = registry.model.context
-            registry.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
+            registry.router.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)
         p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]
@@ -192,7 +192,7 @@ def _registry(num_workers: int) -> Registry:
     settings = GatewaySettings(
         model=Path("/m"), prefill_workers=tuple(addresses[:half]), decode_workers=tuple(addresses[half:])
     )
-    registry = Registry(settings, folder, EmbeddedIndex(), b"secret")
+    registry = Registry(settings, folder, MemoryIndex(), b"secret")
     for link in registry.links:
         role = "prefill" if link in registry.prefill else "decode"
         hello = pb.Hello(

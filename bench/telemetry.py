@@ -133,7 +133,7 @@ def _quick(values: dict[str, list[float]]) -> dict[str, float]:
 
 def after_the_last_token(report: Report, num_requests: int) -> None:
     """What the gateway does for a request that has ended: its metrics, its log line."""
-    meters = GatewayMeters("tiny", BUILT_IN, lambda: 0, lambda: 0)
+    meters = GatewayMeters("tiny", BUILT_IN)
     ended = record(**ANSWERED)
     for name, work in (("metrics", meters.ended), ("log line, without its writing", access_log.line)):
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A gateway put together: the door, the pipeline behind it, sessions with workers, health and admin."""
+"""A gateway put together: its ports, the pipeline behind them, sessions with workers, health and admin pages."""
 
 import asyncio
 import gc
@@ -8,7 +8,6 @@ from functools import partial
 
 from baton import tasks
 from baton.service import progress
-from baton.service.clock import Offset
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
@@ -20,28 +19,27 @@ from gateway.api import dashboard
 from gateway.api.fleet_service import SERVICE_NAME as FLEET_NAME
 from gateway.api.fleet_service import FleetService
 from gateway.api.ports import Ports, open_ports
+from gateway.api.registration_service import RegistrationService
 from gateway.api.servicer import SERVICE_NAME, InferenceService
 from gateway.config.settings import GatewaySettings
 from gateway.config.slo_classes import read_classes
-from gateway.discovery.registration import RegistrationService
 from gateway.fleet.registry import Registry
-from gateway.link.worker_breaker import BreakerState
-from gateway.link.worker_link import LinkState
 from gateway.model.model_file import read_model
 from gateway.model.model_folder import ModelFolder
 from gateway.observe import access_log
+from gateway.observe.gauges import denied_count, fleet_gauges, request_gauges
 from gateway.observe.meters import GatewayMeters
-from gateway.observe.recent_requests import Journal
+from gateway.observe.recent_requests import RecentRequests
 from gateway.orchestration.pipeline import Pipeline
 from gateway.orchestration.states import RequestEvent
 from gateway.prefix.cluster_secret import fingerprint, read_secret
-from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_hashes import PrefixHashes
-from gateway.prefix.prefix_index import PrefixIndex
+from gateway.prefix.prefix_index import PrefixIndex, SecretDiffers
 from gateway.prefix.public_prefixes import read_public_prefixes
 from gateway.queue.admission import AdmissionControl, Lines
-from gateway.queue.quotas import Quotas, read_quotas
-from gateway.request.request_record import Record
+from gateway.queue.quotas import Quotas
+from gateway.request.request_record import RequestRecord
 from gateway.text.templates import ChatTemplate, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
@@ -55,73 +53,67 @@ log = logging.getLogger(__name__)
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
-    """Serves until `stop`, then drains. Raises SettingsError, ListenError: one line each."""
-    doors = open_ports(settings)
+    """Serve until `stop`, then drain; return 0. Raises SettingsError, ListenError: one line each."""
+    quotas = Quotas.read(settings.quotas)
+    ports = open_ports(settings, quotas)
     with progress.phase("gateway", f"reading the tokenizer of {settings.model}"):
         folder = read_model(settings.model)
-    gateway = Gateway(settings, folder, doors)
+    gateway = Gateway(settings, folder, ports, quotas)
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")
     gc.collect()
     gc.freeze()  # what is loaded stays
     gc.set_threshold(_COLLECT_AT, 10, 10)
     try:
-        return await gateway.run(doors.port, stop, doors.fleet_port)
+        return await gateway.run(ports.port, stop, ports.fleet_port)
     finally:
         telemetry.shut_down()
         genai_metrics.shut_down(_STOP_GRACE_S)
 
 
 class Gateway:
-    def __init__(self, settings: GatewaySettings, folder: ModelFolder, doors: Ports):
+    """All parts of one gateway, made in the order in which they need each other."""
+
+    def __init__(self, settings: GatewaySettings, folder: ModelFolder, ports: Ports, quotas: Quotas):
         """Raises SettingsError."""
-        self._settings, self._server = settings, doors.server
-        secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
-        self.index = _make_index(settings)
-        self.registry = Registry(settings, folder, self.index, secret)
-        self.names = PrefixHashes(self.registry)
+        self._settings, self._server, self._quotas = settings, ports.server, quotas
+        self._changed = asyncio.Event()
         self.lines = Lines(settings.max_queued_requests, settings.max_queued_tokens)
+        self.index = _make_index(settings)
+        secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
+        self.registry = Registry(settings, folder, self.index, secret, self._on_fleet_change)
+        self.names = PrefixHashes(self.registry)
+        self.recent = RecentRequests()
         slo_classes = read_classes(settings.slo_classes)
-        self._quotas = Quotas(read_quotas(settings.quotas), settings.quotas)
-        self.meters = GatewayMeters(
-            folder.name,
-            slo_classes,
-            lambda: self.service.num_running,
-            lambda: len(self.lines),
-            lambda: not self._redis_down(),
-            self._workers_by_state,
-            self._clocks,
-            self._breakers_by_state,
-        )
-        doors.guard.on_denied = self.meters.denied
-        doors.guard.places.quota_of = lambda tenant: self._quotas.quota(tenant).concurrent_requests
-        self._pipeline = pipeline = Pipeline(
+        gauges = request_gauges(self.recent, self.lines) + fleet_gauges(self.registry, self.index)
+        self.meters = GatewayMeters(folder.name, slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
+        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
+        self._pipeline = Pipeline(
             registry=self.registry,
             index=self.index,
             names=self.names,
-            text=TextWork(
-                Tokenizer(folder.tokenizer_json, str(folder.path)), _make_template(folder), folder.vocab_size
-            ),
-            admission=AdmissionControl(settings.max_concurrent_requests, self._quotas),
+            text=TextWork(tokenizer, _make_template(folder), folder.vocab_size),
+            admission=AdmissionControl(settings.max_concurrent_requests, quotas),
             lines=self.lines,
             max_queue_wait_s=settings.max_queue_wait_s,
             on_gap=self.meters.gap,
             slo_classes=slo_classes,
         )
-        self.journal = Journal()
-        self.service = InferenceService(pipeline, settings, self.journal.began, self._ended, doors.guard.hold)
-        self._changed = asyncio.Event()
+        self.service = InferenceService(
+            self._pipeline, settings, self.recent.began, self._on_request_end, ports.guard.hold
+        )
         self._secret_checked = asyncio.Event()
         self._ready_line = ""  # still to be printed
 
     async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
-        """`port` is what the server is bound to, `fleet_port` the one for callers with certificates."""
+        """Serve until `stop`, then drain; return 0. `port` is what the server is bound to, `fleet_port` the one for callers
+        with certificates. Raises SettingsError."""
         settings, server = self._settings, self._server
         if settings.public_prefixes:
             encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)
             self.names.make_public(await read_public_prefixes(settings.public_prefixes, encode))
         self.service.add_to(server)
-        fleet = FleetService(self.registry, self.journal, self.lines, settings.redis, self._redis_down)
+        fleet = FleetService(self.registry, self.recent, self.lines, self.index, settings.redis)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
         worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
         health = Health(server)
@@ -130,7 +122,6 @@ class Gateway:
             grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
         admin = Admin(self.readiness, {"/metrics": self.meters.page, **dashboard.pages(fleet)}, settings.admin_hosts)
         admin_port = await admin.start(settings.admin)
-        self.registry.on_change = self._on_change
         await server.start()
         if not settings.decode_workers:
             log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
@@ -160,7 +151,7 @@ class Gateway:
             await asyncio.gather(*running, return_exceptions=True)
 
     def readiness(self) -> tuple[bool, dict]:
-        """Whether requests can be served, and the workers as they are seen from here."""
+        """Return whether requests can be served, and the page that says so: the workers as this gateway sees them."""
         reason = "draining" if self.service.is_draining else self.registry.not_ready()
         workers = {
             link.address: {"state": link.state.value, "reason": link.reason, "num_legs": len(link.legs)}
@@ -168,31 +159,17 @@ class Gateway:
         }
         return reason is None, {"ready": reason is None, "reason": reason or "", "workers": workers}
 
-    def _ended(self, record: Record, error: BaseException | None) -> None:
+    def _on_request_end(self, record: RequestRecord, error: BaseException | None) -> None:
         self.meters.ended(record, error)
-        self.journal.ended(record, error)
+        self.recent.ended(record, error)
         access_log.ended(record, error)
 
-    def _workers_by_state(self) -> dict[str, int]:
-        links = self.registry.links
-        return {state.value: sum(link.state is state for link in links) for state in LinkState}
-
-    def _breakers_by_state(self) -> dict[str, int]:
-        links = [link for link in self.registry.links if link.hello is not None]
-        return {state.value: sum(link.breaker.state is state for link in links) for state in BreakerState}
-
-    def _clocks(self) -> dict[str, Offset]:
-        return {link.address: clock for link in self.registry.links if (clock := link.clock)}
-
-    def _redis_down(self) -> str:
-        return "" if isinstance(self.index, EmbeddedIndex) else self.index.down
-
-    def _on_change(self) -> None:
+    def _on_fleet_change(self) -> None:
         self.lines.call_first()
         self._changed.set()
 
     async def _watch(self, health: Health) -> None:
-        """Health follows readiness; the ready line is printed once."""
+        """Let health follow readiness, and print the ready line once. Raises SettingsError."""
         while True:
             reason = self.registry.not_ready()
             if reason is None and not self._secret_checked.is_set():
@@ -208,17 +185,11 @@ class Gateway:
             self._changed.clear()
 
     async def _check_secret(self) -> None:
-        """Once the model is known, and with it the secret. Raises SettingsError."""
-        if not isinstance(self.index, EmbeddedIndex):
-            from gateway.prefix.redis_index import SecretDiffers
-            from gateway.store.redis_client import cancelled
-
-            try:
-                await self.index.check_secret(fingerprint(self.registry.secret))
-            except SecretDiffers as error:
-                raise SettingsError(f"--cluster-secret: {error}") from None
-            if cancelled():
-                raise asyncio.CancelledError
+        """Compare the secret, which may be derived from the model, with other gateways. Raises SettingsError."""
+        try:
+            await self.index.check_secret(fingerprint(self.registry.secret))
+        except SecretDiffers as error:
+            raise SettingsError(f"--cluster-secret: {error}") from None
         self._secret_checked.set()
 
     async def _keep_index(self) -> None:
@@ -241,7 +212,7 @@ class Gateway:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Clients are told how to go on, and workers keep what they need for it."""
+        """Tell clients how to continue elsewhere; workers keep what that needs."""
         for machine in list(self._pipeline.running.values()):
             machine.give_up(RequestEvent.GRACE_OVER)
         for link in self.registry.links:
@@ -250,7 +221,7 @@ class Gateway:
 
 def _make_index(settings: GatewaySettings) -> PrefixIndex:
     if settings.redis is None:
-        return EmbeddedIndex()
+        return MemoryIndex()
     from gateway.prefix.redis_index import RedisIndex
 
     try:

@@ -12,7 +12,7 @@ import redis
 import yaml
 
 from baton.service.clock import now
-from gateway.discovery.redis_registry import RedisRoster
+from gateway.discovery.worker_directory import RedisDirectory
 from gateway.prefix.redis_index import RedisIndex
 from gateway.queue.quota_sync import SharedUsage
 from gateway.queue.quotas import Quota, Quotas
@@ -69,9 +69,9 @@ async def test_quotas_are_shared(server):
 
 
 async def test_the_roster_works(server):
-    roster = RedisRoster(server.url)
-    assert await roster.exchange({("decode", "10.0.0.1:5"): 9.0}) == {("decode", "10.0.0.1:5")}
-    await roster.close()
+    directory = RedisDirectory(server.url)
+    assert await directory.exchange({("decode", "10.0.0.1:5"): 9.0}) == {("decode", "10.0.0.1:5")}
+    await directory.close()
 
 
 @pytest.mark.parametrize("command", ["FLUSHALL", "CONFIG GET *", "KEYS *", "SET other 1", "EVAL return 0", "ACL LIST"])

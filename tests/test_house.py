@@ -85,10 +85,10 @@ FOLDERS = {
         "request": "model config routing text prefix queue link",
         "answer": "text request",
         "fleet": "model config routing prefix link discovery",
-        "observe": "request",
+        "observe": "prefix request queue link fleet",
         "attempts": "prefix routing link request answer fleet",
         "orchestration": "config routing text prefix queue link request answer fleet attempts",
-        "api": "config queue request answer fleet observe orchestration",
+        "api": "config prefix queue discovery request answer fleet observe orchestration",
         ".": "store model config text prefix queue link discovery request fleet observe orchestration api",
     },
     "baton.engine": {

@@ -184,8 +184,7 @@ class Worker:
         )  # fmt: skip
         exits.callback(fetcher.close)
         spans = Spans(engine.spec.name)
-        meters = WorkerMeters(engine, self._pool.region.memory.nbytes, self._roofline)
-        self._guard.on_denied = meters.denied
+        meters = WorkerMeters(engine, self._pool.region.memory.nbytes, self._roofline, self._guard.num_denied)
 
         def on_end(leg: Leg) -> None:
             spans.draw(leg)

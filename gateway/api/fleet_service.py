@@ -1,4 +1,4 @@
-"""The gateway's word on the fleet, for `baton doctor` and other operators' tools."""
+"""baton.v1.Fleet: workers and requests as this gateway sees them, for `baton doctor` and other tools of operators."""
 
 import os
 from urllib.parse import urlsplit
@@ -6,36 +6,42 @@ from urllib.parse import urlsplit
 from baton.service.clock import now
 from baton.v1 import fleet_pb2 as pb
 from gateway.fleet.registry import Registry
-from gateway.observe.recent_requests import Journal
+from gateway.observe.recent_requests import RecentRequests
+from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import Lines
 
 SERVICE_NAME = "baton.v1.Fleet"
 
 
 class FleetService:
-    """`redis_url` None: the prefix index is embedded. `redis_down()` says why the index is not in use, or nothing."""
+    """Say what this gateway sees of its workers and requests."""
 
-    def __init__(self, registry: Registry, journal: Journal, lines: Lines, redis_url: str | None, redis_down):
-        self._registry, self._journal, self._lines = registry, journal, lines
+    def __init__(
+        self, registry: Registry, recent: RecentRequests, lines: Lines, index: PrefixIndex, redis_url: str | None
+    ):
+        """`redis_url` None: the prefix index is in this process."""
+        self._registry, self._recent, self._lines, self._index = registry, recent, lines, index
         self._redis_url = without_password(redis_url) if redis_url else ""
-        self._redis_down = redis_down
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:
+        """Return all workers, whatever their state."""
         return self.workers()
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context) -> pb.ListRequestsResponse:
+        """Return requests that run, and the last that have ended."""
         return self.requests(request)
 
     def requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
-        return self._journal.listed(request, len(self._lines))
+        """Return requests that run, and the last that have ended."""
+        return self._recent.listed(request, len(self._lines))
 
     def workers(self) -> pb.ListWorkersResponse:
-        """All that stand in the lists, whatever their state."""
+        """Return all workers, whatever their state."""
         registry = self._registry
         answer = pb.ListWorkersResponse(
             not_ready=registry.not_ready() or "",
             redis_url=self._redis_url,
-            redis_down=self._redis_down(),
+            redis_down=self._index.down,
             collector=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
         )
         for role, links in (("prefill", registry.prefill), ("decode", registry.decode)):
@@ -53,6 +59,6 @@ class FleetService:
 
 
 def without_password(url: str) -> str:
-    """The URL with user and password left out."""
+    """Return the URL without user and password."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -10,6 +10,7 @@ from baton.service.security.call_slots import CallSlots
 from baton.service.security.credentials import Credentials
 from baton.service.security.guard import Guard
 from gateway.config.settings import GatewaySettings
+from gateway.queue.quotas import Quotas
 
 # Larger messages are gRPC's to refuse; up to here validation.py does it, with the field's name.
 MAX_MESSAGE_BYTES = 4 << 20
@@ -25,13 +26,14 @@ class Ports(NamedTuple):
     guard: Guard
 
 
-def open_ports(settings: GatewaySettings) -> Ports:
-    """Bound, and not started. Raises SettingsError, ListenError: one line each."""
+def open_ports(settings: GatewaySettings, quotas: Quotas) -> Ports:
+    """Bind the ports and return their server, which is not started. Raises SettingsError, ListenError: one line each."""
     tls = settings.tls
     if tls:
         tls.check()
     credentials = Credentials(settings.credentials) if settings.credentials else None
-    guard = Guard(credentials, CallSlots(settings.max_concurrent_requests + _SPARE_CALLS), is_open=credentials is None)
+    slots = CallSlots(settings.max_concurrent_requests + _SPARE_CALLS, quotas.max_concurrent)
+    guard = Guard(credentials, slots, is_open=credentials is None)
     server = grpc_server.make_server(max_message_bytes=MAX_MESSAGE_BYTES, interceptors=[guard])
     port = grpc_server.bind(server, settings.listen, tls and tls.server(require_certificate=False))
     fleet_port = None

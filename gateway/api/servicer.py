@@ -17,7 +17,7 @@ from gateway.answer.answer import Emit
 from gateway.config.settings import GatewaySettings
 from gateway.observe import spans
 from gateway.orchestration.pipeline import Pipeline
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.timing import Stamps
 from gateway.request.validation import check, check_model, check_size
 
@@ -36,8 +36,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self,
         pipeline: Pipeline,
         settings: GatewaySettings,
-        on_begin: Callable[[Record], None],
-        on_end: Callable[[Record, BaseException | None], None],
+        on_begin: Callable[[RequestRecord], None],
+        on_end: Callable[[RequestRecord, BaseException | None], None],
         hold: Callable[[BatonError], Awaitable[None]],
     ):
         """`on_begin(record)` and `on_end(record, error)`: once each a request, however it ends. `hold(error)`: waits
@@ -132,7 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             spans.draw(record, error)
             self._on_end(record, error)
 
-    async def _serve(self, box: list[pb.GenerateRequest], context, record: Record, emit: Emit) -> None:
+    async def _serve(self, box: list[pb.GenerateRequest], context, record: RequestRecord, emit: Emit) -> None:
         deadline = self._deadline(context, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
@@ -141,7 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         record.checked = checked = check(box.pop(), model, record.tenant, max_priority)
         await self._pipeline.serve(checked, model, deadline, record, emit)
 
-    async def _answered(self, work: Callable[[], Awaitable], context, record: Record | None = None):
+    async def _answered(self, work: Callable[[], Awaitable], context, record: RequestRecord | None = None):
         """Run it; what it raises becomes the call's status. Cancellation is passed on untouched, and is what a write to
         nobody is."""
         try:
@@ -156,11 +156,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
             await abort(context, Internal(f"the gateway failed: {type(error).__name__}"))
 
-    def _record(self, request: pb.GenerateRequest, context) -> Record:
+    def _record(self, request: pb.GenerateRequest, context) -> RequestRecord:
         received = now()
         parent = _traceparent(context)
         root = new_context(parent, self._settings.trace_sample)
-        return Record(
+        return RequestRecord(
             context=root,
             parent=parent or TraceContext(root.trace_id, 0, root.sampled),
             stamps=Stamps(received),

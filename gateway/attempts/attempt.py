@@ -11,7 +11,7 @@ from gateway.attempts.prefix_source import PrefixSource
 from gateway.link.mailbox import Mailbox
 from gateway.link.worker_leg import Key, WorkerLeg
 from gateway.link.worker_link import WorkerLink
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import make_taker
 
 _DOUBT_S = 1.0  # how long a fetch may still take once its source has lost its session with this gateway
@@ -30,7 +30,7 @@ class Attempt:
 
     `decode` is None until credit is asked for, `prefill` until a prefill worker is asked to read the prompt."""
 
-    def __init__(self, key_id: str, mailbox: Mailbox, record: Record, deadline: float):
+    def __init__(self, key_id: str, mailbox: Mailbox, record: RequestRecord, deadline: float):
         """`deadline`: time.monotonic() at which the request ends."""
         self.decode: WorkerLeg | None = None
         self.prefill: WorkerLeg | None = None

@@ -4,10 +4,10 @@ from collections.abc import Set
 
 from baton.v1 import worker_pb2 as pb
 from gateway.answer.answer import Answer
-from gateway.fleet.registry import Registry
+from gateway.fleet.router import Router
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.routing.routing import Decision, RoutingRequest
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -18,8 +18,8 @@ class RequestRouter:
     """Workers are named by their ids: `refused` have no room now, `failed` have failed this request, of which `leaving`
     only drain and may still give KV; those that have called it too long are never asked again."""
 
-    def __init__(self, registry: Registry, matches: Matches, record: Record, answer: Answer):
-        self._registry, self._matches, self._record, self._answer = registry, matches, record, answer
+    def __init__(self, router: Router, matches: Matches, record: RequestRecord, answer: Answer):
+        self._router, self._matches, self._record, self._answer = router, matches, record, answer
         self._refused = self._failed = self._leaving = self._too_short = _NONE
 
     @property
@@ -33,20 +33,20 @@ class RequestRouter:
     @property
     def may_read_where_it_decodes(self) -> bool:
         """Whether the prompt needs no prefill worker."""
-        return self._registry.may_read_where_it_decodes
+        return self._router.may_read_where_it_decodes
 
     def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill worker or None, decode worker). Raises Unavailable."""
-        return self._registry.route(self.request, self._matches, self._failed | self._refused, self._too_short)
+        return self._router.route(self.request, self._matches, self._failed | self._refused, self._too_short)
 
     def prefill_for(self, taker: WorkerLink) -> WorkerLink | None:
         """Return a prefill worker that `taker` can take KV from; None: `taker` reads the prompt. Raises Unavailable."""
         avoid = self._failed | self._refused
-        return self._registry.source_for(taker, self.request, self._matches, avoid, self._too_short)
+        return self._router.prefill_for(taker, self.request, self._matches, avoid, self._too_short)
 
     def prefix_holder_for(self, reader: WorkerLink) -> WorkerLink | None:
         """Return a worker from which `reader` should pull a prefix, or None."""
-        return self._registry.holder_for(reader, self._matches, self._failed - self._leaving)
+        return self._router.holder_for(reader, self._matches, self._failed - self._leaving)
 
     def is_usable(self, link: WorkerLink) -> bool:
         """Whether this worker serves and has not refused."""
@@ -61,7 +61,7 @@ class RequestRouter:
         return self._has_other(role, frozenset((than,)))
 
     def _has_other(self, role: str, avoid: Set[bytes]) -> bool:
-        return self._registry.others(role, self.request, avoid | self._too_short)
+        return self._router.has_other(role, self.request, avoid | self._too_short)
 
     def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
         """`link` has no room for the request, or says that it is too long for it."""
@@ -94,5 +94,4 @@ class RequestRouter:
 
     def decode_links(self, most: int) -> list[WorkerLink]:
         """Return at most `most` serving decode workers, longest prefix first."""
-        links = [link for link in self._registry.decode if link.serving]
-        return sorted(links, key=self.num_matched_spans, reverse=True)[:most]
+        return sorted(self._router.serving("decode"), key=self.num_matched_spans, reverse=True)[:most]

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from baton.service.logs import fields
-from gateway.discovery.worker_sessions import Members
+from gateway.discovery.session_set import SessionSet
 
 RESOLVE_S = 3.0  # between two looks, and the longest that one takes
 
@@ -32,11 +32,11 @@ async def addresses_of(host: str, port: str) -> list[str]:
     return sorted(v4 or {f"[{where[0]}]:{where[1]}" for family, _, _, _, where in found})
 
 
-class WorkerName:
+class DnsWorkers:
     """One configured HOST:PORT whose host is a name; `members` are the workers behind it."""
 
-    def __init__(self, address: str, members: Members):
-        self.address, self.members = address, members
+    def __init__(self, address: str, role: str, sessions: SessionSet):
+        self.address, self.role, self._sessions = address, role, sessions
         self.reason = "not looked up yet"  # why it has no addresses; empty once it has
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class WorkerName:
             except (OSError, TimeoutError) as error:
                 self._note(getattr(error, "strerror", None) or "no answer from the DNS")
             else:
-                self.members.keep(addresses, group)
+                self._sessions.keep(addresses, group)
             on_change()
             await asyncio.sleep(RESOLVE_S)
 

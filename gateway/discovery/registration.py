@@ -5,20 +5,15 @@ import contextlib
 import ipaddress
 from collections.abc import Callable, Mapping
 
-import grpc
-
 from baton.service.clock import now
-from baton.service.errors import BatonError, InvalidRequest, Overloaded, abort
+from baton.service.errors import InvalidRequest, Overloaded
 from baton.service.net.server import ListenError, split_address
-from baton.v1 import worker_pb2 as pb
-from baton.v1 import worker_pb2_grpc
 from gateway.config.networks import Networks
+from gateway.discovery.dial_policy import DialPolicy, Worker
 from gateway.discovery.dns import addresses_of, is_name
-from gateway.discovery.newcomers import Newcomers, Worker
-from gateway.discovery.redis_registry import Roster
-from gateway.discovery.worker_sessions import Members
+from gateway.discovery.session_set import SessionSet
+from gateway.discovery.worker_directory import WorkerDirectory
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Registration"].full_name
 TTL_S = 10.0
 MAX_WORKERS = 4096
 _LOOK_S = 1.0
@@ -26,14 +21,14 @@ _RESOLVE_S = 3.0
 _MAX_RESOLVING = 4
 
 
-class Registered:
+class Registrations:
     """`members` by role. Workers are dialled by IP addresses within `networks` alone, so that no name can come to mean
     another one between the check and the call."""
 
-    def __init__(self, members: Mapping[str, Members], roster: Roster, networks: Networks = Networks()):
-        self._members, self._roster, self._networks = members, roster, networks
+    def __init__(self, members: Mapping[str, SessionSet], directory: WorkerDirectory, networks: Networks = Networks()):
+        self._members, self._directory, self._networks = members, directory, networks
         self._until: dict[Worker, float] = {}
-        self._newcomers = Newcomers()
+        self._policy = DialPolicy()
         self._elsewhere: dict[Worker, bool] = {}  # of those that other gateways tell of, who may be dialled
         self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
         self._told = asyncio.Event()
@@ -54,7 +49,7 @@ class Registered:
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
         """Keeps a session with each of them, in tasks of `group`; until cancelled."""
-        # Not for ever: a roster in Redis may swallow the cancellation.
+        # Not for ever: a directory in Redis may swallow the cancellation.
         while not asyncio.current_task().cancelling():
             await self._look(group)
             on_change()
@@ -64,19 +59,19 @@ class Registered:
             self._told.clear()
 
     async def close(self) -> None:
-        await self._roster.close()
+        await self._directory.close()
 
     def excuses(self, role: str) -> list[str]:
         """Why workers of this role that are told of are not dialled."""
-        return self._newcomers.excuses(role)
+        return self._policy.excuses(role)
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
         at = now()
         self._until = {worker: until for worker, until in self._until.items() if until > at}
         here = {worker: until - at for worker, until in self._until.items()}
         links = {(role, link.address): link for role, members in self._members.items() for link in members.links}
-        elsewhere = self._allowed(await self._roster.exchange(here, self._newcomers.proven))
-        chosen = self._newcomers.choose(here.keys(), elsewhere, links, at)
+        elsewhere = self._allowed(await self._directory.exchange(here, self._policy.proven))
+        chosen = self._policy.choose(here.keys(), elsewhere, links, at)
         for role, members in self._members.items():
             members.keep([address for its_role, address in chosen if its_role == role], group)
 
@@ -135,17 +130,3 @@ def _plain(address: str) -> str:
     except ValueError:
         raise _Wrong("address", f"{host!r} is not an IP address") from None
     return f"{ip}:{port}" if ip.version == 4 else f"[{ip}]:{port}"
-
-
-class RegistrationService(worker_pb2_grpc.RegistrationServicer):
-    """The worker's call, again within every ttl_s."""
-
-    def __init__(self, registered: Registered):
-        self._registered = registered
-
-    async def Register(self, request: pb.RegisterRequest, context: grpc.aio.ServicerContext):
-        try:
-            await self._registered.note(request.role, request.address)
-        except BatonError as error:
-            await abort(context, error)
-        return pb.RegisterResponse(ttl_s=TTL_S)

@@ -4,7 +4,7 @@ they have been. A request looks at a bounded number of them."""
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from baton.service.clock import now
 from baton.service.security.guard import DEFAULT_TENANT
@@ -29,10 +29,11 @@ NUM_SEEN = 8 * NUM_HOLDERS
 
 
 class Candidates:
-    """Belongs to the event loop. `of_role(role)` are all links of a role, serving or not."""
+    """Belongs to the event loop."""
 
-    def __init__(self, of_role: Callable[[str], Sequence[WorkerLink]]):
-        self._of_role = of_role
+    def __init__(self, links: Mapping[str, Sequence[WorkerLink]]):
+        """`links`: all of each role, serving or not; read again at each update."""
+        self._links = links
         self._rng = random.Random()
         self.num_changes = 0  # of who serves
         self._serving: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
@@ -53,7 +54,7 @@ class Candidates:
                 self._leaving[link.worker_id] = link
         if (link.serving and link.hello is not None) == (link in self._roles):
             return
-        self._serving = {role: [each for each in self._of_role(role) if each.serving and each.hello] for role in ROLES}
+        self._serving = {role: [each for each in self._links[role] if each.serving and each.hello] for role in ROLES}
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}

@@ -66,12 +66,12 @@ class TokenBatching:
             self._set_timer()
 
 
-class Turns:
+class MessageTurns:
     """Of one worker's sequences: each has its turn once in `every` steps, as many of them in one step as in another, so
     that a step's messages take a part of the time to the next."""
 
-    def __init__(self, pace: TokenBatching):
-        self._pace = pace
+    def __init__(self, batching: TokenBatching):
+        self._batching = batching
         self._number, self._every = 0, 1
         self._step_s, self._at = 0.0, 0.0
 
@@ -80,9 +80,9 @@ class Turns:
         at = now()
         self._step_s += _STEP_SHARE * (min(at - self._at, _LONGEST_STEP_S) - self._step_s)
         self._at = at
-        self._pace.count(num_tokens, at)
+        self._batching.count(num_tokens, at)
         self._number += 1
-        self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._pace.is_busy else 1
+        self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._batching.is_busy else 1
 
     def is_of(self, place: int) -> bool:
         """Whether it is this one's turn; `place`: any number, the same at every step."""
@@ -90,6 +90,6 @@ class Turns:
 
     def end(self, due: Sequence[Mailbox], held: Sequence[Mailbox]) -> None:
         """Those whose turn it was, and the others."""
-        self._pace.send(due)
+        self._batching.send(due)
         if held:
-            self._pace.hold(held)
+            self._batching.hold(held)

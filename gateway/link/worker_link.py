@@ -25,7 +25,7 @@ from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from gateway.link.mailbox import Lost, Mailbox, Rejoined, Stalled
 from gateway.link.session_writer import start_writer
-from gateway.link.token_batching import TokenBatching, Turns
+from gateway.link.token_batching import MessageTurns, TokenBatching
 from gateway.link.worker_breaker import WorkerBreaker
 from gateway.link.worker_leg import Key, WorkerLeg
 from gateway.routing.latency_model import Recent, WorkerRates
@@ -61,11 +61,11 @@ class WorkerLink:
         on_block_events: Callable[["WorkerLink", pb.BlockEvents], None],
         max_unread_tokens: int,
         access: Access = Access(),
-        fleet: WorkerRates | None = None,
-        pace: TokenBatching | None = None,
+        fleet_rates: WorkerRates | None = None,
+        batching: TokenBatching | None = None,
     ):
-        """`check_hello` says why this worker cannot be used, or None. `fleet`: what all workers are like; `pace`: of
-        all tokens that come to this gateway."""
+        """`check_hello` returns why this worker cannot be used, or None; `on_change` is called when what others see has
+        changed. `fleet_rates`: of all workers; `batching`: of all tokens that come to this gateway."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.limits: WorkerLimits | None = None  # what it has said that it can hold; stays while it is gone
@@ -75,13 +75,13 @@ class WorkerLink:
         self.num_vain = 0  # sessions in a row that did not come to a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.rates, self.recent = WorkerRates(fleet), Recent()
+        self.rates, self.recent = WorkerRates(fleet_rates), Recent()
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
         self.breaker = WorkerBreaker()
         self.num_asked = 0  # legs that were asked to take a request
         self._known_id = b""
-        self._turns = Turns(pace or TokenBatching())
+        self._turns = MessageTurns(batching or TokenBatching())
         self._clocks = ClockComparison()
         self._instance = instance
         self._access = access

@@ -4,19 +4,19 @@ import logging
 
 from baton.service.logs import fields
 from gateway.observe.meters import outcome
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
 log = logging.getLogger(__name__)
 
 
-def ended(record: Record, error: BaseException | None) -> None:
+def ended(record: RequestRecord, error: BaseException | None) -> None:
     """Phases that the request did not reach are left out. Durations in milliseconds."""
     if log.isEnabledFor(logging.INFO):
         log.info("request ended %s", fields(**line(record, error)))
 
 
-def line(record: Record, error: BaseException | None) -> dict[str, object]:
+def line(record: RequestRecord, error: BaseException | None) -> dict[str, object]:
     (how, reason), stamps = outcome(error), record.stamps
     told = timing(stamps, record.measured, record.num_longest_output)
     spent = breakdown(stamps, record.measured)

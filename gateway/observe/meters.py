@@ -1,9 +1,9 @@
-"""What the gateway counts: every request once, when it has ended, from the same stamps as its timing and its spans."""
+"""Metrics of the gateway: every request is counted once, when it has ended, from the stamps of its timing and spans."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
 from baton.service import logs
-from baton.service.clock import Offset, now
+from baton.service.clock import now
 from baton.service.errors import BatonError
 from baton.service.observe import genai_metrics
 from baton.service.observe.metrics import (
@@ -11,13 +11,14 @@ from baton.service.observe.metrics import (
     PHASE_BUCKETS,
     TPOT_BUCKETS,
     TTFT_BUCKETS,
+    Count,
     Gauge,
     Metrics,
     num_tasks,
 )
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
 _OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
@@ -29,21 +30,10 @@ _REFUSED = frozenset(
 
 
 class GatewayMeters:
-    """Read at a scrape: `num_running`, `num_waiting`: requests in the gateway, and of these in its queues;
-    `num_workers`: by the state that this gateway sees them in; `clocks`: of workers by address; `num_breakers`: of
-    workers in a session, by state."""
+    """Count each request once, when it has ended. `page` is /metrics."""
 
-    def __init__(
-        self,
-        model_name: str,
-        slo_classes: Mapping[str, Slo],
-        num_running: Callable[[], int],
-        num_waiting: Callable[[], int],
-        is_index_up: Callable[[], bool] = lambda: True,
-        num_workers: Callable[[], Mapping[str, int]] = dict,
-        clocks: Callable[[], Mapping[str, Offset]] = dict,
-        num_breakers: Callable[[], Mapping[str, int]] = dict,
-    ):
+    def __init__(self, model_name: str, slo_classes: Mapping[str, Slo], readings: Iterable[Gauge | Count] = ()):
+        """`readings`: what is exposed beside the counts, read at each scrape."""
         metrics = Metrics(model_name)
         self.page = metrics.page
         self._slo_classes = slo_classes
@@ -82,7 +72,6 @@ class GatewayMeters:
             DURATION_BUCKETS,
             "way",
         )
-        self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
         self._slo_requests = metrics.counter(
             "baton_slo_requests", "requests that count towards their service level", "class"
         )
@@ -96,28 +85,12 @@ class GatewayMeters:
             for objective in _OBJECTIVES:
                 self._slo_missed(name, objective)
         metrics.collect(
-            Gauge("baton_running", "requests in the gateway", num_running),
-            Gauge("baton_waiting", "requests in the gateway's queues", num_waiting),
-            Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(is_index_up())),
-            Gauge("baton_workers", "workers as this gateway sees them", num_workers, "state"),
-            Gauge("baton_worker_breakers", "workers by the state of their circuit breaker", num_breakers, "state"),
+            *readings,
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
-            Gauge(
-                "baton_clock_offset_seconds",
-                "offset of a worker's clock from this gateway's",
-                lambda: {name: clock.offset_s for name, clock in clocks().items()},
-                "worker",
-            ),
-            Gauge(
-                "baton_clock_error_seconds",
-                "error bound of that offset",
-                lambda: {name: clock.error_s for name, clock in clocks().items()},
-                "worker",
-            ),
         )
 
-    def ended(self, record: Record, error: BaseException | None) -> None:
+    def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """Of a request that has just ended, however it did."""
         how, reason = outcome(error)
         tenant = self._tenants.bounded(record.tenant)
@@ -149,7 +122,7 @@ class GatewayMeters:
         if error is None:
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
-    def _count_slo(self, record: Record, error: BaseException | None) -> None:
+    def _count_slo(self, record: RequestRecord, error: BaseException | None) -> None:
         """A request counts unless its client ended it or it could not be served by anybody."""
         how, _ = outcome(error)
         if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
@@ -165,7 +138,7 @@ class GatewayMeters:
         if not missed:
             self._slo_met(name).inc()
 
-    def _count_route(self, record: Record) -> None:
+    def _count_route(self, record: RequestRecord) -> None:
         if (decision := record.decision) is None:
             return
         self._routes("local" if decision.local else "split", decision.reason).inc()
@@ -173,11 +146,7 @@ class GatewayMeters:
         if decision.alternative_s is not None:
             self._route_cost("other").observe(decision.alternative_s)
 
-    def denied(self, method: str, reason: str) -> None:
-        """Who it was is told nowhere: strangers may be many."""
-        self._denied(method, reason).inc()
-
-    def gap(self, record: Record, gap_s: float) -> None:
+    def gap(self, record: RequestRecord, gap_s: float) -> None:
         """Between two messages of a choice, for each token of the later one."""
         self._itl.observe(gap_s, record.context.trace_id if record.context.sampled else 0)
 
@@ -196,7 +165,7 @@ class _Words:
         return word
 
 
-def _tell_collector(record: Record, error: BaseException | None, measured: pb.Timing) -> None:
+def _tell_collector(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
     """The same over OTLP, by the names of the conventions."""
     how, reason = outcome(error)
     ttft_s, tpot_s = (measured.ttft_s, measured.tpot_s) if record.stamps.first_sent is not None else (None, None)
@@ -221,6 +190,6 @@ def _is_overload(error: BaseException | None) -> bool:
     return isinstance(error, BatonError) and error.code.name == "RESOURCE_EXHAUSTED"
 
 
-def _exemplar(record: Record) -> dict[str, str] | None:
+def _exemplar(record: RequestRecord) -> dict[str, str] | None:
     context = record.context
     return {"trace_id": f"{context.trace_id:032x}"} if context.sampled else None

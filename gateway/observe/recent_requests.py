@@ -6,7 +6,7 @@ from baton.service.clock import now
 from baton.service.observe.bound import bound_of_stack
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe.meters import outcome
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
 NUM_KEPT = 500  # ended requests, about 1 KB each
@@ -14,19 +14,24 @@ _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
 _BOUND_WINDOW_S = 60.0  # up to the last end
 
 
-class Journal:
+class RecentRequests:
     """Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._running: dict[int, Record] = {}
-        self._ended: deque[tuple[Record, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
+        self._running: dict[int, RequestRecord] = {}
+        self._ended: deque[tuple[RequestRecord, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
         self._since = now()
         self._num_ended = self._num_input = self._num_output = 0
 
-    def began(self, record: Record) -> None:
+    @property
+    def num_running(self) -> int:
+        """Requests in the gateway."""
+        return len(self._running)
+
+    def began(self, record: RequestRecord) -> None:
         self._running[id(record)] = record
 
-    def ended(self, record: Record, error: BaseException | None) -> None:
+    def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """However it did."""
         self._running.pop(id(record), None)
         self._ended.append((record, outcome(error), now()))
@@ -63,7 +68,7 @@ class Journal:
         return bound_of_stack(spent_s, until - min((each.stamps.received for each in last), default=until)).sentence
 
 
-def _view(record: Record, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
+def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:
     at = now()
     view = pb.RequestView(
         request_id=record.checked.request_id if record.checked else "",

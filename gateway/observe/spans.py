@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from baton.service.errors import BatonError
 from baton.service.observe import telemetry
 from baton.service.observe.telemetry import CLOCK, SpanEvent, emit_span
-from gateway.request.request_record import Failure, Record
+from gateway.request.request_record import Failure, RequestRecord
 from gateway.request.timing import breakdown
 
 _LEAST_WAIT_S = 0.001  # a shorter one was no wait
@@ -23,7 +23,7 @@ _LOST = {
 }  # fmt: skip
 
 
-def draw(record: Record, error: BaseException | None) -> None:
+def draw(record: RequestRecord, error: BaseException | None) -> None:
     """Of a request that has ended; its stamps say when. Workers draw theirs."""
     if not (telemetry.enabled() and record.context.sampled):
         return
@@ -53,7 +53,7 @@ def draw(record: Record, error: BaseException | None) -> None:
             _draw_lost(record, failure)
 
 
-def _draw_child(record: Record, name: str, begin: float, end: float | None, attributes: dict, error) -> None:
+def _draw_child(record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, error) -> None:
     """`end` None: the request ended in it."""
     status = "ok" if end is not None else _status(error)
     attributes = attributes | _error_attributes(error) if end is None else attributes
@@ -61,7 +61,7 @@ def _draw_child(record: Record, name: str, begin: float, end: float | None, attr
     emit_span(name, record.context, *window_ns, attributes, status)
 
 
-def _draw_lost(record: Record, failure: Failure) -> None:
+def _draw_lost(record: RequestRecord, failure: Failure) -> None:
     """What a worker did that is gone, or silent, as it was seen from here."""
     of_prefill = failure.event.startswith("prefill")
     name = _LOST.get(failure.phase, "prefill" if of_prefill else "kv.transfer")  # fetching: two work at it
@@ -75,14 +75,14 @@ def _draw_lost(record: Record, failure: Failure) -> None:
     emit_span(name, record.context, *window_ns, attributes, "error")
 
 
-def _waited(record: Record) -> bool:
+def _waited(record: RequestRecord) -> bool:
     stamps = record.stamps
     if stamps.prefill_sent is None:
         return record.phase == "awaiting prefill"
     return stamps.prefill_sent - stamps.granted > _LEAST_WAIT_S
 
 
-def _events(record: Record) -> Iterator[SpanEvent]:
+def _events(record: RequestRecord) -> Iterator[SpanEvent]:
     for retry in record.retries:
         attributes = {"baton.worker": retry.worker, "baton.phase": retry.phase, "baton.reason": retry.reason}
         yield SpanEvent("retry", CLOCK.wall_ns(retry.at), attributes)
@@ -104,7 +104,7 @@ def _status(error: BaseException | None) -> str:
     return "error" if isinstance(error, Exception) else "cancelled"
 
 
-def _attributes(record: Record, error: BaseException | None) -> dict[str, object]:
+def _attributes(record: RequestRecord, error: BaseException | None) -> dict[str, object]:
     measured, stamps = record.measured, record.stamps
     attributes: dict[str, object] = {
         "gen_ai.operation.name": record.operation,
@@ -135,7 +135,7 @@ def _error_attributes(error: BaseException | None) -> dict[str, object]:
     return {"error.type": type(error).__name__} if isinstance(error, Exception) else {}
 
 
-def _request_attributes(record: Record) -> dict[str, object]:
+def _request_attributes(record: RequestRecord) -> dict[str, object]:
     checked, sampling = record.checked, record.checked.sampling
     return {
         "gen_ai.response.id": checked.request_id,
@@ -157,7 +157,7 @@ def _shortest(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _route_attributes(record: Record) -> dict[str, object]:
+def _route_attributes(record: RequestRecord) -> dict[str, object]:
     decision = record.decision
     if decision is None:
         return {}

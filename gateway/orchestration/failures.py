@@ -12,7 +12,7 @@ from gateway.link.mailbox import Lost
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
-from gateway.request.request_record import Failure, Record
+from gateway.request.request_record import Failure, RequestRecord
 
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
 _MAX_DEATHS = 2  # of workers that completed no step of this request
@@ -29,7 +29,7 @@ class AttemptFailures:
     """Count and judge the failures of one request."""
 
     def __init__(
-        self, budget: RetryBudget, prompt_digest: bytes, router: RequestRouter, answer: Answer, record: Record
+        self, budget: RetryBudget, prompt_digest: bytes, router: RequestRouter, answer: Answer, record: RequestRecord
     ):
         self._budget, self._prompt_digest = budget, prompt_digest
         self._router, self._answer, self._record = router, answer, record

@@ -23,7 +23,7 @@ from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl, Bid, Lines, rank
 from gateway.queue.quotas import Reservation
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import Checked, check_input, check_num_tokens, check_token_ids, resolve_max_tokens
 from gateway.routing.routing import RoutingRequest
@@ -45,14 +45,16 @@ class Pipeline:
     admission: AdmissionControl
     lines: Lines
     max_queue_wait_s: float
-    on_gap: Callable[[Record, float], None]  # between two messages of a choice, seconds a token
+    on_gap: Callable[[RequestRecord, float], None]  # between two messages of a choice, seconds a token
     slo_classes: Mapping[str, Slo]
     retry_budget: RetryBudget = field(default_factory=RetryBudget)
     running: dict[str, RequestMachine] = field(default_factory=dict)  # by key_id
     mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
     _num_texts: Iterator[int] = field(default_factory=itertools.count)
 
-    async def serve(self, checked: Checked, model: ServedModel, deadline: float, record: Record, emit: Emit) -> None:
+    async def serve(
+        self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
+    ) -> None:
         """Answer one request, or raise BatonError. Whatever it held on workers is given back on every way out."""
         if checked.resume_from:
             await self._supersede(checked.key_id)
@@ -79,7 +81,7 @@ class Pipeline:
         checked: Checked,
         model: ServedModel,
         deadline: float,
-        record: Record,
+        record: RequestRecord,
         emit: Emit,
         reservation: Reservation,
     ) -> None:
@@ -98,7 +100,7 @@ class Pipeline:
         self.retry_budget.begin(digest)
         prepared = PreparedRequest(specs, matches, deadline, digest, bool(checked.resume_from))
         request = RequestContext(
-            self.registry, self.lines, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
+            self.registry.router, self.lines, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
         machine = self.running[checked.key_id] = RequestMachine(request)
         try:
@@ -117,7 +119,7 @@ class Pipeline:
             if answer.finished:
                 self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
-    def _bid(self, checked: Checked, record: Record, max_tokens: int, deadline: float) -> None:
+    def _bid(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
         """What routing and the lines are told of it. Raises Overloaded where it would stand in line for too long."""
         num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
         if not checked.names_class:
@@ -131,7 +133,7 @@ class Pipeline:
         record.bid = Bid(
             order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
         )
-        self.lines.check(record.bid, self.registry.prefill_s(num_tokens))
+        self.lines.check(record.bid, self.registry.router.prefill_s(num_tokens))
 
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float

@@ -7,7 +7,7 @@ from gateway.answer.answer import Answer
 from gateway.attempts.attempt import Attempt
 from gateway.attempts.reattach import Reattach
 from gateway.attempts.request_router import RequestRouter
-from gateway.fleet.registry import Registry
+from gateway.fleet.router import Router
 from gateway.link.mailbox import Lost, Mailbox
 from gateway.orchestration.failures import AttemptFailures
 from gateway.orchestration.retry_budget import RetryBudget
@@ -15,7 +15,7 @@ from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.prefix.prefix_matches import Matches
 from gateway.queue.admission import Lines
 from gateway.queue.queue_place import QueuePlace
-from gateway.request.request_record import Record
+from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
 
 
@@ -35,7 +35,7 @@ class RequestContext:
     `failures` judges, `place` waits in a line, `answer` goes to the client. It knows nothing of its state."""
 
     def __init__(
-        self, registry: Registry, lines: Lines, budget: RetryBudget, answer: Answer, record: Record,
+        self, router: Router, lines: Lines, budget: RetryBudget, answer: Answer, record: RequestRecord,
         prepared: PreparedRequest, max_queue_wait_s: float,
     ):  # fmt: skip
         self.lines, self.answer, self.record = lines, answer, record
@@ -43,7 +43,7 @@ class RequestContext:
         self.max_queue_wait_s = max_queue_wait_s
         self.mailbox = Mailbox()
         self.place = QueuePlace(record.bid, self.call_room, max_queue_wait_s)
-        self.router = RequestRouter(registry, prepared.matches, record, answer)
+        self.router = RequestRouter(router, prepared.matches, record, answer)
         self.failures = AttemptFailures(budget, prepared.prompt_digest, self.router, answer, record)
         self.attempt = self._new_attempt()
         self.reattach: Reattach | None = None

@@ -1,5 +1,6 @@
 """The prefix index in memory: what the workers of this one gateway say."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 from baton.v1 import worker_pb2 as pb
@@ -7,13 +8,15 @@ from gateway.prefix.prefix_index import Feed
 from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
 
 
-class EmbeddedIndex:
+class MemoryIndex:
     """See PrefixIndex. A span's holders are the bits of one number."""
 
     def __init__(self) -> None:
         self._feeds: dict[bytes, Feed] = {}
         self._places: WorkerBits = NOWHERE
         self._holders: dict[bytes, int] = {}
+
+    down = ""
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
         holders = self._holders
@@ -42,6 +45,13 @@ class EmbeddedIndex:
             self._places = WorkerBits.of(
                 {place: each for place, each in self._places.worker_at.items() if place != gone}
             )
+
+    async def check_secret(self, fingerprint: bytes) -> None:
+        """Return at once: there are no other gateways."""
+
+    async def run(self) -> None:
+        """Wait until cancelled: there is nothing to keep."""
+        await asyncio.get_running_loop().create_future()
 
     def _forget(self, worker: bytes, spans: Iterable[bytes]) -> None:
         bit = 1 << self._places.place_of[worker]

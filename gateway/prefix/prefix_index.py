@@ -7,20 +7,34 @@ from baton.v1 import worker_pb2 as pb
 from gateway.prefix.prefix_matches import Matches
 
 
+class SecretDiffers(Exception):
+    """Gateways with another cluster secret share this index."""
+
+
 class PrefixIndex(Protocol):
     """Belongs to the event loop. A worker is (instance, epoch) in bytes."""
 
+    @property
+    def down(self) -> str:
+        """Why lookups find nothing at present; empty while they work."""
+
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
-        """Who holds how many of the leading `hashes`. Any failure means nobody; 50 ms at most."""
+        """Return which workers hold how many of the leading `hashes`. Takes 50 ms at most; any failure means none."""
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
-        """A worker serves now. `subscribe()` asks it for index events, a snapshot first."""
+        """Add a worker that serves now. `subscribe()` asks it for index events, a snapshot first."""
 
     def apply(self, worker: bytes, events: pb.BlockEvents) -> None:
-        """What a worker that was subscribed to says."""
+        """Take the events of a worker."""
 
     def drop(self, worker: bytes) -> None:
-        """The session with this worker is gone."""
+        """Remove a worker whose session has ended."""
+
+    async def check_secret(self, fingerprint: bytes) -> None:
+        """Name the cluster secret in use here. Raises SecretDiffers."""
+
+    async def run(self) -> None:
+        """Keep the index, until cancelled."""
 
 
 class Change(NamedTuple):

@@ -22,7 +22,7 @@ from baton import tasks
 from baton.service.clock import now
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
-from gateway.prefix.prefix_index import Feed
+from gateway.prefix.prefix_index import Feed, SecretDiffers
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, SlotLeases
 from gateway.prefix.worker_bitmap import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, sampled_ends, slots_in, spread
@@ -44,10 +44,6 @@ _MAX_NAME_BYTES = 64  # of a gateway, a fingerprint
 _NEVER = float("-inf")
 
 log = logging.getLogger(__name__)
-
-
-class SecretDiffers(Exception):
-    """Gateways with another cluster secret are on this Redis."""
 
 
 class _Worker:
@@ -178,6 +174,8 @@ class RedisIndex:
             raise
         except FAILURES as error:
             log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
+        if cancelled():  # redis-py may swallow it
+            raise asyncio.CancelledError
 
     async def run(self) -> None:
         """Until cancelled."""

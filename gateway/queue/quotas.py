@@ -186,9 +186,18 @@ class Quotas:
         self._path, self._stamp, self._looked_at = path, _stamp(path), 0.0
         self._told: Mapping[str, Mapping[str, Told]] = {}
 
+    @classmethod
+    def read(cls, path: Path | None) -> "Quotas":
+        """Return the quotas of a TOML file, which is read again when it changes. Raises ValueError, one line."""
+        return cls(read_quotas(path), path)
+
     def quota(self, tenant: str) -> Quota:
-        """Its own, or that of all others."""
+        """Return its own, or that of all others."""
         return self._table.get(tenant) or self._table.get(OTHERS) or Quota()
+
+    def max_concurrent(self, tenant: str) -> int | None:
+        """Return how many choices this tenant may have running; None: it has no quota of that."""
+        return self.quota(tenant).concurrent_requests
 
     def enter(self, tenant: str, at: float, num_choices: int = 1) -> Reservation:
         """One more request of so many choices; its reservation is settled in the end. Raises Overloaded, which names the

@@ -37,7 +37,7 @@ class Failure(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """`context` is the request's root span, `parent` the client's (span_id 0: it has none)."""
 
     context: TraceContext

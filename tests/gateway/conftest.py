@@ -19,6 +19,7 @@ from gateway.api.ports import open_ports
 from gateway.app import Gateway
 from gateway.config.settings import GatewaySettings
 from gateway.model.model_folder import read_folder
+from gateway.queue.quotas import Quotas
 from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import check
 from tests.support.client import make_request
@@ -127,9 +128,10 @@ def cluster(folder, digest):
         }
         values.setdefault("split", "always" if prefill else "auto")
         settings = GatewaySettings(**values)
-        doors = open_ports(settings)
-        port = doors.port
-        gateway = Gateway(settings, read_folder(folder), doors)
+        quotas = Quotas.read(settings.quotas)
+        ports = open_ports(settings, quotas)
+        port = ports.port
+        gateway = Gateway(settings, read_folder(folder), ports, quotas)
         stop = asyncio.Event()
         running = asyncio.create_task(gateway.run(port, stop))
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

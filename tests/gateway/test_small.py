@@ -13,7 +13,7 @@ from gateway.config.settings import GatewaySettings
 from gateway.model.model_folder import Defaults, read_folder
 from gateway.model.sampling_params import SAMPLING_DEFAULTS
 from gateway.prefix.cluster_secret import derived_secret, fingerprint, read_secret
-from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.memory_index import MemoryIndex
 from gateway.request.timing import Measured, Stamps, timing
 from tests.support.process import ROOT
 
@@ -70,7 +70,7 @@ def test_one_token():
 
 async def test_the_embedded_index():
     spans = [hashlib.sha256(bytes([i])).digest() for i in range(6)]
-    index, asked = EmbeddedIndex(), []
+    index, asked = MemoryIndex(), []
     index.join(b"a", lambda: asked.append("a"))
     index.join(b"b", lambda: asked.append("b"))
     index.apply(b"a", pb.BlockEvents(seq=0, snapshot=True, sealed=spans[:4]))

@@ -3,11 +3,11 @@
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import prometheus_client
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import Exemplar, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest as classic_text
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
@@ -45,9 +45,9 @@ class Metrics:
         self._registry.register(made)
         return made
 
-    def collect(self, *gauges: "Gauge") -> None:
-        """Gauges that are read when somebody scrapes, and only then."""
-        self._registry.register(_Collector(gauges, self.model_name))
+    def collect(self, *readings: "Gauge | Count") -> None:
+        """Expose what is read at each scrape, and only then."""
+        self._registry.register(_Collector(readings, self.model_name))
 
     def page(self, headers: Mapping[str, str]) -> Reply:
         """The exposition, with exemplars for those that can read them."""
@@ -113,6 +113,21 @@ class Gauge:
         return family
 
 
+class Count:
+    """A counter that is kept elsewhere since the object was made: `read()` gives its value for each tuple of `labels`."""
+
+    def __init__(self, name: str, text: str, read: Callable[[], Mapping[tuple[str, ...], float]], *labels: str):
+        self.name, self.text, self.read, self.labels = name, text, read, labels
+        self._created = time.time()
+
+    def family(self, model_name: str) -> CounterMetricFamily:
+        """Return what is exposed now."""
+        family = CounterMetricFamily(self.name, self.text, labels=["model_name", *self.labels])
+        for values, number in self.read().items():
+            family.add_metric([model_name, *values], number, created=self._created)
+        return family
+
+
 def num_tasks() -> int:
     """Of the event loop that asks; 0 where there is none."""
     try:
@@ -122,11 +137,11 @@ def num_tasks() -> int:
 
 
 class _Collector:
-    def __init__(self, gauges: Iterable[Gauge], model_name: str):
-        self._gauges, self._model_name = tuple(gauges), model_name
+    def __init__(self, readings: Iterable[Gauge | Count], model_name: str):
+        self._readings, self._model_name = tuple(readings), model_name
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        return (gauge.family(self._model_name) for gauge in self._gauges)
+    def collect(self) -> Iterable[Metric]:
+        return (reading.family(self._model_name) for reading in self._readings)
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return (GaugeMetricFamily(gauge.name, gauge.text) for gauge in self._gauges)
+    def describe(self) -> Iterable[Metric]:
+        return (Metric(reading.name, reading.text, "unknown") for reading in self._readings)

@@ -49,8 +49,9 @@ class CallSlots:
     `max_calls`: of all tenants together, to the methods of Inference. One alone may have all of them, and whoever comes
     his part even then."""
 
-    def __init__(self, max_calls: int = MAX_CALLS):
-        self.quota_of: Callable[[str], int | None] = lambda tenant: None  # requests at once; None: it has no quota
+    def __init__(self, max_calls: int = MAX_CALLS, quota_of: Callable[[str], int | None] = lambda tenant: None):
+        """`quota_of(tenant)`: how many requests it may have at once; None: it has no quota."""
+        self._quota_of = quota_of
         self._max_calls = max_calls
         self._num_open: Counter[tuple[str, Caller]] = Counter()
         self._of_tenants: Counter[str] = Counter()  # to Inference
@@ -97,7 +98,7 @@ class CallSlots:
         num_open = self._num_open[key]
         if key[0] != _INFERENCE:
             return num_open < kind.max_calls
-        if (quota := self.quota_of(key[1])) is not None:
+        if (quota := self._quota_of(key[1])) is not None:
             return num_open < quota + _SPARE_CALLS
         num_tenants = len(self._of_tenants) + (key[1] not in self._of_tenants)
         return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)

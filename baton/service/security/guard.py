@@ -62,12 +62,10 @@ def tenant() -> str:
 
 class Guard(grpc.aio.ServerInterceptor):
     """`credentials` None: there are certificates alone. `places`: how many calls may be open. `is_open`: everybody may
-    call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other".
-    `on_denied(method, reason)` is called for each."""
+    call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other"."""
 
     def __init__(self, credentials: Credentials | None = None, places: CallSlots | None = None, is_open: bool = False):
         self.num_denied: Counter[tuple[str, str]] = Counter()
-        self.on_denied: Callable[[str, str], None] = lambda method, reason: None
         self.places = places or CallSlots()
         self._refusals = Refusals()
         self._credentials, self._is_open = credentials, is_open
@@ -167,7 +165,6 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _deny(self, context, method: str, error: BatonError) -> NoReturn:
         known = method if method in METHODS else "other"
         self.num_denied[known, error.reason] += 1
-        self.on_denied(known, error.reason)
         num = self.num_denied[known, error.reason]
         if num & (num - 1) == 0:  # 1, 2, 4, 8, ...: strangers do not fill the log
             log.warning("denied %s", fields(method=known, reason=error.reason, peer=context.peer(), num=num))

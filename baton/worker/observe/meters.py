@@ -1,10 +1,11 @@
 """What a worker counts: its load when somebody scrapes, and each key once, when it has ended."""
 
 import resource
+from collections.abc import Mapping
 
 from baton.engine.engine import Engine
 from baton.service import logs
-from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Gauge, Metrics, num_tasks
+from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics, num_tasks
 from baton.worker.legs.leg import Leg
 from baton.worker.observe.roofline import Cost, Roofline
 from baton.worker.observe.tables import Tables
@@ -15,8 +16,15 @@ SPEEDUP_BUCKETS = (0.5, 0.8, 0.9, 0.95, 0.98, 1.0, 1.05, 1.1, 1.25, 1.5, 2, 2.5,
 class WorkerMeters:
     """`page` is /metrics."""
 
-    def __init__(self, engine: Engine, pool_bytes: int, roofline: Roofline | None = None):
-        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where nobody measured it."""
+    def __init__(
+        self,
+        engine: Engine,
+        pool_bytes: int,
+        roofline: Roofline | None,
+        num_denied: Mapping[tuple[str, str], int],
+    ):
+        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured. `num_denied`: calls by
+        (method, reason), as the guard counts them."""
         self._metrics = metrics = Metrics(engine.spec.name)
         self.page = metrics.page
         self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
@@ -38,7 +46,6 @@ class WorkerMeters:
         self._speedup = metrics.histogram(
             "baton_spec_speedup_ratio", "measured speed of a request over plain decoding", SPEEDUP_BUCKETS
         )()
-        self._denied = metrics.counter("baton_denied", "denied calls", "method", "reason")
         self._preemptions = metrics.counter("baton_preemptions", "sequences preempted for lack of blocks")()
         metrics.collect(
             Gauge("baton_running", "sequences in the batch", lambda: engine.load_report().num_running),
@@ -49,15 +56,13 @@ class WorkerMeters:
             Gauge("baton_utilisation", "achieved rate over the device's limit", self._utilisation, "limit"),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
+            Count("baton_denied", "denied calls", lambda: num_denied, "method", "reason"),
         )
 
     def watch(self, tables: Tables) -> None:
         self._metrics.collect(
             Gauge("baton_table_entries", "entries of tables that are empty when nothing runs", tables.counts, "table")
         )
-
-    def denied(self, method: str, reason: str) -> None:
-        self._denied(method, reason).inc()
 
     def ended(self, leg: Leg) -> None:
         """Of a key that has just ended, however it did."""

@@ -15,11 +15,11 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from gateway.config.networks import Networks
 from gateway.config.settings import GatewaySettings
-from gateway.discovery import newcomers, registration
-from gateway.discovery.newcomers import MAX_TRIALS, Newcomers
-from gateway.discovery.redis_registry import MAX_NAMES, NAME, RedisRoster
-from gateway.discovery.registration import Registered
-from gateway.discovery.worker_sessions import Members
+from gateway.discovery import dial_policy, registration
+from gateway.discovery.dial_policy import MAX_TRIALS, DialPolicy
+from gateway.discovery.registration import Registrations
+from gateway.discovery.session_set import SessionSet
+from gateway.discovery.worker_directory import MAX_NAMES, NAME, RedisDirectory
 from gateway.link.worker_link import LinkState
 from tests.support.client import read_error
 from tests.support.gateway.fake_worker import FakeWorker
@@ -110,7 +110,7 @@ async def test_who_registers_with_one_gateway_is_known_to_all(cluster, digest, t
 
 async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
     with RedisServer(tmp_path) as server:
-        roster = RedisRoster(server.url)
+        directory = RedisDirectory(server.url)
         seconds = server.client.time()[0]
         told = {
             "decode 10.0.0.1:5": seconds - 5,
@@ -120,15 +120,15 @@ async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
         }
         late = {"decode 10.0.0.5:5": "inf", "decode 10.0.0.6:5": 1e300, "decode 10.0.0.7:5": seconds + 3600}
         server.client.zadd(NAME, told | late)
-        assert await roster.exchange({("prefill", "10.0.0.4:5"): 9.5}) == {
+        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}) == {
             ("decode", "10.0.0.2:5"),
             ("prefill", "10.0.0.4:5"),
         }
         assert not set(server.client.zrange(NAME, 0, -1)) & {name.encode() for name in late}
         server.client.delete(NAME)
         server.client.set(NAME, "of the wrong kind")
-        assert await roster.exchange({("prefill", "10.0.0.4:5"): 9.5}) == set()
-        await roster.close()
+        assert await directory.exchange({("prefill", "10.0.0.4:5"): 9.5}) == set()
+        await directory.close()
 
 
 # ---- strangers ----
@@ -166,7 +166,7 @@ async def test_strangers_in_the_roster_cost_next_to_nothing(cluster, digest, tmp
 
 
 async def test_one_that_is_served_by_nobody_is_left_alone_for_a_while(cluster, monkeypatch):
-    monkeypatch.setattr(newcomers, "_MAX_VAIN", 2)
+    monkeypatch.setattr(dial_policy, "_MAX_VAIN", 2)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
@@ -187,7 +187,7 @@ def strangers(num: int) -> set:
 
 
 def test_those_that_answered_stay_and_those_that_registered_here_come_first():
-    chosen_by, real, new = Newcomers(), ("decode", "127.0.0.2:1"), ("prefill", "127.0.0.3:1")
+    chosen_by, real, new = DialPolicy(), ("decode", "127.0.0.2:1"), ("prefill", "127.0.0.3:1")
     links = {real: Link(LinkState.SERVING)}
     flood = strangers(5000)
     for at in range(100):
@@ -203,7 +203,7 @@ def test_those_that_answered_stay_and_those_that_registered_here_come_first():
 
 
 def test_a_stranger_is_dialled_ever_more_seldom():
-    chosen_by, (worker,) = Newcomers(), strangers(1)
+    chosen_by, (worker,) = DialPolicy(), strangers(1)
     tried_at, link = [], None
     for at in range(1000):
         is_chosen = worker in chosen_by.choose(set(), {worker}, {worker: link} if link else {}, float(at))
@@ -218,9 +218,9 @@ def test_a_stranger_is_dialled_ever_more_seldom():
     assert not chosen_by.excuses("decode") and worker in chosen_by.choose(set(), {worker}, {}, 1000.0)
 
 
-def make_registered(*cidrs: str) -> Registered:
-    members = {role: Members([], None, None) for role in ("prefill", "decode")}
-    return Registered(members, None, Networks(cidrs))
+def make_registered(*cidrs: str) -> Registrations:
+    members = {role: SessionSet([], None, None) for role in ("prefill", "decode")}
+    return Registrations(members, None, Networks(cidrs))
 
 
 @given(
@@ -300,14 +300,14 @@ async def test_a_dns_that_does_not_answer_holds_nobody_up(monkeypatch):
 
 async def test_the_roster_is_read_within_bounds(tmp_path):
     with RedisServer(tmp_path) as server:
-        roster = RedisRoster(server.url)
+        directory = RedisDirectory(server.url)
         seconds = server.client.time()[0]
         server.client.zadd(NAME, {f"decode 10.0.{i >> 8}.{i & 255}:5": seconds + 20 for i in range(20_000)})
         server.client.zadd(NAME, {"decode 10.9.9.9:5": seconds + 5})
         began = time.process_time()
-        found = await roster.exchange({}, [("decode", "10.9.9.9:5"), ("decode", "10.9.9.8:5")])
+        found = await directory.exchange({}, [("decode", "10.9.9.9:5"), ("decode", "10.9.9.8:5")])
         assert len(found) == MAX_NAMES + 1 and ("decode", "10.9.9.9:5") in found
         assert time.process_time() - began < 2
         server.client.zadd(NAME, {b"decode " + b"x" * (8 << 20): seconds + 30})  # read before all others
-        assert await roster.exchange({}, [("decode", "10.9.9.9:5")]) == {("decode", "10.9.9.9:5")}
-        await roster.close()
+        assert await directory.exchange({}, [("decode", "10.9.9.9:5")]) == {("decode", "10.9.9.9:5")}
+        await directory.close()

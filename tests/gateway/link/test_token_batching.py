@@ -7,7 +7,7 @@ import pytest
 from baton.v1 import inference_pb2
 from gateway.link import token_batching
 from gateway.link.mailbox import Mailbox, Tokens
-from gateway.link.token_batching import FREE_TOKENS_PER_S, LONGEST_S, TokenBatching, Turns
+from gateway.link.token_batching import FREE_TOKENS_PER_S, LONGEST_S, MessageTurns, TokenBatching
 
 LENGTH = inference_pb2.FINISH_REASON_LENGTH
 
@@ -23,18 +23,18 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def flow(turns: Turns, clock: Clock, tokens_per_s: float, seconds: float = 1.0, step_s: float = 0.01) -> None:
+def flow(turns: MessageTurns, clock: Clock, tokens_per_s: float, seconds: float = 1.0, step_s: float = 0.01) -> None:
     for _ in range(round(seconds / step_s)):
         clock.at += step_s
         turns.begin(round(tokens_per_s * step_s))
 
 
-def due(turns: Turns, num: int = 12) -> list[int]:
+def due(turns: MessageTurns, num: int = 12) -> list[int]:
     return [place for place in range(num) if turns.is_of(place)]
 
 
 def test_below_the_rate_nothing_waits(clock):
-    turns = Turns(TokenBatching())
+    turns = MessageTurns(TokenBatching())
     flow(turns, clock, 0.95 * FREE_TOKENS_PER_S)
     assert due(turns) == list(range(12))
 
@@ -42,7 +42,7 @@ def test_below_the_rate_nothing_waits(clock):
 @pytest.mark.parametrize("step_s, every", [(0.004, 4), (0.006, 3), (0.01, 2), (0.02, 1)])
 def test_beyond_it_each_has_its_turn_as_often_as_the_bound_allows(clock, step_s, every):
     it = TokenBatching()
-    turns = Turns(it)
+    turns = MessageTurns(it)
     flow(turns, clock, 2 * FREE_TOKENS_PER_S, 2.0, step_s)
     assert it.is_busy
     seen: list[int] = []
@@ -56,7 +56,7 @@ def test_beyond_it_each_has_its_turn_as_often_as_the_bound_allows(clock, step_s,
 
 def test_all_workers_count_together(clock):
     it = TokenBatching()
-    one, other = Turns(it), Turns(it)
+    one, other = MessageTurns(it), MessageTurns(it)
     for _ in range(100):
         clock.at += 0.01
         one.begin(round(0.006 * FREE_TOKENS_PER_S))
@@ -65,7 +65,7 @@ def test_all_workers_count_together(clock):
 
 
 def test_after_a_rest_nothing_waits(clock):
-    turns = Turns(TokenBatching())
+    turns = MessageTurns(TokenBatching())
     flow(turns, clock, 2 * FREE_TOKENS_PER_S)
     assert len(due(turns)) == 6
     clock.at += 60

@@ -1,6 +1,7 @@
 """What the gateway counts, by whatever way a request ends; and that the page is one that Prometheus reads."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,9 @@ from baton.service.errors import Cancelled, Internal, InvalidRequest, Overloaded
 from baton.service.observe.telemetry import TraceContext
 from baton.service.slo import Slo
 from gateway.config.slo_classes import BUILT_IN, read_classes
+from gateway.observe.gauges import denied_count, request_gauges
 from gateway.observe.meters import GatewayMeters, outcome
+from gateway.observe.recent_requests import RecentRequests
 from gateway.request.timing import PHASES, Measured, breakdown, timing
 from tests.support.gateway.records import ANSWERED, record
 
@@ -27,7 +30,7 @@ def samples(meters: GatewayMeters) -> dict[tuple, float]:
 
 @pytest.fixture
 def meters():
-    return GatewayMeters("tiny", BUILT_IN, lambda: 3, lambda: 2)
+    return GatewayMeters("tiny", BUILT_IN)
 
 
 def test_an_answered_request_is_counted_as_its_timing_says(meters):
@@ -70,10 +73,13 @@ def test_every_ending_has_an_outcome(meters, error, expected):
     assert samples(meters)["baton_requests_total", *expected] == 1
 
 
-def test_calls_that_the_guard_turned_away(meters):
-    meters.denied("/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED")
-    meters.denied("other", "PERMISSION_DENIED")
-    meters.denied("other", "PERMISSION_DENIED")
+def test_calls_that_the_guard_turned_away():
+    """A scrape reads what the guard has counted until then."""
+    num_denied = Counter()
+    meters = GatewayMeters("tiny", BUILT_IN, [denied_count(num_denied)])
+    assert not any(name == "baton_denied_total" for name, *_ in samples(meters))
+    num_denied["/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED"] += 1
+    num_denied["other", "PERMISSION_DENIED"] += 2
     seen = samples(meters)
     assert seen["baton_denied_total", "/baton.v1.Fleet/ListWorkers", "PERMISSION_DENIED"] == 1
     assert seen["baton_denied_total", "other", "PERMISSION_DENIED"] == 2
@@ -92,9 +98,13 @@ def test_attempts_after_the_first_are_migrations(meters):
     assert samples(meters)["baton_migrations_total",] == 2
 
 
-def test_gauges_are_read_at_the_scrape(meters):
+def test_gauges_are_read_at_the_scrape():
+    recent, waiting = RecentRequests(), []
+    meters = GatewayMeters("tiny", BUILT_IN, request_gauges(recent, waiting))
+    recent.began(record())
+    waiting += [record(), record()]
     seen = samples(meters)
-    assert (seen["baton_running",], seen["baton_waiting",]) == (3, 2)
+    assert (seen["baton_running",], seen["baton_waiting",]) == (1, 2)
 
 
 def test_exemplars_lead_to_the_trace(meters):

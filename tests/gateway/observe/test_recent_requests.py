@@ -5,14 +5,14 @@ import asyncio
 from baton.service.errors import Overloaded
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe import recent_requests
-from gateway.observe.recent_requests import Journal
+from gateway.observe.recent_requests import RecentRequests
 from tests.support.gateway.records import ANSWERED, record
 
 ALL = pb.ListRequestsRequest()
 
 
 def test_running_then_ended():
-    kept, first, second = Journal(), record(**ANSWERED), record()
+    kept, first, second = RecentRequests(), record(**ANSWERED), record()
     kept.began(first)
     kept.began(second)
     listed = kept.listed(ALL, num_waiting=1)
@@ -27,7 +27,7 @@ def test_running_then_ended():
 
 
 def test_only_the_last_are_kept(monkeypatch):
-    kept = Journal()
+    kept = RecentRequests()
     for _ in range(recent_requests.NUM_KEPT + 50):
         each = record()
         kept.began(each)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2 as pb
-from gateway.prefix.memory_index import EmbeddedIndex
+from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_matches import Matches, WorkerBits
 
 SPANS = [bytes([i]) * 32 for i in range(8)]
@@ -40,7 +40,7 @@ def test_what_a_worker_has_read_meanwhile_counts_first():
 
 
 async def test_the_embedded_index_follows_its_workers():
-    index, asked = EmbeddedIndex(), []
+    index, asked = MemoryIndex(), []
     for worker in (b"a", b"b"):
         index.join(worker, lambda: asked.append(1))
     index.apply(b"a", pb.BlockEvents(seq=0, snapshot=True, sealed=SPANS[:4]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.discovery.redis_registry import RedisRoster
+from gateway.discovery.worker_directory import RedisDirectory
 from gateway.prefix import redis_index
 from gateway.prefix.redis_index import RedisIndex
 from gateway.store.redis_client import FAILURES, MAX_REPLY_BYTES, make_client, values_of
@@ -106,16 +106,16 @@ async def test_a_list_that_is_announced_in_pieces_is_seen(cut):
 async def test_index_and_roster_go_on_without_it(said, monkeypatch):
     monkeypatch.setattr(redis_index, "_CONTROL_TIMEOUT_S", 0.1)
     async with FakeRedis(*ENDLESS[said], is_endless=True) as fake, asyncio.timeout(60):
-        index, roster = RedisIndex(fake.url, b"g" * 16), RedisRoster(fake.url)
+        index, directory = RedisIndex(fake.url, b"g" * 16), RedisDirectory(fake.url)
         await index.check_secret(b"f" * 16)
         index.join(b"w" * 24, lambda: None)
         running = asyncio.create_task(index.run())
-        assert await roster.exchange({("decode", "127.0.0.1:5"): 9.0}) == set()
+        assert await directory.exchange({("decode", "127.0.0.1:5"): 9.0}) == set()
         assert await index.lookup([bytes(32)] * 40) == {}
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await roster.close()
+        await directory.close()
 
 
 @given(st.lists(st.one_of(st.sampled_from(ANSWERS), st.binary(max_size=60)), max_size=6).map(b"".join))
@@ -123,8 +123,8 @@ async def test_index_and_roster_go_on_without_it(said, monkeypatch):
 def test_any_bytes_are_a_miss_at_worst(answer):
     async def ask() -> None:
         async with FakeRedis(answer) as fake:
-            index, roster = RedisIndex(fake.url, b"g" * 16), RedisRoster(fake.url)
-            for client in (index._hot, index._control, roster._client):
+            index, directory = RedisIndex(fake.url, b"g" * 16), RedisDirectory(fake.url)
+            for client in (index._hot, index._control, directory._client):
                 client.connection_pool.connection_kwargs["socket_timeout"] = 0.02
                 client.connection_pool.connection_kwargs["socket_connect_timeout"] = 0.02
             with contextlib.suppress(FAILURES):
@@ -132,13 +132,13 @@ def test_any_bytes_are_a_miss_at_worst(answer):
             index.join(b"w" * 24, lambda: None)
             with contextlib.suppress(FAILURES):
                 await index._heartbeat(0.0)
-            found = await roster.exchange({("decode", "127.0.0.1:5"): 9.0})
+            found = await directory.exchange({("decode", "127.0.0.1:5"): 9.0})
             assert all(isinstance(part, str) for worker in found for part in worker)
             matches = await index._ask([bytes(32)] * 40)
             assert not matches or set(matches) <= {b"w" * 24}
             for client in (index._hot, index._control):
                 await client.aclose()
-            await roster.close()
+            await directory.close()
 
     asyncio.run(ask())
 

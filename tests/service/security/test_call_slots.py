@@ -58,8 +58,7 @@ async def test_a_tenant_alone_has_all_and_whoever_comes_his_part():
 
 
 async def test_a_quota_bounds_what_is_open():
-    places = CallSlots(256)
-    places.quota_of = {"acme": 2}.get
+    places = CallSlots(256, {"acme": 2}.get)
     assert len(await fill(places, GENERATE, "acme")) == 10  # eight more, which the quota refuses in its own words
     assert len(await fill(places, GENERATE, "globex")) == 246
 

@@ -7,7 +7,7 @@ from baton import tasks
 from gateway.link.worker_link import LinkState, WorkerLink
 
 
-class Members:
+class SessionSet:
     """Of one role, from one place that tells addresses. `links` is the role's list, which links join; `on_left(link)`
     takes one out of where it stands now."""
 
@@ -35,7 +35,3 @@ class Members:
             if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
                 self._own.pop(link).cancel()
                 self._on_left(link)
-
-    def are_of(self, links: list[WorkerLink]) -> bool:
-        """Whether they stand in this list."""
-        return self._links is links

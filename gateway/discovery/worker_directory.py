@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Worker = tuple[str, str]  # (role, address)
 
 
-class Roster(Protocol):
+class WorkerDirectory(Protocol):
     async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
         """Tells for how many seconds each of `here` is there; returns whom gateways have told of: of those that are
         `known` all, of others a bounded number. What is returned is not to be trusted."""
@@ -29,7 +29,7 @@ class Roster(Protocol):
     async def close(self) -> None: ...
 
 
-class OwnRoster:
+class LocalDirectory:
     """Of a gateway that is alone."""
 
     async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
@@ -39,7 +39,7 @@ class OwnRoster:
         pass
 
 
-class RedisRoster:
+class RedisDirectory:
     """Every failure is an empty list: sessions that stand go on."""
 
     def __init__(self, url: str):
@@ -84,8 +84,8 @@ class RedisRoster:
         await self._client.aclose()
 
 
-def make_roster(redis_url: str | None) -> Roster:
-    return RedisRoster(redis_url) if redis_url else OwnRoster()
+def make_directory(redis_url: str | None) -> WorkerDirectory:
+    return RedisDirectory(redis_url) if redis_url else LocalDirectory()
 
 
 def _read(member: object) -> Worker | None:

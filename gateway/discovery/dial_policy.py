@@ -16,7 +16,7 @@ _FIRST_REST_S, _LONGEST_REST_S = 5.0, 60.0
 Worker = tuple[str, str]  # (role, address)
 
 
-class Newcomers:
+class DialPolicy:
     def __init__(self) -> None:
         self.proven: set[Worker] = set()  # those that have answered, and were not given up since
         self._resting: dict[Worker, tuple[float, float, str]] = {}  # until when, how long, and why

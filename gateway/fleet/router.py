@@ -1,0 +1,143 @@
+"""Choose workers for requests, among those that serve now."""
+
+from collections.abc import Collection, Mapping, Sequence, Set
+
+from baton.service.clock import now
+from baton.service.errors import Unavailable
+from gateway.fleet.candidates import CAN_HOLD, ROLES, Candidates
+from gateway.link.worker_link import WorkerLink
+from gateway.prefix.prefix_matches import Matches
+from gateway.routing.latency_model import WorkerRates
+from gateway.routing.routing import (
+    Decision,
+    NoRoute,
+    RoutingRequest,
+    can_prefill,
+    choose,
+    choose_holder,
+    choose_source,
+    compatible,
+)
+
+_RETRY_AFTER_S = 1.0
+
+
+class Router:
+    """Belongs to the event loop. Workers to avoid are named by their ids."""
+
+    def __init__(self, candidates: Candidates, split: str, rates: WorkerRates):
+        """`split`: auto, always or never, as in the settings; `rates`: of all workers."""
+        self._candidates, self._split, self._rates = candidates, split, rates
+        self._pairs = 0, False  # (changes of who serves, whether any two fit)
+
+    def route(
+        self,
+        ask: RoutingRequest,
+        matches: Matches,
+        avoid: Collection[bytes],
+        too_short: Collection[bytes] = frozenset(),
+    ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
+        """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves, those
+        in `too_short`, which have called the request too long, never. Raises Unavailable."""
+        split = "auto" if too_short else self._split  # the prompt may be too long for every prefill worker
+        for avoided in self._avoidances(avoid, too_short, True):
+            try:
+                return self._route(ask, matches, avoided, split)
+            except NoRoute as error:
+                reason = str(error)
+        raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
+
+    def serving(self, role: str) -> Sequence[WorkerLink]:
+        """Return the workers of this role that serve."""
+        return self._candidates.serving(role)
+
+    @property
+    def may_read_where_it_decodes(self) -> bool:
+        """Whether a prompt needs no prefill worker."""
+        return self._split != "always"
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Return the seconds that an idle worker takes to read a prompt, as measured lately."""
+        return self._rates.pace(now()).prefill_s(num_tokens)
+
+    def has_other(self, role: str, ask: RoutingRequest, avoid: Set[bytes]) -> bool:
+        """Whether a worker of this role serves that can hold the request and is not in `avoid`."""
+        can_hold, unwanted = CAN_HOLD[role], avoid | self._candidates.set_aside()
+        return any(
+            can_hold(ask, link.limits) and link.worker_id not in unwanted for link in self._candidates.serving(role)
+        )
+
+    def _avoidances(
+        self, avoid: Collection[bytes], too_short: Collection[bytes], is_forced: bool
+    ) -> Sequence[Set[bytes]]:
+        """Return sets of workers not to ask, the largest first: the second admits those that this request avoids, and
+        where one must be found, the last also those that are set aside."""
+        aside = self._candidates.set_aside()
+        sets = [{*avoid, *aside, *too_short}, {*aside, *too_short}] + ([{*too_short}] if is_forced else [])
+        return [one for i, one in enumerate(sets) if one not in sets[:i]]
+
+    def prefill_for(
+        self, taker: WorkerLink, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes],
+        too_short: Collection[bytes] = frozenset(),
+    ) -> WorkerLink | None:  # fmt: skip
+        """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
+        itself. Raises Unavailable."""
+        (candidate,) = self._candidates.seen([taker], matches, ask)
+        is_forced = not self.may_read_where_it_decodes
+        for avoided in self._avoidances(avoid, too_short, is_forced):
+            near = self._candidates.near("prefill", ask, matches, avoided)
+            if best := choose_source(ask, self._candidates.seen(near.values(), matches, ask), candidate):
+                return near[best.name]
+        here = self._candidates.serving("prefill")
+        is_too_long = any(link.worker_id in too_short or not can_prefill(ask, link.limits) for link in here)
+        if is_forced and not is_too_long:
+            raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
+        return None
+
+    def holder_for(self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
+        """Return the worker from which `reader` should pull a prefix before it prefills the rest; None: none is worth it."""
+        holders = self._candidates.holders(matches, avoid)
+        (here,) = self._candidates.seen([reader], matches)
+        best = choose_holder(here, self._candidates.seen(holders.values(), matches))
+        return best and holders[best.name]
+
+    def any_pair(self) -> bool:
+        """Whether some decode worker can take KV from some prefill worker.
+
+        It is asked after every report of every worker, and computed only when other workers serve."""
+        if self._pairs[0] != self._candidates.num_changes:
+            sources, takers = (
+                self._candidates.seen(self._candidates.serving(role), Matches()) for role in ("prefill", "decode")
+            )
+            found = any(compatible(source, taker) for source in sources for taker in takers)
+            self._pairs = self._candidates.num_changes, found
+        return self._pairs[1]
+
+    def _route(
+        self, ask: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str
+    ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
+        """Raises NoRoute."""
+        prefill, decode = (self._candidates.near(role, ask, matches, avoid) for role in ROLES)
+        try:
+            decision = self._choose(ask, prefill, decode, matches, split)
+            fits = decision.reason != "no_prefill_worker"
+        except NoRoute:
+            fits = False
+        if not fits:  # perhaps no worker was drawn that has KV for these, or a transport to them
+            prefill = self._candidates.near("prefill", ask, matches, avoid, everybody=True)
+            decision = self._choose(ask, prefill, decode, matches, split)
+        source, taker = prefill.get(decision.prefill), decode[decision.decode]
+        (source or taker).recent.add(decision.read_s, now())
+        taker.recent.add(decision.write_s, now())
+        return decision, source, taker
+
+    def _choose(
+        self,
+        ask: RoutingRequest,
+        prefill: Mapping[str, WorkerLink],
+        decode: Mapping[str, WorkerLink],
+        matches: Matches,
+        split: str,
+    ) -> Decision:
+        seen = (self._candidates.seen(links.values(), matches, ask) for links in (prefill, decode))
+        return choose(ask, *seen, split)
