@@ -1,4 +1,4 @@
-"""`python -m gateway`: the one door for clients. Prints `ready grpc=HOST:PORT admin=HOST:PORT pid=N` when it serves."""
+"""`python -m gateway`: what clients call. Prints `ready grpc=HOST:PORT admin=HOST:PORT pid=N` once it serves."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ FAILED, WRONG_USE = 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 drained, 1 failed, 2 wrong use; a failed start says why in one line on stderr."""
+    """Return 0 after draining, 1 for a failed start, 2 for wrong use; a failed start says why in one line on stderr."""
     parser = make_parser("python -m gateway", "the entry point for clients: tokenizes, routes, streams; needs no GPU")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
     add_flags(parser, GatewaySettings)

@@ -106,8 +106,8 @@ class Gateway:
         self._ready_line = ""  # still to be printed
 
     async def run(self, port: int, stop: asyncio.Event, fleet_port: int | None = None) -> int:
-        """Serve until `stop`, then drain; return 0. `port` is what the server is bound to, `fleet_port` the one for callers
-        with certificates. Raises SettingsError."""
+        """Serve until `stop`, then drain; return 0. `port` is what the server is bound to, `fleet_port` the one for
+        callers with certificates. Raises SettingsError."""
         settings, server = self._settings, self._server
         if settings.public_prefixes:
             encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)

@@ -1,4 +1,4 @@
-"""What the client of one request receives: messages of all choices in order, usage and timing on the last."""
+"""The stream that a client receives: messages of all choices in order, usage and timing on the last."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -19,13 +19,14 @@ class Diverged(Exception):
 
 
 class Answer:
-    """Tokens go in as they come; `flush` sends what may go out. The last message is held for `finish`."""
+    """Take tokens as they come with `push`, send messages with `flush`, and hold the last one for `finish`."""
 
     def __init__(
         self, checked: Checked, max_tokens: int, detokenizer: Detokenizer, stamps: Stamps, emit: Emit,
         on_gap: Callable[[float], None],
     ):  # fmt: skip
-        """`max_tokens`: where a choice ends at the latest. `on_gap(gap_s)`: for each message of a choice after its first, the time since the last one a token."""
+        """`max_tokens`: where a choice ends at the latest. `on_gap(gap_s)`: called for each message of a choice after
+        its first, with the time since the one before, divided by its tokens."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
         self._max_tokens = max_tokens
         self._num_flushes = 0
@@ -38,6 +39,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
+        """Whether every choice is finished."""
         for choice in self.choices:
             if not choice.finish_reason:
                 return False
@@ -50,26 +52,28 @@ class Answer:
 
     @property
     def ended_here(self) -> bool:
-        """A choice was ended by a stop string, which workers do not know."""
+        """Whether a stop string has ended a choice, which workers do not know."""
         return any(choice.ended_here for choice in self.choices)
 
     @property
     def begun(self) -> bool:
+        """Whether there is any token."""
         return any(choice.token_ids for choice in self.choices)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that are finished, in words: stop | length."""
+        """Reasons of the choices that are finished: stop | length."""
         reasons = (choice.finish_reason for choice in self.choices if choice.finished)
         return [pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower() for reason in reasons]
 
     @property
     def num_output_tokens(self) -> int:
+        """Tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def num_longest(self) -> int:
-        """Output tokens of the longest choice."""
+        """Tokens of the longest choice."""
         return max(len(choice.token_ids) for choice in self.choices)
 
     def push(
@@ -80,15 +84,15 @@ class Answer:
         logprobs: Sequence[pb.Logprobs],
         finish_reason: int,
     ) -> None:
-        """Tokens of a choice from output index `first_index` on; those that are known already must be the same.
-        Raises Diverged; InvalidRequest where the client has more of a choice than there is."""
+        """Add tokens of choice `index` from output index `first_index` on; known ones must be the same. Raises
+        Diverged; InvalidRequest if the client claims more of a choice than there is."""
         if index >= len(self.choices):
             raise Diverged(f"choice {index} was not asked for")
         choice = self.choices[index]
         if choice.finished:
             return
         if finish_reason == LENGTH and first_index + len(token_ids) < self._max_tokens:
-            finish_reason = 0  # it was too long for that worker, which is no end: another goes on
+            finish_reason = 0  # the worker could hold no more, which is no end: another continues
         num_known = len(choice.token_ids) - first_index
         if num_known < 0:
             raise Diverged(f"choice {index}: token {len(choice.token_ids)} is missing")
@@ -116,7 +120,7 @@ class Answer:
             await self._send(choice)
 
     async def finish(self, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured) -> None:
-        """Send the last message. Every choice is finished."""
+        """Send the last message, once every choice is finished."""
         last = next(choice for choice in reversed(self.choices) if choice.has_pending)
         self._stamp()
         usage = pb.Usage(

@@ -1,4 +1,4 @@
-"""One choice of an answer: its tokens become text, stop strings end it."""
+"""One choice of an answer: its tokens become text, and stop strings end it."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 
 
 class Choice:
-    """Fed with tokens in order; `take()` gives the message that may go out now."""
+    """Take tokens in order with `push`; `take()` returns the message that may go out now."""
 
     __slots__ = (
         "index", "num_received", "token_ids", "finish_reason", "ended_here", "sent_at", "num_pending", "_decoder",
@@ -21,7 +21,8 @@ class Choice:
     def __init__(
         self, index: int, detokenizer: Detokenizer, stops: StopStrings | None, min_tokens: int, num_received: int = 0
     ):
-        """`stops` None: there are none; `num_received`: tokens that the client has from before, which are read and not sent again."""
+        """`stops` None: there are none; `num_received`: tokens that the client has from an earlier stream, which are
+        read and not sent again."""
         self.index = index
         self.num_received = num_received
         self.token_ids = array("I")
@@ -29,7 +30,7 @@ class Choice:
         self.ended_here = False  # by a stop string: the worker does not know
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
-        self._decoder: TextDecoder | None = detokenizer.decoder()  # None: its end is told
+        self._decoder: TextDecoder | None = detokenizer.decoder()  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self._text = ""
@@ -38,15 +39,16 @@ class Choice:
 
     @property
     def finished(self) -> bool:
+        """Whether it has ended."""
         return self.finish_reason != 0
 
     @property
     def has_pending(self) -> bool:
-        """Of its tokens, or its end."""
+        """Whether tokens, or its end, wait to be sent."""
         return self.num_pending != 0 or (self.finish_reason != 0 and self._decoder is not None)
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
-        """Tokens behind those that are there; after the end of the choice they are dropped."""
+        """Add tokens behind the known ones; after the end of the choice they are dropped."""
         if self._stops is None and len(self.token_ids) >= self.num_received:
             self._push(token_ids, logprobs, finish_reason)
             return
@@ -57,7 +59,7 @@ class Choice:
             self._push((token_id,), logprobs[position : position + 1], finish_reason if position == last else 0)
 
     def take(self) -> pb.GenerateResponse:
-        """What has come since the last time."""
+        """Return what has come since the last time."""
         message = pb.GenerateResponse()
         if self.index:
             message.index = self.index
@@ -75,7 +77,7 @@ class Choice:
         return message
 
     def _push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], ended: int) -> None:
-        """All of these, or where it may end before the last of them: one."""
+        """Add all of these at once, or a single one where the choice may end before the last."""
         self.token_ids.extend(token_ids)
         is_new = len(self.token_ids) > self.num_received
         # A token that stops the choice is no part of its text.
@@ -94,7 +96,7 @@ class Choice:
                 self._logprobs += logprobs
 
     def _said(self, piece: str) -> str:
-        """The part of it that may go out."""
+        """Return the part of `piece` that may go out."""
         if self._stops is None or len(self.token_ids) <= self._min_tokens:
             return piece
         text, matched = self._stops.push(piece)

@@ -1,12 +1,13 @@
-"""Stop strings in an answer, across its pieces: a step a character, however many and long they are (Aho-Corasick)."""
+"""Find stop strings in an answer, across its pieces: one step a character, however many and long they are
+(Aho-Corasick)."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
 
 class StopStrings:
-    """The automaton of one request, which all its choices share. A state is what the text ends with, as far as a stop
-    string begins so; 0 is nothing."""
+    """The automaton of one request, shared by its choices. A state is the longest end of the text with which a stop
+    string begins; 0: there is none."""
 
     def __init__(self, stops: Iterable[str]):
         self._next: list[dict[str, int]] = [{}]
@@ -18,6 +19,7 @@ class StopStrings:
         self._link()
 
     def step(self, state: int, character: str) -> int:
+        """Return the state after one more character."""
         while (found := self._next[state].get(character)) is None:
             if not state:
                 return 0
@@ -37,7 +39,7 @@ class StopStrings:
         self.ends[state] = len(stop)
 
     def _link(self) -> None:
-        """Shorter states first."""
+        """Set fallbacks, shorter states first."""
         states = list(self._next[0].values())
         for state in states:
             for character, deeper in self._next[state].items():
@@ -47,12 +49,14 @@ class StopStrings:
 
 
 class Stopped(NamedTuple):
+    """What a piece of text has come to."""
+
     text: str  # up to the match
     matched: str | None
 
 
 class StopMatcher:
-    """Finds the stop string that is complete first (of those that are so at once, the longest), across pieces."""
+    """Find the stop string that is complete first (the longest of several at once), across pieces."""
 
     __slots__ = ("_stops", "_state", "_held")
 
@@ -60,7 +64,7 @@ class StopMatcher:
         self._stops, self._state, self._held = stops, 0, ""
 
     def push(self, piece: str) -> Stopped:
-        """The text that may go out; with `matched` set nothing comes after it."""
+        """Return the text that may go out; after `matched` is set nothing follows."""
         text, num_held, stops = self._held + piece, len(self._held), self._stops
         state, step, ends = self._state, stops.step, stops.ends
         for position, character in enumerate(piece, num_held + 1):
@@ -74,6 +78,6 @@ class StopMatcher:
         return Stopped(text[:num_sure], None)
 
     def finish(self) -> str:
-        """What was held back in vain."""
+        """Return what was held back."""
         held, self._held = self._held, ""
         return held

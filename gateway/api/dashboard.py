@@ -1,5 +1,5 @@
-"""A page for those without Grafana: what the fleet does now, in four small views, and where recent requests spent
-their time. One file of HTML that asks this gateway for JSON every second."""
+"""A page for those without Grafana: what the fleet does now, in four small views, and where recent requests spent their
+time. One HTML file that asks this gateway for JSON every second."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ _NUM_RECENT = 300
 
 
 def pages(fleet: FleetService) -> dict[str, Page]:
-    """By path, for the admin server."""
+    """Return the pages by path, for the admin server."""
 
     def state(headers: Mapping[str, str]) -> Reply:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))

@@ -1,5 +1,5 @@
-"""The ports of a gateway: one for clients, who bring keys; one for workers and operators, who bring certificates. Both
-lead to the same server, and the guard tells who may call what."""
+"""The ports of a gateway: one for clients, which bring keys; one for workers and operators, which bring certificates.
+Both lead to the same server, and the guard decides who may call what."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ _SPARE_CALLS = 64  # beyond the requests at once, for what is none and for refus
 
 
 class Ports(NamedTuple):
-    """`fleet_port` None: there is one port for all."""
+    """A server and what it is bound to. `fleet_port` None: there is one port for all."""
 
     server: grpc.aio.Server
     port: int
@@ -27,7 +27,8 @@ class Ports(NamedTuple):
 
 
 def open_ports(settings: GatewaySettings, quotas: Quotas) -> Ports:
-    """Bind the ports and return their server, which is not started. Raises SettingsError, ListenError: one line each."""
+    """Bind the ports and return their server, which is not started. Raises SettingsError, ListenError: one line
+    each."""
     tls = settings.tls
     if tls:
         tls.check()

@@ -1,4 +1,4 @@
-"""The door: baton.v1.Inference. Every ending that is not an answer is a gRPC status with google.rpc details."""
+"""baton.v1.Inference. Every end that is not an answer is a gRPC status with google.rpc details."""
 
 import asyncio
 import logging
@@ -27,11 +27,14 @@ log = logging.getLogger(__name__)
 
 
 def _boxed(raw: bytes) -> list[pb.GenerateRequest]:
-    """gRPC holds what a method is called with until its stream has ended; whoever takes this out has it alone."""
+    """Return the message in a list, from which it can be taken: gRPC keeps a method's argument until its stream has
+    ended."""
     return [pb.GenerateRequest.FromString(raw)]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """The calls of clients."""
+
     def __init__(
         self,
         pipeline: Pipeline,
@@ -40,14 +43,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         on_end: Callable[[RequestRecord, BaseException | None], None],
         hold: Callable[[BatonError], Awaitable[None]],
     ):
-        """`on_begin(record)` and `on_end(record, error)`: once each a request, however it ends. `hold(error)`: waits
-        until it may be told."""
+        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends. `hold(error)`
+        waits until the error may be sent."""
         self.is_draining = False
         self.num_running = 0
         self._pipeline, self._settings = pipeline, settings
         self._on_begin, self._on_end, self._hold = on_begin, on_end, hold
 
     def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the calls with a server."""
         handlers = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, _boxed, pb.GenerateResponse.SerializeToString
@@ -60,10 +64,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         server.add_registered_method_handlers(SERVICE_NAME, handlers)  # in place of those
 
     async def Generate(self, box: list[pb.GenerateRequest], context) -> None:
+        """Stream an answer."""
         # Not a generator: its `finally` would run whenever it is collected, this one runs when the client goes.
         await self._answer(box, context, context.write)
 
     async def Complete(self, box: list[pb.GenerateRequest], context) -> pb.CompleteResponse:
+        """Return an answer in one message."""
         response = pb.CompleteResponse()
 
         async def gather(message: pb.GenerateResponse) -> None:
@@ -73,6 +79,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return response
 
     async def Tokenize(self, request: pb.TokenizeRequest, context) -> pb.TokenizeResponse:
+        """Return the token ids of a text or a conversation."""
+
         async def tokenize() -> pb.TokenizeResponse:
             check_size(request)
             model = self._pipeline.registry.model
@@ -84,6 +92,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._answered(tokenize, context)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context) -> pb.DetokenizeResponse:
+        """Return the text of token ids."""
+
         async def detokenize() -> pb.DetokenizeResponse:
             check_size(request)
             model = self._pipeline.registry.model
@@ -95,6 +105,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await self._answered(detokenize, context)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:
+        """Return what is known of the served model."""
+
         async def info() -> pb.GetModelInfoResponse:
             registry = self._pipeline.registry
             model, card = registry.model, registry.card
@@ -142,8 +154,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         await self._pipeline.serve(checked, model, deadline, record, emit)
 
     async def _answered(self, work: Callable[[], Awaitable], context, record: RequestRecord | None = None):
-        """Run it; what it raises becomes the call's status. Cancellation is passed on untouched, and is what a write to
-        nobody is."""
+        """Run `work`; what it raises becomes the call's status. Cancellation is passed on, also that of a write to a
+        client that has gone."""
         try:
             return await work()
         except BatonError as error:
@@ -170,7 +182,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     def _deadline(self, context, received: float) -> float:
-        """The client's, within ours. Raises DeadlineExceeded when it is past."""
+        """Return the client's deadline, within our own bound (time.monotonic()). Raises DeadlineExceeded if it has
+        passed."""
         left_s = context.time_remaining()
         if left_s is None:
             left_s = self._settings.default_timeout_s
@@ -187,7 +200,7 @@ def _traceparent(context) -> TraceContext | None:
 
 
 def _add(response: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
-    """A streamed message goes into the one answer."""
+    """Add a streamed message to the one answer."""
     while len(response.choices) <= message.index:
         response.choices.add(index=len(response.choices))
     choice = response.choices[message.index]

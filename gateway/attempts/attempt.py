@@ -81,7 +81,8 @@ class Attempt:
         self._prefix_source.ask(holder, self.decode.link, hashes, new_key(self._key_id), self._deadline)
 
     def read_on_prefill_worker(self, holder: WorkerLink | None, hashes: Sequence[bytes], num_matched: int) -> None:
-        """Have `prefill_link`, which holds `num_matched` tokens, read the prompt; it may pull `hashes` from `holder`."""
+        """Have `prefill_link`, which holds `num_matched` tokens, read the prompt; it may pull `hashes` from
+        `holder`."""
         self.prefill = self.prefill_link.open(self.decode.key, self._mailbox, self._record.tenant)
         self.prefill.num_prefill_tokens = self._record.num_prompt_tokens - num_matched
         self._prefix_source = PrefixSource(self._send_prefill)
@@ -113,7 +114,8 @@ class Attempt:
         self.prefill.send(renew_lease=pb.RenewLease(lease_id=self._lease_id))
 
     def doubt_fetch(self) -> None:
-        """Give an unfinished fetch little time: its source may be gone, or live on without a session to this gateway."""
+        """Give an unfinished fetch little time: its source may be gone, or live on without a session to this
+        gateway."""
         if self.prefill_link is not None and not self.is_fetched:
             self.doubt_until = now() + _DOUBT_S
 

@@ -81,7 +81,7 @@ class RequestRouter:
             self._leaving |= {worker_id}
 
     def note_holder(self, worker_id: bytes, num_output_tokens: int = 0) -> None:
-        """This worker has read the prompt, and written so many tokens of the answer: it holds their spans."""
+        """This worker has read the prompt and written `num_output_tokens` of the answer: it holds their spans."""
         self._matches.note(worker_id, (self._record.num_prompt_tokens + num_output_tokens - 1) // SPAN_TOKENS)
 
     def num_matched_spans(self, link: WorkerLink) -> int:

@@ -1,4 +1,4 @@
-"""Where workers may be that say themselves where they are: a gateway dials no other address for them."""
+"""The networks in which workers may register: a gateway dials no other address for them."""
 
 import ipaddress
 import socket
@@ -8,10 +8,10 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Networks:
-    """`in` tells whether an IP address, as text, is one of them."""
+    """`in` says whether an IP address, as text, is within one of them."""
 
     def __init__(self, cidrs: Sequence[str] = ()):
-        """None: this host alone, on whichever of its addresses. Raises ValueError, one line."""
+        """None: this host alone, on any of its addresses. Raises ValueError, one line."""
         self._networks = [ipaddress.ip_network(cidr, strict=False) for cidr in cidrs]
 
     def __contains__(self, host: str) -> bool:
@@ -29,7 +29,7 @@ class Networks:
 
 
 def _is_own(address: _Address) -> bool:
-    """A socket can be bound to the addresses of this host alone."""
+    """Whether an address is one of this host: only to those can a socket be bound."""
     if address.is_unspecified or address.is_multicast:
         return False
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6

@@ -1,4 +1,4 @@
-"""What requests are checked against: the model that is served, and what one request may ask for."""
+"""What requests are checked against: the served model, and what one request may ask for."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a request is checked against."""
+    """The served model, as far as requests depend on it."""
 
     name: str
     context: int  # the model's, or less: what the longest decode worker holds
@@ -46,4 +46,5 @@ class ServedModel:
 
     @property
     def context_words(self) -> str:
+        """Name what `context` is, for errors."""
         return "what the longest decode worker holds" if self.is_bound_by_workers else "the context"

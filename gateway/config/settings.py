@@ -14,7 +14,7 @@ SPLITS = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class GatewaySettings(Exposure):
-    """What a gateway is told. Raises ValueError, one line, for what cannot work."""
+    """Settings of one gateway. Raises ValueError, one line, for what cannot work."""
 
     model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
@@ -77,7 +77,7 @@ class GatewaySettings(Exposure):
 
     def __post_init__(self) -> None:
         if both := set(self.prefill_workers) & set(self.decode_workers):
-            raise ValueError(f"{both.pop()}: stands in --prefill-workers and in --decode-workers")
+            raise ValueError(f"{both.pop()}: is in --prefill-workers and in --decode-workers")
         try:
             Networks(self.worker_networks)
         except ValueError as error:
@@ -113,8 +113,10 @@ class GatewaySettings(Exposure):
             raise ValueError("--fleet-listen has no effect without --tls-cert; workers and operators use --listen")
 
     def model_identities(self) -> ModelIdentities:
+        """Return which models workers may serve."""
         return ModelIdentities(self.model_identity, bool(self.prefill_workers or self.decode_workers))
 
     @property
     def is_loopback(self) -> bool:
+        """Whether clients can only come from this host."""
         return is_loopback(self.listen)

@@ -1,4 +1,4 @@
-"""Which service level a request asks for: named classes, of the built-in table or of the operator's file."""
+"""Service levels by name: the built-in table, or the operator's file."""
 
 import tomllib
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _MAX_CLASSES = 16  # each is a label value of metrics
 
 
 def read_classes(path: Path | None) -> Mapping[str, Slo]:
-    """A TOML file of lines `name = "ttft=300ms,tpot=50ms"` (empty: no bound), which replaces the built-in table; None:
-    that table. Raises ValueError, one line."""
+    """Read a TOML file of lines `name = "ttft=300ms,tpot=50ms"` (empty: no bound), which replaces the built-in table;
+    None: return that table. Raises ValueError, one line."""
     if path is None:
         return BUILT_IN
     try:

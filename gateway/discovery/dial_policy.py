@@ -1,7 +1,6 @@
-"""Whom a gateway dials of those that are told of: who has answered, and of the others a few at a time, a few times
-each.
+"""Decide which named workers a gateway dials: those that have answered, and a few others at a time, each a few times.
 
-Anybody who may register, or write into Redis, can tell of addresses where no worker is.
+Anyone who may register, or write into Redis, can name addresses where no worker is.
 """
 
 import random
@@ -17,6 +16,8 @@ Worker = tuple[str, str]  # (role, address)
 
 
 class DialPolicy:
+    """Belongs to the event loop. A worker is (role, address)."""
+
     def __init__(self) -> None:
         self.proven: set[Worker] = set()  # those that have answered, and were not given up since
         self._resting: dict[Worker, tuple[float, float, str]] = {}  # until when, how long, and why
@@ -24,7 +25,8 @@ class DialPolicy:
     def choose(
         self, here: Set[Worker], elsewhere: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
     ) -> set[Worker]:
-        """Of those that are told of here and by other gateways; `links` are those that there are."""
+        """Return the workers to keep a session with. `here` have registered with this gateway, `elsewhere` with others;
+        `links` are those that exist now; `at`: time.monotonic()."""
         told = here | elsewhere
         self.proven = {worker for worker in told & links.keys() if self._is_proven(worker, links[worker])}
         self._resting = {worker: rest for worker, rest in self._resting.items() if worker in told}
@@ -42,7 +44,7 @@ class DialPolicy:
         return chosen
 
     def excuses(self, role: str) -> list[str]:
-        """Why some of this role are not dialled at present."""
+        """Return why some workers of this role are not dialled at present, one line each."""
         return [f"{address}: {why}" for (its_role, address), (_, _, why) in self._resting.items() if its_role == role]
 
     def _is_proven(self, worker: Worker, link: WorkerLink) -> bool:
@@ -51,8 +53,8 @@ class DialPolicy:
     def _in_order(
         self, told: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
     ) -> Iterator[Worker]:
-        """Those that may be dialled: who has answered before all others. Of strangers some, drawn by chance: there may
-        be thousands, and nobody chooses who comes first."""
+        """Yield those that may be dialled, proven ones first. Strangers of other gateways are drawn at random: there
+        may be thousands, and none should be able to come first."""
         new = told - links.keys() - {worker for worker, (until, _, _) in self._resting.items() if at < until}
         tried = links.keys() & told - self.proven
         for group in (self.proven, tried & here, new & here, tried - here):

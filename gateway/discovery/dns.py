@@ -1,5 +1,5 @@
-"""Workers behind a name: each address that it has in the DNS is one of them. Containers of a scaled service share a
-name, and come and go while gateways run."""
+"""Find workers behind a DNS name: each of its addresses is one. Containers of a scaled service share a name, and come
+and go while gateways run."""
 
 import asyncio
 import ipaddress
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def is_name(address: str) -> bool:
-    """Whether the host of HOST:PORT is to be looked up."""
+    """Whether the host of HOST:PORT has to be looked up."""
     try:
         ipaddress.ip_address(_split(address)[0])
     except ValueError:
@@ -25,22 +25,22 @@ def is_name(address: str) -> bool:
 
 
 async def addresses_of(host: str, port: str) -> list[str]:
-    """HOST:PORT of every address of a name; those of IPv6 only where there are no others, since a worker with both is
-    one worker. Raises OSError."""
+    """Return HOST:PORT for every address of a name. IPv6 addresses are left out where there are others, since a worker
+    with both is one worker. Raises OSError."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     v4 = {f"{where[0]}:{where[1]}" for family, _, _, _, where in found if family == socket.AF_INET}
     return sorted(v4 or {f"[{where[0]}]:{where[1]}" for family, _, _, _, where in found})
 
 
 class DnsWorkers:
-    """One configured HOST:PORT whose host is a name; `members` are the workers behind it."""
+    """Keep sessions with the workers behind one configured HOST:PORT whose host is a name."""
 
     def __init__(self, address: str, role: str, sessions: SessionSet):
         self.address, self.role, self._sessions = address, role, sessions
         self.reason = "not looked up yet"  # why it has no addresses; empty once it has
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
-        """Keeps a session with every address, in tasks of `group`; until cancelled."""
+        """Look the name up again and again, with a session for each address in tasks of `group`; until cancelled."""
         while True:
             try:
                 async with asyncio.timeout(RESOLVE_S):
@@ -53,7 +53,7 @@ class DnsWorkers:
             await asyncio.sleep(RESOLVE_S)
 
     def _note(self, reason: str) -> None:
-        """Links stay as they are: a name that is not found for a moment says nothing of the workers."""
+        """Keep the reason; sessions stay as they are, since a failed look-up says nothing of the workers."""
         if reason != self.reason:
             log.warning("workers not found %s", fields(name=self.address, reason=reason))
         self.reason = reason

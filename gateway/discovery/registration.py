@@ -1,4 +1,4 @@
-"""Workers that have said themselves where they are: to this gateway, or by way of Redis to another one."""
+"""Find workers that have registered, with this gateway or, by way of Redis, with another one."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,10 @@ _MAX_RESOLVING = 4
 
 
 class Registrations:
-    """`members` by role. Workers are dialled by IP addresses within `networks` alone, so that no name can come to mean
-    another one between the check and the call."""
+    """Keep sessions with registered workers.
+
+    They are dialled only by IP addresses within `networks`, so that a name cannot change its meaning between check and
+    call."""
 
     def __init__(self, members: Mapping[str, SessionSet], directory: WorkerDirectory, networks: Networks = Networks()):
         self._members, self._directory, self._networks = members, directory, networks
@@ -34,7 +36,7 @@ class Registrations:
         self._told = asyncio.Event()
 
     async def note(self, role: str, address: str) -> None:
-        """It is there for the next TTL_S. Raises InvalidRequest, Overloaded."""
+        """Keep this worker for TTL_S, if its address may be dialled. Raises InvalidRequest, Overloaded."""
         try:
             worker = role, await self._resolved(address) if is_name(address) else _plain(address)
             self._check(*worker)
@@ -48,7 +50,7 @@ class Registrations:
             self._told.set()
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
-        """Keeps a session with each of them, in tasks of `group`; until cancelled."""
+        """Keep a session with each worker that is to be dialled, in tasks of `group`; until cancelled."""
         # Not for ever: a directory in Redis may swallow the cancellation.
         while not asyncio.current_task().cancelling():
             await self._look(group)
@@ -59,10 +61,11 @@ class Registrations:
             self._told.clear()
 
     async def close(self) -> None:
+        """Close the directory."""
         await self._directory.close()
 
     def excuses(self, role: str) -> list[str]:
-        """Why workers of this role that are told of are not dialled."""
+        """Return why registered workers of this role are not dialled, one line each."""
         return self._policy.excuses(role)
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
@@ -76,7 +79,8 @@ class Registrations:
             members.keep([address for its_role, address in chosen if its_role == role], group)
 
     def _allowed(self, told: set[Worker]) -> set[Worker]:
-        """Of those that other gateways tell of; each is looked at once, for as long as it is told of."""
+        """Return those of other gateways' workers that may be dialled. Each is checked once for as long as it is
+        listed."""
         before = self._elsewhere
         self._elsewhere = {worker: before[worker] if worker in before else self._may_be(*worker) for worker in told}
         return {worker for worker, may_be in self._elsewhere.items() if may_be}
@@ -88,7 +92,7 @@ class Registrations:
         return False
 
     def _check(self, role: str, address: str) -> None:
-        """Raises _Wrong."""
+        """Raises _Wrong for a role or an address that is not allowed."""
         if role not in self._members:
             raise _Wrong("role", f"{role!r} is neither prefill nor decode")
         host, port = _split(address)
@@ -99,7 +103,7 @@ class Registrations:
             raise _Wrong("address", told)
 
     async def _resolved(self, address: str) -> str:
-        """The first of its addresses that may be dialled, or the first. Raises _Wrong."""
+        """Return the first address of a name that may be dialled, else the first. Raises _Wrong."""
         host, port = _split(address)
         try:
             async with asyncio.timeout(_RESOLVE_S), self._resolving:
@@ -111,11 +115,11 @@ class Registrations:
 
 
 class _Wrong(Exception):
-    """(field, what is wrong with it)"""
+    """Raised with (field, what is wrong with it)."""
 
 
 def _split(address: str) -> tuple[str, int]:
-    """Raises _Wrong."""
+    """Return (host, port). Raises _Wrong."""
     try:
         return split_address(address)
     except ListenError as error:
@@ -123,7 +127,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _plain(address: str) -> str:
-    """IP:PORT in its one spelling. Raises _Wrong for any other address."""
+    """Return IP:PORT in its one spelling. Raises _Wrong for any other address."""
     host, port = _split(address)
     try:
         ip = ipaddress.ip_address(host)

@@ -1,4 +1,4 @@
-"""Workers that come and go while a gateway runs: a session with each address that is told."""
+"""Keep a session with each of a changing set of workers."""
 
 import asyncio
 from collections.abc import Callable, Collection
@@ -8,23 +8,24 @@ from gateway.link.worker_link import LinkState, WorkerLink
 
 
 class SessionSet:
-    """Of one role, from one place that tells addresses. `links` is the role's list, which links join; `on_left(link)`
-    takes one out of where it stands now."""
+    """The sessions of one role whose addresses come from one source: a DNS name, or registrations."""
 
     def __init__(
         self, links: list[WorkerLink], make_link: Callable[[str], WorkerLink], on_left: Callable[[WorkerLink], None]
     ):
+        """`links` is the role's list, which new links join; `on_left(link)` removes one from whichever list it is
+        in."""
         self._links, self._make_link, self._on_left = links, make_link, on_left
         self._own: dict[WorkerLink, asyncio.Task] = {}
 
     @property
     def links(self) -> list[WorkerLink]:
-        """All that stand in the role now, and those of its own that have left it."""
+        """Return all links of the role, and those of this set that have moved to the other role."""
         return list(dict.fromkeys((*self._links, *self._own)))
 
     def keep(self, addresses: Collection[str], group: asyncio.TaskGroup) -> None:
-        """A session with each of these, in tasks of `group`. One that is told no more goes once its session has ended:
-        who tells may forget for a moment, and that ends nothing."""
+        """Open a session with each new address, in tasks of `group`. A worker that is no longer listed is dropped only
+        once its session has ended: a source may forget for a moment."""
         told = frozenset(addresses)
         known = {link.address for link in self.links}
         for address in sorted(told - known):

@@ -1,6 +1,6 @@
-"""The list of registered workers that gateways share in Redis, so that a worker that has told one has told all.
+"""The list of registered workers that gateways share in Redis: registering with one is registering with all.
 
-    baton:workers    sorted set of "ROLE HOST:PORT"; the score is when it is over, in seconds by the clock of Redis
+    baton:workers    sorted set of "ROLE HOST:PORT"; the score is when it expires, in seconds by the clock of Redis
 
 Without Redis, or with one that does not answer, a gateway knows the workers that have registered with itself.
 """
@@ -13,8 +13,8 @@ from typing import Protocol
 from baton.service.logs import fields
 
 NAME = "baton:workers"
-MAX_NAMES = 4096  # that are read at once
-MAX_LEFT_S = 60  # what is there for longer no gateway has told
+MAX_NAMES = 4096  # read at once
+MAX_LEFT_S = 60  # no gateway writes an entry that lasts longer
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +22,19 @@ Worker = tuple[str, str]  # (role, address)
 
 
 class WorkerDirectory(Protocol):
+    """A list of registered workers that gateways share."""
+
     async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
-        """Tells for how many seconds each of `here` is there; returns whom gateways have told of: of those that are
-        `known` all, of others a bounded number. What is returned is not to be trusted."""
+        """Write for how many seconds each of `here` is registered; return the workers that gateways have written: all
+        that are `known`, and a bounded number of others. What is returned is not trusted."""
+
+        """Close connections."""
 
     async def close(self) -> None: ...
 
 
 class LocalDirectory:
-    """Of a gateway that is alone."""
+    """The directory of a gateway that is alone: always empty."""
 
     async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
         return set()
@@ -40,7 +44,7 @@ class LocalDirectory:
 
 
 class RedisDirectory:
-    """Every failure is an empty list: sessions that stand go on."""
+    """A directory in Redis. Every failure is an empty list: sessions that are up stay up."""
 
     def __init__(self, url: str):
         from gateway.store.redis_client import FAILURES, make_client
@@ -60,7 +64,7 @@ class RedisDirectory:
         return found
 
     async def _exchange(self, here: Mapping[Worker, float], known: list[Worker]) -> set[Worker]:
-        """Those that were told last are read first. Raises one of FAILURES."""
+        """As `exchange`; the latest entries are read first. Raises one of FAILURES."""
         seconds, _ = await self._client.time()
         await self._client.zremrangebyscore(NAME, "-inf", seconds)
         await self._client.zremrangebyscore(NAME, f"({seconds + MAX_LEFT_S}", "+inf")
@@ -85,11 +89,12 @@ class RedisDirectory:
 
 
 def make_directory(redis_url: str | None) -> WorkerDirectory:
+    """Return the directory in Redis, or a local one without a URL."""
     return RedisDirectory(redis_url) if redis_url else LocalDirectory()
 
 
 def _read(member: object) -> Worker | None:
-    """None for what no gateway would write."""
+    """Return the worker of an entry, or None for what no gateway would write."""
     try:
         role, address = member.decode("ascii").split(" ")
     except (AttributeError, UnicodeDecodeError, ValueError):

@@ -1,5 +1,5 @@
-"""The workers that serve as routing sees them: what they said in Hello and Load, what was sent there since, how fast
-they have been. A request looks at a bounded number of them."""
+"""Serving workers as routing sees them: what they have reported in Hello and Load, what was sent to them since, how
+fast they have been. A request looks at a bounded number of them."""
 
 import itertools
 import random
@@ -41,12 +41,12 @@ class Candidates:
         self._ids: dict[WorkerLink, bytes] = {}
         self._by_id: dict[bytes, WorkerLink] = {}
         self._leaving: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
-        self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello settles
+        self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello decides
         self._doubted: dict[WorkerLink, None] = {}  # of those that serve, whose breakers are not closed
         self._limits: dict[str, set[WorkerLimits]] = {role: set() for role in ROLES}  # of those that serve
 
     def update(self, link: WorkerLink) -> None:
-        """`link` may serve now, or no longer; or it is trusted now, or no longer."""
+        """Take a change of `link`: it may have begun or ceased to serve or to be trusted."""
         self._doubt(link)
         if self._leaving or link.state is LinkState.DRAINING:
             self._leaving = {worker_id: each for worker_id, each in self._leaving.items() if each is not link}
@@ -58,7 +58,7 @@ class Candidates:
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
-        self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # of those that were gone anew
+        self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # new for those that were gone
         self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
         self.num_changes += 1
 
@@ -69,8 +69,8 @@ class Candidates:
             self._doubted.pop(link, None)
 
     def set_aside(self) -> set[bytes]:
-        """Workers that are not to be asked now, where there are others: their breakers are open, or they are new and
-        have a first request while others of their role are proven."""
+        """Return the ids of workers that are not to be asked while there are others: their breakers are open, or they
+        are new and have a first request while others of their role are proven."""
         if not self._doubted:
             return set()
         at, num_doubted = now(), Counter(map(self._roles.get, self._doubted))
@@ -81,25 +81,26 @@ class Candidates:
         }  # fmt: skip
 
     def serving(self, role: str) -> Sequence[WorkerLink]:
+        """Return the workers of this role that serve."""
         return self._serving[role]
 
     def near(
-        self, role: str, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes], everybody: bool = False
+        self, role: str, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes], everyone: bool = False
     ) -> dict[str, WorkerLink]:
-        """Name -> link, of those that a request looks at: such as can hold it, where there are any."""
+        """Return name -> link of the workers that a request looks at; only such as can hold it, if there are any."""
         can_hold, large = CAN_HOLD[role], self._large(role, ask)
 
         def is_usable(link: WorkerLink) -> bool:
             return self._ids[link] not in avoid
 
-        if everybody:
+        if everyone:
             return {link.address: link for link in self._serving[role] if is_usable(link)}
         of_role = (link for link in self._holders(matches) if self._roles[link] == role)
         holders = (link for link in of_role if can_hold(ask, link.limits))
         return {link.address: link for link in shortlist(holders, large, is_usable, self._rng)}
 
     def holders(self, matches: Matches, avoid: Collection[bytes]) -> dict[str, WorkerLink]:
-        """Name -> link, of the longest prefixes in either role, of workers that serve or drain."""
+        """Return name -> link of the workers of either role with the longest prefixes, serving or draining."""
         found = (
             self._by_id.get(worker_id) or self._leaving.get(worker_id)
             for worker_id in itertools.islice(matches, NUM_SEEN) if worker_id not in avoid
@@ -107,12 +108,13 @@ class Candidates:
         return {link.address: link for link in itertools.islice(filter(None, found), NUM_HOLDERS)}
 
     def seen(self, links: Iterable[WorkerLink], matches: Matches, ask: RoutingRequest | None = None) -> list[Candidate]:
-        """As `ask` sees them: what its own tenant has there, and of others as much as is read in turns with that."""
+        """Return the workers as `ask` sees them: the tokens its own tenant has waiting there, and of others as many as
+        are read in turn with those."""
         at = now()
         return [self._candidate(link, matches, at, ask) for link in links]
 
     def _large(self, role: str, ask: RoutingRequest) -> Sequence[WorkerLink]:
-        """Who of a role can hold a request; everybody where nobody can. Where all are alike nobody is looked at."""
+        """Return the serving workers of a role that can hold a request, or all of them if none can."""
         can_hold, serving = CAN_HOLD[role], self._serving[role]
         if all(can_hold(ask, limits) for limits in self._limits[role]):
             return serving
@@ -124,7 +126,7 @@ class Candidates:
                 yield link
 
     def _candidate(self, link: WorkerLink, matches: Matches, at: float, ask: RoutingRequest | None) -> Candidate:
-        """Loads are reports from a moment ago; what this gateway has sent since is known exactly."""
+        """Combine its reports, which are a moment old, with what this gateway has sent since."""
         load = link.load
         max_sequences, *said = self._said.get(link) or _said(link)
         return Candidate(
@@ -142,8 +144,10 @@ class Candidates:
 
 
 def _waiting(link: WorkerLink, ask: RoutingRequest | None) -> int:
-    """Tokens of prompts that are read there before another's. Tenants take turns, so those of another wait no longer
-    than one's own; whose those are that other gateways have sent is not known."""
+    """Return how many prompt tokens are read there before another request's.
+
+    Tenants take turns, so those of another tenant delay one no longer than its own; whose those of other gateways are
+    is not known."""
     num_elsewhere = max(0, link.load.num_waiting_tokens - link.num_prefill_tokens)
     if ask is None or (ask.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {ask.tenant}):
         return link.num_prefill_tokens + num_elsewhere

@@ -1,7 +1,7 @@
-"""Time as this process has lived it: it stands still while the process does.
+"""A clock that pauses while this process does.
 
-A gateway that was frozen or starved has heard nobody for a while, and that is not the workers' fault: a tick counts for
-two at most, however late it comes.
+A gateway that was frozen or starved has received nothing for a while, which is not the workers' fault: a tick counts
+for two at most, however late it comes.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ TICK_S = 0.25
 
 
 async def follow_process_time(on_tick: Callable[[float], None]) -> None:
-    """`on_tick(seconds lived)` again and again, until cancelled."""
+    """Call `on_tick(seconds that this process has run)` every TICK_S, until cancelled."""
     lived_s, at = 0.0, now()
     while True:
         await asyncio.sleep(TICK_S)

@@ -97,7 +97,7 @@ class Registry:
 
     @property
     def model(self) -> ServedModel:
-        """What requests are checked against. Every request asks: it is made anew only when other workers serve."""
+        """What requests are checked against. Every request asks, so it is made again only when other workers serve."""
         if self._model is None or self._model[0] != self.candidates.num_changes:
             self._model = self.candidates.num_changes, self._served_model()
         return self._model[1]
@@ -152,8 +152,8 @@ class Registry:
         known = {link.limits for link in self.decode if link.limits}
         if known and not any(can_decode(ask, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
-            told = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
-            raise InvalidRequest("sampling.n", f"{ask.num_choices}: {told}")
+            why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
+            raise InvalidRequest("sampling.n", f"{ask.num_choices}: {why}")
 
     def _add_configured(self, role: str, addresses: Collection[str]) -> None:
         """Links to plain addresses; a name brings its own once it is looked up."""

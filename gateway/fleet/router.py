@@ -37,8 +37,8 @@ class Router:
         avoid: Collection[bytes],
         too_short: Collection[bytes] = frozenset(),
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
-        """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves, those
-        in `too_short`, which have called the request too long, never. Raises Unavailable."""
+        """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
+        those in `too_short`, which have called the request too long, never. Raises Unavailable."""
         split = "auto" if too_short else self._split  # the prompt may be too long for every prefill worker
         for avoided in self._avoidances(avoid, too_short, True):
             try:
@@ -95,7 +95,8 @@ class Router:
         return None
 
     def holder_for(self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
-        """Return the worker from which `reader` should pull a prefix before it prefills the rest; None: none is worth it."""
+        """Return the worker from which `reader` should pull a prefix before it prefills the rest; None: none is worth
+        it."""
         holders = self._candidates.holders(matches, avoid)
         (here,) = self._candidates.seen([reader], matches)
         best = choose_holder(here, self._candidates.seen(holders.values(), matches))
@@ -124,7 +125,7 @@ class Router:
         except NoRoute:
             fits = False
         if not fits:  # perhaps no worker was drawn that has KV for these, or a transport to them
-            prefill = self._candidates.near("prefill", ask, matches, avoid, everybody=True)
+            prefill = self._candidates.near("prefill", ask, matches, avoid, everyone=True)
             decision = self._choose(ask, prefill, decode, matches, split)
         source, taker = prefill.get(decision.prefill), decode[decision.decode]
         (source or taker).recent.add(decision.read_s, now())

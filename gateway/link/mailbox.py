@@ -1,4 +1,4 @@
-"""What workers have to say to one request: the events of its legs, in one place, in order of arrival."""
+"""The events of one request's legs, in one place and in order of arrival."""
 
 import asyncio
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ from baton.v1 import inference_pb2
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The session is gone, and with it this leg."""
+    """The session has ended, and with it this leg."""
 
     reason: str
 
 
 class Rejoined:
-    """The session is there, for a leg that was opened while it was not."""
+    """The session is up, for a leg that was opened while it was not."""
 
 
 class Stalled:
-    """The worker's engine stands still; its session does not."""
+    """The worker's engine does not step, though its session is alive."""
 
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens of one choice, in order: a row of a StepOutput, and of later ones what goes on from there unread."""
+    """Tokens of one choice, in order: a row of a StepOutput, and rows that continue it unread."""
 
     choice: int
     first_index: int
@@ -38,7 +38,7 @@ class Overflow:
 
 
 class Mailbox:
-    """What the legs of one request have to say, in order of arrival. One reader, who is called, or left waiting."""
+    """Events of one request, in order of arrival. It has one reader, who is woken by some and not by others."""
 
     __slots__ = ("_entries", "_called", "_waiting", "_timer", "_timer_at")
 
@@ -50,12 +50,12 @@ class Mailbox:
         self._timer_at = 0.0
 
     def post(self, leg, event) -> None:
-        """`leg`: None where the gateway itself speaks."""
+        """Add an event and wake the reader. `leg`: None for events of the gateway itself."""
         self._entries.append((leg, event))
         self._call()
 
     def add(self, leg, choice: int, first_index: int, token_ids, logprobs, finish_reason: int) -> None:
-        """A row of tokens, which the reader is not called for: see `hurry`."""
+        """Add a row of tokens without waking the reader: see `hurry`."""
         last_leg, last = self._entries[-1] if self._entries else (None, None)
         is_next = last_leg is leg and type(last) is Tokens and last.choice == choice and not last.finish_reason
         if is_next and last.first_index + len(last.token_ids) == first_index:
@@ -66,20 +66,20 @@ class Mailbox:
             self._entries.append((leg, Tokens(choice, first_index, token_ids, logprobs, finish_reason)))
 
     def hurry(self) -> bool:
-        """What is there is to be read now. Whether there is something."""
+        """Wake the reader if there is something to read; return whether there is."""
         if self._entries:
             self._call()
         return bool(self._entries)
 
     def take(self):
-        """(leg, event), or None when nothing is there."""
+        """Return the next (leg, event), or None."""
         if self._entries:
             return self._entries.pop(0)
         self._called = False
         return None
 
     async def next(self, until: float):
-        """(leg, event) once the reader is called, or None at `until` (monotonic)."""
+        """Wait until the reader is woken and return (leg, event), or None at `until` (time.monotonic())."""
         while not self._called:
             loop = asyncio.get_running_loop()
             self._set_timer(loop, until)
@@ -93,6 +93,7 @@ class Mailbox:
         return self.take()
 
     def close(self) -> None:
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -106,7 +107,8 @@ class Mailbox:
             self._waiting.set_result(None)
 
     def _set_timer(self, loop: asyncio.AbstractEventLoop, until: float) -> None:
-        """One that rings too early is set again; setting one takes 5 us, and this is once a message."""
+        """Make sure that it rings by `until`. One that rings too early is set again: setting one takes 5 us, once a
+        message."""
         if self._timer is not None and self._timer_at > until:
             self.close()
         if self._timer is None:

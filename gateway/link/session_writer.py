@@ -15,8 +15,10 @@ log = logging.getLogger(__name__)
 def start_writer(
     call, outbox: "asyncio.Queue[pb.Command]", address: str, on_failure: Callable[[], None]
 ) -> asyncio.Task:
-    """To be cancelled. A stream that has ended shows in its reader; for anything else that ends the writer
-    `on_failure()` is called: a session in which nothing can be said any more is none."""
+    """Return a task that writes what comes into `outbox`, to be cancelled.
+
+    A stream that has ended shows in its reader; any other end of the writer calls `on_failure()`, since nothing can be
+    sent any more."""
     return asyncio.create_task(_write(call, outbox, address, on_failure), name=f"session writer {address}")
 
 

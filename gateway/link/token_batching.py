@@ -1,4 +1,4 @@
-"""How many steps of a worker one message carries, and whose message it is after which step."""
+"""Decide how many steps of a worker one message carries, and after which step each request writes its message."""
 
 import asyncio
 from collections import deque
@@ -17,7 +17,7 @@ _STEP_SHARE, _LONGEST_STEP_S = 0.1, 0.1  # of one interval in the mean; a longer
 
 
 class TokenBatching:
-    """Shared by all workers of a gateway. Belongs to the event loop."""
+    """Belongs to the event loop; shared by all workers of a gateway."""
 
     def __init__(self) -> None:
         self.is_busy = False  # more tokens come than messages could be written
@@ -28,15 +28,15 @@ class TokenBatching:
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, num_tokens: int, at: float) -> None:
-        """So many tokens have come."""
+        """Count the tokens that have come at `at` (time.monotonic())."""
         self._num_tokens += num_tokens
         if (elapsed := at - self._since) >= _WINDOW_S:
             self.is_busy = self._num_tokens > FREE_TOKENS_PER_S * elapsed
             self._num_tokens, self._since = 0, at
 
     def send(self, mailboxes: Sequence[Mailbox]) -> None:
-        """What has come into these goes out, in their order. Where steps come faster than messages can be written, one
-        that waits here takes the tokens of the next along."""
+        """Write what has come into these, in their order. Where steps come faster than messages can be written, one
+        that waits here takes the tokens of the next step along."""
         if mailboxes and not self._due:
             asyncio.get_running_loop().call_soon(self._send_some)
         self._due.extend(mailboxes)
@@ -49,7 +49,7 @@ class TokenBatching:
             asyncio.get_running_loop().call_soon(self._send_some)
 
     def hold(self, mailboxes: Sequence[Mailbox]) -> None:
-        """What has come into these waits for more, and not for long: the next step may never be made."""
+        """Let what has come into these wait for more, at most LONGEST_S: the next step may never come."""
         self._held.append((now() + LONGEST_S, mailboxes))
         if self._timer is None:
             self._set_timer()
@@ -67,8 +67,8 @@ class TokenBatching:
 
 
 class MessageTurns:
-    """Of one worker's sequences: each has its turn once in `every` steps, as many of them in one step as in another, so
-    that a step's messages take a part of the time to the next."""
+    """The turns of one worker's sequences: each has one in `every` steps, about as many in each step, so that the
+    messages of a step are spread over the time to the next."""
 
     def __init__(self, batching: TokenBatching):
         self._batching = batching
@@ -76,7 +76,7 @@ class MessageTurns:
         self._step_s, self._at = 0.0, 0.0
 
     def begin(self, num_tokens: int) -> None:
-        """A step with so many tokens has come."""
+        """Begin a step that has brought this many tokens."""
         at = now()
         self._step_s += _STEP_SHARE * (min(at - self._at, _LONGEST_STEP_S) - self._step_s)
         self._at = at
@@ -85,11 +85,11 @@ class MessageTurns:
         self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._batching.is_busy else 1
 
     def is_of(self, place: int) -> bool:
-        """Whether it is this one's turn; `place`: any number, the same at every step."""
+        """Whether it is the turn of `place`, any number that is the same at every step."""
         return (self._number + place) % self._every == 0
 
     def end(self, due: Sequence[Mailbox], held: Sequence[Mailbox]) -> None:
-        """Those whose turn it was, and the others."""
+        """End the step: `due` write now, `held` wait."""
         self._batching.send(due)
         if held:
             self._batching.hold(held)

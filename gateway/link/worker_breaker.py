@@ -16,13 +16,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # what a probe costs is one reques
 
 
 class BreakerState(Enum):
+    """Whether a worker gets requests."""
+
     NEW = "new"  # nothing is known of it: a request at a time, where others are proven
     CLOSED = "closed"
     OPEN = "open"
 
 
 class WorkerBreaker:
-    """Of one worker, over all requests."""
+    """The circuit breaker of one worker, over all requests. Times are time.monotonic()."""
 
     def __init__(self) -> None:
         self.state = BreakerState.NEW
@@ -30,20 +32,20 @@ class WorkerBreaker:
         self._num_failures, self._pause_s, self._failed_at = 0, _FIRST_PAUSE_S, 0.0
 
     def note_work(self, asked_at: float) -> bool:
-        """On a request that was asked for at `asked_at`: what was asked before it failed says nothing any more.
-        Whether it closes."""
+        """Count work on a request that was asked for at `asked_at`, unless it has failed since. Return whether it
+        closes."""
         if asked_at < self._failed_at:
             return False
         was_closed, self.state = self.state is BreakerState.CLOSED, BreakerState.CLOSED
         return not was_closed
 
     def note_success(self, asked_at: float) -> None:
-        """Of a request that was asked for at `asked_at`."""
+        """Forget failures: a request that was asked for at `asked_at` was done to its end."""
         if asked_at >= self._failed_at:
             self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
 
     def note_failure(self, at: float) -> bool:
-        """Whether it opens. Failures while it is open are of requests that had been asked for before."""
+        """Count a failure; return whether the breaker opens. Failures while it is open are of older requests."""
         if self.state is BreakerState.OPEN and at < self.retry_at:
             return False
         self._num_failures += 1
@@ -55,8 +57,8 @@ class WorkerBreaker:
         return True
 
     def takes(self, at: float, num_asked: int, are_others_proven: bool) -> bool:
-        """Whether to ask it for one more, where it has `num_asked`. A stack whose workers are all new begins at full
-        speed."""
+        """Whether to ask this worker for one more request, while it has `num_asked`. A stack whose workers are all new
+        begins at full speed."""
         if self.state is BreakerState.OPEN:
             return at >= self.retry_at and not num_asked
         return self.state is BreakerState.CLOSED or not num_asked or not are_others_proven

@@ -1,4 +1,4 @@
-"""A key on a worker: what is sent to it there, and what comes back goes into its request's mailbox."""
+"""One key on a worker: sends its commands, and posts its events to the request's mailbox."""
 
 import itertools
 from collections import Counter
@@ -13,7 +13,7 @@ Key = tuple[str, int]
 
 
 class WorkerLeg:
-    """One key on one worker. `close()` whenever done with it: what is still alive there is cancelled."""
+    """One key on one worker. Call `close()` when done with it: what is still running there is cancelled."""
 
     __slots__ = (
         "link", "key", "worker_id", "mailbox", "tenant", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
@@ -35,7 +35,7 @@ class WorkerLeg:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Of its prompt, while it waits to be read there."""
+        """Tokens of its prompt that wait to be read there."""
         return self._num_prefill_tokens
 
     @num_prefill_tokens.setter
@@ -45,7 +45,8 @@ class WorkerLeg:
         self._num_prefill_tokens = num
 
     def promise(self, tpot_s: float | None) -> None:
-        """What its request's class was promised, for as long as the leg is open."""
+        """Count the class's bound on a token's time (seconds, or None) among the worker's promises while the leg is
+        open."""
         if self._promised_s is not None:
             self.link.promised[self._promised_s] -= 1
             self.link.promised += Counter()  # without zeros
@@ -54,7 +55,7 @@ class WorkerLeg:
             self.link.promised[tpot_s] += 1
 
     def send(self, **command) -> None:
-        """One command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
+        """Send one command, e.g. `send(cancel=pb.Cancel())`; the key is filled in."""
         for message in command.values():
             message.key.CopyFrom(key_to_proto(self.key))
         if self._asked_at is None and ("admit" in command or "prefill" in command):
@@ -63,6 +64,7 @@ class WorkerLeg:
         self.link.send(pb.Command(**command))
 
     def post(self, event) -> None:
+        """Take an event of this key."""
         if isinstance(event, (pb.Done, pb.Fetched, pb.Refused)):
             self._has_worked()
         if isinstance(event, pb.Refused):
@@ -73,7 +75,8 @@ class WorkerLeg:
         self.mailbox.post(self, event)
 
     def post_tokens(self, choice: int, first_index: int, token_ids: list[int], logprobs: list, reason: int) -> bool:
-        """A row of a step; the reader is called later. Whether they are not to wait: the first, and the last."""
+        """Take a row of a step without waking the reader. Return whether it should not wait: the first row, and the
+        last."""
         is_first, upto = self._written_upto == 0, first_index + len(token_ids)
         self.num_unread += len(token_ids)
         if is_first:
@@ -87,11 +90,11 @@ class WorkerLeg:
         return is_first or reason != 0
 
     def cancel(self) -> None:
-        """Ended is still to come."""
+        """Ask the worker to end this key; Ended is still to come."""
         self.send(cancel=pb.Cancel())
 
     def close(self) -> None:
-        """Idempotent. Late events of the key are dropped from now on."""
+        """Close the leg; late events of the key are dropped. Idempotent."""
         if self.link.legs.get(self.key) is self:
             del self.link.legs[self.key]
         self._release()
@@ -109,7 +112,7 @@ class WorkerLeg:
             self.link.note_worked(self._asked_at)
 
     def note_success(self) -> None:
-        """What it was asked for is done."""
+        """Tell the breaker that what it was asked for is done."""
         if self._asked_at is not None:
             self.link.breaker.note_success(self._asked_at)
 

@@ -1,8 +1,7 @@
 """One WorkerLink per worker: a session stream that reconnects with growing pauses, and the events of each key.
 
-A key's leg on a worker is a `WorkerLeg`; both legs of a request post into the request's one `Mailbox`, so the pipeline
-waits
-in one place. Losing the stream posts `Lost` to every leg; events of keys that nobody has open are dropped.
+A key on a worker is a `WorkerLeg`; all legs of a request post into the request's one `Mailbox`, so it waits in one
+place. When the stream is lost, every leg gets `Lost`; events of keys that are not open here are dropped.
 """
 
 import asyncio
@@ -41,6 +40,8 @@ log = logging.getLogger(__name__)
 
 
 class LinkState(Enum):
+    """What the session with a worker allows."""
+
     CONNECTING = "connecting"
     SERVING = "serving"
     DRAINING = "draining"
@@ -49,7 +50,7 @@ class LinkState(Enum):
 
 
 class WorkerLink:
-    """Belongs to the event loop. `run()` is its life; `on_change(link)` is called when what others see has changed."""
+    """Belongs to the event loop. `run()` keeps the session."""
 
     def __init__(
         self,
@@ -94,56 +95,60 @@ class WorkerLink:
 
     @property
     def serving(self) -> bool:
+        """Whether it takes requests."""
         return self.state is LinkState.SERVING
 
     @property
     def worker_id(self) -> bytes:
-        """Instance and epoch: a restarted worker is another one."""
+        """Instance and epoch, empty without a session: a restarted worker is another one."""
         return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
 
     @property
     def num_prefill_tokens(self) -> int:
+        """Prompt tokens of this gateway that wait to be read there."""
         return self.prefill_tokens.total()
 
     @property
     def clock(self) -> Offset | None:
-        """How far its clock is ahead of ours; None: not measured yet."""
+        """How far its clock is ahead of this one; None: not measured yet."""
         return self._clocks.offset(CLOCK.wall_ns(now()))
 
     @property
     def name(self) -> str:
+        """A short name for logs."""
         return self.hello.instance.hex()[:8] if self.hello else self.address
 
     def open(self, key: Key, mailbox: Mailbox, tenant: str = "") -> WorkerLeg:
+        """Return a new leg for `key`, whose events go into `mailbox`."""
         leg = self.legs[key] = WorkerLeg(self, key, mailbox, tenant)
         return leg
 
     def send(self, command: pb.Command) -> None:
-        """Queued for the session; dropped without one, since its keys have heard Lost."""
+        """Queue a command for the session; without one it is dropped, since its keys have got Lost."""
         if self._outbox is not None:
             self._outbox.put_nowait(command)
 
     def note_hello(self, hello: pb.Hello) -> None:
-        """What it is, for as long as its session lasts; what it can hold is remembered longer."""
+        """Keep what the worker says of itself for the session, and its limits for longer."""
         limits = hello.limits
         self.hello, self.limits = hello, WorkerLimits(limits.max_model_len, limits.num_blocks, limits.block_size)
         if self.worker_id != self._known_id:
             self._known_id, self.breaker = self.worker_id, WorkerBreaker()
 
     def note_worked(self, asked_at: float) -> None:
-        """On a request that it was asked for at `asked_at`."""
+        """Tell the breaker of work on a request that was asked for at `asked_at` (time.monotonic())."""
         if self.breaker.note_work(asked_at):
             self._on_change(self)
 
     def note_failure(self, what: str) -> None:
-        """A request was left without an answer, or ended for no reason of its own."""
+        """Tell the breaker that a request got no answer, or ended without a reason of its own."""
         if self.breaker.note_failure(now()):
             pause_s = self.breaker.retry_at - now()
             log.warning("worker set aside %s", fields(worker=self.name, address=self.address, what=what, for_s=pause_s))
             self._on_change(self)
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """So long it took to compute so many tokens of a prompt."""
+        """Count a measurement: computing `num_tokens` of a prompt took `seconds`."""
         self.rates.note_prefill(num_tokens, seconds, now())
 
     def subscribe(self) -> None:
@@ -154,7 +159,7 @@ class WorkerLink:
         """Connect, serve the session, and again after a pause; until cancelled."""
         pause_s = _FIRST_PAUSE_S
         if self.hello is not None:
-            self._lose("its session has failed")  # and this is begun anew
+            self._lose("its session has failed")  # and this task begins again
         while True:
             connected_at = now()
             try:
@@ -171,7 +176,7 @@ class WorkerLink:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _session(self, channel: grpc.aio.Channel) -> str:
-        """One stream, to its end; returns why it ended."""
+        """Serve one stream to its end; return why it ended."""
         call = worker_pb2_grpc.WorkerStub(channel).Session()
         outbox = asyncio.Queue()
         hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=self._instance)
@@ -224,14 +229,14 @@ class WorkerLink:
         return "it closed the session"
 
     def hang_up(self) -> None:
-        """Without a word of goodbye to its keys: what decodes there is parked for whoever attaches."""
+        """End the session without ending its keys: what decodes there is parked until a gateway attaches."""
         self._outbox = None
         if self._silence is not None:
             self._silence.reschedule(asyncio.get_running_loop().time())
 
     def check_silence(self, lived_s: float) -> None:
-        """Called again and again, with a clock that does not count while this process stands still: the session ends
-        when nothing has come for too long."""
+        """End the session if nothing has come for SILENCE_S. It is called regularly; `lived_s` is a clock that pauses
+        while this process does."""
         if self._was_heard or self._silence is None:
             self._was_heard, self._heard_at = False, lived_s
         elif lived_s - self._heard_at > SILENCE_S:
@@ -261,7 +266,7 @@ class WorkerLink:
         self.hello = None
 
     def _become(self, state: LinkState, reason: str) -> None:
-        self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may be a worker's words
+        self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may come from a worker
         self._on_change(self)
 
     # ---- events ----
@@ -282,7 +287,7 @@ class WorkerLink:
                     del self.legs[leg.key]
                 leg.post(message)
             if kind in ("done", "ended"):
-                self._on_change(self)  # room there, perhaps, for somebody who waits
+                self._on_change(self)  # there may be room for a request that waits
 
     def _rate(self, leg: WorkerLeg, kind: str, message) -> None:
         if kind == "fetched":

@@ -49,13 +49,14 @@ RULES = {
 
 
 def tokenizer_json(header: GGUFHeader) -> bytes:
-    """Raises SettingsError for a kind that is not known, or a file without a vocabulary."""
+    """Return the file's vocabulary as a tokenizer.json. Raises SettingsError for an unknown kind, or a file without a
+    vocabulary."""
     tokens, types = header.get("tokenizer.ggml.tokens", TEXTS), header.get("tokenizer.ggml.token_type", INTEGERS)
     if not tokens:
         raise SettingsError(f"{header.path}: tokenizer.ggml.tokens is missing: a model without its vocabulary")
     if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
-        told = f"has a token of {longest} characters, at most {MAX_TOKEN_CHARS} are believed"
-        raise SettingsError(f"{header.path}: tokenizer.ggml.tokens {told}")
+        why = f"has a token of {longest} characters, at most {MAX_TOKEN_CHARS} are allowed"
+        raise SettingsError(f"{header.path}: tokenizer.ggml.tokens {why}")
     types = types or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         counts = f"{len(types)} entries for {len(tokens)} tokens"

@@ -1,4 +1,4 @@
-"""A model as the gateway is given it: a folder, or a .gguf file, whose metadata say the same."""
+"""Read a model as the gateway is given it: a folder, or a .gguf file, whose metadata say the same."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SPECIAL = {
 
 
 def read_model(path: Path) -> ModelFolder:
-    """Raises SettingsError: one line that names the file."""
+    """Return what the gateway needs of the model. Raises SettingsError: one line that names the file."""
     if not is_gguf(path):
         return read_folder(path)
     try:
@@ -53,7 +53,7 @@ def _read_gguf(header: GGUFHeader) -> ModelFolder:
 
 
 def _ends(header: GGUFHeader, vocab_size: int) -> frozenset[int]:
-    """-1 is the format's word for none."""
+    """Return the end-of-sequence ids; -1 means none in this format."""
     ids = {name: header.get(f"tokenizer.ggml.{name}", INTEGER, -1) for name in ENDS}
     for name, token_id in ids.items():
         if not -1 <= token_id < vocab_size:

@@ -1,4 +1,4 @@
-"""What the gateway reads of a model folder: names, limits, defaults, the chat template. Never the weights."""
+"""Read a model folder: names, limits, defaults, the chat template. Never the weights."""
 
 import contextlib
 import hashlib
@@ -24,6 +24,8 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
+    """What the gateway needs of a model."""
+
     path: Path
     name: str
     context: int
@@ -69,7 +71,7 @@ def read_folder(path: Path) -> ModelFolder:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """What is wrong with a value is said with its file."""
+    """Turn ValueError into SettingsError that names the file."""
     try:
         yield
     except ValueError as error:
@@ -116,7 +118,8 @@ def _eos_ids(config: dict, vocab_size: int) -> frozenset[int]:
 
 
 def _defaults(generation: dict) -> Defaults:
-    """Read as others do: temperature counts where do_sample is set (transformers), and a top_k of -1 is no top_k (vLLM).
+    """Read as others do: temperature counts where do_sample is set (transformers), and a top_k of -1 is no top_k
+    (vLLM).
 
     Raises ValueError."""
     sampled = generation.get("do_sample")
@@ -162,7 +165,7 @@ def _shown(value: object) -> str:
 
 
 def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
-    """chat_template.jinja goes before tokenizer_config.json; of several named ones, "default"."""
+    """Return the template: chat_template.jinja goes before tokenizer_config.json; of several named ones, "default"."""
     path = folder / "chat_template.jinja"
     if path.exists():
         with _named(path):

@@ -1,6 +1,6 @@
-"""Which model workers may serve: what the operator lists, or what the workers say that he has named himself.
+"""Which model workers may serve: what the operator lists, or what workers report that the operator has named.
 
-Whoever registers could otherwise come first and decide it for all.
+Otherwise the first worker to register would decide for all.
 """
 
 import logging
@@ -32,11 +32,11 @@ class ModelIdentities:
         return self._path is not None
 
     def lists(self, identity: bytes) -> bool:
-        """Whether workers of this model may serve, as far as the operator has said."""
+        """Whether workers of this model may serve, by the operator's list."""
         return not self._listed or identity in self._listed
 
     def read_again(self) -> bool:
-        """Whether the list has changed. A file that cannot be read changes nothing."""
+        """Read the file again; return whether the list has changed. A file that cannot be read changes nothing."""
         try:
             listed = self._read_file()
         except ValueError as error:
@@ -48,7 +48,8 @@ class ModelIdentities:
         return listed != before
 
     def why_not(self, identity: bytes, served: bytes | None, is_named: bool) -> str | None:
-        """Why a worker of this model cannot be used, or None; `served` is the model of those that are here."""
+        """Return why a worker of this model cannot be used, or None; `served` is the model of the workers that are
+        here."""
         model = f"serves the model {identity.hex()}"
         if not self.lists(identity):
             return f"{model}, which --model-identity does not list"

@@ -1,4 +1,4 @@
-"""One line a request in the log, when it has ended, however it did. No content: numbers, ids, and words of ours."""
+"""Write one log line a request when it has ended, however it did. No content: numbers, ids, and our own words."""
 
 import logging
 
@@ -11,12 +11,13 @@ log = logging.getLogger(__name__)
 
 
 def ended(record: RequestRecord, error: BaseException | None) -> None:
-    """Phases that the request did not reach are left out. Durations in milliseconds."""
+    """Log a request that has ended. Phases that it did not reach are left out. Durations are milliseconds."""
     if log.isEnabledFor(logging.INFO):
         log.info("request ended %s", fields(**line(record, error)))
 
 
 def line(record: RequestRecord, error: BaseException | None) -> dict[str, object]:
+    """Return the fields of the line."""
     (how, reason), stamps = outcome(error), record.stamps
     told = timing(stamps, record.measured, record.num_longest_output)
     spent = breakdown(stamps, record.measured)

@@ -23,7 +23,7 @@ from gateway.request.timing import breakdown, timing
 
 _OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
 _MAX_REASONS = 64  # each is a label value; workers are trusted to have few words, and counted all the same
-_MAX_TENANTS = 64  # that are told apart, of those that the credentials file names
+_MAX_TENANTS = 64  # with labels of their own, of those that the credentials file names
 _REFUSED = frozenset(
     ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS")
 )
@@ -91,7 +91,7 @@ class GatewayMeters:
         )
 
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
-        """Of a request that has just ended, however it did."""
+        """Count a request that has ended, however it did."""
         how, reason = outcome(error)
         tenant = self._tenants.bounded(record.tenant)
         self._requests(how, self._reasons.bounded(reason)).inc()
@@ -123,7 +123,7 @@ class GatewayMeters:
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
     def _count_slo(self, record: RequestRecord, error: BaseException | None) -> None:
-        """A request counts unless its client ended it or it could not be served by anybody."""
+        """Count a request towards its service level, unless its client ended it or it could not be served at all."""
         how, _ = outcome(error)
         if record.checked is None or how == "cancelled" or (how == "refused" and not _is_overload(error)):
             return
@@ -147,12 +147,12 @@ class GatewayMeters:
             self._route_cost("other").observe(decision.alternative_s)
 
     def gap(self, record: RequestRecord, gap_s: float) -> None:
-        """Between two messages of a choice, for each token of the later one."""
+        """Count the seconds between two messages of a choice, divided by the tokens of the later one."""
         self._itl.observe(gap_s, record.context.trace_id if record.context.sampled else 0)
 
 
 class _Words:
-    """Label values: the first `most` that come, and OTHER."""
+    """Bounded label values: the first `most` that come, and OTHER."""
 
     def __init__(self, most: int):
         self._known: set[str] = set()
@@ -166,7 +166,7 @@ class _Words:
 
 
 def _tell_collector(record: RequestRecord, error: BaseException | None, measured: pb.Timing) -> None:
-    """The same over OTLP, by the names of the conventions."""
+    """Send the same over OTLP, under the names of the conventions."""
     how, reason = outcome(error)
     ttft_s, tpot_s = (measured.ttft_s, measured.tpot_s) if record.stamps.first_sent is not None else (None, None)
     ended_s = (record.stamps.ended or record.stamps.received) - record.stamps.received
@@ -175,7 +175,7 @@ def _tell_collector(record: RequestRecord, error: BaseException | None, measured
 
 
 def outcome(error: BaseException | None) -> tuple[str, str]:
-    """(ok | cancelled | refused | failed, the reason in the error's own word)."""
+    """Return (ok | cancelled | refused | failed, the error's reason)."""
     if error is None:
         return "ok", ""
     if not isinstance(error, BatonError):

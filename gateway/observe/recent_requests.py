@@ -1,4 +1,4 @@
-"""The requests of this gateway, those that run and the last that have ended, for operators to look at. No content."""
+"""The requests of this gateway, those that run and the last that have ended, for operators. No content."""
 
 from collections import Counter, deque
 
@@ -29,10 +29,11 @@ class RecentRequests:
         return len(self._running)
 
     def began(self, record: RequestRecord) -> None:
+        """Add a request."""
         self._running[id(record)] = record
 
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
-        """However it did."""
+        """Keep a request that has ended, however it did."""
         self._running.pop(id(record), None)
         self._ended.append((record, outcome(error), now()))
         self._num_ended += 1
@@ -40,7 +41,7 @@ class RecentRequests:
         self._num_output += record.num_output_tokens
 
     def listed(self, request: pb.ListRequestsRequest, num_waiting: int) -> pb.ListRequestsResponse:
-        """Running ones oldest first, ended ones newest first."""
+        """Return running requests, the oldest first, and ended ones, the latest first."""
         answer = pb.ListRequestsResponse(
             num_running=len(self._running),
             num_waiting=num_waiting,
@@ -57,7 +58,7 @@ class RecentRequests:
         return answer
 
     def _bound(self) -> str:
-        """What bounds the stack, by those that ended last and were answered."""
+        """Return what bounds the stack, by the latest answered requests."""
         if not self._ended:
             return ""
         until = self._ended[-1][2]

@@ -6,7 +6,7 @@
       ▸ prefill.wait             only of requests that waited for room on a prefill worker
       ▸ prefill | kv.transfer | decode   only in place of those that a lost worker can no longer draw
 
-A failure stands on the span that it happened in and on the root, not on those that had passed.
+A failure is on the span that it happened in and on the root, not on earlier ones.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _LOST = {
 
 
 def draw(record: RequestRecord, error: BaseException | None) -> None:
-    """Of a request that has ended; its stamps say when. Workers draw theirs."""
+    """Draw the spans of a request that has ended, by its stamps. Workers draw their own."""
     if not (telemetry.enabled() and record.context.sampled):
         return
     stamps = record.stamps
@@ -54,7 +54,7 @@ def draw(record: RequestRecord, error: BaseException | None) -> None:
 
 
 def _draw_child(record: RequestRecord, name: str, begin: float, end: float | None, attributes: dict, error) -> None:
-    """`end` None: the request ended in it."""
+    """Draw a phase; `end` None: the request ended in it."""
     status = "ok" if end is not None else _status(error)
     attributes = attributes | _error_attributes(error) if end is None else attributes
     window_ns = CLOCK.wall_ns(begin), CLOCK.wall_ns(end or record.stamps.ended)
@@ -62,7 +62,7 @@ def _draw_child(record: RequestRecord, name: str, begin: float, end: float | Non
 
 
 def _draw_lost(record: RequestRecord, failure: Failure) -> None:
-    """What a worker did that is gone, or silent, as it was seen from here."""
+    """Draw what a worker did that has gone or is silent, as seen from here."""
     of_prefill = failure.event.startswith("prefill")
     name = _LOST.get(failure.phase, "prefill" if of_prefill else "kv.transfer")  # fetching: two work at it
     attributes = {
@@ -153,7 +153,8 @@ def _request_attributes(record: RequestRecord) -> dict[str, object]:
 
 
 def _shortest(value: float) -> float:
-    """Return the shortest number that is the same in fp32, which is what messages carry: 0.6, not 0.6000000238418579."""
+    """Return the shortest number that is the same in fp32, which is what messages carry: 0.6, not
+    0.6000000238418579."""
     return float(f"{value:.7g}")
 
 

@@ -1,4 +1,4 @@
-"""Judge the failed attempts of one request: whose fault, what its client would be told, whether to try again."""
+"""Judge the failed attempts of one request: whose fault, which error for the client, whether to try again."""
 
 import grpc
 
@@ -38,7 +38,8 @@ class AttemptFailures:
         self._unreplaced: tuple[BatonError, float] | None = None  # the last failure, and when to report it
 
     def judge(self, occurred: Occurrence, attempt: Attempt) -> None:
-        """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there is to be no other."""
+        """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there is to be no
+        other."""
         error, blamed, worker_id = self._failure(occurred, attempt)
         self._num_deaths += _share_of_death(occurred, attempt)
         self._num_barren = 1 if attempt.has_stepped else self._num_barren + 1
@@ -73,7 +74,7 @@ class AttemptFailures:
             raise failure
 
     def _failure(self, occurred: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:
-        """Return (what a client would be told, the worker to blame, its id)."""
+        """Return (the error for the client, the worker to blame, its id)."""
         event, before, message = occurred.event, occurred.before, occurred.message
         is_prefill = event in _PREFILL_EVENTS or (event is RequestEvent.SILENCE and before is RequestState.PREFILLING)
         leg, role = (attempt.prefill, "prefill") if is_prefill else (attempt.decode, "decode")

@@ -14,8 +14,8 @@ from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestEvent, RequestState, event_of
 from gateway.orchestration.transitions import TABLE
 
-# Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two workers that
-# do not answer leave a client of 3 s more than a second. One that is silent for longer than the most has lost its session.
+# Workers answer Admit and Prefill from their ledger, at once. They get a quarter of the time that is left: two that do
+# not answer leave a client of 3 s more than a second. One that is silent for longer than the most loses its session.
 _ANSWER_SHARE, _LEAST_ANSWER_S, _MOST_ANSWER_S = 0.25, 0.25, 2.5
 _LATE_S = 0.1  # this process did not run when a wait was over: the answer may be there unread
 _REPORT_S = 0.5
@@ -35,7 +35,7 @@ class RequestMachine:
         self.request = request
         self.state = RequestState.AWAITING_CREDIT
         self.error: BatonError | None = None  # that ended it
-        self._entered_at = now()  # the state; also set anew where a wait begins again
+        self._entered_at = now()  # the state, or its wait began again
 
     async def run(self) -> None:
         """Serve the request to its end. Raises BatonError; the answer's last message is left to the caller."""

@@ -36,7 +36,7 @@ _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
 
 @dataclass
 class Pipeline:
-    """Shared by all requests. Belongs to the event loop."""
+    """What all requests share. Belongs to the event loop."""
 
     registry: Registry
     index: PrefixIndex
@@ -55,7 +55,7 @@ class Pipeline:
     async def serve(
         self, checked: Checked, model: ServedModel, deadline: float, record: RequestRecord, emit: Emit
     ) -> None:
-        """Answer one request, or raise BatonError. Whatever it held on workers is given back on every way out."""
+        """Answer one request. Raises BatonError. All that it held on workers is given back in every case."""
         if checked.resume_from:
             await self._supersede(checked.key_id)
         if checked.key_id in self.admission.request_ids:
@@ -69,7 +69,8 @@ class Pipeline:
             self.admission.leave(checked.key_id, reservation, num_used)
 
     async def _supersede(self, key_id: str) -> None:
-        """The stream that a client goes on with is dead for it, though not for us yet."""
+        """End the earlier stream of a request that its client resumes: it is over for the client, though not here
+        yet."""
         if (earlier := self.running.get(key_id)) is not None:
             earlier.give_up(RequestEvent.CANCEL)
             until = now() + _SUPERSEDE_S
@@ -120,10 +121,10 @@ class Pipeline:
                 self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
     def _bid(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
-        """What routing and the lines are told of it. Raises Overloaded where it would stand in line for too long."""
+        """Prepare the request for routing and the lines. Raises Overloaded if it would have to wait for too long."""
         num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
         if not checked.names_class:
-            promised = Slo()  # nobody has asked for it: counted, and not held against those who wait
+            promised = Slo()  # not asked for: counted, but never a reason to refuse
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
         record.ask = RoutingRequest(
             num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant
@@ -138,7 +139,7 @@ class Pipeline:
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float
     ) -> Sequence[int]:
-        """Its token ids, bounded, counted and paid as a prompt's. Raises BatonError."""
+        """Return the token ids; the call is bounded, counted and paid for like a prompt. Raises BatonError."""
         text, _, messages = check_input(request, model)
         with self._counted(tenant, request.ByteSize()) as reservation:
             try:
@@ -150,7 +151,8 @@ class Pipeline:
             return token_ids
 
     async def detokenize(self, token_ids: Sequence[int], model: ServedModel, tenant: str, deadline: float) -> str:
-        """Their text, bounded, counted and paid as a prompt of so many tokens. Raises BatonError."""
+        """Return the text; the call is bounded, counted and paid for like a prompt of these tokens. Raises
+        BatonError."""
         check_num_tokens(len(token_ids), model, "token_ids")
         if token_ids:
             check_token_ids(token_ids, model.vocab_size, "token_ids")
@@ -159,8 +161,8 @@ class Pipeline:
 
     @contextmanager
     def _counted(self, tenant: str, num_tokens: int) -> Iterator[Reservation]:
-        """A call that no worker hears of is a request all the same. It pays for as many tokens, which are no fewer than
-        it has, unless it is settled before: who hangs up leaves work behind. Raises Overloaded."""
+        """Count a call that no worker sees as a request. It pays for `num_tokens`, no fewer than it has, unless it
+        settles before: a client that hangs up leaves work behind. Raises Overloaded."""
         key_id = f"text.{next(self._num_texts)}"  # no request's
         reservation = self.admission.enter(key_id, tenant)
         try:

@@ -57,9 +57,9 @@ class RequestContext:
         self.router.forget_refusals()
 
     def make_spec(self) -> None:
-        """Make the attempt's spec, or set anew how long it may still take.
+        """Make the attempt's spec if there is none, and set how long it may still take.
 
-        A single choice continues from the tokens that it has; several begin anew, and repeat what the client has."""
+        A single choice continues from the tokens that it has; several start over, and repeat what the client has."""
         attempt, choices = self.attempt, self.answer.choices
         if attempt.spec is None:
             attempt.output_ids = list(choices[0].token_ids) if len(choices) == 1 else []

@@ -11,7 +11,7 @@ _MIN_BYTES = 16
 
 
 def read_secret(path: Path) -> bytes:
-    """Raises SettingsError, one line."""
+    """Return the secret in a file. Raises SettingsError, one line."""
     try:
         secret = path.read_bytes().strip()
     except OSError as error:
@@ -22,10 +22,10 @@ def read_secret(path: Path) -> bytes:
 
 
 def derived_secret(identity: ModelIdentity) -> bytes:
-    """No secret at all: whoever has the model can compute it. For loopback only."""
+    """Return bytes that anyone who has the model can compute, in place of a secret. For loopback only."""
     return hashlib.sha256(b"baton-secret-of-nobody" + identity).digest()
 
 
 def fingerprint(secret: bytes) -> bytes:
-    """Says whether two secrets are equal, and nothing else of them."""
+    """Return bytes that are equal for equal secrets, and reveal nothing else."""
     return hmac.digest(secret, b"baton-secret-fingerprint", "sha256")[:16]

@@ -1,4 +1,4 @@
-"""The prefix index in memory: what the workers of this one gateway say."""
+"""The prefix index in memory: what the workers of this one gateway report."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,7 @@ from gateway.prefix.prefix_matches import NOWHERE, Matches, WorkerBits
 
 
 class MemoryIndex:
-    """See PrefixIndex. A span's holders are the bits of one number."""
+    """See PrefixIndex. The holders of a span are the bits of one number."""
 
     def __init__(self) -> None:
         self._feeds: dict[bytes, Feed] = {}

@@ -1,5 +1,5 @@
-"""Names of a prompt's spans. The tenant's salt enters at the first span that the operator has not made public, so that
-what one tenant has cached is never found by another."""
+"""Name the spans of a prompt. The tenant's salt enters at the first span that the operator has not made public, so that
+one tenant never finds what another has cached."""
 
 import hmac
 from collections.abc import Iterable, Sequence
@@ -21,19 +21,23 @@ _MARK_BYTES = 12
 
 
 class IdentitySource(Protocol):
+    """Knows which model is served."""
+
     secret: bytes
 
     def known_identity(self) -> ModelIdentity:
-        """Raises Unavailable before a worker has said which model is served."""
+        """Return the model's identity. Raises Unavailable before a worker has reported it."""
 
 
 class Named(NamedTuple):
+    """The names of a prompt's full spans."""
+
     hashes: list[SpanHash]
     parent: SpanHash  # of the span that comes next
 
 
 class PrefixHashes:
-    """Of the model of `source`. `make_public` before the first request, if at all."""
+    """Name spans for the model of `source`. Call `make_public` before the first request, if at all."""
 
     def __init__(self, source: IdentitySource):
         self._source = source
@@ -41,12 +45,12 @@ class PrefixHashes:
         self._public: tuple[ModelIdentity | None, frozenset[SpanHash]] = (None, frozenset())
 
     def make_public(self, prompts: Iterable[Sequence[int]]) -> None:
-        """The full spans of these token ids have the same name whoever asks."""
+        """Give the full spans of these token ids the same name for all tenants."""
         self._prompts = tuple(map(tuple, prompts))
 
     def spans(self, tenant: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()) -> Named:
-        """Of prompt and output together; what a model has written is never public. Raises Unavailable before a worker
-        has said which model is served."""
+        """Return the names of the full spans of prompt and output together; output is never public. Raises Unavailable
+        before a worker has reported which model is served."""
         identity = self._source.known_identity()
         root = root_hash(identity)
         shared: list[SpanHash] = []
@@ -60,7 +64,8 @@ class PrefixHashes:
         return Named([*shared, *private], private[-1] if private else first_private)
 
     def mark(self, tenant: str) -> bytes:
-        """By which workers tell tenants apart, and learn no names; empty where there is one."""
+        """Return bytes by which workers distinguish tenants without knowing their names; empty for the default
+        tenant."""
         if tenant == DEFAULT_TENANT:
             return b""
         return hmac.digest(self._source.secret, b"baton-tenant-mark " + tenant.encode(), "sha256")[:_MARK_BYTES]

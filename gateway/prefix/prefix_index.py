@@ -1,4 +1,4 @@
-"""Who holds which spans: a hint for routing, never a promise. Owners compare the full hash again."""
+"""Which worker holds which spans: a hint for routing, never a promise. Owners compare the full hash again."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -38,6 +38,8 @@ class PrefixIndex(Protocol):
 
 
 class Change(NamedTuple):
+    """Spans that a worker holds now and did not before, and the other way round."""
+
     sealed: Sequence[bytes]
     evicted: Sequence[bytes]
 
@@ -51,15 +53,16 @@ class Feed:
         self._next_seq: int | None = None  # None: only a snapshot will do
 
     def join(self, subscribe: Callable[[], None]) -> None:
-        """Another session of the worker: what it held when the last one ended is known still."""
+        """Begin another session of the worker; what it held at the end of the last one is still known."""
         self._subscribe, self._next_seq = subscribe, None
 
     def subscribe(self) -> None:
+        """Ask for a snapshot."""
         self._next_seq = None
         self._subscribe()
 
     def apply(self, events: pb.BlockEvents) -> Change:
-        """What is different now. After a gap nothing is, and a snapshot was asked for."""
+        """Return what has changed. After a gap in the numbers nothing has, and a snapshot is asked for."""
         if events.snapshot:
             held = set(events.sealed)
             change = Change(tuple(held - self.spans), tuple(self.spans - held))

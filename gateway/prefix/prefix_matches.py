@@ -1,5 +1,5 @@
-"""Who holds how much of one prompt. Workers stand for bits, so that it costs the same however many hold its beginning:
-all of a fleet where prompts begin alike."""
+"""Which worker holds how much of one prompt. Each worker is a bit, so a look-up costs the same however many hold the
+beginning: where prompts begin alike, that is the whole fleet."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class WorkerBits(NamedTuple):
-    """Which bit a worker is. Never changed: matches refer to it."""
+    """Which bit each worker is. Never changed: matches refer to it."""
 
     worker_at: Mapping[int, bytes]
     place_of: Mapping[bytes, int]
@@ -15,6 +15,7 @@ class WorkerBits(NamedTuple):
 
     @classmethod
     def of(cls, worker_at: Mapping[int, bytes]) -> "WorkerBits":
+        """Return the bits of workers by place."""
         place_of = {worker: place for place, worker in worker_at.items()}
         return cls(worker_at, place_of, sum(1 << place for place in worker_at))
 
@@ -25,13 +26,13 @@ _FEW = 64  # more workers than a request looks at
 
 
 class Matches(Mapping[bytes, int]):
-    """Worker -> how many leading spans of a prompt it holds, the longest first. Belongs to one request."""
+    """Map a worker to the number of leading spans that it holds, the longest first. Belongs to one request."""
 
     def __init__(
         self, holders_of: Iterable[int] = (), places: WorkerBits = NOWHERE, rng: random.Random = _RNG
     ):  # fmt: skip
-        """`holders_of`: for each span from the first on, the bits of those who hold it; read as far as is needed.
-        Those that hold as much come from anyone on: all requests would ask the same else."""
+        """`holders_of`: for each span from the first on, the bits of its holders; read as far as needed. Holders of
+        equally many are listed from a random one on: otherwise all requests would ask the same."""
         self._places, self._rng = places, rng
         self._first: dict[bytes, int] = {}  # the longest, one by one
         self._levels = _levels(holders_of, places.mask)
@@ -39,11 +40,12 @@ class Matches(Mapping[bytes, int]):
             self._first |= self._of_level(*self._levels.pop(0))
 
     def note(self, worker: bytes, num_spans: int) -> None:
-        """It holds so many now, more than all others."""
+        """Let this worker hold `num_spans` from now on, more than all others."""
         self._first.pop(worker, None)
         self._first = {worker: num_spans, **self._first}
 
     def get(self, worker: bytes, default: int = 0) -> int:
+        """Return how many leading spans this worker holds."""
         if worker in self._first:
             return self._first[worker]
         place = self._places.place_of.get(worker) if self._levels else None
@@ -72,7 +74,7 @@ class Matches(Mapping[bytes, int]):
 
 
 def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
-    """(leading spans, the bits of those who hold just so many), the longest first."""
+    """Return (leading spans, the bits of the workers that hold exactly these), the longest first."""
     levels, num_spans = [], 0
     for bits in holders_of if alive else ():
         going_on = alive & bits
@@ -89,7 +91,7 @@ def _levels(holders_of: Iterable[int], alive: int) -> list[tuple[int, int]]:
 
 
 def _places_of(bits: int, begin: int) -> Iterator[int]:
-    """Of the bits that are set, those from `begin` on first."""
+    """Yield the places of set bits, those from `begin` on first."""
     above = bits >> begin << begin
     for part in (above, bits ^ above):
         while part:

@@ -1,9 +1,9 @@
-"""Prompts whose KV all tenants share, because the operator says that they hold nothing of anybody's.
+"""Prompts whose KV all tenants share, because the operator says that they hold nothing private.
 
     texts = ["The beginning of every prompt of this application ..."]
     systems = ["You are a helpful assistant ..."]        # contents of system messages, for the model's chat template
 
-Only their full spans of 64 tokens are shared. Whoever may send requests can tell whether somebody has lately used one.
+Only their full spans of 64 tokens are shared. Any client can find out whether one was used recently.
 """
 
 import itertools
@@ -19,7 +19,7 @@ Encode = Callable[..., Awaitable[Sequence[int]]]  # with `text` and `messages`, 
 
 
 async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]]:
-    """Token ids of each. Raises SettingsError: one line."""
+    """Return the token ids of each prefix in the file. Raises SettingsError: one line."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
@@ -38,7 +38,7 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
 
 
 async def _head(system: str, encode: Encode) -> list[int]:
-    """What conversations under this system message have in common, whatever the user writes."""
+    """Return what all conversations under this system message have in common."""
     asked = [(ChatMessage("system", system), ChatMessage("user", word)) for word in ("a", "Why")]
     first, second = [await encode(text=None, messages=messages) for messages in asked]
     return [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]

@@ -62,26 +62,26 @@ class _Worker:
         self.left_at = _NEVER
 
     def begin(self, slot: int | None, at: float) -> None:
-        """On a slot on which no bit is set."""
+        """Begin to write into a slot without bits."""
         self.slot, self.held_at, self.refreshed_at, self.pending = slot, at, _NEVER, {}
         self.is_given_up, self.num_slots = False, self.num_slots + 1
 
     def refresh(self, at: float) -> None:
-        """All that it holds is to be written again."""
+        """Write all that it holds again."""
         self.pending.update(dict.fromkeys(self.feed.spans, True))
         self.refreshed_at = at
 
     def may_write(self, at: float) -> bool:
-        """Others retire the slot of one that has been silent for longer."""
+        """Whether its slot may be written now: other gateways retire the slot of a worker that is silent for longer."""
         has_slot = self.slot is not None and not self.is_given_up
         return self.is_ours and has_slot and at - self.held_at < GIVE_UP_S
 
 
 class RedisIndex:
-    """See PrefixIndex. `run()` is its life beside the requests."""
+    """See PrefixIndex."""
 
     def __init__(self, url: str, gateway: bytes):
-        """Raises ValueError for a URL that is none."""
+        """Raises ValueError for a malformed URL."""
         self._gateway = gateway
         self._hot = make_client(url, BUDGET_S, 32, _MAX_LOOKUP_BYTES)
         self._control = make_client(url, _CONTROL_TIMEOUT_S, 2)
@@ -99,7 +99,7 @@ class RedisIndex:
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
         if not hashes or not self._breaker.closed or self.is_disabled or not self._slots.may_be_looked_up(now()):
             return Matches()
-        # A task of its own: whoever gives up the request does not cut a reply in two, and redis-py, which at times
+        # A task of its own: a cancelled request does not cut a reply in two, and redis-py, which at times
         # swallows a cancellation, does not swallow that one.
         asking = asyncio.create_task(self._ask(hashes[:_MAX_SPANS]), name="redis lookup")
         self._asking.add(asking)
@@ -132,13 +132,14 @@ class RedisIndex:
             self._written.set()
 
     def drop(self, worker: bytes) -> None:
-        """Nobody is routed to a worker that does not serve. What is known of its slot counts for a moment longer: of
-        its next session the snapshot then tells what was evicted meanwhile."""
+        """Stop routing to this worker. Its slot is remembered for a moment: if it comes back, the snapshot shows what
+        it has evicted meanwhile."""
         if entry := self._workers.pop(worker, None):
             self._left[worker], entry.left_at = entry, now()
 
     async def _ask(self, hashes: Sequence[bytes]) -> Matches | None:
-        """None when it fails. Its connection's timeouts end it a moment after the budget at the latest."""
+        """Return matches, or None on failure. Its connection's timeouts end it a moment after the budget at the
+        latest."""
         places, ends = self._slots.places, sampled_ends(len(hashes))
         try:
             sampled = list(bit_sets(await self._get([hashes[end - 1] for end in ends])))
@@ -152,7 +153,7 @@ class RedisIndex:
             return None
 
     async def _get(self, hashes: Sequence[bytes]) -> Sequence[bytes | None]:
-        """Raises one of FAILURES."""
+        """Return the values of these spans. Raises one of FAILURES."""
         return await values_of(self._hot, [b"kv:" + value[:NAME_BYTES] for value in hashes], NUM_BYTES)
 
     @property
@@ -165,7 +166,8 @@ class RedisIndex:
     # ---- beside the requests ----
 
     async def check_secret(self, fingerprint: bytes) -> None:
-        """Raises SecretDiffers. A Redis that does not answer is asked again with every heartbeat."""
+        """Name the cluster secret in use here. Raises SecretDiffers. A Redis that does not answer is asked again with
+        every heartbeat."""
         self._fingerprint = fingerprint
         try:
             await self._hold_secret()
@@ -178,7 +180,7 @@ class RedisIndex:
             raise asyncio.CancelledError
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Send heartbeats and write events, until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks.start("redis heartbeat", self._beat, group=group)
@@ -209,7 +211,7 @@ class RedisIndex:
                 await self._pause()
 
     async def _pause(self) -> None:
-        """Until the next heartbeat is due, or a worker has joined."""
+        """Wait until the next heartbeat is due, or a worker has joined."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEARTBEAT_S):
                 await self._joined.wait()
@@ -234,7 +236,7 @@ class RedisIndex:
             self._breaker.succeeded()
 
     async def _retire(self, at: float) -> None:
-        """Slots that nobody writes: of workers that are gone, and those that a worker has beside its own."""
+        """Retire slots without a writer: of workers that have gone, and those that a worker has beside its own."""
         for entry in list(self._workers.values()):
             for slot in self._slots.slots_of(entry.worker) if entry.may_write(at) else ():
                 if slot != entry.slot:
@@ -250,7 +252,7 @@ class RedisIndex:
         await self._control.expire("baton:secret", SECRET_TTL_S)
 
     async def _hold_writer(self, entry: _Worker) -> None:
-        """One gateway writes. Two that do for a moment write the same, so no more care is taken."""
+        """Make sure that one gateway writes this worker's events. Two that do for a moment write the same."""
         name = _writer_name(entry.worker)
         is_ours = bool(await self._control.set(name, self._gateway, nx=True, ex=WRITER_TTL_S))
         if not is_ours and await self._value(name) == self._gateway:
@@ -287,7 +289,8 @@ class RedisIndex:
                     await self._write_pending(entry)
 
     async def _write_pending(self, entry: _Worker) -> None:
-        """What fails, or may not be written now, is written behind the next heartbeat that succeeds."""
+        """Write what is pending. What fails, or may not be written now, is written after the next heartbeat that
+        succeeds."""
         slot, num_slots = entry.slot, entry.num_slots
         pending, entry.pending = list(entry.pending.items()), {}
         for begin in range(0, len(pending), _BATCH):
@@ -308,7 +311,7 @@ class RedisIndex:
         return entry.may_write(at) and self._slots.are_known(at) and not self.is_disabled
 
     async def _write_batch(self, slot: int, spans: Mapping[bytes, bool]) -> None:
-        """Raises one of FAILURES, after which none or all of it is written."""
+        """Write one batch. Raises one of FAILURES, after which none or all of it is written."""
         names = {span: b"kv:" + span[:NAME_BYTES] for span in spans}
         stale = await self._retired_bits(list(names.values())) if self._slots.retired else ()
         async with self._control.pipeline(transaction=True) as batch:
@@ -324,7 +327,7 @@ class RedisIndex:
                 raise answer
 
     async def _retired_bits(self, names: Sequence[bytes]) -> list[tuple[bytes, int]]:
-        """What is to be taken back before a span's time to live is renewed: (its name, a retired slot)."""
+        """Return bits to clear before a span's time to live is renewed: (its name, a retired slot)."""
         values = bit_sets(await values_of(self._control, names, NUM_BYTES))
         retired = self._slots.retired
         return [(name, slot) for name, bits in zip(names, values, strict=True) for slot in slots_in(bits & retired)]
@@ -335,5 +338,5 @@ def _writer_name(worker: bytes) -> bytes:
 
 
 def _is_of_the_key(error: Exception) -> bool:
-    """Something that is no bit string stands under a span's name: its other spans are written all the same."""
+    """Whether an error is of one key, such as a value that is no bit string: other spans are still written."""
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

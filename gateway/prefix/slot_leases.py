@@ -4,8 +4,8 @@
 
 A slot is for one worker and for one writer of its events, who knows each bit that was set. Another writer, or one that
 Redis did not hear for a while, cannot know which bits are to be taken back: it retires the slot and leases another. So
-does any gateway with the slot of a worker that nobody writes for any more. Bits of a retired slot mean nothing; whoever
-renews a span's time to live takes them back first, so that when the slot is free none is left.
+does any gateway with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing; before a
+span's time to live is renewed they are cleared, so that none is left when the slot is free.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _LOOK_S = 10.0  # between two looks for slots of workers without a writer
 
 
 class SlotLeases:
-    """Every method raises one of FAILURES. `at`: the time now, of any clock that does not go back."""
+    """Every method raises one of FAILURES. `at` is the time now, of any clock that does not go back."""
 
     def __init__(self, client):
         self.places: WorkerBits = NOWHERE
@@ -34,14 +34,14 @@ class SlotLeases:
         self._client = client
         self._holders: list[bytes | None] = [None] * NUM_SLOTS
         self._read_at = self._looked_at = float("-inf")
-        self._seen: dict[int, float] = {}  # slots that are or were somebody's, when last
+        self._seen: dict[int, float] = {}  # slots that have or had a worker, when last
         self._unwritten: dict[bytes, float] = {}  # workers that have a slot and no writer, since when
 
     def are_known(self, at: float) -> bool:
         return at - self._read_at < KNOWN_S
 
     def may_be_looked_up(self, at: float) -> bool:
-        """What was read last is true of all spans that live still, however long nothing was heard since."""
+        """Whether the slots that were read last may be used: they are valid for all spans that have not expired."""
         return bool(self.places.mask) and at - self._read_at < KV_TTL_S
 
     async def read(self, at: float) -> None:
@@ -52,27 +52,29 @@ class SlotLeases:
         self._read_at = at
 
     async def renew(self, worker: bytes, slot: int) -> bool:
-        """Whether it is still this worker's."""
+        """Renew this worker's slot; return whether it still has it."""
         (holder,) = await values_of(self._client, [_name(slot)], _MAX_NAME_BYTES)
         return holder == worker and bool(await self._client.expire(_name(slot), SLOT_TTL_S))
 
     async def take(self, worker: bytes, slot: int) -> bool:
-        """Whether nobody has it. One that Redis has forgotten is taken again so, and its bits may be gone."""
+        """Take a slot that is free; return whether it was. After Redis has forgotten a slot it is taken again in this
+        way, perhaps without its bits."""
         return bool(await self._client.set(_name(slot), worker, nx=True, ex=SLOT_TTL_S))
 
     async def lease(self, worker: bytes, at: float) -> int | None:
-        """One on which no bit is set; None: there is none. Those that the worker had before are retired."""
+        """Return a slot without bits, or None if there is none. Slots that the worker had before are retired."""
         await self.read(at)
         for slot in self.slots_of(worker):
             await self.retire(slot)
         for slot in range(NUM_SLOTS):
-            # One that was somebody's a moment ago is left to them: Redis was emptied, and they come for it.
+            # One that had a worker a moment ago is left to it: Redis was emptied, and it comes back for it.
             if at - self._seen.get(slot, float("-inf")) > GIVE_UP_S and await self.take(worker, slot):
                 return slot
         return None
 
     async def give_up(self, slot: int) -> None:
-        """Of its writer, who did not hear of it for a while, and may have written there though Redis has forgotten it."""
+        """Retire a slot whose writer has heard nothing of it for a while: Redis may have forgotten it, and bits may be
+        written."""
         await self._client.set(_name(slot), RETIRED, nx=True, ex=SLOT_TTL_S)
 
     async def retire(self, slot: int) -> None:
@@ -82,7 +84,7 @@ class SlotLeases:
         return (slot for slot, holder in enumerate(self._holders) if holder == worker)
 
     async def retire_orphans(self, writer_name: Callable[[bytes], bytes], at: float) -> None:
-        """Slots of workers for which `writer_name(worker)` has been missing for ORPHAN_S."""
+        """Retire slots of workers for which `writer_name(worker)` has been missing for ORPHAN_S."""
         if at - self._looked_at < min(_LOOK_S, ORPHAN_S / 4):
             return
         self._looked_at, workers = at, list(self.places.place_of)

@@ -1,5 +1,6 @@
-"""What bounds the gateway: requests at once, what each tenant may use, and the lines in which requests wait for workers
-that are full. Who could only be served too late is told at once. Whatever one tenant sends, the others find room."""
+"""Bound what the gateway takes: requests at once, what each tenant may use, and the lines in which requests wait for
+full workers. A request that could only be served too late is refused at once. Whatever one tenant sends, others find
+room."""
 
 import heapq
 import itertools
@@ -17,11 +18,11 @@ from gateway.queue.quotas import Quotas, Reservation
 from gateway.routing.routing import Decision
 
 _RETRY_AFTER_S, _LONGEST_RETRY_S = 0.5, 10.0
-# A step of priority is worth so many seconds of waiting: nobody is overtaken by those who come later than that.
+# Seconds of waiting that a step of priority is worth: no request is overtaken by one that comes later than that.
 _PRIORITY_S, _MOST_STEPS = 1.0, 10
-_NO_HURRY_S = 10.0  # a class without a bound on the first token stands in line as if this were its bound
-_MARGIN = 0.7  # of the wait that would just do: predictions err, and who is let in should be served in time
-_LEAST_WAIT_S = 0.05  # a shorter wait is nobody's reason to refuse
+_NO_HURRY_S = 10.0  # the bound on the first token, in line, of a class without one
+_MARGIN = 0.7  # of the wait that would just do: predictions err, and an admitted request should be served in time
+_LEAST_WAIT_S = 0.05  # a shorter wait is no reason to refuse
 _KEPT = 0.9  # of what the line's speed was, with each that is served
 # Of one tenant before another's turn comes, less than a request, so that each is a turn or more; and of turns that it
 # did not take.
@@ -29,8 +30,8 @@ _TURN_TOKENS, _SAVED_TOKENS = 64, 2048
 
 
 class Bid(NamedTuple):
-    """What a request brings to the lines. `slo`: of the class that it has named, else empty. Of one tenant, lower ranks
-    go first. `num_expected`: output tokens of all choices, as answers went lately."""
+    """What a request brings to the lines. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
+    first. `num_expected`: output tokens of all choices, from the mean of recent answers."""
 
     rank: float
     num_tokens: int = 0
@@ -41,8 +42,10 @@ class Bid(NamedTuple):
     num_expected: float = 0.0
 
     def check_wait(self, wait_s: float, alone_s: float) -> None:
-        """`alone_s`: what the first token takes where nobody is ahead. A prompt that alone takes longer than its class
-        allows is not refused for that: it may wait as long as it takes. Raises Overloaded."""
+        """Raises Overloaded for a wait that breaks the deadline or the class.
+
+        `alone_s` is the time of the first token on an idle worker. A prompt that takes longer than its class allows
+        even there is not refused for that: it may wait as long as it takes."""
         left_s = self.deadline - now()
         if wait_s > _LEAST_WAIT_S and wait_s + alone_s > left_s:
             retry_s = min(max(wait_s + alone_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
@@ -57,7 +60,7 @@ class Bid(NamedTuple):
             raise Overloaded(told, retry_s, reason="TTFT_BUDGET")
 
     def check(self, decision: Decision, in_line_s: float) -> None:
-        """Raises Overloaded where the way that was found, and the line before it, break what its class was promised."""
+        """Raises Overloaded if the chosen route, and the line before it, break what the class was promised."""
         at_worker_s = decision.ttft_s - decision.alone_ttft_s
         self.check_wait(at_worker_s + (0.0 if decision.local else in_line_s), decision.alone_ttft_s)
         bound_s = self.slo.tpot_s
@@ -67,14 +70,15 @@ class Bid(NamedTuple):
 
 
 def rank(received: float, slo: Slo, priority: int) -> float:
-    """Earliest deadline first, and a step of priority makes a deadline earlier by a second: what is fixed when a
-    request comes needs no aging, since all who come later have later deadlines."""
+    """Return the order in line: earliest deadline first, each step of priority worth a second.
+
+    The order is fixed at arrival and needs no aging, since all later requests have later deadlines."""
     steps = max(-_MOST_STEPS, min(_MOST_STEPS, priority))
     return received + (_NO_HURRY_S if slo.ttft_s is None else slo.ttft_s) - _PRIORITY_S * steps
 
 
 class AdmissionControl:
-    """Counts requests in the gateway and remembers their ids."""
+    """Count requests in the gateway and remember their ids."""
 
     def __init__(self, max_concurrent_requests: int, quotas: Quotas | None = None):
         self._max = max_concurrent_requests
@@ -83,8 +87,8 @@ class AdmissionControl:
         self._num = Counter[str]()  # by tenant
 
     def enter(self, request_id: str, tenant: str, num_choices: int = 1) -> Reservation:
-        """Returns what it has set aside of its tenant's quota. Raises Overloaded, InvalidRequest. The caller has checked
-        that the id is free, and calls `leave` in the end."""
+        """Admit a request; return what is set aside of its tenant's quota. The caller has checked that the id is free,
+        and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
         if not has_room(self._max, len(self.request_ids), own, 1, len(self._num) + (not own)):
             told = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
@@ -95,7 +99,7 @@ class AdmissionControl:
         return reservation
 
     def leave(self, request_id: str, reservation: Reservation, num_used: int) -> None:
-        """It has come to so many tokens."""
+        """Remove a request that has used `num_used` tokens."""
         tenant = self.request_ids.pop(request_id)
         self._num[tenant] -= 1
         if not self._num[tenant]:
@@ -116,7 +120,7 @@ class Place:
 
 
 class _Queue:
-    """Of one tenant in a line."""
+    """One tenant's places in a line."""
 
     __slots__ = ("places", "num", "num_tokens")
 
@@ -126,16 +130,18 @@ class _Queue:
 
     @property
     def first(self) -> Place:
+        """The open place with the lowest order."""
         while not self.places[0].is_open:
             heapq.heappop(self.places)
         return self.places[0]
 
 
 class WaitingLine:
-    """Requests that every worker of a role has refused. Tenants take turns, and only the first of the one whose turn it
-    is is called when there may be room, so nobody of its tenant overtakes it; where it is refused again the next tenant
-    is called, of whom a worker may have less. Bounded in requests and in tokens of their prompts, in all and by tenant:
-    who has less than its part finds room in a line that is full."""
+    """Requests that every worker of a role has refused.
+
+    Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called; if it is
+    refused again, the next tenant's is called, of which a worker may need less. The line is bounded in requests and in
+    tokens of their prompts, in all and by tenant: a tenant with less than its share finds room in a full line."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
         self._max, self._max_tokens = max_waiting, max_tokens
@@ -148,14 +154,15 @@ class WaitingLine:
         self._served_at = 0.0  # the last time, or since when the line has stood
 
     def is_open_to(self, tenant: str) -> bool:
-        """Nobody of this tenant waits here."""
+        """Whether no request of this tenant waits here."""
         return tenant not in self._queues
 
     def __len__(self) -> int:
         return self._num
 
     def join(self, bid: Bid, call: Callable[[], None]) -> Place:
-        """`call` is called each time the place is first and there may be room. Raises Overloaded: the line is full."""
+        """Return a place. `call` is called each time it is first and there may be room. Raises Overloaded: the line is
+        full."""
         queue = self._queues.get(bid.tenant) or _Queue()
         num_sharing = len(self._queues) + (not queue.num)
         if not has_room(self._max, self._num, queue.num, 1, num_sharing):
@@ -175,10 +182,11 @@ class WaitingLine:
         return place
 
     def is_first(self, place: Place) -> bool:
+        """Whether this place is next."""
         return self._first() is place
 
     def refused(self, place: Place) -> None:
-        """It was called, or has asked once more, and there was no room for it."""
+        """Call the next tenant: there was no room for this place, which was called or has asked once more."""
         if self.is_first(place):
             self._untried = set(self._queues)
         self._untried.discard(place.bid.tenant)
@@ -186,7 +194,7 @@ class WaitingLine:
             self._queues[tenant].first.call()
 
     def leave(self, place: Place, served: bool = True) -> None:
-        """`served`: a worker took it; else it gave up."""
+        """Give up a place. `served`: a worker took the request."""
         bid = place.bid
         place.is_open, queue = False, self._queues[bid.tenant]
         self._count(queue, -1, -bid.num_tokens)
@@ -201,14 +209,14 @@ class WaitingLine:
         self.call_first()
 
     def call_first(self) -> None:
-        """Something has changed: there may be room."""
+        """Call the first place: there may be room."""
         self._untried = set(self._queues)
         if (place := self._first()) is not None:
             place.call()
 
     def wait_s(self, bid: Bid) -> float:
-        """How long such a one would stand here, as fast as the line has moved; 0 until it has, and for one of a tenant
-        that nobody of waits here: it asks at once."""
+        """Return how many seconds such a request would wait here, at the line's recent speed; 0 until that is known,
+        and for a tenant that does not wait here yet, whose request asks at once."""
         queue = self._queues.get(bid.tenant)
         if queue is None or not self._served_tokens:
             return 0.0
@@ -216,7 +224,7 @@ class WaitingLine:
         # Until it is served each of the others has as much as its own tenant.
         part = ahead + bid.num_tokens
         ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
-        # A line that stands still is slower than it was.
+        # A line that does not move is slower than it was.
         standing_s = max(0.0, now() - self._served_at - self._served_s * (1 - _KEPT))
         return ahead * (self._served_s + standing_s) / self._served_tokens
 
@@ -230,7 +238,7 @@ class WaitingLine:
 
 
 class Lines:
-    """Where requests wait for workers that are full: for room to decode, and then for one to read the prompt."""
+    """The two lines: for room to decode, and then for a worker to read the prompt."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
         self.credit, self.prefill = WaitingLine(max_waiting, max_tokens), WaitingLine(max_waiting, max_tokens)
@@ -239,9 +247,10 @@ class Lines:
         return len(self.credit) + len(self.prefill)
 
     def check(self, bid: Bid, alone_s: float) -> None:
-        """Raises Overloaded for whom the lines are too long."""
+        """Raises Overloaded if the lines are too long for this request; `alone_s` as in check_wait."""
         bid.check_wait(self.credit.wait_s(bid) + self.prefill.wait_s(bid), alone_s)
 
     def call_first(self) -> None:
+        """Call the first place of both lines: there may be room."""
         self.credit.call_first()
         self.prefill.call_first()

@@ -1,4 +1,4 @@
-"""Where a request stands in line while every worker of a role is full."""
+"""The place of one request in the lines, while every worker of a role is full."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ _LEAST_HINT_S, _LONGEST_HINT_S = 0.02, 0.5
 
 
 class QueuePlace:
-    """In one line at most. `on_room()` is called when it is first and something has changed."""
+    """A place in one line at most. `on_room()` is called when it is first and there may be room."""
 
     def __init__(self, bid: Bid, on_room: Callable[[], None], max_wait_s: float):
         self._bid, self._on_room, self._max_wait_s = bid, on_room, max_wait_s
@@ -20,20 +20,22 @@ class QueuePlace:
 
     @property
     def is_over(self) -> bool:
-        """It has waited for too long."""
+        """Whether it has waited for `max_wait_s`."""
         return now() >= self._until
 
     @property
     def wake_at(self) -> float:
-        """When to look again without being called: at a worker's hint where it is first, or when it is over."""
+        """When to try again without being called (time.monotonic()): at a worker's hint if it is first, else when it is
+        over."""
         is_first = self._place is not None and self._place[0].is_first(self._place[1])
         return min(self._until, self._retry_at) if is_first else self._until
 
     def note_refusal(self, refused: pb.Refused) -> None:
+        """Keep a worker's hint of when to try again."""
         self._retry_at = now() + min(max(refused.retry_after_ms / 1000, _LEAST_HINT_S), _LONGEST_HINT_S)
 
     def join(self, line: WaitingLine) -> None:
-        """Stands there, or goes on standing after another refusal. Raises Overloaded: the line is full."""
+        """Join a line, or stay in it after another refusal. Raises Overloaded: the line is full."""
         self._since = self._since or now()
         if self._place is None:
             self._retry_at = max(self._retry_at, now() + _LEAST_HINT_S)
@@ -42,13 +44,14 @@ class QueuePlace:
             line.refused(self._place[1])
 
     def leave(self, served: bool) -> None:
+        """Leave the line, if it is in one. `served`: a worker took the request."""
         if self._place is not None:
             line, place = self._place
             self._place = self._since = None
             line.leave(place, served=served)
 
     def close(self) -> None:
-        """It will never join again."""
+        """Leave the line for good."""
         self.leave(served=False)
         self._on_room = lambda: None
 

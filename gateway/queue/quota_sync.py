@@ -1,11 +1,11 @@
-"""What tenants use through all gateways on one Redis: each tells what goes through it, and counts what the others tell.
+"""What tenants use through all gateways on one Redis: each writes its own counts, and adds those of the others.
 
-    baton:gateways       sorted set of gateways; the score is when it is over, in seconds by the clock of Redis
-    baton:usage:<hex>    {tenant: [choices that run, tokens reserved and returned since its start, tokens left]}; expires
+    baton:gateways       sorted set of gateways; the score is when it expires, in seconds by the clock of Redis
+    baton:usage:<hex>    {tenant: [choices that run, tokens reserved and returned since its start, tokens left]}, expires
 
-No request waits for it, so what one gateway lets in the other counts up to 2 x PERIOD_S later. Until then each lets in
-what the bounds allow: with G gateways a tenant may have G x its choices at once and G x what was left of its tokens, and
-one request's more from each. What was too much is missing from the balance afterwards, so its rate holds over time.
+No request waits for it, so what one gateway admits the others count up to 2 x PERIOD_S later. Until then each admits
+what the bounds allow: with G gateways a tenant may have G x its choices at once and G x its remaining tokens, and one
+request's more from each. What was too much is missing from the balance afterwards, so its rate holds over time.
 Gateways that do not see each other, since one of them is cut off from Redis or Redis is gone, forget each other after
 TTL_S and count alone: a tenant then has as many quotas as there are such parts.
 """
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class SharedUsage:
-    """Of one gateway; `run()` is its life. Belongs to the event loop."""
+    """The exchange of one gateway. Belongs to the event loop."""
 
     def __init__(self, quotas: Quotas, url: str, gateway: bytes):
-        """Raises ValueError for a URL that is none."""
+        """Raises ValueError for a malformed URL."""
         self._quotas, self._gateway = quotas, gateway.hex()
         self._client = make_client(url, 1.0, 1)
         self._answered_at = now()
         self._was_up = True
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Exchange counts every PERIOD_S, until cancelled."""
         try:
             while not cancelled():
                 await self._look()
@@ -54,7 +54,7 @@ class SharedUsage:
     async def _look(self) -> None:
         try:
             told = await self.exchange()
-        except Exception as error:  # whatever it was, requests go on and the next round comes
+        except Exception as error:  # whatever it is, requests are served and the next round comes
             if self._was_up:
                 log.warning("redis: quotas are counted without other gateways %s", fields(error=words_of(error)))
             self._was_up = False
@@ -65,7 +65,7 @@ class SharedUsage:
         self._quotas.note_others(told, now())
 
     async def exchange(self) -> dict[str, Mapping[str, Told]]:
-        """Tells, and returns what all others have told. Raises one of FAILURES."""
+        """Write this gateway's counts; return those of all others. Raises one of FAILURES."""
         seconds, _ = await self._client.time()
         async with self._client.pipeline(transaction=True) as batch:
             batch.zremrangebyscore(NAME, "-inf", seconds)
@@ -86,7 +86,7 @@ def _name(gateway: str) -> str:
 
 
 def _hex(member: bytes) -> str:
-    """Empty: no gateway would call itself so."""
+    """Return the name, or nothing for what is no gateway's name."""
     try:
         return bytes.fromhex(member.decode()).hex()
     except ValueError:
@@ -94,7 +94,7 @@ def _hex(member: bytes) -> str:
 
 
 def read_told(value: object) -> dict[str, Told]:
-    """What lies in Redis is not trusted: empty unless a gateway would write it."""
+    """Return the counts in a value of Redis, which is not trusted: empty unless a gateway could have written it."""
     if not isinstance(value, bytes) or len(value) > _MAX_BYTES:
         return {}
     try:

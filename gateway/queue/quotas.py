@@ -1,5 +1,5 @@
 """What each tenant may use: tokens a second, prompts and answers together, and choices at once; through this gateway,
-and where they tell each other through all (quota_sync.py)."""
+and where gateways share their counts, through all (quota_sync.py)."""
 
 import heapq
 import logging
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class Quota(NamedTuple):
-    """None: no bound. A request counts once for each of its choices. `max_priority`: what a higher one counts as."""
+    """Bounds of a tenant; None: no bound. A request counts once for each of its choices. `max_priority`: higher
+    priorities count as this."""
 
     tokens_per_s: float | None = None
     burst_tokens: float = 0.0
@@ -33,6 +34,7 @@ class Quota(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
+        """Whether anything is bounded."""
         return self.tokens_per_s is not None or self.concurrent_requests is not None
 
 
@@ -72,7 +74,7 @@ def _quota(name: str, table: object) -> Quota:
 
 
 class Told(NamedTuple):
-    """What one gateway has counted of one tenant. Reserved and returned only rise; `num_running` are choices."""
+    """The counts of one gateway for one tenant. Reserved and returned tokens only rise; `num_running` are choices."""
 
     num_running: int
     num_reserved: int
@@ -81,8 +83,8 @@ class Told(NamedTuple):
 
 
 class Usage:
-    """What one tenant has left: a bucket that fills by its rate. Whoever enters takes what its request may come to, and
-    gives back what it has not used; a balance may fall below zero by one request, and is waited out."""
+    """What one tenant has left: a bucket that fills at its rate. A request takes what it may come to and gives back
+    what it has not used; the balance may fall below zero by one request, and is waited out."""
 
     __slots__ = ("quota", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
@@ -90,7 +92,7 @@ class Usage:
         """`num_counted`: where its counts begin."""
         self.quota, self.num_running = quota, 0
         self.num_reserved = self.num_returned = num_counted
-        self.elsewhere = dict[str, tuple[Told, int]]()  # gateway -> what it told last, what of it was taken here
+        self.elsewhere = dict[str, tuple[Told, int]]()  # gateway -> its latest counts, and what of them was taken here
         self._balance, self._at = quota.burst_tokens, at
 
     @property
@@ -99,12 +101,12 @@ class Usage:
         return sum(told.num_running for told, _ in self.elsewhere.values())
 
     def is_idle(self, at: float) -> bool:
-        """Whether it has all it may have."""
+        """Whether it has all that it may have."""
         is_full = self.quota.tokens_per_s is None or self.balance(at) >= self.quota.burst_tokens
         return not self.num_running and is_full
 
     def adopt(self, quota: Quota, at: float) -> None:
-        """Another quota from now on: what was used up of the old one stays so."""
+        """Take another quota from now on; what was used up of the old one stays so."""
         if quota == self.quota:
             return
         was_bounded, self.quota = self.quota.tokens_per_s is not None, quota
@@ -129,8 +131,9 @@ class Usage:
         return Told(self.num_running, self.num_reserved, self.num_returned, self.balance(at))
 
     def note(self, gateway: str, told: Told, at: float) -> None:
-        """What another gateway tells. Of one that this one had not heard of, whatever either has seen is used up; then
-        counts that fall are ignored, and no more comes back than was taken: nobody out there can fill this bucket."""
+        """Take the counts of another gateway. When it is new here, all that either has used is subtracted; later,
+        counts that fall are ignored, and no more comes back than was taken, so no other process can fill this
+        bucket."""
         if (known := self.elsewhere.get(gateway)) is None:
             taken = max(0, math.ceil(self.balance(at) - told.balance))
             self._balance -= taken
@@ -157,13 +160,14 @@ class Reservation:
         usage.num_running += num_choices
 
     def reserve(self, num_tokens: int, at: float) -> None:
-        """What it may come to, once that is known. Raises Overloaded where others have used up the quota meanwhile."""
+        """Set aside what the request may come to, once that is known. Raises Overloaded if others have used up the
+        quota meanwhile."""
         _check_balance(self._usage, at)
         self._usage.take(num_tokens, at)
         self._num_tokens += num_tokens
 
     def settle(self, num_used: int, at: float) -> None:
-        """It has ended: all but `num_used` tokens goes back. Only the first time counts."""
+        """Give back all but `num_used` tokens. Only the first call counts."""
         self._usage.give_back(max(0, self._num_tokens - num_used), at)
         self._usage.num_running -= self._num_choices
         self._num_choices = self._num_tokens = 0
@@ -177,7 +181,7 @@ def _check_balance(usage: Usage, at: float) -> None:
 
 
 class Quotas:
-    """Of all tenants that are here. Only who comes with a credential gets an entry, and it goes when it is idle."""
+    """The usage of all active tenants. Only callers with a credential get an entry, and it is dropped when idle."""
 
     def __init__(self, table: Mapping[str, Quota], path: Path | None = None):
         """`path`: the table's file, read again when it has changed; one that cannot be read changes nothing."""
@@ -200,7 +204,7 @@ class Quotas:
         return self.quota(tenant).concurrent_requests
 
     def enter(self, tenant: str, at: float, num_choices: int = 1) -> Reservation:
-        """One more request of so many choices; its reservation is settled in the end. Raises Overloaded, which names the
+        """Return the reservation of one more request, to be settled in the end. Raises Overloaded, which names the
         quota, and InvalidRequest for more choices than the tenant may ever have."""
         if at - self._looked_at >= _LOOK_S:
             self._looked_at = at
@@ -219,7 +223,7 @@ class Quotas:
     # ---- with other gateways ----
 
     def told(self, at: float) -> dict[str, Told]:
-        """What goes through this gateway, of tenants that are bounded: of at most MAX_TOLD, those with most choices."""
+        """Return this gateway's counts of bounded tenants: of at most MAX_TOLD, those with most choices."""
         bounded = [
             (tenant, usage) for tenant, usage in self._usage.items() if usage.quota.is_bounded and not usage.is_idle(at)
         ]
@@ -227,8 +231,8 @@ class Quotas:
         return {tenant: usage.told(at) for tenant, usage in most}
 
     def note_others(self, told: Mapping[str, Mapping[str, Told]], at: float) -> None:
-        """What all others tell now, gateway -> tenant -> Told; who is not among them uses nothing. Tenants that have not
-        come to this gateway are noted when they do."""
+        """Take what all other gateways count now, gateway -> tenant -> Told; one that is missing uses nothing. Tenants
+        without a request here are noted when they come."""
         self._told = told
         for tenant, usage in self._usage.items():
             self._note(tenant, usage, at)
@@ -265,7 +269,7 @@ class Quotas:
 
 
 def _stamp(path: Path | None) -> tuple[int, ...] | None:
-    """Another one when the file is; None: there is none."""
+    """Return a value that changes with the file; None: there is no file."""
     try:
         found = path and path.stat()
     except OSError:

@@ -1,5 +1,5 @@
-"""What is known of one request, for its spans, metrics and log line: filled in as it goes, complete or not when it
-ends."""
+"""All that is known of one request, for its spans, metrics and log line: filled in as it proceeds, and complete or not
+when it ends."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Failure(NamedTuple):
     """An attempt that ended on a worker. If another followed, the request moved."""
 
     phase: str
-    event: str  # what told of it
+    event: str  # that ended it
     begun_at: float  # the phase
     at: float
     worker: str
@@ -49,8 +49,8 @@ class RequestRecord:
     checked: Checked | None = None
     measured: Measured = field(default_factory=Measured)
     num_prompt_tokens: int | None = None
-    ask: RoutingRequest | None = None  # what routing is told of it
-    bid: Bid = Bid(0.0)  # and the lines
+    ask: RoutingRequest | None = None  # as routing sees it
+    bid: Bid = Bid(0.0)  # as the lines see it
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_longest_output: int = 0  # of the longest choice
@@ -67,7 +67,8 @@ class RequestRecord:
     phase: str = "tokenizing"  # the last that it reached
 
     def note_attached(self) -> None:
-        """Nothing waited for credit or a prefill, and nothing of the prompt was computed."""
+        """The request continues a sequence: it waited for neither credit nor prefill, and nothing of the prompt was
+        computed."""
         self.num_attached += 1
         self.num_attempts = max(1, self.num_attempts)
         stamps, at = self.stamps, now()
@@ -76,6 +77,7 @@ class RequestRecord:
             self.num_cached_tokens = self.num_prompt_tokens
 
     def note_retry(self, worker: str, reason: str) -> None:
+        """A worker has refused."""
         if self.phase == "awaiting prefill" and self.stamps.first_sent is None:
             self.stamps.prefill_sent = None  # that worker did not accept it
         if len(self.retries) < _MAX_RETRIES:

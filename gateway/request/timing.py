@@ -16,6 +16,8 @@ PHASES = (*TIMED, "decode")
 
 @dataclass(slots=True)
 class Stamps:
+    """When each phase of a request ended: time.monotonic() of this process, None if it was not reached."""
+
     received: float
     tokenized: float | None = None
     routed: float | None = None
@@ -39,7 +41,7 @@ class Measured:
 
 
 def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:
-    """`num_output_tokens`: of the longest choice. Phases that were not reached are 0."""
+    """Return the Timing message. `num_output_tokens`: of the longest choice. Phases that were not reached are 0."""
     result = pb.Timing()
     _first_phases(result, stamps, measured)
     _second_phases(result, stamps, measured)
@@ -53,8 +55,8 @@ def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Tim
 
 
 def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
-    """Seconds in each of PHASES that a request reached, whatever its end; they sum to `ended` - `received`. Time that
-    was cut short counts for the phase that it was cut in."""
+    """Return seconds in each of PHASES that a request reached, whatever its end; they sum to `ended` - `received`. A
+    phase that was cut short counts up to the end."""
     ended, at, spent = stamps.ended or stamps.last_sent or stamps.received, stamps.received, {}
     for phase, until in (("tokenize", stamps.tokenized), ("route", stamps.routed), ("admit", stamps.granted)):
         spent[phase] = (ended if until is None else until) - at
@@ -100,7 +102,7 @@ def _second_phases(result: pb.Timing, stamps: Stamps, measured: Measured) -> Non
 
 
 def _cut(gap_s: float, *parts_s: float) -> list[float]:
-    """The parts, cut so that they fit into the gap one after the other, and what is left of it."""
+    """Return the parts (seconds), cut so that they fit into the gap one after the other, and what is left of it."""
     cut = []
     for part_s in parts_s:
         cut.append(min(max(0.0, part_s), gap_s))  # in this order: what is no number counts for nothing

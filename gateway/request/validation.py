@@ -1,5 +1,5 @@
-"""A message from outside becomes a Checked request, or InvalidRequest that names the field. Nothing is allocated
-before."""
+"""Turn a message from outside into a Checked request, or raise InvalidRequest that names the field. Nothing is
+allocated before."""
 
 import hashlib
 import re
@@ -46,17 +46,18 @@ class Checked:
 
     @property
     def input_field(self) -> str:
+        """The field that the prompt came in, for errors."""
         return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
 
 
 def check_model(asked: str, served: ServedModel) -> None:
-    """Empty means the one that is served. Raises NotFound."""
+    """Raises NotFound for a model that is not served; empty means the one that is."""
     if asked not in ("", served.name):
         raise NotFound(f"model {asked[:80]!r} is not served here: {served.name} is", reason="MODEL_NOT_FOUND")
 
 
 def check_size(request) -> None:
-    """Raises InvalidRequest naming the input, which is what makes a request large."""
+    """Raises InvalidRequest for a message that is too large, naming the input, which makes it so."""
     if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
         where = request.WhichOneof("input") if "input" in request.DESCRIPTOR.oneofs_by_name else "token_ids"
         _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
@@ -65,8 +66,8 @@ def check_size(request) -> None:
 def check(
     request: pb.GenerateRequest, served: ServedModel, tenant: str = DEFAULT_TENANT, max_priority: int = 0
 ) -> Checked:
-    """Everything that can be said before tokenizing; a priority above `max_priority` counts as that. Raises
-    InvalidRequest or NotFound."""
+    """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
+    as that. Raises InvalidRequest or NotFound."""
     check_size(request)
     check_model(request.model, served)
     text, token_ids, messages = check_input(request, served)
@@ -93,7 +94,7 @@ def check(
 
 
 def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: ServedModel):
-    """(text, token_ids, messages), one of which is not None."""
+    """Return (text, token_ids, messages), one of which is not None. Raises InvalidRequest."""
     kind = request.WhichOneof("input")
     if kind is None:
         _refuse("input", "one of text, token_ids and messages is needed")
@@ -108,12 +109,13 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: Served
 
 
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
-    """Before they are looked at one by one. Raises InvalidRequest for more than the context."""
+    """Raises InvalidRequest for more tokens than the context, before they are looked at one by one."""
     if num_tokens > served.context:
         _refuse(where, f"has {num_tokens} ids, {served.context_words} {served.context}")
 
 
 def check_token_ids(ids, vocab_size: int, where: str) -> array:
+    """Return the ids in little memory. Raises InvalidRequest for none, and for one beyond the vocabulary."""
     if not ids:
         _refuse(where, "is empty")
     if max(ids) >= vocab_size:
@@ -123,7 +125,7 @@ def check_token_ids(ids, vocab_size: int, where: str) -> array:
 
 
 def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
-    """max_tokens once the prompt's length is known. Raises InvalidRequest."""
+    """Return max_tokens, once the prompt's length is known. Raises InvalidRequest."""
     room = served.context - num_prompt_tokens
     if num_prompt_tokens == 0:
         _refuse(checked.input_field, "is an empty prompt")
@@ -158,14 +160,15 @@ def _request_id(request_id: str) -> str:
 
 
 def _key_id(request_id: str, tenant: str) -> str:
-    """Of two tenants never equal: a dot stands in no request_id."""
+    """Return a name that is never equal for two tenants: a request_id has no dot."""
     if tenant == DEFAULT_TENANT:
         return request_id
     return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}.{request_id}"
 
 
 def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int, ...]:
-    """Only what is bound to come out the same can be gone on with."""
+    """Return the tokens that the client has of each choice. Raises InvalidRequest if the answer might come out
+    differently."""
     if not request.resume_from:
         return ()
     sampling = request.sampling
@@ -264,7 +267,8 @@ def _stops(stops, limits: RequestLimits) -> tuple[str, ...]:
 
 
 def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int]:
-    """With the model's end-of-sequence ids, unless they are to be ignored."""
+    """Return the ids that end a choice; the model's end-of-sequence ids are among them unless they are to be
+    ignored."""
     asked = frozenset(stopping.stop_token_ids)
     if asked:
         check_token_ids(stopping.stop_token_ids, served.vocab_size, "stopping.stop_token_ids")

@@ -1,13 +1,12 @@
-"""How fast a worker is, as this gateway has seen it: seconds of a prompt by its tokens, of an output token by the
-sequences beside it, of moved KV by its bytes. What they hang on is fitted to the samples of all workers, and each of
-these takes so many times as long as the others.
-"""
+"""How fast a worker is, as this gateway has measured it: seconds of a prompt by its tokens, of an output token by the
+sequences beside it, of moved KV by its bytes. These dependences are fitted to the samples of all workers, and each
+worker has a factor by which it is slower."""
 
 from typing import NamedTuple
 
-_HALF_LIFE_S = 30.0  # a sighting counts half as much after so long
+_HALF_LIFE_S = 30.0  # after which a sighting counts half as much
 _LEAST_WEIGHT = 0.5  # less is left of old sightings: they say nothing any more
-# So many sightings, of a worker as fast as the others, are imagined beside its own. Lines fitted to the few sightings
+# Imagined sightings of a worker as fast as the others, added to its own. Lines fitted to the few sightings
 # of one worker differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests,
 # the one that had looked fast 1.37 times the mean.
 _PRIOR_SIGHTINGS = 8.0
@@ -19,8 +18,8 @@ _RATED_TOKENS = 128  # a shorter prompt says more of the round trips than of the
 
 
 class LinearCost(NamedTuple):
-    """Seconds: a fixed part and a part for each token, sequence or byte. The defaults stand until something is
-    measured; `byte_s` 0: nothing is, and routing goes by where the two workers are."""
+    """Seconds: a fixed part and a part for each token, sequence or byte. The defaults hold until something is measured;
+    `byte_s` 0: nothing is, and routing goes by where the two workers are."""
 
     prompt_s: float = 0.005
     token_s: float = 1 / 5_000
@@ -30,17 +29,17 @@ class LinearCost(NamedTuple):
     byte_s: float = 0.0
 
     def prefill_s(self, num_tokens: float) -> float:
-        """To compute so many tokens of a prompt."""
+        """Return the seconds to compute `num_tokens` of a prompt."""
         return self.prompt_s + self.token_s * num_tokens
 
     def tpot_s(self, num_sequences: float) -> float:
-        """One output token of each of so many sequences."""
+        """Return the seconds of one output token of each of `num_sequences`."""
         return self.step_s + self.sequence_s * num_sequences
 
 
 class Fit:
-    """Least squares y = base + slope x with base and slope >= 0, over samples whose weight halves every 30 s. Where all
-    x are alike the slope is that of a line from (0, the prior base)."""
+    """Least squares y = base + slope x with base and slope >= 0, over samples whose weight halves every 30 s. If all x
+    are equal, the slope is that of a line from (0, the prior base)."""
 
     __slots__ = ("base", "slope", "_prior_base", "_sums", "_at")
 
@@ -49,7 +48,7 @@ class Fit:
         self._sums, self._at = (0.0,) * 5, 0.0
 
     def add(self, x: float, y: float, at: float) -> None:
-        """`at` is time.monotonic()."""
+        """Add a sample; `at` is time.monotonic()."""
         if self._sums[0] > _LEAST_WEIGHT:
             y = min(y, _MOST_OFF * (self.base + self.slope * x))
         keep = _kept(self._at, at)
@@ -69,7 +68,7 @@ class Fit:
 
 
 class _Factor:
-    """How many times as long as it should a worker takes, as its sightings of late say; 1 where there are none."""
+    """How much slower than expected a worker is, by its recent sightings; 1 without any."""
 
     __slots__ = ("_weight", "_seconds", "_expected_s", "_at")
 
@@ -91,7 +90,7 @@ class _Factor:
 
 
 class WorkerRates:
-    """Of one worker among those whose samples `fleet` has too; None: of all that there are."""
+    """The speed of one worker, among those whose samples `fleet` has too; `fleet` None: of all workers."""
 
     def __init__(self, fleet: "WorkerRates | None" = None):
         default = LinearCost()
@@ -105,22 +104,23 @@ class WorkerRates:
         self._pace, self._pace_at = default, -_PACE_S
 
     def note_prefill(self, num_tokens: int, seconds: float, at: float) -> None:
-        """So long it took to compute so many tokens of a prompt."""
+        """Count a measurement: computing `num_tokens` of a prompt took `seconds`."""
         if num_tokens >= _RATED_TOKENS and 0 < seconds < _LONGEST_S:
             self._note("prefill", num_tokens, seconds, at)
 
     def note_decode(self, num_sequences: int, tpot_s: float, at: float) -> None:
-        """What a token of one sequence took beside the others."""
+        """Count a measurement: a token of one sequence took `seconds` beside the others."""
         if 0 < tpot_s < _LONGEST_S:
             self._note("decode", num_sequences, tpot_s, at)
 
     def note_transfer(self, num_bytes: int, seconds: float, at: float) -> None:
-        """Of the bytes that left when the prompt had been read: what came before was hidden, and waited for it."""
+        """Count a measurement of the bytes that were left when the prompt had been read; earlier ones were hidden, and
+        waited for it."""
         if 0 < seconds < _LONGEST_S:
             self._note("transfer", num_bytes, seconds, at)
 
     def pace(self, at: float) -> LinearCost:
-        """As it is now, or was a moment ago."""
+        """Return the costs as of now, or of a moment ago."""
         if at - self._pace_at >= _PACE_S:
             self._pace, self._pace_at = self._pace_now(at), at
         return self._pace
@@ -146,7 +146,7 @@ class WorkerRates:
 
 
 class Recent:
-    """Seconds of work given to a worker of late, and what that makes of its time: 1 is all of it."""
+    """Seconds of work given to a worker recently, as a share of its time: 1 is all of it."""
 
     __slots__ = ("_seconds", "_at")
 
@@ -165,5 +165,5 @@ class Recent:
 
 
 def _kept(then: float, at: float) -> float:
-    """The share of a sighting's weight that is left at `at`."""
+    """Return the share of a sighting's weight that is left at `at`."""
     return 0.5 ** (max(0.0, at - then) / _HALF_LIFE_S)

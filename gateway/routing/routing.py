@@ -1,6 +1,7 @@
-"""Which workers serve a request: a pure function of what is cached where, how busy who is, and how fast each has been.
+"""Choose the workers for a request: a pure function of what is cached where, how busy each worker is, and how fast it
+has been.
 
-Every way is priced in seconds: until the first token, from there to the last, and what others wait longer for it. A
+Every way is priced in seconds: until the first token, from there to the last, and how much longer others wait for it. A
 request looks at a bounded number of workers (`shortlist`), so a decision costs the same among eight and a thousand.
 """
 
@@ -21,14 +22,14 @@ NUM_HOLDERS, NUM_DRAWN = 6, 10
 _ALL = NUM_HOLDERS + NUM_DRAWN
 # Two round trips more than on one worker: Accepted and Fetch, Done and Start.
 _HOP_S = 0.002
-# Pulling a prefix: an Offer and a dialogue, then bytes. Until somebody has measured the bytes: on one host at less than
+# Pulling a prefix: an Offer and a dialogue, then bytes. Until the bytes are measured: on one host at less than
 # half of what bench/handoff.py sees through shared memory, since others move KV too; between hosts what 10 GbE carries.
 _PULL_S = 0.005
 _HERE_BYTE_S, _BYTE_S = 1 / 2e9, 1 / 1e9
 _NUM_PULLED_FROM = 3  # holders that are priced as a source, the longest prefixes first
-# A second beyond what a class was promised, of this request or of one that runs, weighs like so many within it.
+# The weight of a second beyond what a class was promised, of this request or of one that runs.
 _LATE = 4.0
-_FULL_S = 10.0  # a worker that has no room would refuse: anybody else first
+_FULL_S = 10.0  # a worker that has no room would refuse: any other first
 Item = TypeVar("Item")
 
 
@@ -41,8 +42,8 @@ class WorkerLimits(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A worker that serves. Numbers of tokens and sequences; `kv_gives` and `kv_takes` are opaque words of workers: KV
-    of one may feed another where they have one in common."""
+    """A serving worker. Counts are of tokens and sequences; `kv_gives` and `kv_takes` are opaque words: KV of one
+    worker can feed another if they have one in common."""
 
     name: str
     num_matched_tokens: int
@@ -99,7 +100,7 @@ class Decision:
 
 
 class NoRoute(Exception):
-    """Nobody can serve this; one line says why."""
+    """No worker can serve this; the message is one line that says why."""
 
 
 class _Way(NamedTuple):
@@ -126,26 +127,27 @@ class _Reading(NamedTuple):
 
 
 def shortlist(
-    holders: Iterable[Item], everybody: Sequence[Item], is_usable: Callable[[Item], bool], rng: random.Random
+    holders: Iterable[Item], everyone: Sequence[Item], is_usable: Callable[[Item], bool], rng: random.Random
 ) -> list[Item]:
-    """Of `everybody`, all of whom serve and can hold it, those that a request looks at: the first of `holders` (the longest prefix
-    first), and some drawn by chance; all where they are few."""
-    if len(everybody) <= _ALL:
-        return [item for item in everybody if is_usable(item)]
+    """Return the workers that a request looks at, of `everyone` (all serve and can hold it): the first of `holders`
+    (the longest prefix first), and some drawn by chance; all if they are few."""
+    if len(everyone) <= _ALL:
+        return [item for item in everyone if is_usable(item)]
     chosen: dict[Item, None] = {}
     for item in holders:
         if is_usable(item):
             chosen[item] = None
             if len(chosen) == NUM_HOLDERS:
                 break
-    for item in rng.sample(everybody, NUM_DRAWN):
+    for item in rng.sample(everyone, NUM_DRAWN):
         if is_usable(item):
             chosen[item] = None
     return list(chosen)
 
 
 def can_prefill(ask: RoutingRequest, limits: WorkerLimits) -> bool:
-    """Whoever reads a prompt draws one token behind it. How long the answer becomes is its taker's matter."""
+    """Whether a prefill worker can read the prompt and draw one token. How long the answer gets concerns its taker
+    only."""
     return ask.num_tokens < limits.max_model_len
 
 
@@ -163,9 +165,10 @@ def can_decode(ask: RoutingRequest, limits: WorkerLimits) -> bool:
 def choose(
     ask: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], split: str = "auto"
 ) -> Decision:
-    """Workers for a request, who can hold it. Prefixes that a prefill worker could pull from any of them are priced in.
-    A prompt that is too long for every prefill worker that fits is read where it decodes, whatever `split` says.
-    Raises NoRoute."""
+    """Return the workers for a request, which can all hold it.
+
+    Prefixes that a prefill worker could pull from any of them are priced in. A prompt that is too long for every
+    prefill worker that fits is read where it decodes, whatever `split` says. Raises NoRoute."""
     if not decode:
         raise NoRoute("no decode worker serves")
     decode = [worker for worker in decode if can_decode(ask, worker.limits)]
@@ -194,21 +197,21 @@ def choose(
 
 
 def choose_source(ask: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
-    """The best prefill worker that can read the prompt, for a decode worker that is chosen already."""
+    """Return the best prefill worker that can read the prompt, for a decode worker that is chosen already, or None."""
     way = _best_pair(ask, [worker for worker in prefill if can_prefill(ask, worker.limits)], [taker], {taker.name: 0.0})
     return way and way.prefill
 
 
 def choose_holder(reader: Candidate, holders: Iterable[Candidate]) -> Candidate | None:
-    """Who has a longer prefix of the prompt than `reader`, which is to prefill it, where pulling that is quicker than
-    computing it: who saves the most time, of equals the first by name. None: nobody saves any."""
+    """Return the worker with a longer prefix than `reader` whose pulling saves the most time over computing it (of
+    equals the first by name); None: none saves any."""
     gains = [(_gain_s(reader, holder), holder) for holder in holders]
     gain_s, best = min(gains, key=lambda each: (-each[0], each[1].name), default=(0.0, None))
     return best if gain_s > 0 else None
 
 
 def compatible(source: Candidate, taker: Candidate) -> bool:
-    """KV of one may feed the other, converted where their forms differ, and there is a way for it."""
+    """Whether KV of one can feed the other, converted if their forms differ, over a common transport."""
     if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name:
         return False
     shared = source.transports & taker.transports
@@ -222,7 +225,7 @@ _SAME_HOST_ONLY = frozenset(["shm"])
 
 
 def _gain_s(reader: Candidate, holder: Candidate) -> float:
-    """What pulling the prefix of `holder` saves."""
+    """Return the seconds that pulling the prefix of `holder` saves."""
     num_tokens = holder.num_matched_tokens - reader.num_matched_tokens
     if num_tokens <= 0 or not holder.kv_token_bytes or not compatible(holder, reader):
         return 0.0
@@ -235,7 +238,7 @@ def _byte_s(source: Candidate, taker: Candidate) -> float:
 
 
 def _reading(ask: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _Reading:
-    """The prompt on `worker`; `num_beside`: how many others wait for as long as it is read."""
+    """Return the prompt priced on `worker`; `num_beside`: sequences that wait while it is read."""
     pace, missing = worker.pace, ask.num_tokens - worker.num_matched_tokens
     read_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
     ttft_s = worker.num_waiting_tokens * pace.token_s + read_s
@@ -243,22 +246,23 @@ def _reading(ask: RoutingRequest, worker: Candidate, gain_s: float, num_beside: 
 
 
 def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
-    """Those that a prefix could be pulled from, the longest first, and no more of them than are worth a look."""
+    """Return the workers that a prefix could be pulled from, longest first, and only a few."""
     holders = [worker for worker in workers if worker.num_matched_tokens]
     return sorted(holders, key=lambda worker: (-worker.num_matched_tokens, worker.name))[:_NUM_PULLED_FROM]
 
 
 def _reading_there(ask: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _Reading:
-    """Who has worked more of late is likelier to be wanted by somebody else soon."""
+    """Return the price of reading there; a worker that was busy recently is likelier to be wanted by others soon."""
     return _reading(ask, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
 
 
 def _best_pair(
     ask: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing: dict[str, float]
 ) -> _Way | None:
-    """Both sides in order of their own prices, of equals the first by name, so that a choice can be explained; what a
-    pair adds is never negative, so the search ends where these alone are dearer than the best so far. None: no pair
-    fits."""
+    """Return the cheapest pair that fits, or None.
+
+    Both sides are in order of their own prices (of equals the first by name), so that a choice can be explained. A pair
+    never adds a negative price, so the search ends where these alone exceed the best so far."""
     holders = _sources((*prefill, *decode))
     readings = [_reading_there(ask, worker, holders) for worker in prefill]
     readings.sort(key=lambda reading: (reading.cost_s, reading.worker.name))
@@ -278,19 +282,21 @@ def _best_pair(
 
 
 def _unhidden_s(ask: RoutingRequest, reading: _Reading, taker: Candidate) -> float:
-    """KV moves while the prompt is read; what is left of it then holds up the second token."""
+    """Return the seconds by which KV delays the second token: it moves while the prompt is read."""
     num_bytes = (ask.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
     return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(reading.worker, taker) - reading.read_s)
 
 
 def _alone(ask: RoutingRequest, worker: Candidate, writing_s: float) -> _Way:
-    """Everything that runs there waits while the prompt is read, in one piece or in chunks between steps."""
+    """Return the way on one worker: all that runs there waits while the prompt is read, in one piece or in chunks
+    between steps."""
     reading = _reading(ask, worker, 0.0, worker.num_sequences + worker.share)
     return _Way(reading.cost_s + writing_s, None, worker, reading.ttft_s, reading.read_s)
 
 
 def _writing_s(ask: RoutingRequest, worker: Candidate) -> float:
-    """From the first token to the last, how much longer others take for it, and what breaks a promise in it."""
+    """Return the seconds from the first token to the last, how much longer others take for it, and what breaks a
+    promise."""
     pace, num_beside = worker.pace, worker.num_sequences
     tpot_s = pace.tpot_s(num_beside + 1)
     cost_s = ask.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.share))
@@ -310,7 +316,7 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
 
 
 def needs(ask: RoutingRequest) -> str:
-    """What can_decode asks for, in words."""
+    """Say what can_decode asks for, for errors."""
     choices = f" in {ask.num_choices} choices" if ask.num_choices > 1 else ""
     return f"{ask.max_len} tokens{choices}"
 

@@ -1,4 +1,4 @@
-"""Stops asking somebody who does not answer."""
+"""Stop asking a server that does not answer."""
 
 import logging
 

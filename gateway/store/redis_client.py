@@ -1,5 +1,5 @@
-"""Connections to Redis that fail within a bound of time and of bytes, and what failing looks like. Nothing that comes
-from there is trusted: not a value, not its length, not what it says of its length."""
+"""Connections to Redis that fail within bounds of time and bytes. Nothing that comes from there is trusted: no value,
+no length, and no announced length."""
 
 import asyncio
 import functools
@@ -26,7 +26,7 @@ class TooMuch(InvalidResponse):
 
 
 class _Parser(DefaultParser):
-    """Gives a reply up before it takes memory for it."""
+    """Refuse a reply before it takes memory."""
 
     def __init__(self, most: int, **options):
         super().__init__(**options)
@@ -48,13 +48,13 @@ class _Parser(DefaultParser):
         return True
 
     async def handle_push_response(self, response):
-        raise InvalidResponse("a message that nobody has subscribed to")
+        raise InvalidResponse("a message without a subscription")
 
 
 def make_client(
     url: str, timeout_s: float, max_connections: int, max_reply_bytes: int = MAX_REPLY_BYTES
 ) -> redis.Redis:
-    """Raises ValueError for a URL that is none."""
+    """Return a client whose calls take `timeout_s` at most. Raises ValueError for a malformed URL."""
     # redis-py's own timeouts and retries would hold a request for half a minute.
     pool = redis.BlockingConnectionPool.from_url(
         url,
@@ -71,11 +71,11 @@ def make_client(
 
 
 async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> list[bytes | None]:
-    """Of each name its value; None where there is none, and where it is no string or one longer than `most`. Raises one
-    of FAILURES."""
+    """Return the value of each name; None if there is none, it is no string, or longer than `most` bytes. Raises one of
+    FAILURES."""
     try:
         found = await client.mget(names)
-    except TooMuch:  # somebody's long values: of each just enough to see that
+    except TooMuch:  # long values: of each just enough to see that it is
         async with client.pipeline(transaction=False) as batch:
             for name in names:
                 batch.getrange(name, 0, most)
@@ -91,4 +91,5 @@ def cancelled() -> bool:
 
 
 def words_of(error: Exception) -> str:
+    """Describe a failure in one line."""
     return " ".join(str(error).split())[:120] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The control tokens of a vocabulary in a text: found in one pass over it, however many there are (Gemma 3 has 6,242)."""
+"""Find the control tokens of a vocabulary in a text: in one pass, however many there are (Gemma 3 has 6,242)."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -21,11 +21,11 @@ class ControlTokens:
         self._first = frozenset(content[0] for content in contents)
 
     def find(self, text: str) -> list[Match]:
-        """What of `text` is one: leftmost, of those at one place the longest, none over another."""
+        """Return the control tokens in `text`: leftmost, at one place the longest, without overlap."""
         return [Match(begin, end) for _, begin, end in self._whole.find_matches_as_indexes(text)]
 
     def find_outside(self, text: str, spans: Sequence[tuple[int, int]]) -> list[Match]:
-        """The same, each piece of `text` between the spans, which are in order, taken for itself."""
+        """As `find`, for each piece of `text` between the spans, which are in order."""
         found = []
         ends, begins = [0, *(end for _, end in spans)], [*(begin for begin, _ in spans), len(text)]
         for start, stop in zip(ends, begins, strict=True):

@@ -1,7 +1,7 @@
-"""Token ids to text as they come: half a character is held back.
+"""Turn token ids into text as they come: half a character is held back.
 
-What a choice's pieces join to and what Detokenize says are the same code, so they are the same text. A token is looked at
-once, for the bytes that it stands for; from then on decoding is a table.
+The pieces of a choice and the answer of Detokenize come from the same code, so they are the same text. A token is
+looked at once, for the bytes that it means; from then on decoding is a table.
 """
 
 import codecs
@@ -16,7 +16,7 @@ _WORD = re.compile("[a-z]+")
 
 
 class Detokenizer:
-    """Makes decoders for one tokenizer. Special tokens have no text."""
+    """Make decoders for one tokenizer. Special tokens have no text."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
@@ -28,16 +28,17 @@ class Detokenizer:
         self._len_behind = len(self._decode(self._word * 2)) - self._len_before
 
     def decoder(self) -> "TextDecoder":
+        """Return a decoder for one sequence."""
         return TextDecoder(self._bytes, self._bytes if self._is_byte_level else self._first_bytes)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole sequence, in steps short enough for other threads to come in between."""
+        """Return the text of a whole sequence, in steps short enough for other threads to run in between."""
         decoder = self.decoder()
         pieces = [decoder.push(token_ids[begin : begin + _STEP]) for begin in range(0, len(token_ids), _STEP)]
         return "".join(pieces) + decoder.finish()
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token stands for among others, not always whole characters."""
+        """Return the UTF-8 bytes of a token within a text, not always whole characters."""
         token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -70,7 +71,7 @@ class Detokenizer:
 
 
 class _Bytes(dict[int, bytes]):
-    """Of the tokens that have come so far."""
+    """The bytes of the tokens so far."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]):
         self._bytes_of = bytes_of
@@ -81,7 +82,7 @@ class _Bytes(dict[int, bytes]):
 
 
 class TextDecoder:
-    """Text of one sequence of tokens: exact, whatever they come with."""
+    """The text of one sequence of tokens: exact, however they are grouped."""
 
     __slots__ = ("_bytes", "_first", "_held")
 
@@ -90,7 +91,7 @@ class TextDecoder:
         self._held = b""  # of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """Return the text that is certain now and was not before."""
         value = self._held
         if self._first is not self._bytes:
             begun = next((i for i, token_id in enumerate(token_ids) if self._bytes[token_id]), None)
@@ -104,13 +105,13 @@ class TextDecoder:
         return text
 
     def finish(self) -> str:
-        """What is left: an unfinished character becomes U+FFFD."""
+        """Return what is left: an unfinished character becomes U+FFFD."""
         value, self._held = self._held, b""
         return value.decode(errors="replace")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for all bytes."""
+    """Return GPT-2's printable characters for all bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + i): value for i, value in enumerate(others)}
@@ -120,7 +121,7 @@ _BYTES = _byte_alphabet()
 
 
 def _token_bytes(token: str) -> bytes:
-    """A token with a character outside the alphabet was added as text."""
+    """Return the bytes of a token; one with a character outside the alphabet was added as text."""
     try:
         return bytes([_BYTES[character] for character in token])
     except KeyError:

@@ -1,5 +1,5 @@
-"""Jinja's sandbox with bounds on what a rendering may take: work, and how large a value may grow. What grows by one
-operator, call, filter or loop is counted; for the rest a template is trusted, as the model that it comes with is."""
+"""Bound what a rendering in Jinja's sandbox may take: work, and the size of values. Growth by one operator, call,
+filter or loop is counted; otherwise a template is trusted like the model that it comes with."""
 
 import re
 from collections.abc import Iterable, Sized
@@ -21,13 +21,13 @@ _WORK = "work of this rendering"  # no template can name that
 
 
 class RenderBudget:
-    """What a rendering may still do."""
+    """The work that a rendering may still do."""
 
     def __init__(self):
         self._left = MAX_WORK
 
     def spend(self, amount: int) -> None:
-        """Raises SecurityError when it has been too much."""
+        """Count work. Raises SecurityError when it is too much."""
         self._left -= amount
         if self._left < 0:
             raise SecurityError("it takes more steps than a conversation can need")
@@ -98,14 +98,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _written(context: Context, value):
-    """Everything that a template writes, also into a variable."""
+    """Return everything that a template writes, also into a variable."""
     context[_WORK].spend(len(value) if isinstance(value, str) else _STEP)
     return value
 
 
 @pass_context
 def _turns(context: Context, items, num_written: int):
-    """What a loop goes through; `num_written` characters of the template are written in each turn, at most."""
+    """Yield the items of a loop; `num_written` characters of the template are written in each turn, at most."""
     items = items if isinstance(items, Sized) else list(items)
     context[_WORK].spend(len(items) * (_STEP + num_written))
     return items

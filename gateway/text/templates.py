@@ -1,4 +1,4 @@
-"""Chat templates, rendered exactly as transformers.apply_chat_template does, with every character's origin known.
+"""Chat templates, rendered exactly as transformers.apply_chat_template does, with the origin of every character.
 
 A template comes with the model and runs in Jinja's sandbox; messages come from clients and are values only.
 """
@@ -17,7 +17,7 @@ from gateway.text.template_sandbox import MAX_CHARS, TemplateSandbox
 
 
 class TemplateFailed(Exception):
-    """The template refuses these messages; its own words, one line."""
+    """The template refuses these messages; the message is its own words, one line."""
 
 
 class ChatMessage(NamedTuple):
@@ -26,7 +26,7 @@ class ChatMessage(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """`spans` are the [begin, end) of `text` that came from message contents; None: they cannot be told apart."""
+    """`spans` are the [begin, end) of `text` that came from message contents; None: they cannot be distinguished."""
 
     text: str
     spans: tuple[tuple[int, int], ...] | None
@@ -42,7 +42,8 @@ class ChatTemplate:
             raise TemplateFailed(_one_line(error)) from None
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt, with the head of the answer added. Raises TemplateFailed, also for what would not end."""
+        """Return the prompt, with the head of the answer added. Raises TemplateFailed, also for a rendering that would
+        not end."""
         values = [{"role": message.role, "content": message.content} for message in messages]
         variables = TemplateSandbox.variables(
             messages=values, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
@@ -97,8 +98,8 @@ def _mark(content: str, begin: str, end: str) -> str:
 
 
 def _unused_marks(messages: Sequence[ChatMessage], text: str) -> tuple[str, str]:
-    """Two characters that occur nowhere: of private use, or, where a content has them all, of planes that no alphabet has
-    come to. A mebibyte cannot hold those too."""
+    """Return two characters that occur nowhere: private ones, or, if a content has them all, of planes without an
+    alphabet. A mebibyte cannot hold those too."""
     used = set(text).union(*(message.content for message in messages))
     unassigned = itertools.chain(range(0xE000, 0xF8FF), range(0x40000, 0xE0000))
     first, second = itertools.islice((c for c in map(chr, unassigned) if c not in used), 2)

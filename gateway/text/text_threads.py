@@ -1,5 +1,5 @@
-"""Threads for work on long texts. A tenant has one at most, tenants take turns, and what is cancelled before its thread
-begins is never done."""
+"""Threads for work on long texts. A tenant has one at most, tenants take turns, and work that is cancelled before its
+thread begins is never done."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ NUM_THREADS = min(4, max(2, os.cpu_count() or 1))
 
 
 class TextThreads:
-    """Belongs to the event loop. Who waits here is counted in Admission, which bounds the lines."""
+    """Belongs to the event loop. Waiting calls are counted by AdmissionControl, which bounds them."""
 
     def __init__(self, num_threads: int = NUM_THREADS):
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
@@ -24,7 +24,8 @@ class TextThreads:
         self._turns: deque[str] = deque()  # tenants in line, those that have a thread left out
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        """What `work` returns or raises. A call that is gone keeps its tenant's thread until its work has ended."""
+        """Return or raise what `work` does. After a call has gone, its tenant's thread stays taken until its work has
+        ended."""
         future = asyncio.get_running_loop().create_future()
         if tenant not in self._lines:
             self._lines[tenant] = {}
@@ -60,7 +61,7 @@ class TextThreads:
         self._num_idle += 1
         self._turns.append(tenant)
         if future.done():
-            ended.exception()  # nobody asks for it any more
+            ended.exception()  # its call has gone
         elif error := ended.exception():
             future.set_exception(error)
         else:

@@ -1,5 +1,5 @@
-"""What calls ask to be done with text: token ids out of a prompt, text out of token ids. Bounded before it begins, and in
-a thread where it may take longer than a millisecond."""
+"""Work on text for calls: token ids of a prompt, text of token ids. It is bounded before it begins, and runs in a
+thread if it may take longer than a millisecond."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ _INLINE = 2048
 
 
 class TextWork:
-    """Of one model. Belongs to the event loop."""
+    """The work for one model. Belongs to the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, vocab_size: int):
         """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
@@ -37,8 +37,8 @@ class TextWork:
         tenant: str = DEFAULT_TENANT,
         deadline: float = math.inf,
     ) -> Sequence[int]:
-        """Token ids of a prompt, given in one of three ways, in little memory. Raises InvalidRequest, at once for a
-        prompt that could never fit; DeadlineExceeded."""
+        """Return the token ids of a prompt, given in one of three ways, in little memory. Raises InvalidRequest, at
+        once for a prompt that could never fit; DeadlineExceeded."""
         if token_ids is not None:
             return token_ids
         field = "messages" if text is None else "text"
@@ -52,11 +52,12 @@ class TextWork:
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
 
     async def decode(self, token_ids: Sequence[int], tenant: str, deadline: float) -> str:
-        """Their text. Raises DeadlineExceeded."""
+        """Return the text of token ids. Raises DeadlineExceeded."""
         work = partial(self.detokenizer.decode, token_ids)
         return work() if len(token_ids) <= _INLINE else await self._in_thread(work, tenant, deadline)
 
     def close(self) -> None:
+        """End the threads."""
         self._threads.close()
 
     async def _in_thread(self, work: Callable, tenant: str, deadline: float):
@@ -67,7 +68,7 @@ class TextWork:
             raise DeadlineExceeded("the deadline passed while the text waited or was worked on") from None
 
     def _check_length(self, field: str, num_chars: int, context: int) -> None:
-        """A mebibyte of text costs seconds to tokenize."""
+        """Raises InvalidRequest for a text that could not fit: a mebibyte of text costs seconds to tokenize."""
         if not self._tokenizer.can_fit(num_chars, context):
             raise InvalidRequest(field, f"is longer than {context} tokens, the context, can be")
 
@@ -97,7 +98,7 @@ class TextWork:
         return array("I", token_ids)
 
     def _render(self, messages: Sequence[ChatMessage]) -> Rendered:
-        """Where no content can spell a control token, where it stands does not matter."""
+        """Render messages. Where no content can spell a control token, its position does not matter."""
         if any(self._tokenizer.may_spell_control(message.content) for message in messages):
             return self._template.render_spans(messages)
         return Rendered(self._template.render(messages), ())

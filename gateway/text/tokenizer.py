@@ -1,4 +1,4 @@
-"""Text to token ids, as transformers does it, except that what users write never becomes a control token."""
+"""Turn text into token ids as transformers does, except that what users write never becomes a control token."""
 
 import json
 import math
@@ -22,11 +22,11 @@ _MOST_COMPOSED = 4
 
 
 class CannotEncode(Exception):
-    """The tokenizer gives up on a text; its own words, one line."""
+    """The tokenizer fails on a text; the message is its own words, one line."""
 
 
 class ControlTokenInContent(Exception):
-    """The template moves content about in a way that leaves its control tokens no different from the template's."""
+    """The template moves content so that its control tokens cannot be distinguished from the template's."""
 
 
 class Tokenizer:
@@ -51,7 +51,7 @@ class Tokenizer:
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids that are left out of text."""
+        """Ids that have no text."""
         return frozenset(token_id for token_id, token in self.added.items() if token.get("special"))
 
     @property
@@ -59,12 +59,13 @@ class Tokenizer:
         return self._normal
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises CannotEncode."""
+        """Return the token ids of a user's text, with the tokenizer's own special tokens (BOS) added. Raises
+        CannotEncode."""
         tokenizer = self._plain if self._spells_control(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
     def encode_chat(self, rendered: Rendered) -> list[int]:
-        """Token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
+        """Return the token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
         text, spans = rendered
         if spans is None:
             raise ControlTokenInContent
@@ -74,7 +75,7 @@ class Tokenizer:
         return self._encode_around(text, of_template)
 
     def can_fit(self, num_chars: int, num_tokens: int) -> bool:
-        """False where no text of so many characters has so few tokens: that is known without encoding it."""
+        """Whether a text of `num_chars` characters could have as few tokens as `num_tokens`, without encoding it."""
         return num_chars <= num_tokens * self._chars_per_token
 
     def may_spell_control(self, text: str) -> bool:
@@ -148,7 +149,7 @@ def _is_control(token: dict) -> bool:
 
 
 def _most_chars_per_token(content: dict, tokenizer: tokenizers.Tokenizer) -> float:
-    """Infinite where a token may stand for any number of characters: one for all that is unknown, one that swallows
+    """Infinite if one token may mean any number of characters: one for all that is unknown, one that swallows
     the white space beside it, a step that takes characters away."""
     model, steps = content["model"], [*_steps(content.get("normalizer")), *_steps(content.get("pre_tokenizer"))]
     swallows = any(token.get("lstrip") or token.get("rstrip") for token in content.get("added_tokens") or ())
