@@ -49,7 +49,7 @@ class StopStrings:
 
 
 class Stopped(NamedTuple):
-    """What a piece of text has come to."""
+    """The text that may go out, and the stop string that was found, if any."""
 
     text: str  # up to the match
     matched: str | None

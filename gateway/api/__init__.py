@@ -1,1 +1,1 @@
-"""What a gateway serves: the gRPC services, their ports, and the page for operators."""
+"""Serve the gRPC services on their ports, and the page for operators."""

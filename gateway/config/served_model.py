@@ -1,4 +1,4 @@
-"""What requests are checked against: the served model, and what one request may ask for."""
+"""Bounds of a request: the served model, and presets of limits."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from gateway.model.model_folder import Defaults
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     choices: int = 8
     output_tokens: int = 65_536  # n x max_tokens

@@ -92,12 +92,13 @@ class Registry:
 
     @property
     def card(self) -> pb.ModelCard | None:
-        """What a serving decode worker says of the model, or None."""
+        """The model card of a serving decode worker, or None."""
         return next((link.hello.model for link in self.decode if link.serving and link.hello), None)
 
     @property
     def model(self) -> ServedModel:
-        """What requests are checked against. Every request asks, so it is made again only when other workers serve."""
+        """The model that requests are checked against. Every request asks, so it is made again only when other workers
+        serve."""
         if self._model is None or self._model[0] != self.candidates.num_changes:
             self._model = self.candidates.num_changes, self._served_model()
         return self._model[1]

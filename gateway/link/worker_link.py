@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkState(Enum):
-    """What the session with a worker allows."""
+    """The state of the session with a worker."""
 
     CONNECTING = "connecting"
     SERVING = "serving"
@@ -110,7 +110,7 @@ class WorkerLink:
 
     @property
     def clock(self) -> Offset | None:
-        """How far its clock is ahead of this one; None: not measured yet."""
+        """The offset of its clock from this one; None: not measured yet."""
         return self._clocks.offset(CLOCK.wall_ns(now()))
 
     @property

@@ -25,7 +25,7 @@ TEKKEN = (
 
 
 class _Rule(NamedTuple):
-    """How a byte-level vocabulary wants its text."""
+    """The splitting rule of a byte-level vocabulary."""
 
     splits: tuple[str, ...]  # expressions, one after the other
     normalizer: str = ""  # NFC
@@ -142,7 +142,7 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
 
 
 def _add_ends(tokenizer: Tokenizer, header: GGUFHeader, tokens: list[str], add_bos: bool) -> None:
-    """What the tokenizer puts around a text."""
+    """Add the tokens that go around a text."""
     wanted = {"bos": header.get("tokenizer.ggml.add_bos_token", FLAG, add_bos)}
     wanted["eos"] = header.get("tokenizer.ggml.add_eos_token", FLAG, False)
     found = {}

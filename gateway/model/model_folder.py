@@ -16,7 +16,7 @@ _MOST = 2**31 - 1  # of anything that is counted
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request means where it is silent: generation_config.json, and where that is silent, no effect."""
+    """Defaults of a request: generation_config.json, and where that is silent, values without effect."""
 
     sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)  # by field of Sampling
     max_tokens: int = 256
@@ -24,7 +24,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """What the gateway needs of a model."""
+    """A model as far as the gateway needs it."""
 
     path: Path
     name: str

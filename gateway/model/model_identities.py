@@ -1,4 +1,4 @@
-"""Which model workers may serve: what the operator lists, or what workers report that the operator has named.
+"""Decide which model workers may serve: the operator lists it, or workers report that the operator has named them.
 
 Otherwise the first worker to register would decide for all.
 """

@@ -11,7 +11,7 @@ _MAX_SHIFT = 1000.0  # penalties and biases that are added to a logit
 
 
 class SamplingRange(NamedTuple):
-    """Which values a parameter may have: `rule` ends a sentence that begins with its name."""
+    """The values that a parameter may have: `rule` ends a sentence that begins with its name."""
 
     holds: Callable[[float], bool]
     rule: str

@@ -1,4 +1,4 @@
-"""What a scrape reads of a gateway: its requests, its workers, its prefix index, and what its guard has denied."""
+"""Gauges of a gateway, read at each scrape: its requests, workers and prefix index, and the calls its guard denied."""
 
 from collections.abc import Mapping
 

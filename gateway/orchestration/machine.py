@@ -148,7 +148,7 @@ class RequestMachine:
 
     @property
     def _answer_s(self) -> float:
-        """How long the worker that is asked in this state may take to answer."""
+        """Seconds that the worker that is asked in this state may take to answer."""
         left_s = self.request.deadline - self._entered_at
         return min(max(_ANSWER_SHARE * left_s, _LEAST_ANSWER_S), _MOST_ANSWER_S)
 

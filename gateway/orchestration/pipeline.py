@@ -36,7 +36,7 @@ _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
 
 @dataclass
 class Pipeline:
-    """What all requests share. Belongs to the event loop."""
+    """Serve requests, with all parts that they share. Belongs to the event loop."""
 
     registry: Registry
     index: PrefixIndex

@@ -1,4 +1,5 @@
-"""Which worker holds which spans: a hint for routing, never a promise. Owners compare the full hash again."""
+"""The prefix index: which worker holds which spans, a hint for routing and never a promise. Owners compare the full
+hash again."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -16,7 +17,7 @@ class PrefixIndex(Protocol):
 
     @property
     def down(self) -> str:
-        """Why lookups find nothing at present; empty while they work."""
+        """The reason why lookups find nothing at present; empty while they work."""
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
         """Return which workers hold how many of the leading `hashes`. Takes 50 ms at most; any failure means none."""

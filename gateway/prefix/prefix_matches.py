@@ -1,5 +1,5 @@
-"""Which worker holds how much of one prompt. Each worker is a bit, so a look-up costs the same however many hold the
-beginning: where prompts begin alike, that is the whole fleet."""
+"""Matches of one prompt: which worker holds how much of it. Each worker is a bit, so a look-up costs the same however
+many hold the beginning: where prompts begin alike, that is the whole fleet."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class WorkerBits(NamedTuple):
-    """Which bit each worker is. Never changed: matches refer to it."""
+    """The bit of each worker. Never changed: matches refer to it."""
 
     worker_at: Mapping[int, bytes]
     place_of: Mapping[bytes, int]

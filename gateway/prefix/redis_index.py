@@ -158,7 +158,7 @@ class RedisIndex:
 
     @property
     def down(self) -> str:
-        """Why lookups find nothing at present; empty while they are asked."""
+        """The reason why lookups find nothing at present; empty while they are sent."""
         if self.is_disabled:
             return "another cluster secret is in use there"
         return "" if self._breaker.closed else "it does not answer"

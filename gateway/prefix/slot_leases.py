@@ -1,4 +1,4 @@
-"""Who has which slot, as Redis says.
+"""Lease slots of the index in Redis: bits of its values, each for one worker.
 
     baton:slot:<n>     the worker (instance, epoch) that has slot n, or `retired`; expires
 

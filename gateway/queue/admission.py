@@ -30,7 +30,7 @@ _TURN_TOKENS, _SAVED_TOKENS = 64, 2048
 
 
 class Bid(NamedTuple):
-    """What a request brings to the lines. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
+    """A request as the lines see it. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
     first. `num_expected`: output tokens of all choices, from the mean of recent answers."""
 
     rank: float

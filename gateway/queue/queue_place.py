@@ -25,8 +25,8 @@ class QueuePlace:
 
     @property
     def wake_at(self) -> float:
-        """When to try again without being called (time.monotonic()): at a worker's hint if it is first, else when it is
-        over."""
+        """The time to try again without being called (time.monotonic()): at a worker's hint if it is first, else when
+        it is over."""
         is_first = self._place is not None and self._place[0].is_first(self._place[1])
         return min(self._until, self._retry_at) if is_first else self._until
 

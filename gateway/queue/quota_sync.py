@@ -1,4 +1,4 @@
-"""What tenants use through all gateways on one Redis: each writes its own counts, and adds those of the others.
+"""Share the usage of tenants among all gateways on one Redis: each writes its counts, and adds those of the others.
 
     baton:gateways       sorted set of gateways; the score is when it expires, in seconds by the clock of Redis
     baton:usage:<hex>    {tenant: [choices that run, tokens reserved and returned since its start, tokens left]}, expires

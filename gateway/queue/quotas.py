@@ -1,5 +1,5 @@
-"""What each tenant may use: tokens a second, prompts and answers together, and choices at once; through this gateway,
-and where gateways share their counts, through all (quota_sync.py)."""
+"""Quotas of tenants: tokens a second, prompts and answers together, and choices at once; through this gateway, and
+where gateways share their counts, through all (quota_sync.py)."""
 
 import heapq
 import logging
@@ -83,8 +83,8 @@ class Told(NamedTuple):
 
 
 class Usage:
-    """What one tenant has left: a bucket that fills at its rate. A request takes what it may come to and gives back
-    what it has not used; the balance may fall below zero by one request, and is waited out."""
+    """The remaining quota of one tenant: a bucket that fills at its rate. A request takes what it may come to and gives
+    back what it has not used; the balance may fall below zero by one request, and is waited out."""
 
     __slots__ = ("quota", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
@@ -151,7 +151,7 @@ class Usage:
 
 
 class Reservation:
-    """What one request has set aside of its tenant's quota, from its entry to its end."""
+    """The part of its tenant's quota that one request has set aside, from its entry to its end."""
 
     __slots__ = ("_usage", "_num_choices", "_num_tokens")
 

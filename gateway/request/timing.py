@@ -16,7 +16,7 @@ PHASES = (*TIMED, "decode")
 
 @dataclass(slots=True)
 class Stamps:
-    """When each phase of a request ended: time.monotonic() of this process, None if it was not reached."""
+    """The end of each phase of a request: time.monotonic() of this process, None if it was not reached."""
 
     received: float
     tokenized: float | None = None
@@ -31,7 +31,7 @@ class Stamps:
 
 @dataclass(slots=True)
 class Measured:
-    """What workers reported, each on its own clock."""
+    """Durations that workers reported, each on its own clock."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0

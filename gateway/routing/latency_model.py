@@ -1,6 +1,6 @@
-"""How fast a worker is, as this gateway has measured it: seconds of a prompt by its tokens, of an output token by the
-sequences beside it, of moved KV by its bytes. These dependences are fitted to the samples of all workers, and each
-worker has a factor by which it is slower."""
+"""Measured speed of workers: seconds of a prompt by its tokens, of an output token by the sequences beside it, of moved
+KV by its bytes. These dependences are fitted to the samples of all workers, and each worker has a factor by which it is
+slower."""
 
 from typing import NamedTuple
 
@@ -68,7 +68,7 @@ class Fit:
 
 
 class _Factor:
-    """How much slower than expected a worker is, by its recent sightings; 1 without any."""
+    """The factor by which a worker is slower than expected, by its recent sightings; 1 without any."""
 
     __slots__ = ("_weight", "_seconds", "_expected_s", "_at")
 

@@ -34,7 +34,7 @@ Item = TypeVar("Item")
 
 
 class WorkerLimits(NamedTuple):
-    """What a worker can hold, as it says in Hello."""
+    """The size of requests that a worker can hold, as it says in Hello."""
 
     max_model_len: int
     num_blocks: int = 0  # of KV; 0: it does not say
