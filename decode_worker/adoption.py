@@ -47,7 +47,7 @@ def _decode(keys: Lifecycle, leg: Leg) -> None:
     failpoints.hit("decode.start")
     try:
         leg.record = TokenRecord(leg.request, leg.first_tokens)
-        keys.engine.start(leg.key, leg.first_tokens)
+        keys.engine.admission.start(leg.key, leg.first_tokens)
     except LookupError:  # the loop has ended it just now; its RequestEnded, with the reason, is on its way
         keys.stop(leg, None)
     keys.on_change()

@@ -16,7 +16,7 @@ from baton.worker.wire import messages
 def admit(keys: Lifecycle, leg: Leg, message: pb.Admit) -> None:
     """Promise the blocks of a request, pin what is cached of its prompt, and answer Granted."""
     request = open_request(keys, leg, message.spec)
-    leg.num_cached_tokens = keys.engine.admit(request)
+    leg.num_cached_tokens = keys.engine.admission.admit(request)
     leg.owed.add(Owed.ENGINE)
     granted = pb.Granted(key=key_to_proto(leg.key), num_cached_tokens=leg.num_cached_tokens)
     leg.outbox.reply(pb.Event(granted=granted))

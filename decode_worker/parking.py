@@ -22,13 +22,13 @@ from baton.worker.wire.outbox import Outbox
 
 
 def park(keys: Lifecycle, leg: Leg, subject: None) -> None:
-    keys.engine.park(leg.engine_key)
+    keys.engine.admission.park(leg.engine_key)
     keys.on_change()
 
 
 def resume(keys: Lifecycle, leg: Leg, subject: None) -> None:
     try:
-        keys.engine.resume(leg.engine_key, leg.request.deadline)
+        keys.engine.admission.resume(leg.engine_key, leg.request.deadline)
     except LookupError:  # it has ended just now: its last tokens and its RequestEnded are on their way
         pass
     keys.on_change()

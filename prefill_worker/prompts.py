@@ -20,7 +20,7 @@ def prefill(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
     request = open_request(keys, leg, message.spec)
     taker = keys.handoff.taker_of(message.taker)
     leg.sources = [(source.handle, source.ticket) for source in message.sources]
-    acceptance = keys.engine.accept(request, bool(leg.sources))
+    acceptance = keys.engine.admission.accept(request, bool(leg.sources))
     leg.owed.add(Owed.ENGINE)
     leg.is_prefill = True
     leg.num_cached_tokens = acceptance.num_cached_tokens

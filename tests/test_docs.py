@@ -6,16 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine.schedule.lifecycle import TABLE as ENGINE_TABLE
+from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.worker.session.table import table_markdown
 from gateway.orchestration.transitions import state_table_markdown as gateway_states
 from tests.support.folder_map import folder_map
+from tests.support.state_table import state_table_markdown
 from tests.support.worker.doubles import TABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "table"), [("worker states", partial(table_markdown, TABLE)), ("gateway states", gateway_states)]
+    ("name", "table"),
+    [
+        ("worker states", partial(table_markdown, TABLE)),
+        ("gateway states", gateway_states),
+        ("engine states", partial(state_table_markdown, GroupState, GroupEvent, ENGINE_TABLE)),
+    ],
 )
 def test_state_tables(name, table):
     text = (ROOT / "docs" / "states.md").read_text()

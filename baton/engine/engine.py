@@ -1,8 +1,8 @@
 """One engine: a model, its pool of KV, and the requests it serves.
 
-any thread   admit set_aside verified fetch_settled   accept offer release_lease   cancel   at once   (admission.py)
-any thread   submit start park resume                                                       posted    (inbox.py)
-the loop     step: commands, schedule (scheduler.py), run (runner.py), results (collect.py)           (loop.py)
+any thread   submit, cancel; engine.admission: credit, fetches, leases, parking     at once    (admission.py)
+any thread   engine.ledger: counts and names of blocks                              at once    (kv/ledger.py)
+the loop     step: commands, schedule (scheduler.py), run (runner.py), results (collect.py)    (loop.py)
 """
 
 import logging
@@ -14,7 +14,7 @@ from contextlib import suppress
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import scope
 from baton.engine.core.model_spec import ModelSpec
-from baton.engine.core.request import Acceptance, FirstToken, Key, LoadReport, Output, Request, RequestEnded, State
+from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Request, RequestEnded
 from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
 from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
@@ -27,13 +27,18 @@ from baton.engine.models.llama import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
-from baton.engine.schedule.inbox import Command, Enter, Inbox, Park, Resume, Start, Stop
+from baton.engine.schedule.groups import Groups
+from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, Resume, Start, Stop
+from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
+from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.step_work import StepWork
+from baton.engine.schedule.tenant_shares import Shares
 from baton.engine.speculation.control.speculator import Speculator, clock_for
 from baton.engine.speculation.proposers.proposer import Proposer
-from kvtransfer.layout import BlockRef, KVLayout, NumericsClass
+from kvtransfer.layout import KVLayout, NumericsClass
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +66,13 @@ class Engine:
         self.pool = pool
         self.ledger = Ledger(pool.num_blocks, pool.layout.block_size)
         self.inbox = Inbox()
-        self.admission = Admission(config, pool.layout, self.ledger, self.inbox)
-        self.scheduler = Scheduler(config, pool.layout, self.ledger, self.admission)
+        groups, lengths = Groups(), OutputLengths()
+        shares = Shares(config, pool.layout, self.ledger, groups)
+        self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths)
+        self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
+        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths)
         self.runner = Runner(model, pool, sampler, launcher)
-        self.results = Results(self.scheduler, self.admission, self.runner)
+        self.results = Results(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
         self.step_number = 0
@@ -129,66 +137,22 @@ class Engine:
             f"({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
         )
 
-    # ---- answered at once ----
+    # ---- for a program that runs the engine alone; workers ask `admission`, which offers more ----
 
-    def admit(self, request: Request) -> int:
-        """Credit on a decode worker: the number of cached tokens; raises Refusal."""
-        return self.admission.admit(request)
-
-    def accept(self, request: Request, fetches: bool = False) -> Acceptance:
-        """A held prefill: its blocks, all of them; one that `fetches` a prefix waits for compute_rest. Raises Refusal."""
-        return self.admission.accept(request, fetches)
-
-    def fetching(self, key: Key) -> None:
-        """Bytes may land in a held prefill's blocks, until fetch_settled. LookupError when the key has ended."""
-        self.admission.fetching(key)
-
-    def compute_rest(self, key: Key) -> None:
-        """What of a prompt was not fetched is computed here. LookupError when the key has ended; raises Refusal."""
-        self.admission.compute_rest(key)
-
-    def offer(self, key: Key, span_hashes: tuple[bytes, ...]) -> Acceptance:
-        """A lease on what is cached of these spans; ended by release_lease(key). No blocks: nothing is here."""
-        return self.admission.offer(key, span_hashes)
-
-    def set_aside(self, key: Key, upto_token: int) -> list[BlockRef]:
-        """Destination blocks for tokens [0, upto_token) of an admitted key. LookupError when the key has ended."""
-        return self.admission.set_aside(key, upto_token)
-
-    def verified(self, key: Key, upto_token: int) -> None:
-        """Tokens [0, upto_token) have arrived and are confirmed. LookupError when the key has ended."""
-        self.admission.verified(key, upto_token)
-
-    def fetch_settled(self, key: Key) -> None:
-        """No byte of the key's fetch can land any more. Idempotent."""
-        self.admission.fetch_settled(key)
-        self.inbox.ring()
+    def submit(self, request: Request) -> None:
+        """Take a request to prefill and decode here; its outputs come from `step`. Raises Refusal."""
+        self.admission.submit(request)
 
     def cancel(self, key: Key) -> None:
-        """Ends a key in any state, once. Idempotent."""
+        """End a key in any state, once. Idempotent."""
         self.admission.cancel(key)
-
-    def release_lease(self, key: Key) -> None:
-        """Ends a held prefill or an offer. Idempotent."""
-        self.admission.release_lease(key)
-
-    def generation(self, block_id: int) -> int:
-        return self.ledger.generation(block_id)
-
-    def block_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Span hashes (sealed, evicted) since the last call, net."""
-        return self.ledger.block_events()
-
-    def snapshot(self) -> list[bytes]:
-        """All cached span hashes."""
-        return self.ledger.snapshot()
 
     def load_report(self) -> LoadReport:
         return LoadReport(
             step=self.step_number,
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            num_waiting_tokens=self.admission.num_waiting_tokens,
+            num_waiting_tokens=self.lifecycle.num_waiting_tokens,
             num_blocks_total=self.num_blocks,
             blocks_by_holder=self.ledger.counts(),
             tokens_per_s=self._rate.per_s(),
@@ -200,26 +164,8 @@ class Engine:
         """AssertionError unless every block is held by exactly those who say so. Waits for the step in flight."""
         with self._stepping, self.ledger.lock:
             self.ledger.check_integrity()
-            self.ledger.check_holders(self.admission.holdings())
-            assert self.ledger.num_reserved == self.admission.num_promised()
-
-    # ---- posted to the loop ----
-
-    def submit(self, request: Request) -> None:
-        """Prefill and decode here, from the first token; raises Refusal."""
-        self.admission.submit(request)
-
-    def start(self, key: Key, first_tokens: tuple[FirstToken, ...]) -> None:
-        """A fetched prompt joins the batch; choices that are missing have finished with their first token."""
-        self.admission.start(key, first_tokens)
-
-    def park(self, key: Key) -> None:
-        """A decoding key stops before the next step and holds no block any more; its token record stays. Idempotent."""
-        self.admission.park(key)
-
-    def resume(self, key: Key, deadline: float = float("inf")) -> None:
-        """A parked key goes on by a prefix hit, until `deadline` (time.monotonic()). LookupError when it has ended."""
-        self.admission.resume(key, deadline)
+            self.ledger.check_holders(self.lifecycle.holdings())
+            assert self.ledger.num_reserved == self.lifecycle.num_promised()
 
     # ---- the loop's ----
 
@@ -235,7 +181,7 @@ class Engine:
             now = time.monotonic()
             if self._flight is not None:
                 with self.ledger.lock:
-                    is_due = self.admission.groups.is_due(now)
+                    is_due = self.lifecycle.groups.is_due(now)
                 self._land(self._flight, goes_on=not (self.inbox or is_due))
                 if self._flight is not None:
                     return self._outputs
@@ -266,7 +212,7 @@ class Engine:
             self.results.forget()
             groups = list(dict.fromkeys(piece.seq.group for piece in computing))
             with self.ledger.lock:
-                groups = groups or list(self.admission.groups.values())
+                groups = groups or list(self.lifecycle.groups.values())
             for group in groups:
                 self._end(group, "failed" if len(groups) == 1 else "failed_together", message)
             return self._outputs
@@ -294,7 +240,7 @@ class Engine:
         launched_at = time.monotonic()
         for seq, _, _ in slices:
             if seq.group.launched_at is None and not seq.group.prefilled:
-                self.admission.launched(seq.group, launched_at)
+                self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
         num_tokens = sum(end - begin for _, begin, end in slices)
         with scope(self.pool.device):
             self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
@@ -313,8 +259,8 @@ class Engine:
         if isinstance(command, RequestEnded):
             self._outputs.append(command)
             return
-        group = self.admission.groups.find(command.key, command.arrival)
-        if group is None or not (group.in_loop or isinstance(command, (Stop, Resume))):
+        group = self.lifecycle.groups.find(command.key, command.arrival)
+        if group is None:
             return
         try:
             self._obey_for(group, command)
@@ -322,54 +268,39 @@ class Engine:
             logger.exception("%s failed for %s", type(command).__name__, command.key)
             self._end(group, "failed", f"{type(command).__name__} failed: {type(error).__name__}: {error}")
 
-    def _obey_for(self, group: Group, command: Command) -> None:
-        """`group` is the loop's, except for Stop and Resume: then another thread may end it at any time."""
+    def _obey_for(self, group: Group, command: GroupCommand) -> None:
         match command:
             case Enter():
-                self.scheduler.add(group.trunk)
+                self.lifecycle.happen(group, GroupEvent.ENTER)
             case Start():
                 self._start(group, command.first_tokens)
             case Stop():
                 self._end(group, "cancelled")
             case Park():
-                self._park(group)
+                if group.prefilled:  # a prompt that is being read has nothing yet that could be gone on with
+                    self.lifecycle.happen(group, GroupEvent.PARK)
             case Resume():
-                self._resume(group)
+                self.lifecycle.happen(group, GroupEvent.RESUME)
 
     def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
         if not first_tokens:
             self._end(group)
             return
-        group.state = State.RUNNING
         self.scheduler.fork(group.trunk, list(first_tokens), self.runner.copy_block)
-        self.scheduler.add(group.trunk)
-
-    def _park(self, group: Group) -> None:
-        """Only what decodes: a prompt that is being read has nothing yet that somebody could go on with."""
-        if group.prefilled and group.state is State.RUNNING:  # not before its Start was obeyed
-            for seq in group.live:
-                self.scheduler.remove(seq)
-            self.admission.parked(group)
-
-    def _resume(self, group: Group) -> None:
-        if self.admission.resumed(group):
-            for seq in group.live:
-                self.scheduler.add(seq)
+        self.lifecycle.happen(group, GroupEvent.JOIN)
 
     def _end_expired(self, now: float) -> None:
         while True:
             with self.ledger.lock:
-                group = self.admission.groups.pop_expired(now)
-                if group is None:
-                    return
-                self._end(group, "deadline", "the deadline has passed")
+                group = self.lifecycle.groups.pop_expired(now)
+            if group is None:
+                return
+            self._let_end(group, GroupEvent.DEADLINE, Ending("deadline", "the deadline has passed"))
 
     def _end(self, group: Group, error: str = "", message: str = "") -> None:
         """Nothing where it has ended already."""
-        with self.ledger.lock:
-            if group.in_loop:
-                for seq in group.live:
-                    self.scheduler.remove(seq)
-            ended = self.admission.end(group, error, message)
-        if ended is not None:
+        self._let_end(group, GroupEvent.END, Ending(error, message))
+
+    def _let_end(self, group: Group, event: GroupEvent, ending: Ending) -> None:
+        if (ended := self.lifecycle.happen(group, event, ending)) is not None:
             self._outputs.append(ended)

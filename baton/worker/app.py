@@ -171,7 +171,7 @@ class Worker:
         source = Source(
             memory, engine.layout,
             SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class)), host_id,
-            holders.lease_over, generations=engine.generation,
+            holders.lease_over, generations=engine.ledger.generation,
             region=self._pool.region, device=self._pool.device, lease_ttl_s=settings.lease_ttl_s, transports=transports,
             codec=convert_rows, is_strict=settings.strict_numerics,
         )  # fmt: skip

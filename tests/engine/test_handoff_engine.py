@@ -23,8 +23,8 @@ class Pair:
 
     def begin(self, request) -> int:
         """Admit, accept and fetch nothing yet; the tokens cached on the decode side."""
-        self.cached = self.decode.admit(request)
-        self.acceptance = self.prefill.accept(request)
+        self.cached = self.decode.admission.admit(request)
+        self.acceptance = self.prefill.admission.accept(request)
         self.fetched = self.cached
         return self.cached
 
@@ -35,11 +35,11 @@ class Pair:
         upto_token = upto_token if whole else upto_token // block_size * block_size
         if upto_token <= self.fetched:
             return
-        refs = self.decode.set_aside(request.key, upto_token)
+        refs = self.decode.admission.set_aside(request.key, upto_token)
         first, last = self.fetched // block_size, -(-upto_token // block_size)
         self.check_integrity()
         copy_kv(self.prefill, self.acceptance.blocks[first:last], self.decode, refs[first:last])
-        self.decode.verified(request.key, upto_token)
+        self.decode.admission.verified(request.key, upto_token)
         self.check_integrity()
         self.fetched = upto_token
 
@@ -52,10 +52,10 @@ class Pair:
             self.from_prefill.take(outputs)
             if progress := self.from_prefill[request.key].progress:
                 self.fetch(request, progress[-1])
-        self.decode.fetch_settled(request.key)
+        self.decode.admission.fetch_settled(request.key)
         if going_on(done):
-            self.decode.start(request.key, going_on(done))
-        self.prefill.release_lease(request.key)
+            self.decode.admission.start(request.key, going_on(done))
+        self.prefill.admission.release_lease(request.key)
         self.from_prefill.take(self.prefill.step())
         return done
 
@@ -108,12 +108,12 @@ def test_choices_that_ended_with_their_first_token_do_not_start():
 def test_a_prompt_whose_first_tokens_are_its_last_is_held_until_released():
     engine = toy_engine()
     request = make_request("a", prompt(70), max_tokens=1)
-    engine.accept(request)
+    engine.admission.accept(request)
     records = run_until_done(engine, request)
     assert records[request.key].first.first_tokens[0].finish_reason is FinishReason.LENGTH
     assert engine.load_report().blocks_by_holder["leased"] == 5 and records[request.key].ended is None
-    engine.release_lease(request.key)
-    engine.release_lease(request.key)
+    engine.admission.release_lease(request.key)
+    engine.admission.release_lease(request.key)
     assert engine.load_report().blocks_by_holder["leased"] == 0
     records.take(engine.step())
     assert records[request.key].ended.error == ""
@@ -124,7 +124,7 @@ def test_start_without_choices_ends_the_key():
     pair = Pair()
     request = make_request("a", prompt(70), max_tokens=1)
     pair.hand_off(request)
-    pair.decode.start(request.key, ())
+    pair.decode.admission.start(request.key, ())
     records = run(pair.decode)
     assert records[request.key].ended.error == "" and not records[request.key].tokens
     assert pair.decode.ledger.num_available == pair.decode.num_blocks
@@ -140,12 +140,12 @@ def run_until_done(engine, request) -> Collector:
 
 def test_credit_counts_what_is_missing_and_growth():
     engine = toy_engine(num_blocks=32)
-    engine.admit(make_request("a", prompt(100), max_tokens=30))
+    engine.admission.admit(make_request("a", prompt(100), max_tokens=30))
     assert engine.ledger.num_reserved == 7 + 2  # 100 tokens, and 30 more
-    engine.admit(make_request("b", prompt(100, 2), max_tokens=400))
+    engine.admission.admit(make_request("b", prompt(100, 2), max_tokens=400))
     assert engine.ledger.num_reserved == 9 + 7 + 4  # 64 more, as outputs were guessed to be
     with pytest.raises(Refusal) as refusal:
-        engine.admit(make_request("c", prompt(300, 3)))
+        engine.admission.admit(make_request("c", prompt(300, 3)))
     assert refusal.value.reason == "kv_full"
     engine.cancel(Key("b"))
     assert engine.ledger.num_reserved == 9
@@ -156,7 +156,7 @@ def test_growth_is_learned_from_what_was_observed():
     engine = toy_engine()
     for index in range(80):
         run(engine, [make_request(f"r{index}", prompt(10, index), max_tokens=2)])
-    engine.admit(make_request("a", prompt(16), max_tokens=400))
+    engine.admission.admit(make_request("a", prompt(16), max_tokens=400))
     assert engine.ledger.num_reserved == 1 + 1
 
 
@@ -170,7 +170,7 @@ def test_a_cached_prefix_is_pinned_by_the_grant():
     assert pair.decode.load_report().blocks_by_holder["running"] == 8
     crowd = make_request("crowd", prompt(80, 9), max_tokens=1)
     run(pair.decode, [crowd])  # takes what else there is, not the pinned blocks
-    refs = pair.decode.set_aside(second.key, 148)
+    refs = pair.decode.admission.set_aside(second.key, 148)
     assert len(refs) == 10
     assert pair.decode.load_report().blocks_by_holder["fetching"] == 2
     pair.check_integrity()
@@ -180,22 +180,25 @@ def test_a_cached_prefix_is_pinned_by_the_grant():
 def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
     engine = toy_engine(num_blocks=16, max_model_len=256)
     request = make_request("a", prompt(120))
-    engine.admit(request)
-    engine.set_aside(request.key, 64)
-    engine.verified(request.key, 32)
-    engine.set_aside(request.key, 120)
+    engine.admission.admit(request)
+    engine.admission.set_aside(request.key, 64)
+    engine.admission.verified(request.key, 32)
+    engine.admission.set_aside(request.key, 120)
     if settled_first:
-        engine.fetch_settled(request.key)
+        engine.admission.fetch_settled(request.key)
     engine.cancel(request.key)
     engine.check_integrity()
     counts = engine.load_report().blocks_by_holder
     assert counts["quarantined"] == (0 if settled_first else 6) and counts["fetching"] == counts["running"] == 0
     assert engine.ledger.num_available == (16 if settled_first else 10)
-    for late in (lambda: engine.set_aside(request.key, 120), lambda: engine.verified(request.key, 64)):
+    for late in (
+        lambda: engine.admission.set_aside(request.key, 120),
+        lambda: engine.admission.verified(request.key, 64),
+    ):
         with pytest.raises(LookupError, match="not admitted here"):
             late()
-    engine.fetch_settled(request.key)
-    engine.fetch_settled(request.key)
+    engine.admission.fetch_settled(request.key)
+    engine.admission.fetch_settled(request.key)
     assert engine.ledger.num_available == 16
     (ended,) = engine.step()
     assert ended == RequestEnded(request.key, "cancelled", "", ended.report)
@@ -204,13 +207,13 @@ def test_a_cancelled_fetch_is_quarantined_until_it_has_settled(settled_first):
 def test_generations_tell_a_block_that_was_given_out_again():
     engine = toy_engine(num_blocks=4, max_model_len=64)
     first, second = (make_request(name, prompt(60, seed), max_tokens=4) for seed, name in enumerate("ab"))
-    engine.admit(first)
-    before = engine.set_aside(first.key, 60)
-    assert all(engine.generation(ref.block_id) == ref.generation for ref in before)
+    engine.admission.admit(first)
+    before = engine.admission.set_aside(first.key, 60)
+    assert all(engine.ledger.generation(ref.block_id) == ref.generation for ref in before)
     engine.cancel(first.key)
-    engine.fetch_settled(first.key)
-    engine.admit(second)
-    after = engine.set_aside(second.key, 60)
+    engine.admission.fetch_settled(first.key)
+    engine.admission.admit(second)
+    after = engine.admission.set_aside(second.key, 60)
     assert {ref.block_id for ref in before} == {ref.block_id for ref in after}
     assert not set(before) & set(after)
 
@@ -218,13 +221,13 @@ def test_generations_tell_a_block_that_was_given_out_again():
 def test_start_before_the_last_block_is_an_error():
     engine = toy_engine()
     request = make_request("a", prompt(70))
-    engine.admit(request)
-    engine.set_aside(request.key, 70)
-    engine.verified(request.key, 64)
+    engine.admission.admit(request)
+    engine.admission.set_aside(request.key, 70)
+    engine.admission.verified(request.key, 64)
     with pytest.raises(ValueError, match="before the last block"):
-        engine.start(request.key, ())
+        engine.admission.start(request.key, ())
     with pytest.raises(ValueError, match="set_aside"):
-        engine.set_aside(request.key, 71)
+        engine.admission.set_aside(request.key, 71)
     engine.check_integrity()
 
 
@@ -238,55 +241,55 @@ def test_a_fetch_that_failed_goes_on_with_local_prefill(brought, settled):
         pair.from_prefill.take(pair.prefill.step())
     pair.fetch(request, brought)
     if brought < 150:
-        pair.decode.set_aside(request.key, 150)
+        pair.decode.admission.set_aside(request.key, 150)
     if settled:
-        pair.decode.fetch_settled(request.key)
-    pair.decode.compute_rest(request.key)
+        pair.decode.admission.fetch_settled(request.key)
+    pair.decode.admission.compute_rest(request.key)
     pair.decode.check_integrity()
     records = run(pair.decode)
     check(records, [request])
     computed = sum(tokens for _, tokens in pair.decode.runner.model.batch_sizes)
     assert computed == 150 - min(brought, 149) + 19
-    pair.decode.fetch_settled(request.key)
+    pair.decode.admission.fetch_settled(request.key)
     assert pair.decode.ledger.num_available == pair.decode.num_blocks
 
 
 def test_prefill_refuses_beyond_two_chunks_waiting():
     engine = toy_engine(max_num_batched_tokens=100, num_blocks=128)
-    engine.accept(make_request("long", prompt(400)))  # nothing waits yet: any length may come
+    engine.admission.accept(make_request("long", prompt(400)))  # nothing waits yet: any length may come
     with pytest.raises(Refusal, match="queue_full"):
-        engine.accept(make_request("a", prompt(90, 2)))
+        engine.admission.accept(make_request("a", prompt(90, 2)))
     engine.step()
-    engine.accept(make_request("b", prompt(90, 3)))
-    engine.accept(make_request("c", prompt(90, 4)))
+    engine.admission.accept(make_request("b", prompt(90, 3)))
+    engine.admission.accept(make_request("c", prompt(90, 4)))
     with pytest.raises(Refusal, match="queue_full"):
-        engine.accept(make_request("d", prompt(90, 5)))
+        engine.admission.accept(make_request("d", prompt(90, 5)))
     engine.cancel(Key("b"))
     engine.step()
-    engine.accept(make_request("d", prompt(90, 5)))
+    engine.admission.accept(make_request("d", prompt(90, 5)))
     engine.check_integrity()
 
 
 def test_prefill_refuses_when_leases_hold_the_pool():
     engine = toy_engine(num_blocks=16, max_model_len=256)
     request = make_request("a", prompt(200))
-    engine.accept(request)
+    engine.admission.accept(request)
     run_until_done(engine, request)
     with pytest.raises(Refusal, match="kv_full"):
-        engine.accept(make_request("b", prompt(60, 2)))
-    engine.release_lease(request.key)
-    assert engine.accept(make_request("b", prompt(60, 2))).num_cached_tokens == 0
+        engine.admission.accept(make_request("b", prompt(60, 2)))
+    engine.admission.release_lease(request.key)
+    assert engine.admission.accept(make_request("b", prompt(60, 2))).num_cached_tokens == 0
     engine.check_integrity()
 
 
 def test_cancel_of_a_held_prefill_in_every_state():
     engine = toy_engine(max_num_batched_tokens=68)
     waiting, running, held = (make_request(name, prompt(120, seed)) for seed, name in enumerate(["w", "r", "h"]))
-    engine.accept(held)
+    engine.admission.accept(held)
     records = run_until_done(engine, held)
-    engine.accept(running)
+    engine.admission.accept(running)
     records.take(engine.step())
-    engine.accept(waiting)
+    engine.admission.accept(waiting)
     for request in (waiting, running, held):
         engine.cancel(request.key)
     records.take(engine.step())
@@ -298,10 +301,10 @@ def test_cancel_of_a_held_prefill_in_every_state():
 def test_a_lease_released_while_its_prefill_runs_ends_it():
     engine = toy_engine(max_num_batched_tokens=68)
     request = make_request("a", prompt(200))
-    engine.accept(request)
+    engine.admission.accept(request)
     records = Collector()
     records.take(engine.step())
-    engine.release_lease(request.key)
+    engine.admission.release_lease(request.key)
     records.take(engine.step())
     assert records[request.key].ended.error == "cancelled"
     assert engine.ledger.num_available == engine.num_blocks
@@ -312,14 +315,14 @@ def test_an_offer_leases_what_is_cached():
     request = make_request("a", prompt(150), max_tokens=2)
     run(engine, [request])
     key = Key("offer")
-    acceptance = engine.offer(key, (*request.span_hashes, b"?" * 32))
+    acceptance = engine.admission.offer(key, (*request.span_hashes, b"?" * 32))
     assert acceptance.num_cached_tokens == 128 and len(acceptance.blocks) == 8
     assert engine.load_report().blocks_by_holder["leased"] == 8
     with pytest.raises(ValueError, match="in use"):
-        engine.offer(key, request.span_hashes)
-    assert engine.offer(Key("other"), (b"?" * 32,)).blocks == ()
+        engine.admission.offer(key, request.span_hashes)
+    assert engine.admission.offer(Key("other"), (b"?" * 32,)).blocks == ()
     engine.check_integrity()
-    engine.release_lease(key)
+    engine.admission.release_lease(key)
     assert engine.load_report().blocks_by_holder["leased"] == 0
     (ended,) = engine.step()
     assert ended.key == key and not ended.error
@@ -347,11 +350,11 @@ def test_random_handoffs_cancels_and_local_work(seed):
                 pair.decode.cancel(request.key)
             elif kind == "cancel fetch":
                 pair.begin(request)
-                pair.decode.set_aside(request.key, chance.randint(1, len(tokens)))
+                pair.decode.admission.set_aside(request.key, chance.randint(1, len(tokens)))
                 pair.decode.cancel(request.key)
                 pair.check_integrity()
-                pair.prefill.release_lease(request.key)
-                pair.decode.fetch_settled(request.key)
+                pair.prefill.admission.release_lease(request.key)
+                pair.decode.admission.fetch_settled(request.key)
             else:
                 pair.hand_off(request)
                 if kind == "cancel decode":

@@ -103,7 +103,7 @@ def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
     assert stalled.wait(PATIENCE_S)
     beat = loop.last_beat
     assert engine.load_report().num_running == 1  # answered while the step is in flight
-    engine.admit(make_request("b", prompt(10)))
+    engine.admission.admit(make_request("b", prompt(10)))
     time.sleep(0.6)
     assert loop.last_beat == beat
     go_on.set()
@@ -116,10 +116,10 @@ def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
     engine, gathered = toy_engine(num_blocks=128), Gathered()
     loop_of(engine, gathered)
     held, running, admitted = (make_request(name, prompt(90, i), 300) for i, name in enumerate("hra"))
-    engine.accept(held)
+    engine.admission.accept(held)
     gathered.wait(lambda records: records[held.key].first is not None)
-    engine.admit(admitted)
-    engine.set_aside(admitted.key, 90)
+    engine.admission.admit(admitted)
+    engine.admission.set_aside(admitted.key, 90)
 
     def crash(batch):
         raise RuntimeError("poison\nin two lines")
@@ -132,9 +132,9 @@ def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
     engine.check_integrity()
     assert set(engine.admission.groups) == {held.key, admitted.key}
     assert engine.load_report().blocks_by_holder["leased"] == 6
-    engine.release_lease(held.key)
-    engine.verified(admitted.key, 90)
-    engine.fetch_settled(admitted.key)
+    engine.admission.release_lease(held.key)
+    engine.admission.verified(admitted.key, 90)
+    engine.admission.fetch_settled(admitted.key)
     engine.cancel(admitted.key)
     gathered.wait(lambda records: records[held.key].ended and records[admitted.key].ended)
     assert gathered.records[held.key].ended.error == "" and gathered.records[admitted.key].ended.error == "cancelled"
@@ -155,7 +155,7 @@ def test_what_a_step_gave_out_before_it_crashed_is_not_lost():
     engine.submit(running)
     records = Collector()
     records.take(engine.step())
-    engine.admit(gone)
+    engine.admission.admit(gone)
     engine.cancel(gone.key)
     take, engine.results._finish = engine.results._finish, None  # crashes behind the last token of `done`
     with pytest.raises(TypeError):
@@ -172,13 +172,13 @@ def test_a_command_that_fails_ends_its_key_alone():
     engine = toy_engine()
     bad, good = make_request("bad", prompt(40)), make_request("good", prompt(40, 2))
     source = toy_engine()
-    acceptance = source.accept(bad)
+    acceptance = source.admission.accept(bad)
     firsts = [output for output in source.step() if isinstance(output, PrefillDone)]
-    engine.admit(bad)
-    copy_kv(source, acceptance.blocks, engine, engine.set_aside(bad.key, 40))
-    engine.verified(bad.key, 40)
-    engine.fetch_settled(bad.key)
-    engine.start(bad.key, going_on(firsts[0]) * 3)
+    engine.admission.admit(bad)
+    copy_kv(source, acceptance.blocks, engine, engine.admission.set_aside(bad.key, 40))
+    engine.admission.verified(bad.key, 40)
+    engine.admission.fetch_settled(bad.key)
+    engine.admission.start(bad.key, going_on(firsts[0]) * 3)
     engine.runner.copy_block = None  # crashes where a second choice gets its tail
     engine.submit(good)
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_a_command_that_fails_ends_its_key_alone():
 def test_a_fault_of_nobodys_ends_every_key():
     engine = toy_engine()
     for name in "ab":
-        engine.admit(make_request(name, prompt(40)))
+        engine.admission.admit(make_request(name, prompt(40)))
     schedule, engine.scheduler.schedule = engine.scheduler.schedule, None
     with pytest.raises(TypeError):
         engine.step()
@@ -206,13 +206,13 @@ def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):
     engine, gathered = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2), Gathered()
     loop_of(engine, gathered)
     held = make_request("held", prompt(120), max_tokens=4)
-    engine.accept(held)
+    engine.admission.accept(held)
     gathered.wait(lambda records: records[held.key].first is not None)
     growing = make_request("growing", prompt(40, 2), max_tokens=180)
     engine.submit(growing)
     wait_until(lambda: engine.load_report().num_waiting == 1)
     engine.check_integrity()
-    engine.release_lease(held.key)
+    engine.admission.release_lease(held.key)
     gathered.wait(lambda records: records[growing.key].ended is not None)
     assert gathered.records[growing.key].answer() == toy_answer(growing)
     assert gathered.records[growing.key].ended.report.num_preemptions == 1
@@ -222,7 +222,7 @@ def test_deadline_of_an_idle_loop(loop_of):
     engine, gathered = toy_engine(), Gathered()
     loop_of(engine, gathered)
     request = make_request("a", prompt(10), deadline=time.monotonic() + 0.1)
-    engine.admit(request)
+    engine.admission.admit(request)
     gathered.wait(lambda records: records[request.key].ended is not None)
     assert gathered.records[request.key].ended.error == "deadline"
 
@@ -234,15 +234,15 @@ def test_two_loops_hand_over(loop_of):
     loop_of(decode, rest)
     requests = [make_request(f"r{i}", prompt(150, i), 40, temperature=1.0, seed=i, n=1 + i % 2) for i in range(4)]
     for request in requests:
-        decode.admit(request)
-        acceptance = prefill.accept(request)
+        decode.admission.admit(request)
+        acceptance = prefill.admission.accept(request)
         firsts.wait(lambda records, key=request.key: records[key].first is not None)
-        refs = decode.set_aside(request.key, 150)
+        refs = decode.admission.set_aside(request.key, 150)
         copy_kv(prefill, acceptance.blocks, decode, refs)
-        decode.verified(request.key, 150)
-        decode.fetch_settled(request.key)
-        decode.start(request.key, going_on(firsts.records[request.key].first))
-        prefill.release_lease(request.key)
+        decode.admission.verified(request.key, 150)
+        decode.admission.fetch_settled(request.key)
+        decode.admission.start(request.key, going_on(firsts.records[request.key].first))
+        prefill.admission.release_lease(request.key)
     keys = [request.key for request in requests]
     rest.wait(lambda records: all(records[key].ended is not None for key in keys))
     firsts.wait(lambda records: all(records[key].ended is not None for key in keys))

@@ -40,30 +40,30 @@ class InterposedLock:
 
 
 def _admitted(engine, deadline):
-    engine.admit(request := make_request("a", prompt(100), 6, deadline=deadline))
-    engine.set_aside(request.key, 64)
+    engine.admission.admit(request := make_request("a", prompt(100), 6, deadline=deadline))
+    engine.admission.set_aside(request.key, 64)
     return request
 
 
 def _fetched(engine, deadline):
     source = toy_engine()
-    acceptance = source.accept(request := make_request("a", prompt(100), 6, deadline=deadline))
+    acceptance = source.admission.accept(request := make_request("a", prompt(100), 6, deadline=deadline))
     source.step()
-    engine.admit(request)
-    copy_kv(source, acceptance.blocks, engine, engine.set_aside(request.key, 100))
-    engine.verified(request.key, 100)
-    engine.fetch_settled(request.key)
+    engine.admission.admit(request)
+    copy_kv(source, acceptance.blocks, engine, engine.admission.set_aside(request.key, 100))
+    engine.admission.verified(request.key, 100)
+    engine.admission.fetch_settled(request.key)
     return request
 
 
 def _held(engine, deadline):
-    engine.accept(request := make_request("a", prompt(100), 6, deadline=deadline))
+    engine.admission.accept(request := make_request("a", prompt(100), 6, deadline=deadline))
     return request
 
 
 def _held_and_fetching(engine, deadline):
-    engine.accept(request := make_request("a", prompt(100), 6, deadline=deadline), fetches=True)
-    engine.fetching(request.key)
+    engine.admission.accept(request := make_request("a", prompt(100), 6, deadline=deadline), fetches=True)
+    engine.admission.fetching(request.key)
     return request
 
 
@@ -74,12 +74,12 @@ def _decoding(engine, deadline):
 
 ACTIONS = {
     "cancel": lambda engine, request: engine.cancel(request.key),
-    "release": lambda engine, request: engine.release_lease(request.key),
-    "start": lambda engine, request: engine.start(request.key, ()),
-    "compute": lambda engine, request: engine.compute_rest(request.key),
-    "settle": lambda engine, request: engine.fetch_settled(request.key),
-    "park": lambda engine, request: engine.park(request.key),
-    "resume": lambda engine, request: engine.resume(request.key),
+    "release": lambda engine, request: engine.admission.release_lease(request.key),
+    "start": lambda engine, request: engine.admission.start(request.key, ()),
+    "compute": lambda engine, request: engine.admission.compute_rest(request.key),
+    "settle": lambda engine, request: engine.admission.fetch_settled(request.key),
+    "park": lambda engine, request: engine.admission.park(request.key),
+    "resume": lambda engine, request: engine.admission.resume(request.key),
 }
 PLAUSIBLE = {
     _admitted: ("cancel", "compute", "settle"),
@@ -106,13 +106,13 @@ def _play(opening, deadline, actions) -> int:
     num_taken = lock.num_taken
     engine.ledger.lock = threading.RLock()
     engine.cancel(request.key)
-    engine.fetch_settled(request.key)
+    engine.admission.fetch_settled(request.key)
     while engine.has_work():
         records.take(engine.step())
     assert records[request.key].ended is not None, "no end"
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks and not engine.admission.groups
-    assert engine.load_report().num_waiting_tokens == 0 and engine.admission._num_choices == 0
+    assert engine.load_report().num_waiting_tokens == 0 and engine.lifecycle.num_choices == 0
     return num_taken
 
 
@@ -136,10 +136,10 @@ def _enter(engine, kind: str, request) -> None:
     while True:
         try:
             if kind == "fetch":
-                return engine.admit(request)
+                return engine.admission.admit(request)
             if kind == "decode":
                 return engine.submit(request)
-            return engine.accept(request, fetches=kind == "pull")
+            return engine.admission.accept(request, fetches=kind == "pull")
         except Refusal:
             time.sleep(0.0005)
 
@@ -152,16 +152,16 @@ def _live_and_die(engine, name: str, draw: random.Random) -> None:
     _enter(engine, kind, request)
     with suppress(LookupError, Refusal):  # its deadline has come already
         if kind == "fetch":
-            engine.set_aside(request.key, len(request.token_ids))
+            engine.admission.set_aside(request.key, len(request.token_ids))
         if kind == "decode" and draw.random() < 0.5:
-            engine.park(request.key)
-            engine.resume(request.key, deadline)
+            engine.admission.park(request.key)
+            engine.admission.resume(request.key, deadline)
     while time.monotonic() < deadline - draw.uniform(-2e-5, 1e-4):
         pass
     if draw.random() < 0.5:
-        engine.release_lease(request.key)
+        engine.admission.release_lease(request.key)
     engine.cancel(request.key)
-    engine.fetch_settled(request.key)
+    engine.admission.fetch_settled(request.key)
 
 
 def test_threads_end_keys_whose_deadlines_come(fast_switches):
@@ -198,4 +198,4 @@ def test_threads_end_keys_whose_deadlines_come(fast_switches):
     assert len(records) == num_keys and all(record.ended is not None for record in records.values())
     assert {record.ended.error for record in records.values()} <= {"", "cancelled", "deadline"}
     engine.check_integrity()
-    assert engine.ledger.num_available == engine.num_blocks and engine.admission._num_choices == 0
+    assert engine.ledger.num_available == engine.num_blocks and engine.lifecycle.num_choices == 0

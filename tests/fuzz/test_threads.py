@@ -62,7 +62,7 @@ def _ask(engine, request, draw: random.Random) -> bool:
     fetches = draw.random() < 0.5
     while True:
         try:
-            engine.admit(request) if fetches else engine.submit(request)
+            engine.admission.admit(request) if fetches else engine.submit(request)
             break
         except Refusal:
             if time.monotonic() > request.deadline:
@@ -70,17 +70,17 @@ def _ask(engine, request, draw: random.Random) -> bool:
             time.sleep(0.0005)
     try:
         if fetches:
-            engine.set_aside(request.key, draw.randint(1, len(request.token_ids)))
+            engine.admission.set_aside(request.key, draw.randint(1, len(request.token_ids)))
             time.sleep(draw.choice((0, 0.001, 0.004)))
-            engine.compute_rest(request.key)
+            engine.admission.compute_rest(request.key)
     except (LookupError, Refusal):  # its time is over, or it is about to be
         engine.cancel(request.key)
     finally:
-        engine.fetch_settled(request.key)
+        engine.admission.fetch_settled(request.key)
     if draw.random() < 0.2:
-        draw.choice((engine.cancel, engine.park))(request.key)
+        draw.choice((engine.cancel, engine.admission.park))(request.key)
         try:
-            engine.resume(request.key, request.deadline)
+            engine.admission.resume(request.key, request.deadline)
         except LookupError:
             pass
     return True

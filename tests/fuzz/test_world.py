@@ -5,6 +5,8 @@ import pytest
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
 from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.lifecycle import Ending
+from baton.engine.schedule.sequence import Sequence
 from tests.support.fuzz import fuzzers
 from tests.support.fuzz.fuzzer import run, words
 
@@ -23,22 +25,18 @@ def no_copy(self, src, dst):
     """A tail that is the same block for two choices is at least not copied."""
 
 
-def sealed_too_early(self, seq, seal=Admission.seal):
+def sealed_too_early(self, ledger, seal=Sequence.seal):
     """Names a unit of which the last token's KV is still to come."""
-    seq.num_computed += 1
-    seal(self, seq)
-    seq.num_computed -= 1
+    self.num_computed += 1
+    seal(self, ledger)
+    self.num_computed -= 1
 
 
-def ends_twice(self, key):
-    """A key that is looked up outside of the lock, and by then may have ended."""
+def ends_by_itself(self, key):
+    """A key that ends around the table, on the caller's thread, while the loop may have it."""
     group = self.groups.get(key)
     if group is not None:
-        with self.ledger.lock:
-            pass
-        del self.groups[key]
-        self.groups[key] = group
-        self.inbox.post(self.end(group, "cancelled"))
+        self.lifecycle.inbox.post(self.lifecycle.end(group, Ending("cancelled")))
 
 
 def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):
@@ -49,8 +47,8 @@ def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):
     ("owner", "name", "fault"),
     [
         (KVPool, "copy_block", no_copy),
-        (Admission, "cancel", ends_twice),
-        pytest.param(Admission, "seal", sealed_too_early, marks=pytest.mark.long),
+        (Admission, "cancel", ends_by_itself),
+        pytest.param(Sequence, "seal", sealed_too_early, marks=pytest.mark.long),
         pytest.param(Ledger, "unreserve", forgets_to_unreserve, marks=pytest.mark.long),
     ],
 )

@@ -394,7 +394,7 @@ def test_index_events(model):
             await pair.decode.send(subscribe=pb.Subscribe())
             snapshot = await asyncio.wait_for(pair.decode.block_events.get(), 10)
             assert snapshot.snapshot and snapshot.seq == 0 and snapshot.epoch == pair.decode.hello.epoch
-            assert set(first.span_hashes) <= set(snapshot.sealed) == set(decode.engine.snapshot())
+            assert set(first.span_hashes) <= set(snapshot.sealed) == set(decode.engine.ledger.snapshot())
             await pair.generate_here("b", second)
             known, seq = set(snapshot.sealed), 0
             while not set(second.span_hashes) <= known:
@@ -405,7 +405,7 @@ def test_index_events(model):
             for i in range(8):  # 160 blocks: the oldest are evicted
                 await pair.generate_here(f"c{i}", make_spec(prompt(900, 10 + i), max_tokens=2))
             async with asyncio.timeout(10):
-                while known != set(decode.engine.snapshot()):
+                while known != set(decode.engine.ledger.snapshot()):
                     events = await pair.decode.block_events.get()
                     known = (known | set(events.sealed)) - set(events.evicted)
             assert not set(first.span_hashes) <= known

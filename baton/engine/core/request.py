@@ -1,10 +1,4 @@
-"""The engine's vocabulary: a request as it enters, its states, and what comes out. Read this first.
-
-submit ──► WAITING ──► RUNNING (prefill chunks) ──► RUNNING (decode) ──► FINISHED
-              ▲                    │      └─ hold ──► HELD (leased to a taker) ──► FINISHED
-admit ──► FETCHING ── start ──►    │
-              └────── PARKED ◄─────┘  preemption, lost stream, drain
-"""
+"""The engine's vocabulary: a request as it enters, and what comes out. Read this first; its states are in schedule/states.py."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -62,15 +56,6 @@ class Request:
     deadline: float = float("inf")  # time.monotonic()
     speculation: Speculation = Speculation()
     tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
-
-
-class State(Enum):
-    WAITING = "waiting"
-    FETCHING = "fetching"
-    RUNNING = "running"
-    HELD = "held"
-    PARKED = "parked"
-    FINISHED = "finished"
 
 
 class FinishReason(Enum):

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Set
 
-from baton.engine.core.request import FirstToken, Output, PrefillDone, Progress, TokenRun
+from baton.engine.core.request import FirstToken, Output, PrefillDone, Progress, RequestEnded, TokenRun
 from baton.engine.execute.runner import Runner
 from baton.engine.sampling.sampler import Sampled
-from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.step_draws import Drawn
 from baton.engine.speculation.control.verify import num_right
 
@@ -16,9 +17,10 @@ from baton.engine.speculation.control.verify import num_right
 class Results:
     """Turns a step that has passed into outputs, and its sequences into what the next step starts from. The loop's."""
 
-    def __init__(self, scheduler: Scheduler, admission: Admission, runner: Runner):
+    def __init__(self, scheduler: Scheduler, lifecycle: GroupLifecycle, runner: Runner):
         self.scheduler = scheduler
-        self.admission = admission
+        self.lifecycle = lifecycle
+        self.ledger = lifecycle.ledger
         self.runner = runner
         self.num_layers = runner.pool.layout.groups[0].num_layers
         self._aloft: Set[Sequence] = frozenset()
@@ -36,7 +38,7 @@ class Results:
             if seq in self._over:
                 continue
             seq.num_computed = end
-            self.admission.seal(seq)
+            seq.seal(self.ledger)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
@@ -57,7 +59,7 @@ class Results:
             outputs.append(self._next_tokens(seq, samples))
         for group in stepped:
             group.stepped(launched_at)
-        outputs += filter(None, [self.admission.end(group) for group in landed if not group.live])
+        outputs += filter(None, [self._end(group) for group in landed if not group.live])
 
     def forget(self) -> None:
         """After a step that failed: nothing is aloft."""
@@ -75,7 +77,7 @@ class Results:
             seq.group.drafted.add(len(seq.draft_ids), num_right(samples, seq.draft_ids))
         if len(samples) > 1:  # KV of what was accepted is there; that of wrong proposals is overwritten
             seq.num_computed += len(samples) - 1
-            self.admission.seal(seq)
+            seq.seal(self.ledger)
         if finish_reason is not None:
             self._finish(seq)
         token_ids = tuple(sample.token_id for sample in samples)
@@ -85,14 +87,14 @@ class Results:
     def _finish(self, seq: Sequence) -> None:
         """A choice is complete: its blocks go back, whole units of prompt and output stay in the cache."""
         self.scheduler.remove(seq)
-        self.admission.observe(seq.num_output)
+        self.scheduler.lengths.observe(seq.num_output)
         if seq in self._aloft:
             self._over.add(seq)
         else:
             self._leave(seq)
 
     def _leave(self, seq: Sequence) -> None:
-        self.admission.give_back(seq)
+        seq.give_back(self.ledger)
         seq.group.live.remove(seq)
 
     def _first_tokens(self, trunk: Sequence, samples: list[Sampled], outputs: list[Output]) -> None:
@@ -104,13 +106,14 @@ class Results:
         outputs.append(PrefillDone(group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks))
         group.started()
         if group.is_held:
-            self.scheduler.remove(trunk)
-            self.admission.hold(group)
+            self.lifecycle.happen(group, GroupEvent.HOLD)
         elif going_on := [first for first in firsts if first.finish_reason is None]:
             self.scheduler.fork(trunk, going_on, self.runner.copy_block)
         else:
-            self.scheduler.remove(trunk)
-            outputs += filter(None, [self.admission.end(group)])
+            outputs += filter(None, [self._end(group)])
+
+    def _end(self, group: Group) -> RequestEnded | None:
+        return self.lifecycle.happen(group, GroupEvent.END, Ending())
 
     def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:
         finish_reason = trunk.finish_reason(sample.token_id)

@@ -2,7 +2,7 @@
 
 import heapq
 
-from baton.engine.core.request import Key, State
+from baton.engine.core.request import Key
 from baton.engine.schedule.sequence import Group
 
 _NUM_SPARE = 64  # deadlines kept of keys that have ended, and as many again as there are live ones
@@ -35,11 +35,10 @@ class Groups(dict[Key, Group]):
         return bool(self._deadlines) and self._deadlines[0][0] <= now
 
     def pop_expired(self, now: float) -> Group | None:
-        """A group whose deadline has passed, each once. A lease has its own clock: what is held ends with it. What is
-        parked waits for a reader, however long its owner lets it."""
+        """Return a group whose deadline has passed, each once."""
         while self.is_due(now):
             _, arrival, key = heapq.heappop(self._deadlines)
             group = self.find(key, arrival)
-            if group and group.deadline <= now and group.state not in (State.HELD, State.PARKED):
+            if group and group.deadline <= now:
                 return group
         return None

@@ -47,9 +47,8 @@ class Resume(NamedTuple):
     arrival: int
 
 
-Command = (
-    Enter | Start | Stop | Park | Resume | RequestEnded
-)  # RequestEnded: of a key that the loop never had, to be given out
+GroupCommand = Enter | Start | Stop | Park | Resume
+Command = GroupCommand | RequestEnded  # RequestEnded: of a key that the loop never had, to be given out
 
 
 class Inbox:

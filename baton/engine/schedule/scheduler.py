@@ -21,9 +21,9 @@ from typing import NamedTuple
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
 from baton.engine.kv.ledger import Holder, Ledger
-from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Sequence
-from baton.engine.schedule.tenant_shares import num_blocks
+from baton.engine.schedule.tenant_shares import Shares, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -45,13 +45,14 @@ def by_rank(seq: Sequence) -> tuple[int, int, int]:
 
 
 class Scheduler:
-    """The sequences of the loop. Belongs to the loop's thread; the ledger and the admission guard themselves."""
+    """The sequences of the loop. Belongs to the loop's thread; the ledger and the lengths guard themselves."""
 
-    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, admission: Admission):
+    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, shares: Shares, lengths: OutputLengths):
         self.config = config
         self.layout = layout
         self.ledger = ledger
-        self.admission = admission
+        self.shares = shares
+        self.lengths = lengths
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
@@ -93,7 +94,7 @@ class Scheduler:
         next: something waits that could enter, a prompt is being read, or blocks are missing."""
         if self.waiting and (len(self.running) < self.config.max_num_seqs or len(self._tenants) > 1):
             return []
-        if self.admission.shares.is_short:
+        if self.shares.is_short:
             return []
         running = set(self.running)
         going_on = [piece for piece in slices if piece.seq in running]
@@ -166,7 +167,7 @@ class Scheduler:
             return False
         self.waiting.remove(seq)
         insort(self.running, seq, key=by_rank)
-        self._turns.charge(tenant, self.admission.expected_left(seq.group.request, seq.num_output))
+        self._turns.charge(tenant, self.lengths.expected_left(seq.group.request, seq.num_output))
         return True
 
     def _chunk(self, seq: Sequence, budget: int) -> Slice | None:
@@ -270,7 +271,7 @@ class Scheduler:
             self.running.remove(seq)
             insort(self.waiting, seq, key=by_rank)
             seq.group.preempted()
-        self.admission.give_back(seq)
+        seq.give_back(self.ledger)
 
     # ---- tenants ----
 
@@ -305,10 +306,10 @@ class Scheduler:
     def _make_way(self) -> None:
         """Where tenants wait, here or at the door, that have less than their part, others park what they have beyond
         theirs: a place for each, and the blocks that it lacks. Before the step is chosen: what is in it stays."""
-        if not (self._held or self.admission.shares.is_short):
+        if not (self._held or self.shares.is_short):
             return
         with self.ledger.lock:
-            owed = self.admission.shares.owed()
+            owed = self.shares.owed()
         num_tenants, starving = len(self._tenants.keys() | owed), self._starving()
         if not num_tenants:  # who was owed something asks no more, and the loop has nothing
             return

@@ -3,8 +3,9 @@
 import time
 from itertools import count
 
-from baton.engine.core.request import DecodeReport, FinishReason, Request, State
-from baton.engine.kv.ledger import Holder
+from baton.engine.core.request import DecodeReport, FinishReason, Request
+from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.states import GroupState
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
 
 NO_PARENT = bytes(HASH_BYTES)
@@ -60,6 +61,27 @@ class Sequence:
             parent = self.group.request.chain_parent if first else self.hashes[-1]
             self.hashes.append(span_hash(SpanHash(parent), self.token_ids[begin : begin + SPAN_TOKENS]))
 
+    def seal(self, ledger: Ledger) -> None:
+        """Name the units whose KV is written and has passed (or is verified) in the prefix cache."""
+        cache = ledger.cache
+        num_units = self.num_computed // cache.unit_tokens
+        if num_units == self.num_sealed or not self.group.is_named:
+            return
+        self.name_spans(num_units * cache.unit_tokens)
+        with ledger.lock:
+            for unit in range(self.num_sealed, num_units):
+                spans = self.hashes[unit * cache.spans_per_unit : (unit + 1) * cache.spans_per_unit]
+                block_ids = self.block_ids[unit * cache.blocks_per_unit : (unit + 1) * cache.blocks_per_unit]
+                ledger.seal(tuple(spans), tuple(block_ids))
+        self.num_sealed = num_units
+
+    def give_back(self, ledger: Ledger) -> None:
+        """Release its blocks and its promise; whole units of it stay in the cache."""
+        with ledger.lock:
+            ledger.release(self.block_ids, self.group.holder)
+            ledger.unreserve(self.reserve)
+            self.block_ids, self.reserve, self.num_computed, self.num_sealed, self.block_table = [], 0, 0, 0, None
+
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Why the choice ends if `token_id` comes next, or None."""
         request = self.group.request
@@ -101,12 +123,12 @@ class Group:
     sequences belong to the loop alone. One that parks stays in its group, whose other choices may go on.
     """
 
-    def __init__(self, request: Request, holder: Holder, state: State):
+    def __init__(self, request: Request, holder: Holder):
         self.request = request
         self.key = request.key
         self.tenant = request.tenant_mark
         self.holder = holder  # of its blocks: RUNNING, or LEASED for a held prefill
-        self.state = state
+        self.state = GroupState.NEW  # set by GroupLifecycle.happen alone
         self.deadline = request.deadline  # whoever resumes a parked group brings another
         # Without a name for every span there is none for the next: such a request stays out of the prefix cache.
         num_spans = len(request.token_ids) // SPAN_TOKENS
@@ -143,7 +165,7 @@ class Group:
 
     @property
     def in_loop(self) -> bool:
-        return self.state in (State.WAITING, State.RUNNING)
+        return self.state in (GroupState.WAITING, GroupState.RUNNING)
 
     def preempted(self) -> None:
         self.num_preemptions += 1

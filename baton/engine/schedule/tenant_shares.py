@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import Key, Request, State
+from baton.engine.core.request import Key, Request
 from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.sequence import Group, Sequence
+from baton.engine.schedule.states import GroupState
 from baton.fairness import has_room
 from kvtransfer.layout import KVLayout
 
@@ -35,7 +36,7 @@ class Shares:
         own = Counter[bytes]()
         if num_taken + request.sampling.n > most:
             for group in self._groups.values():
-                if not group.is_held and group.state is not State.PARKED:
+                if not group.is_held and group.state is not GroupState.PARKED:
                     own[group.tenant] += group.request.sampling.n
         return self._has_room(request, most, num_taken, own, request.sampling.n)
 

@@ -40,13 +40,13 @@ class EngineBlocks:
 
     def set_aside(self, upto_token: int) -> list[BlockRef]:
         try:
-            return self._engine.set_aside(self._key, upto_token)
+            return self._engine.admission.set_aside(self._key, upto_token)
         except LookupError:
             raise KeyEnded from None
 
     def verified(self, upto_token: int) -> None:
         try:
-            self._engine.verified(self._key, upto_token)
+            self._engine.admission.verified(self._key, upto_token)
         except LookupError:
             raise KeyEnded from None
         self._on_verified(upto_token)
@@ -101,7 +101,7 @@ class Intake:
             leg.num_cached_tokens = upto_token // block_size * block_size  # what the engine will not compute again
             on_verified(leg.num_cached_tokens)
 
-        self._engine.fetching(leg.key)
+        self._engine.admission.fetching(leg.key)
         self._fetch(leg, decoded, handle, ticket, on_end, arrived)
 
     def stop(self, leg: Leg) -> None:
@@ -128,7 +128,7 @@ class Intake:
 
     def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
         self._fetching.discard(task)
-        self._engine.fetch_settled(leg.key)
+        self._engine.admission.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)
         if isinstance(outcome, FetchReport):
             self._tell(source, outcome)

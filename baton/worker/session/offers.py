@@ -21,7 +21,7 @@ def offer(keys: Lifecycle, leg: Leg, message: pb.Offer) -> None:
         _offer_again(keys, leg, message.lease_id, taker)
         return
     hashes = messages.chain_of(message.spans)
-    acceptance = keys.engine.offer(leg.key, hashes)
+    acceptance = keys.engine.admission.offer(leg.key, hashes)
     if acceptance.blocks:
         leg.owed.add(Owed.ENGINE)
     if acceptance.num_cached_tokens < len(hashes) * SPAN_TOKENS:
@@ -54,5 +54,5 @@ def renew(keys: Lifecycle, leg: Leg, message: pb.RenewLease) -> None:
 def end_lease(keys: Lifecycle, leg: Leg, ending: str) -> None:
     """Free the blocks of a lease that is over; `ending` in the source's words."""
     leg.status = end_status.LEASE_OVER[ending]
-    keys.engine.release_lease(leg.key)
+    keys.engine.admission.release_lease(leg.key)
     keys.settle(leg)

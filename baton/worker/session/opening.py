@@ -32,6 +32,6 @@ def check_key(leg: Leg) -> None:
 def compute_rest(keys: Lifecycle, leg: Leg, subject: object) -> None:
     """Let the engine prefill what is not here yet."""
     try:
-        keys.engine.compute_rest(leg.key)
+        keys.engine.admission.compute_rest(leg.key)
     except LookupError:  # its RequestEnded, with the reason, is on its way
         keys.stop(leg, None)

@@ -83,7 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def send_block_events(self) -> None:
         """What was sealed and evicted since the last call, to those that subscribed."""
-        sealed, evicted = self._engine.block_events()
+        sealed, evicted = self._engine.ledger.block_events()
         if sealed or evicted:
             for outbox in self.outboxes:
                 outbox.add_block_events(sealed, evicted)
@@ -130,4 +130,4 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _subscribe(self, outbox: Outbox) -> None:
         self.send_block_events()  # what the others must still hear is no news beside a snapshot
-        outbox.subscribe(self._hello.epoch, self._engine.snapshot())
+        outbox.subscribe(self._hello.epoch, self._engine.ledger.snapshot())

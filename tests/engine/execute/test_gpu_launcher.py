@@ -105,7 +105,7 @@ def test_a_held_prompt_is_told_by_layers_behind_their_events(tmp_path, device, m
     within: list[Progress] = []
     engine.on_progress = within.extend
     request = make_request("held", random_ids(6, 1), 1)
-    engine.accept(request)
+    engine.admission.accept(request)
     after = [output for output in engine.step() if isinstance(output, Progress)]
     assert within == [Progress(request.key, 6, layer + 1) for layer in range(2)]
     assert after == [Progress(request.key, 6, 2)]

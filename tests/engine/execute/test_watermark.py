@@ -23,7 +23,7 @@ def reports(engine, request, interval_s, monkeypatch) -> tuple[list[Progress], l
     monkeypatch.setattr(watermark, "MIN_INTERVAL_S", interval_s)
     within: list[Progress] = []
     engine.on_progress = within.extend
-    engine.accept(request)
+    engine.admission.accept(request)
     after = []
     while engine.has_work():
         after += [output for output in engine.step() if isinstance(output, Progress)]

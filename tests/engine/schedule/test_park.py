@@ -32,7 +32,7 @@ def test_it_goes_on_where_it_was(n, num_steps):
     engine = toy_engine()
     request = make_request("a", prompt(70), 100, n=n, temperature=1.1, seed=3)
     records = begin(engine, request, num_steps)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     for _ in range(3):
         records.take(engine.step())
         engine.check_integrity()
@@ -40,7 +40,7 @@ def test_it_goes_on_where_it_was(n, num_steps):
     assert engine.ledger.num_available == engine.num_blocks and not engine.has_work()
     records.take(engine.step())
     assert engine.step_number == num_steps, "it computed for nobody"
-    engine.resume(request.key)
+    engine.admission.resume(request.key)
     finish(engine, records, request)
     check(records, [request])
 
@@ -49,10 +49,10 @@ def test_it_goes_on_by_a_prefix_hit():
     engine = toy_engine()
     request = make_request("a", prompt(130), 60)
     records = begin(engine, request, 40)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     records.take(engine.step())
     before = sum(tokens for _, tokens in engine.runner.model.batch_sizes)
-    engine.resume(request.key)
+    engine.admission.resume(request.key)
     records.take(engine.step())
     computed = sum(tokens for _, tokens in engine.runner.model.batch_sizes) - before
     assert computed <= 64 + 16, "whole units were in the cache"
@@ -67,11 +67,11 @@ def test_what_was_evicted_meanwhile_is_computed_again():
         [make_request(f"b{i}", prompt(250, i + 2), 4) for i in range(4)],
     )
     records = begin(engine, request, 20)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     records.take(engine.step())
     for other in others:
         check(run(engine, [other]), [other])
-    engine.resume(request.key)
+    engine.admission.resume(request.key)
     finish(engine, records, request)
     check(records, [request])
 
@@ -80,14 +80,14 @@ def test_it_may_be_ended_while_it_is_parked():
     engine = toy_engine()
     request = make_request("a", prompt(70), 100)
     records = begin(engine, request, 10)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     records.take(engine.step())
     engine.cancel(request.key)
     records.take(engine.step())
     assert records[request.key].ended.error == "cancelled" and not engine.admission.groups
     with pytest.raises(LookupError):
-        engine.resume(request.key)
-    engine.park(request.key)  # late, and nothing
+        engine.admission.resume(request.key)
+    engine.admission.park(request.key)  # late, and nothing
     engine.step()
     engine.check_integrity()
 
@@ -97,8 +97,8 @@ def test_park_and_resume_before_the_loop_looks():
     request = make_request("a", prompt(70), 30)
     records = begin(engine, request, 5)
     for _ in range(3):
-        engine.park(request.key)
-        engine.resume(request.key)
+        engine.admission.park(request.key)
+        engine.admission.resume(request.key)
     finish(engine, records, request)
     check(records, [request])
 
@@ -107,7 +107,7 @@ def test_a_prompt_that_is_being_read_is_not_parked():
     engine = toy_engine()
     request = make_request("a", prompt(300), 10)
     records = begin(engine, request, 1)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     finish(engine, records, request)
     check(records, [request])
 
@@ -116,19 +116,19 @@ def test_parked_before_it_starts():
     """A Park that the loop finds in front of the Start: there is nothing yet to go back to."""
     reader, engine = toy_engine(), toy_engine()
     request = make_request("a", prompt(30), 20)
-    engine.admit(request)
-    reader.accept(request)
+    engine.admission.admit(request)
+    reader.admission.accept(request)
     firsts, records = Collector(), Collector(first_index=1)
     firsts.take(reader.step())
     done = firsts[request.key].first
-    refs = engine.set_aside(request.key, 30)
+    refs = engine.admission.set_aside(request.key, 30)
     for ours, theirs in zip(refs, reader.admission.groups[request.key].trunk.block_ids, strict=True):
         engine.pool.bytes[ours.block_id] = reader.pool.bytes[theirs]
-    engine.verified(request.key, 30)
-    engine.fetch_settled(request.key)
-    engine.park(request.key)
-    engine.start(request.key, done.first_tokens)
-    engine.resume(request.key)
+    engine.admission.verified(request.key, 30)
+    engine.admission.fetch_settled(request.key)
+    engine.admission.park(request.key)
+    engine.admission.start(request.key, done.first_tokens)
+    engine.admission.resume(request.key)
     run(engine, collector=records)
     assert [done.first_tokens[0].token_id, *records[request.key].tokens[0]] == toy_answer(request)[0][0]
     assert engine.ledger.num_available == engine.num_blocks and not engine.admission.groups
@@ -139,19 +139,19 @@ def test_its_deadline_is_that_of_who_reads_it(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now() + jumped_s)
     request = make_request("a", prompt(70), 40, deadline=now() + 600)
     records = begin(engine, request, 5)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     records.take(engine.step())
     jumped_s = 601.0
     records.take(engine.step())
     assert records[request.key].ended is None, "a parked key has no deadline of its own"
-    engine.resume(request.key, time.monotonic() + 60)
+    engine.admission.resume(request.key, time.monotonic() + 60)
     finish(engine, records, request)
     check(records, [request])
     late = make_request("b", prompt(70), 40, deadline=time.monotonic() + 60)
     records = begin(engine, late, 5)
-    engine.park(late.key)
+    engine.admission.park(late.key)
     records.take(engine.step())
-    engine.resume(late.key, time.monotonic())
+    engine.admission.resume(late.key, time.monotonic())
     finish(engine, records, late)
     assert records[late.key].ended.error == "deadline"
 
@@ -160,7 +160,7 @@ def test_a_failed_step_ends_what_is_parked_too():
     engine = toy_engine()
     request = make_request("a", prompt(70), 40)
     records = begin(engine, request, 5)
-    engine.park(request.key)
+    engine.admission.park(request.key)
     records.take(engine.step())
     records.take(engine.fail("broken"))
     assert records[request.key].ended.error == "failed"
@@ -186,10 +186,10 @@ def test_at_random_moments_among_others(seed):
         key = rng.choice(live)
         if key in parked and rng.random() < 0.3:
             parked.discard(key)
-            engine.resume(key)
+            engine.admission.resume(key)
         elif rng.random() < 0.05:
             parked.add(key)
-            engine.park(key)
+            engine.admission.park(key)
         records.take(engine.step())
         engine.check_integrity()
     check(records, requests)

@@ -67,10 +67,10 @@ def test_a_held_prefill_is_never_parked():
     for _ in range(3):
         records.take(engine.step())
     held = make_request("held", prompt(140, 2))
-    engine.accept(held)
+    engine.admission.accept(held)
     while records[held.key].first is None or records[local.key].ended is None:
         if records[held.key].first is not None and not engine.scheduler.running:
-            engine.release_lease(held.key)  # the local one has parked: only the lease's end lets it go on
+            engine.admission.release_lease(held.key)  # the local one has parked: only the lease's end lets it go on
         records.take(engine.step())
         engine.check_integrity()
         if held.key in engine.admission.groups:
@@ -89,18 +89,18 @@ def test_a_held_prefill_passes_one_that_waits_for_blocks():
     engine.submit(local)
     records = Collector()
     records.take(engine.step())
-    engine.accept(held)
+    engine.admission.accept(held)
     engine.scheduler.park(engine.admission.groups[local.key].trunk)
     other = make_request("other", prompt(60, 3))  # takes what is left
-    engine.admit(other)
-    engine.set_aside(other.key, 60)
+    engine.admission.admit(other)
+    engine.admission.set_aside(other.key, 60)
     for _ in range(3):
         records.take(engine.step())
         engine.check_integrity()
     assert records[held.key].first is not None
-    engine.release_lease(held.key)
+    engine.admission.release_lease(held.key)
     engine.cancel(other.key)
-    engine.fetch_settled(other.key)
+    engine.admission.fetch_settled(other.key)
     check(run(engine, collector=records), [local])
 
 
@@ -112,14 +112,14 @@ def test_credit_is_kept_for_those_who_were_admitted():
     records = Collector()
     records.take(engine.step())
     admitted = make_request("admitted", prompt(70, 2), max_tokens=8)
-    engine.admit(admitted)
+    engine.admission.admit(admitted)
     for _ in range(250):
         records.take(engine.step())
         engine.check_integrity()
     assert records[running.key].ended is None and not engine.launched
-    assert len(engine.set_aside(admitted.key, 70)) == 5
+    assert len(engine.admission.set_aside(admitted.key, 70)) == 5
     engine.cancel(admitted.key)
-    engine.fetch_settled(admitted.key)
+    engine.admission.fetch_settled(admitted.key)
     check(run(engine, collector=records), [running])
 
 
@@ -135,7 +135,7 @@ def test_what_was_promised_runs_past_one_that_cannot_be_helped():
     """Taking the promise of the one behind would not make room enough: it is left alone."""
     engine = toy_engine(num_blocks=20, max_model_len=256)
     held, long = make_request("held", prompt(128)), make_request("long", prompt(60, 2), max_tokens=190)
-    engine.accept(held)
+    engine.admission.accept(held)
     engine.submit(long)
     records = Collector()
     while not (engine.scheduler.waiting and not engine.scheduler.running):
@@ -147,7 +147,7 @@ def test_what_was_promised_runs_past_one_that_cannot_be_helped():
         engine.check_integrity()
     check(records, [short])
     assert records[long.key].ended is None
-    engine.release_lease(held.key)
+    engine.admission.release_lease(held.key)
     check(run(engine, collector=records), [long])
 
 

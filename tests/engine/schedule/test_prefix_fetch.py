@@ -20,19 +20,19 @@ def cached_elsewhere(num_tokens: int):
 def test_only_the_rest_is_computed():
     holder, request = cached_elsewhere(192)
     spans = request.span_hashes[:3]
-    offered = holder.offer(Key("offer"), spans)
+    offered = holder.admission.offer(Key("offer"), spans)
     engine, collector = toy_engine(), Collector()
-    acceptance = engine.accept(request, True)
+    acceptance = engine.admission.accept(request, True)
     assert not engine.scheduler.has_work() and acceptance.num_cached_tokens == 0
     assert engine.ledger.counts()["fetching"] == len(acceptance.blocks)
-    engine.fetching(request.key)
-    refs = engine.set_aside(request.key, 192)
+    engine.admission.fetching(request.key)
+    refs = engine.admission.set_aside(request.key, 192)
     assert tuple(refs) == acceptance.blocks[: len(refs)], "the blocks that were leased are those that are filled"
     copy_kv(holder, offered.blocks, engine, refs)
-    engine.verified(request.key, 192)
+    engine.admission.verified(request.key, 192)
     engine.check_integrity()
-    engine.fetch_settled(request.key)
-    engine.compute_rest(request.key)
+    engine.admission.fetch_settled(request.key)
+    engine.admission.compute_rest(request.key)
     engine.check_integrity()
     collector.take(engine.step())
     while collector[request.key].first is None:
@@ -40,7 +40,7 @@ def test_only_the_rest_is_computed():
     first = collector[request.key].first
     assert first.first_tokens[0].token_id == toy_answer(request)[0][0][0]
     assert collector[request.key].progress[0] > 192
-    engine.release_lease(request.key)
+    engine.admission.release_lease(request.key)
     engine.step()
     engine.check_integrity()
     assert engine.ledger.counts()["leased"] == 0
@@ -50,17 +50,17 @@ def test_only_the_rest_is_computed():
 def test_cancelled_while_bytes_may_land(settled_first):
     _, request = cached_elsewhere(128)
     engine = toy_engine()
-    engine.accept(request, True)
-    engine.fetching(request.key)
+    engine.admission.accept(request, True)
+    engine.admission.fetching(request.key)
     if settled_first:
-        engine.fetch_settled(request.key)
+        engine.admission.fetch_settled(request.key)
     engine.cancel(request.key)
     engine.check_integrity()
     assert bool(engine.ledger.counts()["quarantined"]) is not settled_first
-    engine.fetch_settled(request.key)
+    engine.admission.fetch_settled(request.key)
     engine.step()
     engine.check_integrity()
     counts = engine.ledger.counts()
     assert counts["free"] + counts["cached"] == engine.num_blocks
     with pytest.raises(LookupError):
-        engine.compute_rest(request.key)
+        engine.admission.compute_rest(request.key)

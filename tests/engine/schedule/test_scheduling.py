@@ -51,7 +51,7 @@ def test_decoding_goes_on_while_prompts_are_read():
 
 def test_chunks_end_on_spans_except_the_last():
     engine = toy_engine(max_num_batched_tokens=100)
-    acceptance = engine.accept(request := make_request("a", prompt(250)))
+    acceptance = engine.admission.accept(request := make_request("a", prompt(250)))
     assert len(acceptance.blocks) == 16 and acceptance.num_cached_tokens == 0
     records = Collector()
     while records[request.key].first is None:
@@ -80,7 +80,7 @@ def test_the_next_turn_finds_the_output_too():
     records = run(engine, [second])
     assert records[second.key].first.num_cached_tokens == 128
     check(records, [second])
-    assert set(first.span_hashes) < set(engine.snapshot())
+    assert set(first.span_hashes) < set(engine.ledger.snapshot())
 
 
 def test_a_request_without_names_stays_out_of_the_cache():
@@ -90,7 +90,7 @@ def test_a_request_without_names_stays_out_of_the_cache():
         records = run(engine, [request])
         check(records, [request])
         assert records[request.key].first.num_cached_tokens == 0
-    assert engine.snapshot() == [] and engine.block_events() == ([], [])
+    assert engine.ledger.snapshot() == [] and engine.ledger.block_events() == ([], [])
 
 
 def test_a_prompt_that_came_into_the_cache_while_waiting_is_not_read_again():
@@ -151,12 +151,12 @@ def test_an_engine_takes_what_it_can_end_and_nothing_longer(num_choices):
     check(records, [request])
     assert [len(tokens) for tokens in records[request.key].tokens.values()] == [5] * num_choices
     for one_more in (make_request("b", prompt(75), max_tokens=6), make_request("b", prompt(80), max_tokens=1)):
-        for verb in (engine.admit, engine.submit):
+        for verb in (engine.admission.admit, engine.submit):
             with pytest.raises(Refusal, match="too_long"):
                 verb(one_more)
     if num_choices == 1:  # each choice needs a block of its own behind the prompt's whole ones
         with pytest.raises(Refusal, match="too_long"):
-            engine.admit(make_request("b", prompt(75), max_tokens=5, n=2))
+            engine.admission.admit(make_request("b", prompt(75), max_tokens=5, n=2))
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks
 
@@ -165,12 +165,12 @@ def test_a_held_prefill_takes_any_prompt_that_it_can_read():
     """What comes behind the first token is its taker's matter: how long, and how many choices."""
     engine = toy_engine(max_model_len=80, num_blocks=5)
     request = make_request("a", prompt(79), max_tokens=400, n=3)
-    engine.accept(request)
+    engine.admission.accept(request)
     (done,) = [record.first for record in run(engine).values() if record.first]
     assert [first.finish_reason for first in done.first_tokens] == [None] * 3
-    engine.release_lease(request.key)
+    engine.admission.release_lease(request.key)
     with pytest.raises(Refusal, match="too_long"):
-        engine.accept(make_request("b", prompt(80), max_tokens=1))
+        engine.admission.accept(make_request("b", prompt(80), max_tokens=1))
 
 
 def test_a_migrated_request_goes_on_from_its_next_index():
@@ -197,12 +197,12 @@ def test_priority_goes_first_and_arrival_after_that():
 def test_too_many_choices_are_refused_at_the_door():
     engine = toy_engine(max_num_seqs=4)
     for index in range(6):
-        engine.admit(make_request(f"r{index}", prompt(10)))
+        engine.admission.admit(make_request(f"r{index}", prompt(10)))
     with pytest.raises(Refusal) as refusal:
-        engine.admit(make_request("more", prompt(10)))
+        engine.admission.admit(make_request("more", prompt(10)))
     assert refusal.value.reason == "queue_full" and refusal.value.retry_after_s > 0
     engine.cancel(Key("r0"))
-    engine.admit(make_request("more", prompt(10)))
+    engine.admission.admit(make_request("more", prompt(10)))
     engine.check_integrity()
 
 
@@ -210,7 +210,7 @@ def test_a_key_in_use_is_an_error():
     engine = toy_engine()
     request = make_request("a", prompt(10))
     engine.submit(request)
-    for verb in (engine.admit, engine.accept, engine.submit):
+    for verb in (engine.admission.admit, engine.admission.accept, engine.submit):
         with pytest.raises(ValueError, match="in use"):
             verb(request)
 
@@ -221,15 +221,15 @@ def test_a_deadline_ends_a_request_in_every_state():
     running = make_request("running", prompt(10), max_tokens=400, deadline=soon)
     admitted = make_request("admitted", prompt(100), deadline=soon)
     engine.submit(running)
-    engine.admit(admitted)
-    engine.set_aside(admitted.key, 64)
+    engine.admission.admit(admitted)
+    engine.admission.set_aside(admitted.key, 64)
     records = Collector()
     while records[running.key].ended is None or records[admitted.key].ended is None:
         records.take(engine.step())
         engine.check_integrity()
     assert {record.ended.error for record in records.values()} == {"deadline"}
     assert engine.load_report().blocks_by_holder["quarantined"] == 4
-    engine.fetch_settled(admitted.key)
+    engine.admission.fetch_settled(admitted.key)
     engine.check_integrity()
     assert engine.ledger.num_available == engine.num_blocks
 
@@ -243,13 +243,13 @@ def test_cancel_in_the_middle_of_a_step():
     records.take(engine.step())
     held = engine.load_report().blocks_by_holder["running"]
     other = make_request("b", prompt(200, 2))
-    engine.admit(other)
+    engine.admission.admit(other)
 
     def cancel(batch):
         engine.cancel(request.key)
         engine.cancel(request.key)
         assert engine.load_report().blocks_by_holder["running"] == held
-        refs = engine.set_aside(other.key, 200)  # all that is left
+        refs = engine.admission.set_aside(other.key, 200)  # all that is left
         written = {block_id for piece in batch.seqs for block_id in piece.block_ids.tolist()}
         assert len(written) == held and not written & {ref.block_id for ref in refs}
 
@@ -297,12 +297,12 @@ def test_load_and_reports():
 def test_who_was_owed_blocks_may_be_gone(monkeypatch):
     """Nobody is left in the loop, and what the last one was owed has run out: nothing to divide by."""
     engine = toy_engine(num_blocks=16, max_model_len=256)
-    engine.accept(make_request("a", prompt(200), tenant_mark=b"a"))
+    engine.admission.accept(make_request("a", prompt(200), tenant_mark=b"a"))
     while not engine.step():
         pass
     engine.step()
     with pytest.raises(Refusal, match="kv_full"):
-        engine.admit(make_request("b", prompt(120, 2), tenant_mark=b"b"))
+        engine.admission.admit(make_request("b", prompt(120, 2), tenant_mark=b"b"))
     now = time.monotonic()
     monkeypatch.setattr("baton.engine.schedule.tenant_shares.time", SimpleNamespace(monotonic=lambda: now + 60))
     assert engine.admission.shares.is_short
@@ -319,11 +319,11 @@ def test_turns_that_cannot_be_used_go_to_others():
     records.take(engine.step())
     (seq,) = engine.scheduler.running
     engine.scheduler.park(seq)
-    engine.accept(second := make_request("b", prompt(200, 2), tenant_mark=b"b"))
+    engine.admission.accept(second := make_request("b", prompt(200, 2), tenant_mark=b"b"))
     engine.scheduler._turns.wait([b"a", b"b"])
     engine.scheduler._turns.charge(b"b", 10**6)
     for _ in range(10):
         records.take(engine.step())
     assert records[second.key].first, "a prompt that has all its blocks is not read"
-    engine.release_lease(second.key)
+    engine.admission.release_lease(second.key)
     check(run(engine, collector=records), [first])

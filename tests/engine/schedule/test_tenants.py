@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.core.request import Refusal, Request, State
+from baton.engine.core.request import Refusal, Request
+from baton.engine.schedule.states import GroupState
 from tests.support.engine.toys import Collector, make_request, run, toy_answer, toy_engine
 
 FLOOD, QUIET = b"flood", b"quiet"
@@ -137,28 +138,28 @@ def refusal(call) -> Refusal:
 def test_one_tenant_does_not_fill_the_door():
     engine = toy_engine(max_num_seqs=8)  # 10 choices are admitted
     for i in range(2):
-        engine.admit(of(FLOOD, f"f{i}", n=5))
-    assert refusal(lambda: engine.admit(of(FLOOD, "f2"))).reason == "queue_full"
+        engine.admission.admit(of(FLOOD, f"f{i}", n=5))
+    assert refusal(lambda: engine.admission.admit(of(FLOOD, "f2"))).reason == "queue_full"
     for i in range(5):
-        engine.admit(of(QUIET, f"q{i}"))
-    assert refusal(lambda: engine.admit(of(QUIET, "q5"))).reason == "queue_full"
-    engine.admit(of(b"third", "t", n=8))  # its first, however large
-    assert refusal(lambda: engine.admit(of(b"third", "t2"))).reason == "queue_full"
+        engine.admission.admit(of(QUIET, f"q{i}"))
+    assert refusal(lambda: engine.admission.admit(of(QUIET, "q5"))).reason == "queue_full"
+    engine.admission.admit(of(b"third", "t", n=8))  # its first, however large
+    assert refusal(lambda: engine.admission.admit(of(b"third", "t2"))).reason == "queue_full"
 
 
 def test_one_tenants_prompts_do_not_fill_the_line_before_a_prefill():
     engine = toy_engine()  # 2 x 128 tokens may wait
     for i in range(2):
-        engine.accept(of(FLOOD, f"f{i}", 128))
-    assert refusal(lambda: engine.accept(of(FLOOD, "f2", 64))).reason == "queue_full"
-    engine.accept(of(QUIET, "q", 300))
-    assert refusal(lambda: engine.accept(of(QUIET, "q2", 64))).reason == "queue_full"
+        engine.admission.accept(of(FLOOD, f"f{i}", 128))
+    assert refusal(lambda: engine.admission.accept(of(FLOOD, "f2", 64))).reason == "queue_full"
+    engine.admission.accept(of(QUIET, "q", 300))
+    assert refusal(lambda: engine.admission.accept(of(QUIET, "q2", 64))).reason == "queue_full"
 
 
 def test_without_marks_there_is_one_tenant():
     engine = toy_engine(num_blocks=32)
-    engine.admit(make_request("a", [1] * 470, 8))
-    engine.admit(make_request("b", [2] * 10, 8))
+    engine.admission.admit(make_request("a", [1] * 470, 8))
+    engine.admission.admit(make_request("b", [2] * 10, 8))
     assert engine.ledger.num_available == 0, "nothing is kept for others"
 
 
@@ -173,8 +174,8 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
     while engine.ledger.num_available > 2:
         steps(engine, records, 1)
     quiet = of(QUIET, "q", 150, 8)
-    assert refusal(lambda: engine.admit(quiet)).retry_after_s < 0.1
-    assert refusal(lambda: engine.admit(of(FLOOD, "f9", 20))).reason == "kv_full", "they are owed to another"
+    assert refusal(lambda: engine.admission.admit(quiet)).retry_after_s < 0.1
+    assert refusal(lambda: engine.admission.admit(of(FLOOD, "f9", 20))).reason == "kv_full", "they are owed to another"
     steps(engine, records, 1)
     engine.submit(quiet)
     while records[quiet.key].ended is None:
@@ -189,11 +190,11 @@ def test_promises_leave_a_few_blocks_for_whoever_comes():
     engine = toy_engine(max_num_seqs=16, num_blocks=64, max_model_len=256)
     for i in range(20):
         try:
-            engine.admit(of(FLOOD, f"f{i}", 100, 60))
+            engine.admission.admit(of(FLOOD, f"f{i}", 100, 60))
         except Refusal as refused:
             assert refused.reason == "kv_full"
     assert engine.ledger.num_available >= 8
-    engine.admit(of(QUIET, "q", 40, 8))
+    engine.admission.admit(of(QUIET, "q", 40, 8))
 
 
 def test_nobody_parks_for_a_tenant_that_holds_more():
@@ -215,14 +216,14 @@ def test_what_parks_unread_holds_nothing():
         engine.submit(request)
     steps(engine, records, 4)
     for request in flood:
-        engine.park(request.key)
+        engine.admission.park(request.key)
     steps(engine, records, 1)
     assert not engine.scheduler.running and not engine.scheduler._tenants and engine.ledger.num_reserved == 0
-    assert all(group.state is State.PARKED for group in engine.admission.groups.values())
-    engine.admit(of(FLOOD, "f4", n=4))
+    assert all(group.state is GroupState.PARKED for group in engine.admission.groups.values())
+    engine.admission.admit(of(FLOOD, "f4", n=4))
     engine.cancel(of(FLOOD, "f4").key)
     for request in flood:
-        engine.resume(request.key)
+        engine.admission.resume(request.key)
     run(engine, collector=records)
     check(records, flood)
 

@@ -189,10 +189,10 @@ def test_parked_and_resumed(folders):
         for request in requests:
             key = request.key
             if key in parked:
-                engine.resume(key)
+                engine.admission.resume(key)
                 parked.remove(key)
             elif records[key].first and not records[key].ended and chance.random() < 0.2:
-                engine.park(key)
+                engine.admission.park(key)
                 parked.add(key)
     engine.step()
     check_empty(engine)

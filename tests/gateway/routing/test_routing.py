@@ -221,7 +221,7 @@ def test_what_is_held_is_what_an_engine_takes(limits, num_tokens, max_tokens, nu
     )
     ask = RoutingRequest(num_tokens, num_tokens + max_tokens, num_choices=num_choices)
     request = make_request("a", [1] * num_tokens, max_tokens, n=num_choices)
-    for verb, can_hold in ((engine.admit, can_decode), (engine.accept, can_prefill)):
+    for verb, can_hold in ((engine.admission.admit, can_decode), (engine.admission.accept, can_prefill)):
         try:
             verb(request)
             engine.cancel(request.key)

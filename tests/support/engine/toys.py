@@ -201,20 +201,20 @@ def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> t
     for request in requests:
         while True:
             try:
-                num_cached = decode.admit(request)
+                num_cached = decode.admission.admit(request)
                 break
             except Refusal:
                 rest.take(decode.step())
-        acceptance = prefill.accept(request)
+        acceptance = prefill.admission.accept(request)
         while firsts[request.key].first is None:
             firsts.take(prefill.step())
         num_tokens, skip = len(request.token_ids), num_cached // decode.layout.block_size
-        refs = decode.set_aside(request.key, num_tokens)
+        refs = decode.admission.set_aside(request.key, num_tokens)
         copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
-        decode.verified(request.key, num_tokens)
-        decode.fetch_settled(request.key)
-        decode.start(request.key, going_on(firsts[request.key].first))
-        prefill.release_lease(request.key)
+        decode.admission.verified(request.key, num_tokens)
+        decode.admission.fetch_settled(request.key)
+        decode.admission.start(request.key, going_on(firsts[request.key].first))
+        prefill.admission.release_lease(request.key)
         rest.take(decode.step())
     run(decode, collector=rest)
     run(prefill, collector=firsts)

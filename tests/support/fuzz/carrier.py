@@ -25,7 +25,7 @@ class Lease:
             taker[ours[0], :, :, :, ours[1]] = source[theirs[0], :, :, :, theirs[1]]
         size = self.source.layout.block_size
         used = self.refs[begin // size : (end - 1) // size + 1]
-        return all(self.source.generation(ref.block_id) == ref.generation for ref in used)
+        return all(self.source.ledger.generation(ref.block_id) == ref.generation for ref in used)
 
 
 def _places(pool: KVPool, refs: Sequence[BlockRef], tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,12 +68,12 @@ class Journey:
 
     def park(self) -> None:
         if self.attempt.is_there:
-            self.attempt.here.park(self.attempt.key)
+            self.attempt.here.admission.park(self.attempt.key)
 
     def resume(self) -> None:
         if self.attempt.is_there:
             try:
-                self.attempt.here.resume(self.attempt.key)
+                self.attempt.here.admission.resume(self.attempt.key)
             except LookupError:
                 pass
 
@@ -165,7 +165,7 @@ class Attempt:
 
     def lapse(self) -> None:
         for engine, key in self._leases:
-            engine.release_lease(key)
+            engine.admission.release_lease(key)
 
     def take(self, engine: Engine, output: Output) -> None:
         if not self.is_current:
@@ -210,16 +210,16 @@ class Attempt:
     def _split(self, pulls_prefix: bool = False) -> Course:
         num_cached = yield from self._admit()
         yield
-        accepted = yield from self._until(lambda: self.there.accept(self.request, pulls_prefix))
+        accepted = yield from self._until(lambda: self.there.admission.accept(self.request, pulls_prefix))
         self.is_read_there, self.watermark = True, accepted.num_cached_tokens
         self._open(self.there)
         self._leases.append((self.there, self.key))
         try:
             yield
             if pulls_prefix:
-                self.there.fetching(self.key)
+                self.there.admission.fetching(self.key)
                 yield from self._pull_cached(self.there, self.here)
-                self.there.compute_rest(self.key)
+                self.there.admission.compute_rest(self.key)
                 yield
             is_whole = yield from self._fetch(self.here, self.there, self.key, accepted.blocks, num_cached)
             while is_whole and self.first is None and self.reader_error is None and self.is_current:
@@ -228,23 +228,23 @@ class Attempt:
                 self.is_read_there = False
                 yield from self._compute_rest()
             elif is_whole:
-                self.here.start(self.key, going_on(self.first))
+                self.here.admission.start(self.key, going_on(self.first))
             elif self.is_current:
                 self.stop()
                 self.journey.again("whole", self.at)
         finally:
-            self.there.release_lease(self.key)
+            self.there.admission.release_lease(self.key)
 
     def _prefix(self) -> Course:
         yield from self._split(pulls_prefix=True)
 
     def _admit(self) -> Course:
-        num_cached = yield from self._until(lambda: self.here.admit(self.request))
+        num_cached = yield from self._until(lambda: self.here.admission.admit(self.request))
         self._open(self.here)
         return num_cached
 
     def _compute_rest(self) -> Course:
-        yield from self._until(lambda: self.here.compute_rest(self.key))
+        yield from self._until(lambda: self.here.admission.compute_rest(self.key))
 
     def _open(self, engine: Engine) -> None:
         self.is_there = self.is_there or engine is self.here
@@ -255,9 +255,9 @@ class Attempt:
     def _pull_cached(self, taker: Engine, source: Engine) -> Course:
         """What the source has of the prompt, under a lease of its own."""
         key = Key(f"{self.key.request_id}/offer", self.key.attempt)
-        offered = source.offer(key, self.request.span_hashes)
+        offered = source.admission.offer(key, self.request.span_hashes)
         if not offered.blocks:
-            taker.fetch_settled(self.key)
+            taker.admission.fetch_settled(self.key)
             return
         self.world.opened(source, key)
         self._leases.append((source, key))
@@ -265,7 +265,7 @@ class Attempt:
             yield
             yield from self._fetch(taker, source, key, offered.blocks, 0, offered.num_cached_tokens)
         finally:
-            source.release_lease(key)
+            source.admission.release_lease(key)
 
     def _fetch(self, taker: Engine, source: Engine, key: Key, blocks, fetched: int, only: int | None = None) -> Course:
         """What is leased as `key`, as the watermark moves, or `only` so many tokens. Returns whether all has come."""
@@ -279,13 +279,13 @@ class Attempt:
                 upto = self.watermark if only is None else min(only, total)
                 aim = upto if upto == total else upto // size * size
                 if aim > fetched:
-                    refs = yield from self._until(lambda aim=aim: taker.set_aside(self.key, aim))
+                    refs = yield from self._until(lambda aim=aim: taker.admission.set_aside(self.key, aim))
                     yield
                     is_right = lease.carry(refs, fetched, aim)  # it lands, whatever has become of the key
                     yield
                     if not is_right:
                         return False
-                    taker.verified(self.key, aim)
+                    taker.admission.verified(self.key, aim)
                     fetched = aim
                 if upto == total or only is not None:
                     return True
@@ -293,7 +293,7 @@ class Attempt:
                     return False
                 yield
         finally:
-            taker.fetch_settled(self.key)
+            taker.admission.fetch_settled(self.key)
 
     def _fetch_by_wire(self, wires, taker, source, key, blocks, fetched, only) -> Course:
         total = min(only or len(self.request.token_ids), len(self.request.token_ids))
@@ -313,7 +313,7 @@ class Attempt:
         finally:
             error = wires.settle(task)
             wires.cancel(source, key)
-            taker.fetch_settled(self.key)
+            taker.admission.fetch_settled(self.key)
         self.world.counts[f"fetch: {type(error).__name__}" if error else "fetched by wire"] += 1
         return error is None
 

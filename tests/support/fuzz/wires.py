@@ -32,7 +32,7 @@ class Wires:
             self._sources.append(
                 Source(
                     region.memory, engine.layout, SourceIdentity(instance, number, engine.model_identity, numerics),
-                    local_host_id(), lambda key, ending: None, generations=engine.generation, region=region,
+                    local_host_id(), lambda key, ending: None, generations=engine.ledger.generation, region=region,
                     lease_ttl_s=LEASE_S, transports=(transport,), codec=convert_rows,
                 )
             )  # fmt: skip

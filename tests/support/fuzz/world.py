@@ -18,12 +18,12 @@ from baton.engine import engine
 from baton.engine.core.request import FinishReason, Key, Output, Request, RequestEnded, TokenLogprobs
 from baton.engine.engine import Engine
 from baton.engine.execute import collect
-from baton.engine.schedule import admission, scheduler, sequence, tenant_shares
+from baton.engine.schedule import lifecycle, scheduler, sequence, tenant_shares
 from tests.support.fuzz.journey import Journey
 from tests.support.fuzz.shrink import Plan
 from tests.support.fuzz.wires import Wires
 
-CLOCKED = (admission, engine, collect, scheduler, sequence, tenant_shares)  # modules that read the time
+CLOCKED = (engine, collect, lifecycle, scheduler, sequence, tenant_shares)  # modules that read the time
 MAX_ROUNDS = 2000  # of both engines, until everything has ended
 BEGAN_S, AGES_S = 1000.0, 1e6
 ROUND_S = 0.002
@@ -199,11 +199,11 @@ class World:
     def _check(self, number: int) -> None:
         each, spans = self.engines[number], self._spans[number]
         each.check_integrity()
-        sealed, evicted = each.block_events()
+        sealed, evicted = each.ledger.block_events()
         assert not spans & set(sealed) and spans >= set(evicted), "events that cannot follow each other"
         spans |= set(sealed)
         spans -= set(evicted)
-        assert spans == set(each.snapshot()), "events do not add up to what is cached"
+        assert spans == set(each.ledger.snapshot()), "events do not add up to what is cached"
 
     def _settle(self) -> None:
         """Everything comes to its end, and what it ends with is judged."""
@@ -248,10 +248,10 @@ class World:
             self._step(number)
             assert each.ledger.num_available == each.num_blocks and not each.ledger.num_reserved, "blocks are missing"
             tables = {
-                "groups": each.admission.groups, "quarantined": each.admission._quarantined,
-                "deadlines": each.admission.groups._deadlines, "running": each.scheduler.running,
+                "groups": each.lifecycle.groups, "quarantined": each.lifecycle._quarantined,
+                "deadlines": each.lifecycle.groups._deadlines, "running": each.scheduler.running,
                 "waiting": each.scheduler.waiting, "inbox": list(each.inbox._commands),
-                "waiting tokens": each.admission.num_waiting_tokens, "choices": each.admission._num_choices,
+                "waiting tokens": each.lifecycle.num_waiting_tokens, "choices": each.lifecycle.num_choices,
                 "drafts": [tracks for tracks in each.speculator._tracks.values() if tracks],
             }  # fmt: skip
             left = {name: table for name, table in tables.items() if table}

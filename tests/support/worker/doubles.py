@@ -27,6 +27,7 @@ class EngineDouble:
     spec = SimpleNamespace(vocab_size=1000)
 
     def __init__(self):
+        self.admission = self.ledger = self
         self.calls: list[tuple] = []
         blocks = Acceptance((BlockRef(0, 1),), 64)
         self.answer = {"admit": 0, "accept": blocks, "offer": blocks}

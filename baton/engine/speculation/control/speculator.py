@@ -277,7 +277,7 @@ class Speculator:
         """Tokens of the sequence that its proposer has to read first, by each that it is expected to make."""
         track = self._tracks[name].get(seq)
         num_tokens = self.proposers[name].num_unread(seq.token_ids, track and track.draftee)
-        return num_tokens and num_tokens / self._scheduler.admission.expected_left(seq.group.request, seq.num_output)
+        return num_tokens and num_tokens / self._scheduler.lengths.expected_left(seq.group.request, seq.num_output)
 
     def _fixed(self, seq: Sequence) -> int | None:
         asked = seq.group.request.speculation.num_tokens

@@ -1,0 +1,284 @@
+"""The states of groups: `happen` looks an event up in TABLE, runs the action it names and sets the state, here alone.
+
+A group in the loop (waiting or running) ends between steps, by the loop: other threads only post to it. Any other is
+ended by any thread at any time, so who looks one up does what follows under the same lock.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from baton.engine.core.request import FirstToken, Key, Refusal, RequestEnded
+from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.groups import Groups
+from baton.engine.schedule.inbox import Enter, Inbox, Start, Stop
+from baton.engine.schedule.scheduler import Scheduler
+from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.states import GroupEvent, GroupState
+from kvtransfer.layout import KVLayout
+
+
+class Ending(NamedTuple):
+    """Why a group ends, in the words of RequestEnded."""
+
+    error: str = ""
+    message: str = ""
+
+
+class GroupLifecycle:
+    """Every live group of one engine, and what its events do. Thread-safe: `happen` takes the ledger's lock."""
+
+    def __init__(self, layout: KVLayout, ledger: Ledger, inbox: Inbox, groups: Groups, scheduler: Scheduler):
+        self.layout = layout
+        self.ledger = ledger
+        self.inbox = inbox
+        self.groups = groups
+        self.scheduler = scheduler
+        self.num_waiting_tokens = 0  # of prompts that wait for their first chunk
+        self.num_choices = 0  # admitted, and neither parked nor ended
+        self._quarantined: dict[Key, list[int]] = {}
+
+    def happen(self, group: Group, event: GroupEvent, subject: Any = None) -> RequestEnded | None:
+        """Let one event happen to a group. `subject` is what the event brings, see the actions. Returns the group's end,
+        if this was it: the caller gives it out.
+
+        What an action raises is raised, and the state stays: LookupError for what comes too late, Refusal, ValueError.
+        """
+        with self.ledger.lock:
+            action, state = TABLE[group.state, event]
+            ended = action(self, group, subject)
+            group.state = state
+            return ended
+
+    def fetch_settled(self, key: Key) -> None:
+        """Give back the quarantined blocks of a key, dead or alive: no byte of its fetch can land any more."""
+        with self.ledger.lock:
+            self.ledger.release(self._quarantined.pop(key, []), Holder.QUARANTINED)
+            if (group := self.groups.get(key)) is not None:
+                group.fetch_settled = True
+
+    def holdings(self) -> list[tuple[Holder, list[int]]]:
+        """Return who holds which blocks, as the keys themselves have it: to compare with the ledger."""
+        held = [(Holder.QUARANTINED, block_ids) for block_ids in self._quarantined.values()]
+        for group in self.groups.values():
+            for seq in group.live:
+                num_owned = group.num_owned if group.state is GroupState.FETCHING else len(seq.block_ids)
+                held.append((group.holder, seq.block_ids[:num_owned]))
+                held.append((Holder.FETCHING, seq.block_ids[num_owned:]))
+        return held
+
+    def num_promised(self) -> int:
+        """Return the blocks that the ledger has promised to the sequences of all groups."""
+        return sum(seq.reserve for group in self.groups.values() for seq in group.live)
+
+    # ---- actions of no consequence ----
+
+    def ignore(self, group: Group, subject: object) -> None:
+        """Do nothing: the event has no meaning in this state, or has happened already."""
+
+    def refuse_late(self, group: Group, subject: object) -> None:
+        raise LookupError(f"{group.key} is not admitted here, or ended")
+
+    def refuse_in_use(self, group: Group, subject: object) -> None:
+        raise ValueError(f"{group.key} is in use")
+
+    # ---- opening ----
+
+    def register(self, group: Group, subject: object) -> None:
+        self.groups[group.key] = group
+        self.groups.expect(group)
+
+    def admit(self, group: Group, subject: object) -> None:
+        self.num_choices += group.request.sampling.n
+        self.register(group, subject)
+
+    def accept(self, group: Group, subject: object) -> None:
+        self.register(group, subject)
+        self._wait(group)
+
+    # ---- fetching ----
+
+    def begin_fetch(self, group: Group, subject: object) -> None:
+        group.fetch_settled = False
+
+    def set_aside(self, group: Group, upto_token: int) -> None:
+        """Blocks for tokens [0, upto_token): the cached ones, then new ones, held `fetching`. Refusal: kv_full."""
+        trunk = group.trunk
+        if upto_token > trunk.num_tokens:
+            raise ValueError(f"{group.key}: set_aside up to {upto_token} of {trunk.num_tokens} tokens")
+        if (missing := self.layout.num_blocks(upto_token) - len(trunk.block_ids)) > 0:
+            block_ids = self.ledger.allocate(missing, Holder.FETCHING, reserved=min(missing, trunk.reserve))
+            if block_ids is None:
+                raise Refusal("kv_full")
+            trunk.reserve -= min(missing, trunk.reserve)
+            trunk.block_ids += block_ids
+            group.fetch_settled = False
+
+    def verify(self, group: Group, upto_token: int) -> None:
+        """Tokens [0, upto_token) are confirmed: fetching -> running, whole units enter the prefix cache."""
+        trunk = group.trunk
+        whole = upto_token >= trunk.num_tokens
+        num_owned = self.layout.num_blocks(upto_token) if whole else upto_token // self.layout.block_size
+        if num_owned > len(trunk.block_ids) or upto_token > trunk.num_tokens:
+            raise ValueError(f"{group.key}: verified up to {upto_token}, {len(trunk.block_ids)} blocks were set aside")
+        if num_owned > group.num_owned:
+            self.ledger.move(trunk.block_ids[group.num_owned : num_owned], Holder.FETCHING, group.holder)
+            group.num_owned = num_owned
+            trunk.num_computed = upto_token if whole else num_owned * self.layout.block_size
+            trunk.seal(self.ledger)
+
+    def start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
+        if group.trunk.num_computed < group.trunk.num_tokens:
+            raise ValueError(f"{group.key}: start before the last block was verified")
+        group.started()
+        self.inbox.post(Start(group.key, group.arrival, tuple(first_tokens)))
+
+    def compute_rest(self, group: Group, subject: object) -> None:
+        """What no fetch has brought is computed here. Refusal: kv_full."""
+        if group.is_held:
+            block_ids = group.trunk.block_ids
+            self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
+            group.num_owned = len(block_ids)
+            group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
+        else:
+            self._drop_unverified(group)
+            group.accepted_at = time.monotonic()
+        self._wait(group)
+
+    # ---- in the loop ----
+
+    def add_trunk(self, group: Group, subject: object) -> None:
+        self.scheduler.add(group.trunk)
+
+    def launch(self, group: Group, now: float) -> None:
+        """The group's first chunk goes out at `now` (time.monotonic())."""
+        self.num_waiting_tokens -= group.num_waiting_tokens
+        group.num_waiting_tokens = 0
+        group.launched_at = now
+
+    def hold(self, group: Group, subject: object) -> None:
+        """A held prefill is complete: from here on its blocks wait for release_lease alone."""
+        self.scheduler.remove(group.trunk)
+
+    def park(self, group: Group, subject: object) -> None:
+        """All its blocks go back, whole units of them stay in the cache."""
+        for seq in group.live:
+            self.scheduler.remove(seq)
+            seq.give_back(self.ledger)
+        self.num_choices -= group.request.sampling.n
+
+    def resume(self, group: Group, subject: object) -> None:
+        """Into the queues again, whatever else is there: it waits for blocks like one that was preempted."""
+        self.expect_deadline(group, subject)
+        self.num_choices += group.request.sampling.n
+        for seq in group.live:
+            self.scheduler.add(seq)
+
+    def expect_deadline(self, group: Group, subject: object) -> None:
+        """Its deadline is another one: it was to park, and has not."""
+        self.groups.expect(group)
+
+    def post_stop(self, group: Group, subject: object) -> None:
+        self.inbox.post(Stop(group.key, group.arrival))
+
+    # ---- endings ----
+
+    def end(self, group: Group, ending: Ending) -> RequestEnded:
+        """The one place where a key ends: all it holds goes back."""
+        del self.groups[group.key]
+        self.num_waiting_tokens -= group.num_waiting_tokens
+        for seq in group.live:
+            seq.give_back(self.ledger)
+        group.live = []
+        return RequestEnded(group.key, ending.error, ending.message, group.report())
+
+    def end_in_loop(self, group: Group, ending: Ending) -> RequestEnded:
+        for seq in group.live:
+            self.scheduler.remove(seq)
+        self._drop_choices(group)
+        return self.end(group, ending)
+
+    def end_fetching(self, group: Group, ending: Ending) -> RequestEnded:
+        self._give_back_fetching(group)
+        self._drop_choices(group)
+        return self.end(group, ending)
+
+    # ---- private ----
+
+    def _wait(self, group: Group) -> None:
+        """Into the loop's queue."""
+        group.num_waiting_tokens = group.trunk.remaining
+        self.num_waiting_tokens += group.num_waiting_tokens
+        self.inbox.post(Enter(group.key, group.arrival))
+
+    def _drop_choices(self, group: Group) -> None:
+        if not group.is_held:
+            self.num_choices -= group.request.sampling.n
+
+    def _drop_unverified(self, group: Group) -> None:
+        """What a fetch left unfinished goes back and is promised again; what it brought stays."""
+        trunk = group.trunk
+        num_missing = len(trunk.block_ids) - group.num_owned
+        self._give_back_fetching(group)
+        if not self.ledger.reserve(num_missing):
+            raise Refusal("kv_full")
+        trunk.reserve += num_missing
+        trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
+
+    def _give_back_fetching(self, group: Group) -> None:
+        """Blocks that a fetch may still write into are quarantined until it has settled."""
+        trunk = group.trunk
+        fetching, trunk.block_ids = trunk.block_ids[group.num_owned :], trunk.block_ids[: group.num_owned]
+        if group.fetch_settled:
+            self.ledger.release(fetching, Holder.FETCHING)
+        elif fetching:
+            self.ledger.move(fetching, Holder.FETCHING, Holder.QUARANTINED)
+            self._quarantined.setdefault(group.key, []).extend(fetching)
+
+
+class GroupTransition(NamedTuple):
+    """The group is in `state` once `action` has returned."""
+
+    action: Callable[[GroupLifecycle, Group, Any], RequestEnded | None]
+    state: GroupState
+
+
+def _table() -> dict[tuple[GroupState, GroupEvent], GroupTransition]:
+    s, e, act, to = GroupState, GroupEvent, GroupLifecycle, GroupTransition
+    table = {(state, event): to(act.ignore, state) for state in s for event in e}
+    for state in s:
+        for event in (e.ADMIT, e.ACCEPT, e.ACCEPT_PREFIX, e.OFFER):
+            table[state, event] = to(act.refuse_in_use, state)
+        for event in (e.FETCH, e.SET_ASIDE, e.VERIFY, e.START, e.COMPUTE_REST):
+            table[state, event] = to(act.refuse_late, state)
+    for state in (s.FETCHING, s.WAITING, s.RUNNING, s.HELD):
+        table[state, e.RESUME] = to(act.expect_deadline, state)
+    for event in (e.CANCEL, e.DEADLINE, e.END):
+        table[s.FETCHING, event] = to(act.end_fetching, s.FINISHED)
+    for state in (s.WAITING, s.RUNNING):
+        table[state, e.RELEASE_LEASE] = table[state, e.CANCEL] = to(act.post_stop, state)
+        table[state, e.DEADLINE] = table[state, e.END] = to(act.end_in_loop, s.FINISHED)
+    for state in (s.HELD, s.PARKED):  # a lease has a clock of its own, and what is parked waits for a reader
+        table[state, e.CANCEL] = table[state, e.END] = to(act.end, s.FINISHED)
+    return table | {
+        (s.NEW, e.ADMIT): to(act.admit, s.FETCHING),
+        (s.NEW, e.ACCEPT): to(act.accept, s.WAITING),
+        (s.NEW, e.ACCEPT_PREFIX): to(act.register, s.FETCHING),
+        (s.NEW, e.OFFER): to(act.register, s.HELD),
+        (s.FETCHING, e.FETCH): to(act.begin_fetch, s.FETCHING),
+        (s.FETCHING, e.SET_ASIDE): to(act.set_aside, s.FETCHING),
+        (s.FETCHING, e.VERIFY): to(act.verify, s.FETCHING),
+        (s.FETCHING, e.START): to(act.start, s.WAITING),
+        (s.FETCHING, e.COMPUTE_REST): to(act.compute_rest, s.WAITING),
+        (s.FETCHING, e.RELEASE_LEASE): to(act.post_stop, s.FETCHING),
+        (s.WAITING, e.ENTER): to(act.add_trunk, s.WAITING),
+        (s.WAITING, e.JOIN): to(act.add_trunk, s.RUNNING),
+        (s.WAITING, e.LAUNCH): to(act.launch, s.RUNNING),
+        (s.RUNNING, e.HOLD): to(act.hold, s.HELD),
+        (s.RUNNING, e.PARK): to(act.park, s.PARKED),
+        (s.PARKED, e.RESUME): to(act.resume, s.RUNNING),
+        (s.HELD, e.RELEASE_LEASE): to(act.end, s.FINISHED),
+    }
+
+
+TABLE = _table()

@@ -1,0 +1,164 @@
+"""Every cell of the table of a group's states: bring a group there, let the event happen, and see the state, the blocks
+and exactly one end. No model computes; what the loop would do is done by hand."""
+
+import pytest
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import FirstToken, Key, RequestEnded
+from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.groups import Groups
+from baton.engine.schedule.inbox import Enter, Inbox, Start
+from baton.engine.schedule.lifecycle import TABLE, Ending, GroupLifecycle
+from baton.engine.schedule.output_lengths import OutputLengths
+from baton.engine.schedule.scheduler import Scheduler
+from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.states import GroupEvent, GroupState
+from baton.engine.schedule.tenant_shares import Shares
+from kvtransfer.layout import KVGroup, KVLayout
+from tests.support.engine.toys import make_request
+
+E, S = GroupEvent, GroupState
+NUM_BLOCKS, NUM_TOKENS, BLOCK_SIZE = 64, 150, 16
+KEY, OTHER = Key("one"), Key("other")
+FIRST = (FirstToken(0, 7),)
+OPENING = (E.ADMIT, E.ACCEPT, E.ACCEPT_PREFIX, E.OFFER)
+IN_FETCH = (E.FETCH, E.SET_ASIDE, E.VERIFY, E.START, E.COMPUTE_REST)
+WAIT_HERE = (E.ADMIT, E.COMPUTE_REST, E.ENTER)
+PATHS = {  # as an admitted or offered key, and where there is one as a prefill for a taker
+    S.NEW: [()],
+    S.FETCHING: [(E.ADMIT,), (E.ADMIT, E.SET_ASIDE, E.VERIFY), (E.ACCEPT_PREFIX, E.FETCH, E.VERIFY)],
+    S.WAITING: [(E.ADMIT, E.COMPUTE_REST), (E.ACCEPT,), (E.ADMIT, E.SET_ASIDE, E.VERIFY, E.START)],
+    S.RUNNING: [(*WAIT_HERE, E.LAUNCH), (E.ACCEPT, E.ENTER, E.LAUNCH), (E.ADMIT, E.SET_ASIDE, E.VERIFY, E.START, E.JOIN)],
+    S.HELD: [(E.ACCEPT, E.ENTER, E.LAUNCH, E.HOLD), (E.OFFER,)],
+    S.PARKED: [(E.ADMIT, E.SET_ASIDE, E.VERIFY, E.START, E.JOIN, E.PARK)],
+    S.FINISHED: [(*WAIT_HERE, E.LAUNCH, E.END)],
+}  # fmt: skip
+
+
+class Bench:
+    """What decides of groups, without a model; `group` is the one that events happen to."""
+
+    def __init__(self):
+        config = EngineConfig(model="m", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=512)
+        layout = KVLayout((KVGroup("paged", 1, 1, 8, "fp32", BLOCK_SIZE),))
+        self.ledger, self.inbox, groups, lengths = Ledger(NUM_BLOCKS, BLOCK_SIZE), Inbox(), Groups(), OutputLengths()
+        shares = Shares(config, layout, self.ledger, groups)
+        self.scheduler = Scheduler(config, layout, self.ledger, shares, lengths)
+        self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler)
+        self.admission = Admission(config, layout, self.lifecycle, shares, lengths)
+        self.request = make_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
+        self.group: Group | None = None
+        self.ends: list[RequestEnded] = []
+
+    def open(self, event: GroupEvent) -> None:
+        if event is E.ADMIT:
+            self.admission.admit(self.request)
+        elif event is E.OFFER:
+            spans = self.cache_spans()
+            assert self.admission.offer(KEY, spans).num_cached_tokens == 128
+        else:
+            self.admission.accept(self.request, fetches=event is E.ACCEPT_PREFIX)
+        self.group = self.lifecycle.groups[KEY]
+
+    def cache_spans(self) -> tuple[bytes, ...]:
+        """Another request leaves its spans in the cache."""
+        request = make_request(OTHER.request_id, list(range(1, NUM_TOKENS + 1)), 20)
+        self.admission.admit(request)
+        self.admission.set_aside(OTHER, NUM_TOKENS)
+        self.admission.verified(OTHER, NUM_TOKENS)
+        self.admission.fetch_settled(OTHER)
+        self.admission.cancel(OTHER)
+        assert [command.key for command in self.inbox.drain()] == [OTHER]
+        return request.span_hashes
+
+    def let(self, event: GroupEvent) -> None:
+        """Makes the event happen, with what it brings."""
+        if event in OPENING and self.group is None:
+            return self.open(event)
+        group = self.group or Group(self.request, Holder.RUNNING)
+        if event is E.JOIN and group.state is S.WAITING and group.prefilled:
+            self.scheduler.fork(group.trunk, list(FIRST), lambda src, dst: None)
+        if event is E.LAUNCH and group.state is S.WAITING and group.trunk in self.scheduler.waiting:
+            self.scheduler.schedule()
+        subject = {
+            E.SET_ASIDE: NUM_TOKENS,
+            E.VERIFY: NUM_TOKENS if Holder.FETCHING in self.holders() else 0,
+            E.START: FIRST,
+            E.LAUNCH: 1.0,
+            E.CANCEL: Ending("cancelled"),
+            E.DEADLINE: Ending("deadline"),
+        }.get(event, Ending())
+        if (ended := self.lifecycle.happen(group, event, subject)) is not None:
+            self.ends.append(ended)
+
+    def holders(self) -> set[Holder]:
+        return {holder for holder, block_ids in self.lifecycle.holdings() if block_ids}
+
+    def check(self) -> None:
+        self.ledger.check_integrity()
+        self.ledger.check_holders(self.lifecycle.holdings())
+        assert self.ledger.num_reserved == self.lifecycle.num_promised()
+
+
+@pytest.mark.parametrize("event", E, ids=lambda event: event.value)
+@pytest.mark.parametrize(
+    ("state", "path"),
+    [(state, path) for state, paths in PATHS.items() for path in paths],
+    ids=lambda value: value.value if isinstance(value, S) else "-".join(event.value for event in value),
+)
+def test_cell(state, path, event):
+    if state is S.RUNNING and event is (E.HOLD if E.ADMIT in path else E.PARK if E.ACCEPT in path else None):
+        return  # a prefill for a taker is held and never parked, any other parks and is never held
+    bench, cell = Bench(), TABLE[state, event]
+    for step in path:
+        bench.let(step)
+        bench.check()
+    if bench.group is not None:
+        assert bench.group.state is state
+    error = {GroupLifecycle.refuse_late: LookupError, GroupLifecycle.refuse_in_use: ValueError}.get(cell.action)
+    if event is E.START and state is S.FETCHING and bench.group.trunk.remaining:
+        error = ValueError  # its last block is not verified
+    held, num_ends, num_commands = bench.ledger.counts(), len(bench.ends), len(bench.inbox)
+    if error is not None:
+        with pytest.raises(error):
+            bench.let(event)
+    else:
+        bench.let(event)
+    bench.check()
+    if bench.group is not None:
+        assert bench.group.state is (state if error is not None else cell.state)
+    if error is not None or cell.action is GroupLifecycle.ignore:
+        assert (bench.ledger.counts(), len(bench.ends), len(bench.inbox)) == (held, num_ends, num_commands)
+    assert len(bench.ends) - num_ends == (cell.state is S.FINISHED and state is not S.FINISHED)
+
+    # However it went on, it ends once, and everything is back.
+    if bench.group is not None:
+        bench.let(E.END)
+        bench.admission.fetch_settled(KEY)
+        bench.check()
+        assert [ended.key for ended in bench.ends] == [KEY] and not bench.lifecycle.groups
+        assert bench.ledger.num_available == NUM_BLOCKS and not bench.ledger.num_reserved
+        assert not bench.scheduler.has_work()
+        assert bench.lifecycle.num_choices == 0 and bench.lifecycle.num_waiting_tokens == 0
+
+
+def test_every_state_is_walked_to():
+    assert set(PATHS) == set(GroupState) and set(TABLE) == {(state, event) for state in S for event in E}
+
+
+def test_state_is_set_in_one_place():
+    """By GroupLifecycle.happen, and once when a group is made."""
+    from baton.engine import schedule
+    from tests.support.state_table import assignments_of
+
+    assert assignments_of("state", schedule) == ["lifecycle.py", "sequence.py"]
+
+
+def test_commands_of_a_new_key():
+    """What the loop is posted: Enter for a prompt to be read, Start for one that was fetched."""
+    for path, kind in ((WAIT_HERE[:2], Enter), ((E.ADMIT, E.SET_ASIDE, E.VERIFY, E.START), Start)):
+        bench = Bench()
+        for event in path:
+            bench.let(event)
+        assert [type(command) for command in bench.inbox.drain()] == [kind]
