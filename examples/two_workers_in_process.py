@@ -36,8 +36,8 @@ def load(model: str) -> tuple[Engine, Region]:
 
 async def answer(prefill: Engine, source: Source, decode: Engine, fetcher: Fetcher, request: Request) -> list[int]:
     """Return the answer's token ids. The prompt is read by `prefill`, all tokens but the first are written by `decode`."""
-    num_cached = decode.admit(request)  # credit: from here on the decode engine has room for it
-    accepted = prefill.accept(request)
+    num_cached = decode.admission.admit(request)  # credit: from here on the decode engine has room for it
+    accepted = prefill.admission.accept(request)
     offer = source.offer(
         request.key, accepted.blocks, len(request.token_ids), request.span_hashes, request.chain_parent,
         fetcher.taker(num_cached),
@@ -56,8 +56,8 @@ async def answer(prefill: Engine, source: Source, decode: Engine, fetcher: Fetch
     source.advance(request.key, len(request.token_ids))
     report = await fetch
     print(f"{report.num_tokens} tokens of KV, {report.num_bytes >> 10} KiB, by {report.transport}")
-    decode.fetch_settled(request.key)
-    decode.start(request.key, first_tokens)
+    decode.admission.fetch_settled(request.key)
+    decode.admission.start(request.key, first_tokens)
     ids = [first_tokens[0].token_id]
     while True:
         for output in decode.step():
@@ -73,8 +73,8 @@ async def main(model: str = str(Path(__file__).parents[1] / "demo" / "target")) 
     (prefill, its_memory), (decode, memory) = load(model), load(model)
     identity = SourceIdentity(b"prefill", 1, prefill.model_identity, str(prefill.numerics_class))
     source = Source(
-        its_memory.memory, prefill.layout, identity, "this host", lambda key, ending: prefill.release_lease(key),
-        generations=prefill.generation, region=its_memory, transports=TRANSPORTS,
+        its_memory.memory, prefill.layout, identity, "this host", lambda key, ending: prefill.admission.release_lease(key),
+        generations=prefill.ledger.generation, region=its_memory, transports=TRANSPORTS,
     )  # fmt: skip
     fetcher = Fetcher(
         memory.memory, decode.layout, b"decode", 2, "this host", TRANSPORTS, numerics_class=str(decode.numerics_class)
