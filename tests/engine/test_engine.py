@@ -179,7 +179,10 @@ def test_the_pool_lies_in_memory_that_is_given(folder):
         (dict(block_size=24), "block_size 24"),
         (dict(dtype="int3"), "dtype 'int3'"),
         (dict(num_blocks=0), "num_blocks 0"),
-        (dict(max_num_seqs=64, max_num_batched_tokens=100), "max_num_batched_tokens 100: must be at least max_num_seqs"),
+        (
+            dict(max_num_seqs=64, max_num_batched_tokens=100),
+            "max_num_batched_tokens 100: must be at least max_num_seqs",
+        ),
         (dict(max_model_len=4096), "max_model_len 4096: the model's context is 512"),
         (dict(max_model_len=512, num_blocks=4), "num_blocks 4: one context of 512 needs 32"),
         (dict(attention="none"), "attention backend 'none'"),
