@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NODE_CLIENT := tests/clients/node
 
-.PHONY: setup demo check test test-nixl test-long test-faults marathon fault-report bench-peers protos clean
+.PHONY: setup demo check test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -44,6 +44,10 @@ test: setup $(STAMPS)/protoc system-packages node-packages
 test-long: setup long-packages
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest -m long --timeout 2700 \
 		-o faulthandler_timeout=600 $(PYTEST_ARGS)
+
+# The kernels for 64 bit Arm, cross-compiled and run by an emulator on the calls that this machine's kernels were given.
+test-aarch64: setup long-packages
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m long --timeout 900 tests/engine/native/test_aarch64.py $(PYTEST_ARGS)
 
 # Faults beyond those of every landing (P1); what test and test-long run of tests/faults is not repeated.
 test-faults: setup system-packages

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.layers.linear import choose
-from baton.engine.native.tier import TIERS, available
+from baton.engine.native.tier import available
 from baton.engine.weights.forms import IntWeight
 from bench.arms import shape
 from bench.arms.cpu_arms import FORMS, Ours, linear_weights, make_spec
@@ -61,7 +61,7 @@ AVX2_GOALS = {
     "int4-g32": Goals("Q4_0", "ratio >= 1.4", "ratio >= 1.1"),
     "int4-g128": Goals("Q4_0", "", ""),
 }
-HAS_VNNI = TIERS[-1] in available()
+HAS_VNNI = "avx512-vnni-bf16" in (tier.name for tier in available())
 GOALS, BATCH_GOAL = (AVX512_GOALS, "ratio >= 2.0") if HAS_VNNI else (AVX2_GOALS, "ratio >= 1.6")
 QUICK_FORMS, QUICK_LAYERS = ("bf16", "int8", "int4-g32"), 2
 LIMIT_SHARE = {"bf16": "ratio >= 0.85", "int8": "ratio >= 0.85"}

@@ -95,6 +95,8 @@ FOLDERS = {
         "native": "",
         "native.attention": "",
         "native.linear": "",
+        "native.linear.bytes32": "",
+        "native.linear.bytes64": "",
         "speculation": "",
         "weights": "",
         "core": "native",

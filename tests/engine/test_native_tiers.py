@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import torch
 from baton.engine import native
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.native import build
-from baton.engine.native.tier import TIERS, available, tiers_of
+from baton.engine.native.tier import TIERS as ALL_TIERS
+from baton.engine.native.tier import available, missing, tiers_for, tiers_of
 from tests.support.engine.weight_forms import FORMS
 from tests.support.process import ROOT
 
@@ -24,7 +26,8 @@ SUITES = (
     "tests/engine/models/test_parity_models.py",
     "tests/engine/speculation/test_heads.py",
 )
-NAMES = [tier.name for tier in TIERS]
+TIERS = [tier for tier in ALL_TIERS if tier.machine == platform.machine()]
+NAMES = [tier.name for tier in tiers_for("x86_64")]
 V3 = "fpu avx avx2 fma f16c bmi1 bmi2 abm movbe"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 OWN = available()
@@ -43,21 +46,29 @@ OWN = available()
 )
 def test_tiers_of_a_processor(flags, count):
     cpuinfo = f"processor\t: 0\nmodel name\t: x\nflags\t\t: {flags}\nbugs\t\t:\n\nprocessor\t: 1\nflags\t\t: fpu\n"
-    assert [tier.name for tier in tiers_of(cpuinfo)] == NAMES[:count]
+    assert [tier.name for tier in tiers_of(cpuinfo, "x86_64")] == NAMES[:count]
 
 
-def test_no_tier_on_another_architecture():
-    assert tiers_of("processor\t: 0\nFeatures\t: fp asimd\n") == []
+@pytest.mark.parametrize(("features", "names"), [("fp asimd fphp", []), ("fp asimd asimddp", ["armv8.2-dotprod"])])
+def test_tiers_of_an_arm_processor(features, names):
+    cpuinfo = f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU part\t: 0xd0c\n"
+    assert [tier.name for tier in tiers_of(cpuinfo, "aarch64")] == names
+
+
+def test_an_architecture_without_kernels(monkeypatch):
+    monkeypatch.delenv("BATON_ISA", raising=False)
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert not available() and missing() == "there are no kernels for riscv64"
 
 
 def test_a_cap_is_kept(monkeypatch):
-    monkeypatch.setenv("BATON_ISA", "x86-64-v3")
+    monkeypatch.setenv("BATON_ISA", TIERS[0].name)
     assert available() == OWN[:1]
 
 
 def test_a_wrong_cap_is_one_line(monkeypatch):
     monkeypatch.setenv("BATON_ISA", "sse9")
-    with pytest.raises(ValueError, match=f"^BATON_ISA=sse9: one of {', '.join(NAMES)}$"):
+    with pytest.raises(ValueError, match=f"^BATON_ISA=sse9: one of {', '.join(tier.name for tier in TIERS)}$"):
         available()
 
 
@@ -65,7 +76,7 @@ def test_below_every_tier_there_is_no_library(monkeypatch):
     monkeypatch.delenv("BATON_NATIVE", raising=False)
     monkeypatch.setattr(build, "available", list)
     library, reason = build._load.__wrapped__()
-    assert library is None and reason == "this processor has no x86-64-v3 (AVX2, FMA and F16C)"
+    assert library is None and reason == f"this processor has no {TIERS[0]}"
 
 
 @pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")

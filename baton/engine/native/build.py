@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.native.tier import TIERS, Tier, available
+from baton.engine.native.tier import Tier, available, missing
 
 SOURCES = Path(__file__).parent
 # No contraction: a * b + c is two roundings in every path that computes it, so that paths can agree in every bit.
@@ -47,7 +47,7 @@ def _load() -> tuple[NativeLibrary | None, str]:
         return None, "BATON_NATIVE=off"
     tiers = available()
     if not tiers:
-        return None, f"this processor has no {TIERS[0].name} (AVX2, FMA and F16C)"
+        return None, missing()
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         return None, "no C++ compiler (g++) on this machine"
@@ -77,8 +77,7 @@ def cache_folder() -> Path:
 
 def built(compiler: str, tier: Tier) -> Path:
     """The library of a tier, compiled where the cache has none."""
-    sources = sorted(SOURCES.rglob("*.cpp"))
-    path = cache_folder() / f"native-{tier.name}-{_digest(compiler, tier, sources)}.so"
+    path = cache_folder() / f"native-{tier.name}-{_digest(compiler, tier)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,21 +86,22 @@ def built(compiler: str, tier: Tier) -> Path:
         if not path.exists():
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                _compile(compiler, tier, sources, Path(folder)).replace(path)
+                compiled(compiler, tier, Path(folder), _openmp_of_torch()).replace(path)
     return path
 
 
-def _compile(compiler: str, tier: Tier, sources: list[Path], folder: Path) -> Path:
-    """Every file to an object, all cores at once, then all into one library."""
+def compiled(compiler: str, tier: Tier, folder: Path, openmp: list[Path]) -> Path:
+    """Every file to an object, all cores at once, then all into one library, with this OpenMP runtime or the compiler's."""
 
     def run(*arguments: str | Path) -> None:
         command = [compiler, *FLAGS, *tier.flags, *WARNINGS, *map(str, arguments)]
         subprocess.run(command, check=True, capture_output=True, text=True)
 
+    sources = sorted(SOURCES.rglob("*.cpp"))
     objects = [folder / f"{source.stem}.o" for source in sources]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda source, out: run("-c", source, "-o", out), sources, objects))
-    run("-shared", "-Wl,--as-needed", "-o", folder / "library.so", *objects, *_openmp_of_torch())
+    run("-shared", "-Wl,--as-needed", "-o", folder / "library.so", *objects, *openmp)
     return folder / "library.so"
 
 
@@ -111,8 +111,8 @@ def _openmp_of_torch() -> list[Path]:
     return sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])[:1]
 
 
-def _digest(compiler: str, tier: Tier, sources: list[Path]) -> str:
+def _digest(compiler: str, tier: Tier) -> str:
     digest = hashlib.sha256(repr((compiler, FLAGS, tier.flags, torch.__version__)).encode())
-    for path in (*sources, *sorted(SOURCES.rglob("*.h"))):
+    for path in sorted((*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -9,10 +9,15 @@
 
 #include <omp.h>
 
+#ifdef __aarch64__
+#include "avx2_on_neon.h"
+#define BATON_DOT  // signed products of four int8 in one instruction, in vectors of 32 bytes
+#else
 #include <immintrin.h>
+#endif
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
-#define BATON_AVX512  // vectors of 64 bytes; otherwise of 32 (AVX2, FMA and F16C: tier.py knows no less)
+#define BATON_AVX512  // vectors of 64 bytes; otherwise of 32 (AVX2, FMA and F16C, or NEON: tier.py knows no less)
 #endif
 #if defined(BATON_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 #define BATON_VNNI_BF16  // products of four int8 and of bf16 pairs

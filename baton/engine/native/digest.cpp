@@ -1,8 +1,9 @@
 // Copies of KV runs and sums of KV words for kvtransfer/{blocks,digest}.py: what numpy does there, a whole range in one
 // call, and in one pass over memory where both are wanted.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512DQ__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
@@ -63,24 +64,51 @@ inline void fence() { _mm_sfence(); }
 
 #else
 
-inline bool is_aligned(const char*) { return true; }
+#ifdef __x86_64__
+inline bool is_aligned(const char* at) { return (reinterpret_cast<uintptr_t>(at) & 31) == 0; }
 
+inline void stream_four(const char* from, char* to) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+void stream_copy(const char* from, char* to, int64_t num_bytes) {
+  const int64_t head = std::min(num_bytes, int64_t(-reinterpret_cast<uintptr_t>(to) & 31));
+  std::memcpy(to, from, head);
+  int64_t at = head;
+  for (; at + 32 <= num_bytes; at += 32) stream_four(from + at, to + at);
+  std::memcpy(to + at, from + at, num_bytes - at);
+}
+
+inline void fence() { _mm_sfence(); }
+#else
+inline bool is_aligned(const char*) { return true; }
 inline void stream_copy(const char* from, char* to, int64_t num_bytes) { std::memcpy(to, from, num_bytes); }
+inline void stream_four(const char* from, char* to) { std::memcpy(to, from, 32); }
+inline void fence() {}
+#endif
 
 template <bool copies, bool streams>
 uint64_t sum_words(const char* __restrict from, char* __restrict to, const uint64_t* __restrict weights,
                    int64_t num_words) {
   uint64_t sum = 0;
-  for (int64_t i = 0; i < num_words; i++) {
+  const auto product = [&](int64_t i) {
     uint64_t word;
     std::memcpy(&word, from + 8 * i, 8);
-    if (copies) std::memcpy(to + 8 * i, &word, 8);
-    sum += word * weights[i];
+    return word * weights[i];
+  };
+  int64_t i = 0;
+  if (copies && streams) {
+    for (; i + 4 <= num_words; i += 4) {
+      stream_four(from + 8 * i, to + 8 * i);
+      sum += product(i) + product(i + 1) + product(i + 2) + product(i + 3);
+    }
+  }
+  for (; i < num_words; i++) {
+    if (copies) std::memcpy(to + 8 * i, from + 8 * i, 8);
+    sum += product(i);
   }
   return sum;
 }
-
-inline void fence() {}
 
 #endif
 

@@ -28,6 +28,31 @@ struct Pool {
 
 // ---- reading ----
 
+#ifndef BATON_AVX512
+// Elements [index, index + 8) of a stored row of one or half a byte each, without its scale.
+template <int64_t F>
+inline __m256 stored8(const uint8_t* row, int64_t index) {
+  if constexpr (F == FORM_INT4) {
+    int32_t packed;
+    std::memcpy(&packed, row + index / 2, 4);
+    const __m128i both = _mm_cvtsi32_si128(packed), low = _mm_set1_epi8(15);
+    const __m128i bytes = _mm_unpacklo_epi8(_mm_and_si128(both, low), _mm_and_si128(_mm_srli_epi16(both, 4), low));
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+  } else {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)(row + index));
+    if constexpr (F == FORM_INT8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    const __m128i upper = _mm_unpacklo_epi8(_mm_setzero_si128(), bytes);  // of 16 bits
+    if constexpr (F == FORM_E5M2) return _mm256_cvtph_ps(upper);
+    // e4m3 as fp16 with an exponent that is 8 too small.
+    const __m128i magnitude = _mm_srli_epi16(_mm_and_si128(upper, _mm_set1_epi16(0x7f00)), 1);
+    const __m128i half = _mm_or_si128(_mm_and_si128(upper, _mm_set1_epi16(int16_t(0x8000))), magnitude);
+    const __m128i is_nan = _mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7f << 7));
+    const __m128i number = _mm_blendv_epi8(half, _mm_set1_epi16(0x7e00), is_nan);
+    return _mm256_mul_ps(_mm256_cvtph_ps(number), _mm256_set1_ps(256));
+  }
+}
+#endif
+
 // Elements [index, index + 16) of a stored row without its scale.
 template <int64_t F>
 inline V16 stored16(const uint8_t* row, int64_t index) {
@@ -55,18 +80,7 @@ inline V16 stored16(const uint8_t* row, int64_t index) {
     return (V16)_mm512_mask_mov_ps(x, nan, _mm512_set1_ps(NAN));
   }
 #else
-  V16 x;
-  for (int i = 0; i < 16; i++) {
-    const int64_t at = index + i;
-    if (F == FORM_INT4) x[i] = at % 2 ? row[at / 2] >> 4 : row[at / 2] & 15;
-    if (F == FORM_INT8) x[i] = int8_t(row[at]);
-    if (F == FORM_E5M2) x[i] = from_fp16(uint16_t(row[at] << 8));
-    if (F == FORM_E4M3) {
-      const uint16_t half = uint16_t((row[at] & 0x80) << 8 | (row[at] & 0x7f) << 7);
-      x[i] = (row[at] & 0x7f) == 0x7f ? NAN : from_fp16(half) * 256;
-    }
-  }
-  return x;
+  return joined8(stored8<F>(row, index), stored8<F>(row, index + 8));
 #endif
 }
 

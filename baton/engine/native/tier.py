@@ -1,46 +1,80 @@
 """Which instructions the native kernels are compiled for: the best tier that the processor has, or that BATON_ISA allows."""
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A set of instructions."""
+    """A set of instructions of one architecture."""
 
     name: str
-    needs: frozenset[str]  # of /proc/cpuinfo, besides those of the tiers before it
+    machine: str  # as uname says
+    needs: frozenset[str]  # of /proc/cpuinfo, besides those of the architecture's tiers before it
     flags: tuple[str, ...]  # of the compiler
+    words: str  # what a processor below the architecture's first tier lacks
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.words})"
 
 
 TIERS = (
-    Tier("x86-64-v3", frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"]), ("-march=x86-64-v3",)),
-    Tier("x86-64-v4", frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]), ("-march=x86-64-v4",)),
+    Tier(
+        "x86-64-v3",
+        "x86_64",
+        frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"]),
+        ("-march=x86-64-v3",),
+        "AVX2, FMA and F16C",
+    ),
+    Tier(
+        "x86-64-v4",
+        "x86_64",
+        frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]),
+        ("-march=x86-64-v4",),
+        "AVX-512",
+    ),
     Tier(
         "avx512-vnni-bf16",
+        "x86_64",
         frozenset(("avx512_vnni", "avx512_bf16")),
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+        "AVX-512 with VNNI and BF16",
     ),
+    Tier("armv8.2-dotprod", "aarch64", frozenset(["asimddp"]), ("-march=armv8.2-a+dotprod",), "NEON with dotprod"),
 )
 
 
-def tiers_of(cpuinfo: str) -> list[Tier]:
+def tiers_of(cpuinfo: str, machine: str) -> list[Tier]:
     """Those that a processor has, worst first."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
-    flags = next((set(value.split()) for name, _, value in lines if name.strip() == "flags"), set())
-    count = next((index for index, tier in enumerate(TIERS) if not tier.needs <= flags), len(TIERS))
-    return list(TIERS[:count])
+    flags = next((set(value.split()) for name, _, value in lines if name.strip() in ("flags", "Features")), set())
+    tiers = tiers_for(machine)
+    return tiers[: next((index for index, tier in enumerate(tiers) if not tier.needs <= flags), len(tiers))]
+
+
+def tiers_for(machine: str) -> list[Tier]:
+    """Those that an architecture may have, worst first."""
+    return [tier for tier in TIERS if tier.machine == machine]
 
 
 def available() -> list[Tier]:
-    """Those of this machine, worst first, up to BATON_ISA. Raises ValueError where that names no tier."""
-    names = [tier.name for tier in TIERS]
-    cap = os.environ.get("BATON_ISA") or names[-1]
-    if cap not in names:
-        raise ValueError(f"BATON_ISA={cap}: one of {', '.join(names)}")
+    """Those of this machine, worst first, up to BATON_ISA. Raises ValueError where that names no tier of its kind."""
+    machine = platform.machine()
+    names = [tier.name for tier in tiers_for(machine)]
+    cap = os.environ.get("BATON_ISA")
+    if cap and cap not in names:
+        raise ValueError(f"BATON_ISA={cap}: one of {', '.join(names)}" if names else f"BATON_ISA={cap}: no tier here")
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
         cpuinfo = ""
-    return tiers_of(cpuinfo)[: names.index(cap) + 1]
+    found = tiers_of(cpuinfo, machine)
+    return found[: names.index(cap) + 1] if cap else found
+
+
+def missing() -> str:
+    """Why this machine has no tier, where it has none."""
+    lowest = next(iter(tiers_for(platform.machine())), None)
+    return f"this processor has no {lowest}" if lowest else f"there are no kernels for {platform.machine()}"

@@ -1,4 +1,4 @@
-"""Packed weights applied by the native kernels (engine/native/linear*.cpp), one C call a layer.
+"""Packed weights applied by the native kernels (engine/native/linear/), one C call a layer.
 
 Rows are independent by construction: an output's sum takes its inputs in one order, whatever the number of rows or of
 threads.

@@ -1,5 +1,5 @@
 // A packed linear weight, and how its kernels meet: rows are prepared (linear_rows.cpp), then multiplied
-// panel by panel (linear_int.cpp, linear_float.cpp). Python fills the struct: baton/engine/layers/linear/packed.py.
+// panel by panel (bytes32/, bytes64/). Python fills the struct: baton/engine/layers/linear/packed.py.
 //
 // A panel is 64 outputs, four vectors wide. Along the inputs every lane is one output and takes its inputs in order, so
 // an output's sum has one order whatever the number of rows, of threads, or of outputs beside it:
@@ -46,12 +46,19 @@ struct Linear {
   int64_t num_scales() const { return (num_groups() + groups_per_scale - 1) / groups_per_scale; }
 };
 
+// What multiplies an int8 value in place of a weight of zero. Signed products take the bytes of U8 as q.
+#ifdef BATON_DOT
+inline int32_t zero_of(const Linear& linear) { return linear.kind == U4 ? 8 : 0; }
+#else
+inline int32_t zero_of(const Linear& linear) { return linear.kind == U4 ? 8 : 128; }
+#endif
+
 // The activations of one call in the form that the kernels want.
 struct Rows {
   int64_t num_rows, stride;  // stride: bytes from row to row of values
   char* values;              // [num_rows][padded_in], bytes_of_x each
   float* scales;             // [num_rows][num_groups]
-  int32_t* starts;           // [num_rows][num_groups], sums of int8 values times the weights' zero
+  int32_t* starts;           // [num_rows][num_groups], sums of int8 values times -zero_of()
   float* shifts;             // [num_rows][num_groups], sums times scales
   float* outliers;           // [num_rows][num_outliers]
 };
@@ -63,8 +70,13 @@ inline int64_t bytes_of_x(const Linear& linear) {
 }
 inline int64_t stride_of(int64_t num_bytes) { return (num_bytes + 63) / 64 * 64; }
 #else
+#ifdef BATON_DOT
+// int8 or fp32.
+inline int64_t bytes_of_x(const Linear& linear) { return linear.kind == U4 || linear.kind == U8 ? 1 : 4; }
+#else
 // int8 for U4; int16 for U8, inputs 4i..4i+3 as pairs (0, 2) and (1, 3); fp32.
 inline int64_t bytes_of_x(const Linear& linear) { return linear.kind == U4 ? 1 : linear.kind == U8 ? 2 : 4; }
+#endif
 // A KiB and a line past a multiple of 4 KiB, so that the rows of a tile do not share the sets of the first cache.
 inline int64_t stride_of(int64_t num_bytes) {
   return num_bytes < 4096 ? (num_bytes + 63) / 64 * 64 : (num_bytes + 4095) / 4096 * 4096 + 1024 + 64;

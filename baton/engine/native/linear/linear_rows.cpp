@@ -3,9 +3,9 @@
 #include "../common.h"
 
 #ifdef BATON_VNNI_BF16
-#include "rows_avx512.h"
+#include "bytes64/rows64.h"
 #else
-#include "rows_avx2.h"
+#include "bytes32/rows32.h"
 #endif
 
 namespace baton {
@@ -37,7 +37,6 @@ void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& r
   }
   const bool int8 = activations == INT8_PER_ROW || activations == INT8_PER_GROUP;
   const bool per_row = activations == INT8_PER_ROW || activations == E4M3_PER_ROW;
-  const int32_t zero = linear.kind == U4 ? -8 : -128;
   const float top = int8 ? 127.0f : 448.0f;
   float scale = linear.input_scale, inverse = 1.0f / scale;  // of E4M3_STATIC
   for (int64_t g = 0; g < num_groups; ++g) {
@@ -49,7 +48,7 @@ void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& r
     rows.scales[at] = scale;
     if (int8) {
       const int32_t sum = quantize_int8(linear, values, begin, inverse, to);
-      rows.starts[at] = zero * sum, rows.shifts[at] = scale * float(sum);
+      rows.starts[at] = -zero_of(linear) * sum, rows.shifts[at] = scale * float(sum);
     }
     else round_e4m3(values, begin, group, inverse, to);
   }

@@ -1,9 +1,9 @@
 // Integer weights times int8 rows: vpdpbusd with the weights as the unsigned side (q + 128, or q + 8 at 4 bits), so
 // that the correction is -128 (or -8) times the sum of the row's own integers, known when the row is quantized.
-#include "../common.h"
+#include "../../common.h"
 
 #ifdef BATON_VNNI_BF16
-#include "linear_avx512.h"
+#include "linear64.h"
 
 namespace baton {
 namespace {

@@ -1,17 +1,27 @@
-// What the linear kernels of 32 byte vectors share (AVX2; also AVX-512 without VNNI and BF16).
+// What the linear kernels of 32 byte vectors share (AVX2, AVX-512 without VNNI and BF16, NEON).
 //
 // One row streams the panel as it lies. More rows take it in chunks of inputs that are unpacked once, to what the
 // multipliers take, into four slices of 16 outputs that the first cache holds one at a time; tiles of up to 6 rows and
 // 16 outputs go through them with 12 sums in registers, which are put down between two chunks and taken up again.
 #pragma once
 
-#include "linear.h"
+#include "../linear.h"
 
 namespace baton {
 
 constexpr int64_t SLICE = 16;            // outputs
 constexpr int64_t CHUNK_OF_ROW = 1024;   // bytes of a row's values: a slice of so many inputs is 16 KiB
 constexpr int64_t BLOCK = 240;           // rows whose chunks stay in a 512 KiB second cache with an unpacked one
+
+inline __m256i load32(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+inline void store32(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
+inline __m256i four_of(const void* from) {  // bytes, in all lanes
+  int32_t four;
+  std::memcpy(&four, from, 4);
+  return _mm256_set1_epi32(four);
+}
+inline __m256i low_halves(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
+inline __m256i high_halves(__m256i bytes) { return low_halves(_mm256_srli_epi16(bytes, 4)); }
 
 inline __m256 load8_scales(const void* scales, int64_t kind, int64_t index) {
   if (kind == S_FP32) return _mm256_loadu_ps(static_cast<const float*>(scales) + index);

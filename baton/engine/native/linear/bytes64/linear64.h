@@ -1,7 +1,7 @@
 // What the kernels with AVX-512 VNNI and BF16 share.
 #pragma once
 
-#include "linear.h"
+#include "../linear.h"
 
 namespace baton {
 

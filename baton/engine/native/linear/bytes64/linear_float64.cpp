@@ -1,10 +1,10 @@
 // Floating-point weights: pairs of bf16 by vdpbf16ps, fp32 by fma, e4m3 widened to bf16 (exactly) on the way. One sum
 // per output that takes the inputs in order; long inputs are cut in chunks that fit the cache, and a sum is put down
 // between two chunks and taken up again, which changes no bit.
-#include "../common.h"
+#include "../../common.h"
 
 #ifdef BATON_VNNI_BF16
-#include "linear_avx512.h"
+#include "linear64.h"
 
 namespace baton {
 namespace {

@@ -1,7 +1,7 @@
 // What linear_rows.cpp does with the floats of a row, 16 at a time.
 #pragma once
 
-#include "linear.h"
+#include "../linear.h"
 
 namespace baton {
 namespace {

@@ -1,9 +1,9 @@
-// Floating-point weights without AVX-512: bf16 and e4m3 are widened to fp32 (exactly), products are added by fma. One sum
-// per output that takes the inputs in order, as linear_float.cpp adds fp32 (the same bits).
-#include "../common.h"
+// Floating-point weights in vectors of 32 bytes: bf16 and e4m3 are widened to fp32 (exactly), products are added by fma. One sum
+// per output that takes the inputs in order, as linear_float64.cpp adds fp32 (the same bits).
+#include "../../common.h"
 
 #ifndef BATON_VNNI_BF16
-#include "linear_avx2.h"
+#include "linear32.h"
 
 namespace baton {
 namespace {
@@ -12,7 +12,6 @@ inline __m256 even_bf16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_
 inline __m256 odd_bf16(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000))));
 }
-inline __m256i load32(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 
 // Of fp16 whose bits are those of an e4m3, 7 places further left (its exponent comes out 8 too small).
 inline __m256 wide_e4m3(__m128i halves) { return _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(256.0f)); }

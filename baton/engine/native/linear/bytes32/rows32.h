@@ -1,8 +1,8 @@
-// What linear_rows.cpp does with the floats of a row, 8 at a time, in the layouts of linear_avx2.h. The same values as
-// rows_avx512.h gives, bit for bit.
+// What linear_rows.cpp does with the floats of a row, 8 at a time, in the layouts of linear32.h. The same values as
+// rows64.h gives, bit for bit.
 #pragma once
 
-#include "linear_avx2.h"
+#include "linear32.h"
 
 namespace baton {
 namespace {
@@ -68,17 +68,19 @@ int32_t quantize_int8(const Linear& linear, const float* x, int64_t begin, float
     sum = _mm256_add_epi32(sum, q);
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(q), _mm256_extracti128_si256(q, 1));
     const __m128i bytes = _mm_packs_epi16(words, words);
-    if (linear.kind == U4) {
-      int8_t* to = reinterpret_cast<int8_t*>(row) + begin + i;
-      if (n - i >= 8) _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
-      else _mm_storeu_si32(to, bytes);
-    } else {
+#ifndef BATON_DOT
+    if (linear.kind == U8) {
       const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
       const __m128i mixed = _mm_shuffle_epi8(_mm_cvtepi8_epi16(bytes), order);
       int16_t* to = reinterpret_cast<int16_t*>(row) + begin + i;
       if (n - i >= 8) _mm_storeu_si128(reinterpret_cast<__m128i*>(to), mixed);
       else _mm_storel_epi64(reinterpret_cast<__m128i*>(to), mixed);
+      continue;
     }
+#endif
+    int8_t* to = reinterpret_cast<int8_t*>(row) + begin + i;
+    if (n - i >= 8) _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
+    else _mm_storeu_si32(to, bytes);
   }
   int32_t lanes[8];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum);

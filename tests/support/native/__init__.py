@@ -1,0 +1,1 @@
+"""Calls of the native kernels, recorded and repeated on another processor."""
