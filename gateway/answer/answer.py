@@ -22,9 +22,14 @@ class Answer:
     """Take tokens as they come with `push`, send messages with `flush`, and hold the last one for `finish`."""
 
     def __init__(
-        self, checked: Checked, max_tokens: int, detokenizer: Detokenizer, stamps: Stamps, emit: Emit,
+        self,
+        checked: Checked,
+        max_tokens: int,
+        detokenizer: Detokenizer,
+        stamps: Stamps,
+        emit: Emit,
         on_gap: Callable[[float], None],
-    ):  # fmt: skip
+    ):
         """`max_tokens`: where a choice ends at the latest. `on_gap(gap_s)`: called for each message of a choice after
         its first, with the time since the one before, divided by its tokens."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
@@ -140,7 +145,7 @@ class Answer:
             stamps.second_sent = at
         stamps.last_sent = at
 
-    async def _send(self, choice: Choice, usage: pb.Usage | None = None, told: pb.Timing | None = None) -> None:
+    async def _send(self, choice: Choice, usage: pb.Usage | None = None, durations: pb.Timing | None = None) -> None:
         num_tokens, message, at = choice.num_pending, choice.take(), self._stamps.last_sent
         if self._num_sent == 0:
             message.seed = self._checked.sampling.seed
@@ -148,7 +153,7 @@ class Answer:
         self._num_sent += 1
         if usage is not None:
             message.usage.CopyFrom(usage)
-            message.timing.CopyFrom(told)
+            message.timing.CopyFrom(durations)
         if choice.sent_at is not None and num_tokens:
             self._on_gap((at - choice.sent_at) / num_tokens)
         choice.sent_at = at

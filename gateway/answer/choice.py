@@ -14,9 +14,20 @@ class Choice:
     """Take tokens in order with `push`; `take()` returns the message that may go out now."""
 
     __slots__ = (
-        "index", "num_received", "token_ids", "finish_reason", "ended_here", "sent_at", "num_pending", "_decoder",
-        "_stops", "_min_tokens", "_text", "_logprobs", "_matched_stop",
-    )  # fmt: skip
+        "index",
+        "num_received",
+        "token_ids",
+        "finish_reason",
+        "ended_here",
+        "sent_at",
+        "num_pending",
+        "_decoder",
+        "_stops",
+        "_min_tokens",
+        "_text",
+        "_logprobs",
+        "_matched_stop",
+    )
 
     def __init__(
         self, index: int, detokenizer: Detokenizer, stops: StopStrings | None, min_tokens: int, num_received: int = 0

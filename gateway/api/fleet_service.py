@@ -47,9 +47,14 @@ class FleetService:
         for role, links in (("prefill", registry.prefill), ("decode", registry.decode)):
             for link in links:
                 view = answer.workers.add(
-                    address=link.address, role=role, state=link.state.value, reason=link.reason, hello=link.hello,
-                    load=link.load, num_legs=len(link.legs),
-                )  # fmt: skip
+                    address=link.address,
+                    role=role,
+                    state=link.state.value,
+                    reason=link.reason,
+                    hello=link.hello,
+                    load=link.load,
+                    num_legs=len(link.legs),
+                )
                 if link.hello is not None:
                     view.breaker = link.breaker.state.value
                     view.breaker_retry_s = max(0.0, link.breaker.retry_at - now())

@@ -65,7 +65,7 @@ class Attempt:
     def admit(self, link: WorkerLink) -> None:
         """Ask a decode worker for credit."""
         self.decode = link.open(new_key(self._key_id), self._mailbox, self._record.tenant)
-        self.decode.promise(self._record.ask.slo.tpot_s)
+        self.decode.promise(self._record.routing_request.slo.tpot_s)
         self.decode.send(admit=pb.Admit(spec=self.spec))
 
     def drop_decode(self) -> None:
@@ -131,7 +131,7 @@ class Attempt:
     def resume(self, leg: WorkerLeg) -> None:
         """Decode in a leg that is attached to a running sequence."""
         self.decode = leg
-        self.decode.promise(self._record.ask.slo.tpot_s)
+        self.decode.promise(self._record.routing_request.slo.tpot_s)
         self.is_decoding = True
 
     def close(self) -> None:

@@ -21,9 +21,14 @@ class Reattach:
     """Look for one sequence on workers, with one leg for each that is asked."""
 
     def __init__(
-        self, key_id: str, mailbox: Mailbox, spec: pb.RequestSpec, next_index: Sequence[int], deadline: float,
+        self,
+        key_id: str,
+        mailbox: Mailbox,
+        spec: pb.RequestSpec,
+        next_index: Sequence[int],
+        deadline: float,
         previous_attempt: int = 0,
-    ):  # fmt: skip
+    ):
         """`next_index`: the first wanted output token of each choice; `deadline`: time.monotonic(); `previous_attempt`:
         the attempt whose sequence is wanted, 0: any of the request."""
         self._key_id, self._mailbox = key_id, mailbox

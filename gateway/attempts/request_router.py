@@ -25,10 +25,10 @@ class RequestRouter:
     @property
     def request(self) -> RoutingRequest:
         """The request as routing sees it: an answer that is continued is read like a part of the prompt."""
-        ask = self._record.ask
+        request = self._record.routing_request
         if len(self._answer.choices) > 1:
-            return ask
-        return ask._replace(num_tokens=ask.num_tokens + len(self._answer.choices[0].token_ids))
+            return request
+        return request._replace(num_tokens=request.num_tokens + len(self._answer.choices[0].token_ids))
 
     @property
     def may_read_where_it_decodes(self) -> bool:

@@ -24,10 +24,17 @@ class RequestLimits:
 PRESETS = {
     "normal": RequestLimits(),
     "strict": RequestLimits(
-        choices=4, output_tokens=4096, max_tokens=1024, default_max_tokens=128, logprobs=5, stops=4, stop_bytes=64,
-        logit_bias=300, messages=128,
+        choices=4,
+        output_tokens=4096,
+        max_tokens=1024,
+        default_max_tokens=128,
+        logprobs=5,
+        stops=4,
+        stop_bytes=64,
+        logit_bias=300,
+        messages=128,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

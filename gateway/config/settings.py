@@ -43,9 +43,10 @@ class GatewaySettings(Exposure):
         "TOML file with the tenants' API keys; reloaded when it changes", None, metavar="FILE"
     )
     fleet_listen: str | None = option(
-        "address for operators and for workers that register, by client certificate; needs TLS", None,
+        "address for operators and for workers that register, by client certificate; needs TLS",
+        None,
         metavar="HOST:PORT",
-    )  # fmt: skip
+    )
     public_prefixes: Path | None = option(
         "TOML file of prompts whose cached KV all tenants share (default: tenants share nothing)", None, metavar="FILE"
     )

@@ -27,11 +27,11 @@ class DialPolicy:
     ) -> set[Worker]:
         """Return the workers to keep a session with. `here` have registered with this gateway, `elsewhere` with others;
         `links` are those that exist now; `at`: time.monotonic()."""
-        told = here | elsewhere
-        self.proven = {worker for worker in told & links.keys() if self._is_proven(worker, links[worker])}
-        self._resting = {worker: rest for worker, rest in self._resting.items() if worker in told}
+        named = here | elsewhere
+        self.proven = {worker for worker in named & links.keys() if self._is_proven(worker, links[worker])}
+        self._resting = {worker: rest for worker, rest in self._resting.items() if worker in named}
         chosen, room = set(), MAX_TRIALS
-        for worker in self._in_order(told, here, links, at):
+        for worker in self._in_order(named, here, links, at):
             link = links.get(worker)
             if link is not None and _in_session(link):
                 chosen.add(worker)
@@ -51,12 +51,12 @@ class DialPolicy:
         return _in_session(link) or (worker in self.proven and link.num_vain < _MAX_VAIN)
 
     def _in_order(
-        self, told: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
+        self, named: Set[Worker], here: Set[Worker], links: Mapping[Worker, WorkerLink], at: float
     ) -> Iterator[Worker]:
         """Yield those that may be dialled, proven ones first. Strangers of other gateways are drawn at random: there
         may be thousands, and none should be able to come first."""
-        new = told - links.keys() - {worker for worker, (until, _, _) in self._resting.items() if at < until}
-        tried = links.keys() & told - self.proven
+        new = named - links.keys() - {worker for worker, (until, _, _) in self._resting.items() if at < until}
+        tried = links.keys() & named - self.proven
         for group in (self.proven, tried & here, new & here, tried - here):
             yield from group
         strangers = tuple(new - here)

@@ -78,11 +78,11 @@ class Registrations:
         for role, members in self._members.items():
             members.keep([address for its_role, address in chosen if its_role == role], group)
 
-    def _allowed(self, told: set[Worker]) -> set[Worker]:
+    def _allowed(self, found: set[Worker]) -> set[Worker]:
         """Return those of other gateways' workers that may be dialled. Each is checked once for as long as it is
         listed."""
         before = self._elsewhere
-        self._elsewhere = {worker: before[worker] if worker in before else self._may_be(*worker) for worker in told}
+        self._elsewhere = {worker: before[worker] if worker in before else self._may_be(*worker) for worker in found}
         return {worker for worker, may_be in self._elsewhere.items() if may_be}
 
     def _may_be(self, role: str, address: str) -> bool:
@@ -99,8 +99,8 @@ class Registrations:
         if not port:
             raise _Wrong("address", "port 0 cannot be dialled")
         if host not in self._networks:
-            told = f"{address} is not within --worker-networks ({self._networks}): name its network there"
-            raise _Wrong("address", told)
+            message = f"{address} is not within --worker-networks ({self._networks}): name its network there"
+            raise _Wrong("address", message)
 
     async def _resolved(self, address: str) -> str:
         """Return the first address of a name that may be dialled, else the first. Raises _Wrong."""

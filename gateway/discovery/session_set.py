@@ -26,13 +26,13 @@ class SessionSet:
     def keep(self, addresses: Collection[str], group: asyncio.TaskGroup) -> None:
         """Open a session with each new address, in tasks of `group`. A worker that is no longer listed is dropped only
         once its session has ended: a source may forget for a moment."""
-        told = frozenset(addresses)
+        wanted = frozenset(addresses)
         known = {link.address for link in self.links}
-        for address in sorted(told - known):
+        for address in sorted(wanted - known):
             link = self._make_link(address)
             self._links.append(link)
             self._own[link] = tasks.start(f"link {address}", link.run, group=group)
-        for link in [link for link in self._own if link.address not in told]:
+        for link in [link for link in self._own if link.address not in wanted]:
             if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
                 self._own.pop(link).cancel()
                 self._on_left(link)

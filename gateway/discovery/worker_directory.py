@@ -73,8 +73,8 @@ class RedisDirectory:
             await self._client.zadd(NAME, members)
         asked = known[:MAX_NAMES]
         scores = await self._client.zmscore(NAME, [" ".join(worker) for worker in asked]) if asked else []
-        told = {worker for worker, score in zip(asked, scores, strict=True) if score is not None}
-        return told.union(worker for member in await self._names() if (worker := _read(member)))
+        found = {worker for worker, score in zip(asked, scores, strict=True) if score is not None}
+        return found.union(worker for member in await self._names() if (worker := _read(member)))
 
     async def _names(self) -> list[object]:
         from gateway.store.redis_client import TooMuch

@@ -5,6 +5,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from baton.service.clock import now
 from baton.service.security.guard import DEFAULT_TENANT
@@ -28,6 +29,18 @@ CAN_HOLD = {"prefill": can_prefill, "decode": can_decode}
 NUM_SEEN = 8 * NUM_HOLDERS
 
 
+class _HelloFacts(NamedTuple):
+    """The part of a Candidate that is fixed by Hello."""
+
+    limits: WorkerLimits
+    kv_gives: frozenset[str]
+    kv_takes: frozenset[str]
+    transports: frozenset[str]
+    host_id: str
+    kv_token_bytes: int
+    max_sequences: int | None
+
+
 class Candidates:
     """Belongs to the event loop."""
 
@@ -40,55 +53,56 @@ class Candidates:
         self._roles: dict[WorkerLink, str] = {}
         self._ids: dict[WorkerLink, bytes] = {}
         self._by_id: dict[bytes, WorkerLink] = {}
-        self._leaving: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
-        self._said: dict[WorkerLink, tuple] = {}  # the part of a Candidate that Hello decides
-        self._doubted: dict[WorkerLink, None] = {}  # of those that serve, whose breakers are not closed
+        self._draining: dict[bytes, WorkerLink] = {}  # those that drain: they give away what they hold
+        self._facts: dict[WorkerLink, _HelloFacts] = {}
+        self._untrusted: dict[WorkerLink, None] = {}  # of those that serve, whose breakers are not closed
         self._limits: dict[str, set[WorkerLimits]] = {role: set() for role in ROLES}  # of those that serve
 
     def update(self, link: WorkerLink) -> None:
         """Take a change of `link`: it may have begun or ceased to serve or to be trusted."""
-        self._doubt(link)
-        if self._leaving or link.state is LinkState.DRAINING:
-            self._leaving = {worker_id: each for worker_id, each in self._leaving.items() if each is not link}
+        self._note_trust(link)
+        if self._draining or link.state is LinkState.DRAINING:
+            self._draining = {worker_id: each for worker_id, each in self._draining.items() if each is not link}
             if link.state is LinkState.DRAINING:
-                self._leaving[link.worker_id] = link
+                self._draining[link.worker_id] = link
         if (link.serving and link.hello is not None) == (link in self._roles):
             return
         self._serving = {role: [each for each in self._links[role] if each.serving and each.hello] for role in ROLES}
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
-        self._said = {each: self._said.get(each) or _said(each) for each in self._roles}  # new for those that were gone
+        self._facts = {each: self._facts.get(each) or _facts_of(each) for each in self._roles}
         self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
         self.num_changes += 1
 
-    def _doubt(self, link: WorkerLink) -> None:
+    def _note_trust(self, link: WorkerLink) -> None:
         if link.serving and link.breaker.state is not BreakerState.CLOSED:
-            self._doubted[link] = None
+            self._untrusted[link] = None
         else:
-            self._doubted.pop(link, None)
+            self._untrusted.pop(link, None)
 
     def set_aside(self) -> set[bytes]:
         """Return the ids of workers that are not to be asked while there are others: their breakers are open, or they
         are new and have a first request while others of their role are proven."""
-        if not self._doubted:
+        if not self._untrusted:
             return set()
-        at, num_doubted = now(), Counter(map(self._roles.get, self._doubted))
+        at, num_untrusted = now(), Counter(map(self._roles.get, self._untrusted))
         return {
-            link.worker_id for link in self._doubted
+            link.worker_id
+            for link in self._untrusted
             if (role := self._roles.get(link)) is not None
-            and not link.breaker.takes(at, link.num_asked, num_doubted[role] < len(self._serving[role]))
-        }  # fmt: skip
+            and not link.breaker.takes(at, link.num_asked, num_untrusted[role] < len(self._serving[role]))
+        }
 
     def serving(self, role: str) -> Sequence[WorkerLink]:
         """Return the workers of this role that serve."""
         return self._serving[role]
 
     def near(
-        self, role: str, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes], everyone: bool = False
+        self, role: str, request: RoutingRequest, matches: Matches, avoid: Collection[bytes], everyone: bool = False
     ) -> dict[str, WorkerLink]:
         """Return name -> link of the workers that a request looks at; only such as can hold it, if there are any."""
-        can_hold, large = CAN_HOLD[role], self._large(role, ask)
+        can_hold, large = CAN_HOLD[role], self._large(role, request)
 
         def is_usable(link: WorkerLink) -> bool:
             return self._ids[link] not in avoid
@@ -96,69 +110,81 @@ class Candidates:
         if everyone:
             return {link.address: link for link in self._serving[role] if is_usable(link)}
         of_role = (link for link in self._holders(matches) if self._roles[link] == role)
-        holders = (link for link in of_role if can_hold(ask, link.limits))
+        holders = (link for link in of_role if can_hold(request, link.limits))
         return {link.address: link for link in shortlist(holders, large, is_usable, self._rng)}
 
     def holders(self, matches: Matches, avoid: Collection[bytes]) -> dict[str, WorkerLink]:
         """Return name -> link of the workers of either role with the longest prefixes, serving or draining."""
         found = (
-            self._by_id.get(worker_id) or self._leaving.get(worker_id)
-            for worker_id in itertools.islice(matches, NUM_SEEN) if worker_id not in avoid
-        )  # fmt: skip
+            self._by_id.get(worker_id) or self._draining.get(worker_id)
+            for worker_id in itertools.islice(matches, NUM_SEEN)
+            if worker_id not in avoid
+        )
         return {link.address: link for link in itertools.islice(filter(None, found), NUM_HOLDERS)}
 
-    def seen(self, links: Iterable[WorkerLink], matches: Matches, ask: RoutingRequest | None = None) -> list[Candidate]:
-        """Return the workers as `ask` sees them: the tokens its own tenant has waiting there, and of others as many as
+    def seen(
+        self, links: Iterable[WorkerLink], matches: Matches, request: RoutingRequest | None = None
+    ) -> list[Candidate]:
+        """Return the workers as `request` sees them: the tokens its own tenant has waiting there, and of others as many as
         are read in turn with those."""
         at = now()
-        return [self._candidate(link, matches, at, ask) for link in links]
+        return [self._candidate(link, matches, at, request) for link in links]
 
-    def _large(self, role: str, ask: RoutingRequest) -> Sequence[WorkerLink]:
+    def _large(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
         """Return the serving workers of a role that can hold a request, or all of them if none can."""
         can_hold, serving = CAN_HOLD[role], self._serving[role]
-        if all(can_hold(ask, limits) for limits in self._limits[role]):
+        if all(can_hold(request, limits) for limits in self._limits[role]):
             return serving
-        return [link for link in serving if can_hold(ask, link.limits)] or serving
+        return [link for link in serving if can_hold(request, link.limits)] or serving
 
     def _holders(self, matches: Matches) -> Iterable[WorkerLink]:
         for worker_id in itertools.islice(matches, NUM_SEEN):
             if link := self._by_id.get(worker_id):
                 yield link
 
-    def _candidate(self, link: WorkerLink, matches: Matches, at: float, ask: RoutingRequest | None) -> Candidate:
+    def _candidate(self, link: WorkerLink, matches: Matches, at: float, request: RoutingRequest | None) -> Candidate:
         """Combine its reports, which are a moment old, with what this gateway has sent since."""
-        load = link.load
-        max_sequences, *said = self._said.get(link) or _said(link)
+        load, facts = link.load, self._facts.get(link) or _facts_of(link)
         return Candidate(
-            link.address,
-            matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
-            max(load.num_running + load.num_waiting, len(link.legs)),
-            _waiting(link, ask),
-            *said,
-            load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
-            max_sequences,
-            min(link.promised, default=None),
-            link.recent.share(at),
-            link.rates.pace(at),
+            name=link.address,
+            num_matched_tokens=matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
+            num_sequences=max(load.num_running + load.num_waiting, len(link.legs)),
+            num_waiting_tokens=_waiting(link, request),
+            limits=facts.limits,
+            kv_gives=facts.kv_gives,
+            kv_takes=facts.kv_takes,
+            transports=facts.transports,
+            host_id=facts.host_id,
+            kv_token_bytes=facts.kv_token_bytes,
+            num_free_tokens=load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
+            max_sequences=facts.max_sequences,
+            tightest_tpot_s=min(link.promised, default=None),
+            share=link.recent.share(at),
+            pace=link.rates.pace(at),
         )
 
 
-def _waiting(link: WorkerLink, ask: RoutingRequest | None) -> int:
+def _waiting(link: WorkerLink, request: RoutingRequest | None) -> int:
     """Return how many prompt tokens are read there before another request's.
 
     Tenants take turns, so those of another tenant delay one no longer than its own; whose those of other gateways are
     is not known."""
     num_elsewhere = max(0, link.load.num_waiting_tokens - link.num_prefill_tokens)
-    if ask is None or (ask.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {ask.tenant}):
+    if request is None or (request.tenant == DEFAULT_TENANT and link.prefill_tokens.keys() <= {request.tenant}):
         return link.num_prefill_tokens + num_elsewhere
-    own = link.prefill_tokens[ask.tenant]
-    others = [num for tenant, num in link.prefill_tokens.items() if tenant != ask.tenant]
-    return own + sum(min(num, own + ask.num_tokens) for num in (*others, num_elsewhere))
+    own = link.prefill_tokens[request.tenant]
+    others = [num for tenant, num in link.prefill_tokens.items() if tenant != request.tenant]
+    return own + sum(min(num, own + request.num_tokens) for num in (*others, num_elsewhere))
 
 
-def _said(link: WorkerLink) -> tuple:
+def _facts_of(link: WorkerLink) -> _HelloFacts:
     hello = link.hello
-    return (
-        hello.limits.max_num_seqs or None, link.limits, frozenset(hello.kv_gives), frozenset(hello.kv_takes),
-        frozenset(hello.model.transports), hello.host_id, hello.kv_token_bytes,
-    )  # fmt: skip
+    return _HelloFacts(
+        limits=link.limits,
+        kv_gives=frozenset(hello.kv_gives),
+        kv_takes=frozenset(hello.kv_takes),
+        transports=frozenset(hello.model.transports),
+        host_id=hello.host_id,
+        kv_token_bytes=hello.kv_token_bytes,
+        max_sequences=hello.limits.max_num_seqs or None,
+    )

@@ -38,9 +38,13 @@ class Registry:
     """Belongs to the event loop; `run()` keeps all sessions. `router` chooses among the workers that serve."""
 
     def __init__(
-        self, settings: GatewaySettings, folder: ModelFolder, index: PrefixIndex, secret: bytes | None,
+        self,
+        settings: GatewaySettings,
+        folder: ModelFolder,
+        index: PrefixIndex,
+        secret: bytes | None,
         on_change: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
+    ):
         """`secret` None: derived from the model, once a worker has said what it is. `on_change()` runs after anything
         that routing or readiness may depend on."""
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
@@ -148,13 +152,13 @@ class Registry:
             return None
         return "no prefill worker serves that a decode worker can take KV from: " + self._excuses("prefill")
 
-    def check_fits(self, ask: RoutingRequest) -> None:
+    def check_fits(self, request: RoutingRequest) -> None:
         """Raises InvalidRequest for a request whose choices need more blocks than any known decode worker has."""
         known = {link.limits for link in self.decode if link.limits}
-        if known and not any(can_decode(ask, limits) for limits in known):
+        if known and not any(can_decode(request, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
-            raise InvalidRequest("sampling.n", f"{ask.num_choices}: {why}")
+            raise InvalidRequest("sampling.n", f"{request.num_choices}: {why}")
 
     def _add_configured(self, role: str, addresses: Collection[str]) -> None:
         """Links to plain addresses; a name brings its own once it is looked up."""

@@ -32,7 +32,7 @@ class Router:
 
     def route(
         self,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         matches: Matches,
         avoid: Collection[bytes],
         too_short: Collection[bytes] = frozenset(),
@@ -42,7 +42,7 @@ class Router:
         split = "auto" if too_short else self._split  # the prompt may be too long for every prefill worker
         for avoided in self._avoidances(avoid, too_short, True):
             try:
-                return self._route(ask, matches, avoided, split)
+                return self._route(request, matches, avoided, split)
             except NoRoute as error:
                 reason = str(error)
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
@@ -60,11 +60,11 @@ class Router:
         """Return the seconds that an idle worker takes to read a prompt, as measured lately."""
         return self._rates.pace(now()).prefill_s(num_tokens)
 
-    def has_other(self, role: str, ask: RoutingRequest, avoid: Set[bytes]) -> bool:
+    def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
         """Whether a worker of this role serves that can hold the request and is not in `avoid`."""
         can_hold, unwanted = CAN_HOLD[role], avoid | self._candidates.set_aside()
         return any(
-            can_hold(ask, link.limits) and link.worker_id not in unwanted for link in self._candidates.serving(role)
+            can_hold(request, link.limits) and link.worker_id not in unwanted for link in self._candidates.serving(role)
         )
 
     def _avoidances(
@@ -77,19 +77,23 @@ class Router:
         return [one for i, one in enumerate(sets) if one not in sets[:i]]
 
     def prefill_for(
-        self, taker: WorkerLink, ask: RoutingRequest, matches: Matches, avoid: Collection[bytes],
+        self,
+        taker: WorkerLink,
+        request: RoutingRequest,
+        matches: Matches,
+        avoid: Collection[bytes],
         too_short: Collection[bytes] = frozenset(),
-    ) -> WorkerLink | None:  # fmt: skip
+    ) -> WorkerLink | None:
         """Return a prefill worker that can read the prompt and that `taker` can take KV from; None: `taker` reads it
         itself. Raises Unavailable."""
-        (candidate,) = self._candidates.seen([taker], matches, ask)
+        (candidate,) = self._candidates.seen([taker], matches, request)
         is_forced = not self.may_read_where_it_decodes
         for avoided in self._avoidances(avoid, too_short, is_forced):
-            near = self._candidates.near("prefill", ask, matches, avoided)
-            if best := choose_source(ask, self._candidates.seen(near.values(), matches, ask), candidate):
+            near = self._candidates.near("prefill", request, matches, avoided)
+            if best := choose_source(request, self._candidates.seen(near.values(), matches, request), candidate):
                 return near[best.name]
         here = self._candidates.serving("prefill")
-        is_too_long = any(link.worker_id in too_short or not can_prefill(ask, link.limits) for link in here)
+        is_too_long = any(link.worker_id in too_short or not can_prefill(request, link.limits) for link in here)
         if is_forced and not is_too_long:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
@@ -115,18 +119,18 @@ class Router:
         return self._pairs[1]
 
     def _route(
-        self, ask: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str
+        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes], split: str
     ) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Raises NoRoute."""
-        prefill, decode = (self._candidates.near(role, ask, matches, avoid) for role in ROLES)
+        prefill, decode = (self._candidates.near(role, request, matches, avoid) for role in ROLES)
         try:
-            decision = self._choose(ask, prefill, decode, matches, split)
+            decision = self._choose(request, prefill, decode, matches, split)
             fits = decision.reason != "no_prefill_worker"
         except NoRoute:
             fits = False
         if not fits:  # perhaps no worker was drawn that has KV for these, or a transport to them
-            prefill = self._candidates.near("prefill", ask, matches, avoid, everyone=True)
-            decision = self._choose(ask, prefill, decode, matches, split)
+            prefill = self._candidates.near("prefill", request, matches, avoid, everyone=True)
+            decision = self._choose(request, prefill, decode, matches, split)
         source, taker = prefill.get(decision.prefill), decode[decision.decode]
         (source or taker).recent.add(decision.read_s, now())
         taker.recent.add(decision.write_s, now())
@@ -134,11 +138,11 @@ class Router:
 
     def _choose(
         self,
-        ask: RoutingRequest,
+        request: RoutingRequest,
         prefill: Mapping[str, WorkerLink],
         decode: Mapping[str, WorkerLink],
         matches: Matches,
         split: str,
     ) -> Decision:
-        seen = (self._candidates.seen(links.values(), matches, ask) for links in (prefill, decode))
-        return choose(ask, *seen, split)
+        seen = (self._candidates.seen(links.values(), matches, request) for links in (prefill, decode))
+        return choose(request, *seen, split)

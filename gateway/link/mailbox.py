@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.service.clock import now
 from baton.v1 import inference_pb2
@@ -35,6 +36,19 @@ class Tokens:
 
 class Overflow:
     """More tokens are unread than the bound allows; the leg was cancelled."""
+
+
+class EventSink(Protocol):
+    """The receiver of a leg's events: a Mailbox, or the one reader of an answer."""
+
+    def post(self, leg, event) -> None:
+        """Take an event of `leg`."""
+
+    def add(self, leg, choice: int, first_index: int, token_ids, logprobs, finish_reason: int) -> None:
+        """Take a row of tokens that may wait for `hurry`."""
+
+    def hurry(self) -> bool:
+        """Pass on what has waited; return whether there is something."""
 
 
 class Mailbox:

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.service.clock import now
-from gateway.link.mailbox import Mailbox
+from gateway.link.mailbox import EventSink
 
 # Writing a message takes a core about 60 us, 35 of them in gRPC alone. Up to here there is time to write one for each.
 FREE_TOKENS_PER_S = 8_000
@@ -23,8 +23,8 @@ class TokenBatching:
         self.is_busy = False  # more tokens come than messages could be written
         self._num_tokens = 0
         self._since = now()
-        self._due: deque[Mailbox] = deque()
-        self._held: deque[tuple[float, Sequence[Mailbox]]] = deque()
+        self._due: deque[EventSink] = deque()
+        self._held: deque[tuple[float, Sequence[EventSink]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
     def count(self, num_tokens: int, at: float) -> None:
@@ -34,7 +34,7 @@ class TokenBatching:
             self.is_busy = self._num_tokens > FREE_TOKENS_PER_S * elapsed
             self._num_tokens, self._since = 0, at
 
-    def send(self, mailboxes: Sequence[Mailbox]) -> None:
+    def send(self, mailboxes: Sequence[EventSink]) -> None:
         """Write what has come into these, in their order. Where steps come faster than messages can be written, one
         that waits here takes the tokens of the next step along."""
         if mailboxes and not self._due:
@@ -48,7 +48,7 @@ class TokenBatching:
         if self._due:
             asyncio.get_running_loop().call_soon(self._send_some)
 
-    def hold(self, mailboxes: Sequence[Mailbox]) -> None:
+    def hold(self, mailboxes: Sequence[EventSink]) -> None:
         """Let what has come into these wait for more, at most LONGEST_S: the next step may never come."""
         self._held.append((now() + LONGEST_S, mailboxes))
         if self._timer is None:
@@ -88,7 +88,7 @@ class MessageTurns:
         """Whether it is the turn of `place`, any number that is the same at every step."""
         return (self._number + place) % self._every == 0
 
-    def end(self, due: Sequence[Mailbox], held: Sequence[Mailbox]) -> None:
+    def end(self, due: Sequence[EventSink], held: Sequence[EventSink]) -> None:
         """End the step: `due` write now, `held` wait."""
         self._batching.send(due)
         if held:

@@ -6,7 +6,7 @@ from collections import Counter
 from baton.service.clock import now
 from baton.service.codec import key_to_proto
 from baton.v1 import worker_pb2 as pb
-from gateway.link.mailbox import Lost, Mailbox, Overflow
+from gateway.link.mailbox import EventSink, Lost, Overflow
 
 _places = itertools.count()
 Key = tuple[str, int]
@@ -16,11 +16,23 @@ class WorkerLeg:
     """One key on one worker. Call `close()` when done with it: what is still running there is cancelled."""
 
     __slots__ = (
-        "link", "key", "worker_id", "mailbox", "tenant", "num_unread", "place", "_num_prefill_tokens", "_promised_s",
-        "_written_from", "_written_upto", "_open", "_asked_at", "_is_released",
-    )  # fmt: skip
+        "link",
+        "key",
+        "worker_id",
+        "mailbox",
+        "tenant",
+        "num_unread",
+        "place",
+        "_num_prefill_tokens",
+        "_promised_s",
+        "_written_from",
+        "_written_upto",
+        "_open",
+        "_asked_at",
+        "_is_released",
+    )
 
-    def __init__(self, link, key: Key, mailbox: Mailbox, tenant: str):
+    def __init__(self, link, key: Key, mailbox: EventSink, tenant: str):
         """`link` is the WorkerLink that it is on."""
         self.link, self.key, self.mailbox, self.tenant = link, key, mailbox, tenant
         self.worker_id = link.worker_id

@@ -22,7 +22,7 @@ from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
-from gateway.link.mailbox import Lost, Mailbox, Rejoined, Stalled
+from gateway.link.mailbox import EventSink, Lost, Rejoined, Stalled
 from gateway.link.session_writer import start_writer
 from gateway.link.token_batching import MessageTurns, TokenBatching
 from gateway.link.worker_breaker import WorkerBreaker
@@ -118,7 +118,7 @@ class WorkerLink:
         """A short name for logs."""
         return self.hello.instance.hex()[:8] if self.hello else self.address
 
-    def open(self, key: Key, mailbox: Mailbox, tenant: str = "") -> WorkerLeg:
+    def open(self, key: Key, mailbox: EventSink, tenant: str = "") -> WorkerLeg:
         """Return a new leg for `key`, whose events go into `mailbox`."""
         leg = self.legs[key] = WorkerLeg(self, key, mailbox, tenant)
         return leg
@@ -331,8 +331,8 @@ class WorkerLink:
             num_logprobs = num_ids if has_logprobs else 0
             if leg := legs[index]:
                 ids = token_ids[token_at : token_at + num_ids]
-                told = list(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else []
-                is_due = leg.post_tokens(choice, first, ids, told, reason) or turns.is_of(leg.place)
+                its_logprobs = list(logprobs[logprob_at : logprob_at + num_logprobs]) if has_logprobs else []
+                is_due = leg.post_tokens(choice, first, ids, its_logprobs, reason) or turns.is_of(leg.place)
                 (due if is_due else held).append(leg.mailbox)
             token_at += num_ids
             logprob_at += num_logprobs

@@ -73,8 +73,8 @@ def tokenizer_json(header: GGUFHeader) -> bytes:
     except (SettingsError, GGUFError):
         raise
     except Exception as error:  # the bindings raise bare Exception
-        told = " ".join(str(error).split())[:200]
-        raise SettingsError(f"{header.path}: tokenizer.ggml makes no tokenizer: {told}") from None
+        why = " ".join(str(error).split())[:200]
+        raise SettingsError(f"{header.path}: tokenizer.ggml makes no tokenizer: {why}") from None
 
 
 def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:

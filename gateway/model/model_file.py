@@ -57,8 +57,8 @@ def _ends(header: GGUFHeader, vocab_size: int) -> frozenset[int]:
     ids = {name: header.get(f"tokenizer.ggml.{name}", INTEGER, -1) for name in ENDS}
     for name, token_id in ids.items():
         if not -1 <= token_id < vocab_size:
-            told = f"{token_id} is not one of the vocabulary, which has {vocab_size} ids"
-            raise SettingsError(f"{header.path}: tokenizer.ggml.{name} {told}")
+            why = f"{token_id} is not one of the vocabulary, which has {vocab_size} ids"
+            raise SettingsError(f"{header.path}: tokenizer.ggml.{name} {why}")
     return frozenset(ids.values()) - {-1}
 
 

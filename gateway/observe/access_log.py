@@ -19,7 +19,7 @@ def ended(record: RequestRecord, error: BaseException | None) -> None:
 def line(record: RequestRecord, error: BaseException | None) -> dict[str, object]:
     """Return the fields of the line."""
     (how, reason), stamps = outcome(error), record.stamps
-    told = timing(stamps, record.measured, record.num_longest_output)
+    durations = timing(stamps, record.measured, record.num_longest_output)
     spent = breakdown(stamps, record.measured)
     values: dict[str, object] = {
         "request_id": record.checked.request_id if record.checked else "-",
@@ -35,8 +35,8 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
         "num_attempts": record.num_attempts,
         "route": record.decision.reason if record.decision else "-",
         "total_ms": _ms(sum(spent.values())),
-        "ttft_ms": _ms(told.ttft_s),
-        "tpot_ms": _ms(told.tpot_s),
+        "ttft_ms": _ms(durations.ttft_s),
+        "tpot_ms": _ms(durations.tpot_s),
     }
     return values | {f"{phase}_ms": _ms(seconds) for phase, seconds in spent.items()}
 

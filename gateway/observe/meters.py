@@ -131,8 +131,8 @@ class GatewayMeters:
         self._slo_requests(name).inc()
         missed = ["answer"]
         if error is None and stamps.first_sent is not None:
-            told = timing(stamps, record.measured, record.num_longest_output)
-            missed = self._slo_classes[name].missed(told.ttft_s, told.tpot_s or None, told.total_s)
+            durations = timing(stamps, record.measured, record.num_longest_output)
+            missed = self._slo_classes[name].missed(durations.ttft_s, durations.tpot_s or None, durations.total_s)
         for objective in missed:
             self._slo_missed(name, objective).inc()
         if not missed:

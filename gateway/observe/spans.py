@@ -19,8 +19,11 @@ from gateway.request.timing import breakdown
 
 _LEAST_WAIT_S = 0.001  # a shorter one was no wait
 _LOST = {
-    "admitting": "admit", "awaiting prefill": "prefill.wait", "prefilling": "prefill", "decoding": "decode",
-}  # fmt: skip
+    "admitting": "admit",
+    "awaiting prefill": "prefill.wait",
+    "prefilling": "prefill",
+    "decoding": "decode",
+}
 
 
 def draw(record: RequestRecord, error: BaseException | None) -> None:

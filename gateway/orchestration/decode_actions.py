@@ -46,8 +46,8 @@ def end_deadline(request: RequestContext, occurred: Occurrence[None]) -> None:
 
 def end_draining(request: RequestContext, occurred: Occurrence[None]) -> None:
     """Raises Unavailable, which tells the client how to continue elsewhere."""
-    told = "this gateway is shutting down: send the same request with the returned seed and resume_from"
-    raise Unavailable(told, 0.0, reason="DRAINING")
+    message = "this gateway is shutting down: send the same request with the returned seed and resume_from"
+    raise Unavailable(message, 0.0, reason="DRAINING")
 
 
 def end_cancelled(request: RequestContext, occurred: Occurrence[None]) -> None:

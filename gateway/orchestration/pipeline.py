@@ -126,10 +126,10 @@ class Pipeline:
         if not checked.names_class:
             promised = Slo()  # not asked for: counted, but never a reason to refuse
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
-        record.ask = RoutingRequest(
+        record.routing_request = RoutingRequest(
             num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant
         )
-        self.registry.check_fits(record.ask)
+        self.registry.check_fits(record.routing_request)
         order = rank(record.stamps.received, promised, checked.priority)
         record.bid = Bid(
             order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output

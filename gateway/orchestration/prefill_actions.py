@@ -41,8 +41,8 @@ def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> N
     if router.has_another("decode"):
         request.place.join(request.lines.credit)
     else:
-        told = f"no decode worker that serves can hold {needs(router.request)}"
-        _await_worker(request, Unavailable(told, 1.0, reason="NO_WORKER"))
+        message = f"no decode worker that serves can hold {needs(router.request)}"
+        _await_worker(request, Unavailable(message, 1.0, reason="NO_WORKER"))
 
 
 def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> RequestState | None:

@@ -35,9 +35,15 @@ class RequestContext:
     `failures` judges, `place` waits in a line, `answer` goes to the client. It knows nothing of its state."""
 
     def __init__(
-        self, router: Router, lines: Lines, budget: RetryBudget, answer: Answer, record: RequestRecord,
-        prepared: PreparedRequest, max_queue_wait_s: float,
-    ):  # fmt: skip
+        self,
+        router: Router,
+        lines: Lines,
+        budget: RetryBudget,
+        answer: Answer,
+        record: RequestRecord,
+        prepared: PreparedRequest,
+        max_queue_wait_s: float,
+    ):
         self.lines, self.answer, self.record = lines, answer, record
         self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
         self.max_queue_wait_s = max_queue_wait_s

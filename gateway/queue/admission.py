@@ -49,15 +49,15 @@ class Bid(NamedTuple):
         left_s = self.deadline - now()
         if wait_s > _LEAST_WAIT_S and wait_s + alone_s > left_s:
             retry_s = min(max(wait_s + alone_s - left_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
-            told = f"the first token would take {wait_s + alone_s:.1f} s, and the deadline is in {left_s:.1f} s"
-            raise Overloaded(told, retry_s, reason="DEADLINE_BUDGET")
+            message = f"the first token would take {wait_s + alone_s:.1f} s, and the deadline is in {left_s:.1f} s"
+            raise Overloaded(message, retry_s, reason="DEADLINE_BUDGET")
         patience_s = self.max_wait_s
         if self.slo.ttft_s is not None:
             patience_s = min(patience_s, max(self.slo.ttft_s - alone_s, alone_s))
         if wait_s > max(_MARGIN * patience_s, _LEAST_WAIT_S):
             retry_s = min(max(wait_s - patience_s, _RETRY_AFTER_S), _LONGEST_RETRY_S)
-            told = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
-            raise Overloaded(told, retry_s, reason="TTFT_BUDGET")
+            message = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
+            raise Overloaded(message, retry_s, reason="TTFT_BUDGET")
 
     def check(self, decision: Decision, in_line_s: float) -> None:
         """Raises Overloaded if the chosen route, and the line before it, break what the class was promised."""
@@ -65,8 +65,8 @@ class Bid(NamedTuple):
         self.check_wait(at_worker_s + (0.0 if decision.local else in_line_s), decision.alone_ttft_s)
         bound_s = self.slo.tpot_s
         if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.alone_tpot_s):
-            told = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"
-            raise Overloaded(told, _RETRY_AFTER_S, reason="TPOT_BUDGET")
+            message = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="TPOT_BUDGET")
 
 
 def rank(received: float, slo: Slo, priority: int) -> float:
@@ -91,8 +91,8 @@ class AdmissionControl:
         and calls `leave` in the end. Raises Overloaded, InvalidRequest."""
         own = self._num[tenant]
         if not has_room(self._max, len(self.request_ids), own, 1, len(self._num) + (not own)):
-            told = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
-            raise Overloaded(told, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
+            message = f"{len(self.request_ids)} requests are in the gateway already, {own} of them of this tenant"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="TOO_MANY_REQUESTS")
         reservation = self.quotas.enter(tenant, now(), num_choices)
         self.request_ids[request_id] = tenant
         self._num[tenant] += 1
@@ -166,12 +166,12 @@ class WaitingLine:
         queue = self._queues.get(bid.tenant) or _Queue()
         num_sharing = len(self._queues) + (not queue.num)
         if not has_room(self._max, self._num, queue.num, 1, num_sharing):
-            told = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
-            raise Overloaded(told, _RETRY_AFTER_S, reason="QUEUE_FULL")
+            message = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
         has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, bid.num_tokens, num_sharing)
         if queue.num and not has_tokens:
-            told = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
-            raise Overloaded(told, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
+            message = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
         if not self._num:
             self._served_at = now()
         place = Place((bid.rank, next(self._arrivals)), bid, call)

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from baton.service.clock import now
 from baton.service.logs import fields
 from baton.service.security.credentials import TENANT
-from gateway.queue.quotas import Quotas, Told
+from gateway.queue.quotas import Quotas, UsageCounts
 from gateway.store.redis_client import cancelled, make_client, words_of
 
 NAME = "baton:gateways"
 TTL_S = 5
 PERIOD_S = 0.25
-_MAX_BYTES = 32 << 10  # of one value: MAX_TOLD tenants
+_MAX_BYTES = 32 << 10  # of one value: MAX_COUNTED tenants
 _MAX_GATEWAYS = 64
 _NAMES = "?" * 32  # other names do not even travel: Redis compares
 _MOST = 1 << 53
@@ -53,7 +53,7 @@ class SharedUsage:
 
     async def _look(self) -> None:
         try:
-            told = await self.exchange()
+            counts = await self.exchange()
         except Exception as error:  # whatever it is, requests are served and the next round comes
             if self._was_up:
                 log.warning("redis: quotas are counted without other gateways %s", fields(error=words_of(error)))
@@ -62,15 +62,15 @@ class SharedUsage:
                 self._quotas.note_others({}, now())
             return
         self._answered_at, self._was_up = now(), True
-        self._quotas.note_others(told, now())
+        self._quotas.note_others(counts, now())
 
-    async def exchange(self) -> dict[str, Mapping[str, Told]]:
+    async def exchange(self) -> dict[str, Mapping[str, UsageCounts]]:
         """Write this gateway's counts; return those of all others. Raises one of FAILURES."""
         seconds, _ = await self._client.time()
         async with self._client.pipeline(transaction=True) as batch:
             batch.zremrangebyscore(NAME, "-inf", seconds)
             batch.zadd(NAME, {self._gateway: seconds + TTL_S})
-            batch.set(_name(self._gateway), json.dumps(self._quotas.told(now())), ex=TTL_S)
+            batch.set(_name(self._gateway), json.dumps(self._quotas.counts(now())), ex=TTL_S)
             batch.zscan(NAME, 0, match=_NAMES, count=4 * _MAX_GATEWAYS)
             *_, (_, found) = await batch.execute()
         names = [name for member, _ in found if (name := _hex(member)) and name != self._gateway][:_MAX_GATEWAYS]
@@ -78,7 +78,7 @@ class SharedUsage:
             for name in names:
                 batch.getrange(_name(name), 0, _MAX_BYTES)
             values = await batch.execute(raise_on_error=False)
-        return {name: told for name, value in zip(names, values, strict=True) if (told := read_told(value))}
+        return {name: counts for name, value in zip(names, values, strict=True) if (counts := read_counts(value))}
 
 
 def _name(gateway: str) -> str:
@@ -93,7 +93,7 @@ def _hex(member: bytes) -> str:
         return ""
 
 
-def read_told(value: object) -> dict[str, Told]:
+def read_counts(value: object) -> dict[str, UsageCounts]:
     """Return the counts in a value of Redis, which is not trusted: empty unless a gateway could have written it."""
     if not isinstance(value, bytes) or len(value) > _MAX_BYTES:
         return {}
@@ -103,14 +103,14 @@ def read_told(value: object) -> dict[str, Told]:
         return {}
     if not isinstance(tenants, dict) or not all(map(_is_good, tenants, tenants.values())):
         return {}
-    return {tenant: Told(*numbers) for tenant, numbers in tenants.items()}
+    return {tenant: UsageCounts(*numbers) for tenant, numbers in tenants.items()}
 
 
 def _is_good(tenant: str, numbers: object) -> bool:
-    if not TENANT.fullmatch(tenant) or not isinstance(numbers, list) or len(numbers) != len(Told._fields):
+    if not TENANT.fullmatch(tenant) or not isinstance(numbers, list) or len(numbers) != len(UsageCounts._fields):
         return False
     *counts, balance = numbers
     if not all(type(count) is int and 0 <= count <= _MOST for count in counts):
         return False
-    told = Told(*numbers)
-    return told.num_returned <= told.num_reserved and type(balance) in (int, float) and abs(balance) <= _MOST
+    counts = UsageCounts(*numbers)
+    return counts.num_returned <= counts.num_reserved and type(balance) in (int, float) and abs(balance) <= _MOST

@@ -18,7 +18,7 @@ _RETRY_AFTER_S = 0.5
 _FIELDS = ("tokens_per_s", "burst_tokens", "concurrent_requests", "max_priority")
 _INTEGERS = ("concurrent_requests", "max_priority")
 _LOOK_S = 1.0  # between two looks at the file, and for tenants that are idle
-MAX_TOLD = 256  # tenants that one gateway tells others of
+MAX_COUNTED = 256  # tenants that one gateway tells others of
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _quota(name: str, table: object) -> Quota:
     return Quota(rate, burst_tokens, table.get("concurrent_requests"), table.get("max_priority", 0))
 
 
-class Told(NamedTuple):
+class UsageCounts(NamedTuple):
     """The counts of one gateway for one tenant. Reserved and returned tokens only rise; `num_running` are choices."""
 
     num_running: int
@@ -92,13 +92,14 @@ class Usage:
         """`num_counted`: where its counts begin."""
         self.quota, self.num_running = quota, 0
         self.num_reserved = self.num_returned = num_counted
-        self.elsewhere = dict[str, tuple[Told, int]]()  # gateway -> its latest counts, and what of them was taken here
+        # Gateway -> its latest counts, and how many tokens of them were taken here.
+        self.elsewhere: dict[str, tuple[UsageCounts, int]] = {}
         self._balance, self._at = quota.burst_tokens, at
 
     @property
     def num_elsewhere(self) -> int:
         """Choices that run through other gateways."""
-        return sum(told.num_running for told, _ in self.elsewhere.values())
+        return sum(counts.num_running for counts, _ in self.elsewhere.values())
 
     def is_idle(self, at: float) -> bool:
         """Whether it has all that it may have."""
@@ -127,27 +128,27 @@ class Usage:
         self.num_returned += num_tokens
         self._balance = self.balance(at) + num_tokens
 
-    def told(self, at: float) -> Told:
-        return Told(self.num_running, self.num_reserved, self.num_returned, self.balance(at))
+    def counts(self, at: float) -> UsageCounts:
+        return UsageCounts(self.num_running, self.num_reserved, self.num_returned, self.balance(at))
 
-    def note(self, gateway: str, told: Told, at: float) -> None:
+    def note(self, gateway: str, counts: UsageCounts, at: float) -> None:
         """Take the counts of another gateway. When it is new here, all that either has used is subtracted; later,
         counts that fall are ignored, and no more comes back than was taken, so no other process can fill this
         bucket."""
         if (known := self.elsewhere.get(gateway)) is None:
-            taken = max(0, math.ceil(self.balance(at) - told.balance))
+            taken = max(0, math.ceil(self.balance(at) - counts.balance))
             self._balance -= taken
         else:
             before, taken = known
-            told = told._replace(
-                num_reserved=max(told.num_reserved, before.num_reserved),
-                num_returned=max(told.num_returned, before.num_returned),
+            counts = counts._replace(
+                num_reserved=max(counts.num_reserved, before.num_reserved),
+                num_returned=max(counts.num_returned, before.num_returned),
             )
-            num_taken = told.num_reserved - before.num_reserved
-            num_back = min(told.num_returned - before.num_returned, taken + num_taken)
+            num_taken = counts.num_reserved - before.num_reserved
+            num_back = min(counts.num_returned - before.num_returned, taken + num_taken)
             taken += num_taken - num_back
             self._balance = self.balance(at) - num_taken + num_back
-        self.elsewhere[gateway] = told, taken
+        self.elsewhere[gateway] = counts, taken
 
 
 class Reservation:
@@ -176,8 +177,9 @@ class Reservation:
 def _check_balance(usage: Usage, at: float) -> None:
     rate = usage.quota.tokens_per_s
     if rate is not None and (balance := usage.balance(at)) <= 0:
-        told = f"the tenant has used up its quota of {rate:g} tokens_per_s, including what its running requests may still use"
-        raise Overloaded(told, max(_RETRY_AFTER_S, (1 - balance) / rate), reason="TENANT_TOKENS")
+        message = f"the tenant has used up its quota of {rate:g} tokens_per_s"
+        message += ", including what its running requests may still use"
+        raise Overloaded(message, max(_RETRY_AFTER_S, (1 - balance) / rate), reason="TENANT_TOKENS")
 
 
 class Quotas:
@@ -188,7 +190,7 @@ class Quotas:
         self._table, self._usage = table, dict[str, Usage]()
         self._num_counted = 0  # counts of tenants that come again begin here, and so never fall
         self._path, self._stamp, self._looked_at = path, _stamp(path), 0.0
-        self._told: Mapping[str, Mapping[str, Told]] = {}
+        self._counts: Mapping[str, Mapping[str, UsageCounts]] = {}
 
     @classmethod
     def read(cls, path: Path | None) -> "Quotas":
@@ -215,33 +217,33 @@ class Quotas:
         if most is not None and num_choices > most:
             raise InvalidRequest("sampling.n", f"is {num_choices}, and concurrent_requests of this tenant is {most}")
         if most is not None and usage.num_running + usage.num_elsewhere + num_choices > most:
-            told = f"the tenant has {most} choices running, its quota of concurrent_requests"
-            raise Overloaded(told, _RETRY_AFTER_S, reason="TENANT_REQUESTS")
+            message = f"the tenant has {most} choices running, its quota of concurrent_requests"
+            raise Overloaded(message, _RETRY_AFTER_S, reason="TENANT_REQUESTS")
         _check_balance(usage, at)
         return Reservation(usage, num_choices)
 
     # ---- with other gateways ----
 
-    def told(self, at: float) -> dict[str, Told]:
-        """Return this gateway's counts of bounded tenants: of at most MAX_TOLD, those with most choices."""
+    def counts(self, at: float) -> dict[str, UsageCounts]:
+        """Return this gateway's counts of bounded tenants: of at most MAX_COUNTED, those with most choices."""
         bounded = [
             (tenant, usage) for tenant, usage in self._usage.items() if usage.quota.is_bounded and not usage.is_idle(at)
         ]
-        most = heapq.nlargest(MAX_TOLD, bounded, key=lambda named: named[1].num_running)
-        return {tenant: usage.told(at) for tenant, usage in most}
+        most = heapq.nlargest(MAX_COUNTED, bounded, key=lambda named: named[1].num_running)
+        return {tenant: usage.counts(at) for tenant, usage in most}
 
-    def note_others(self, told: Mapping[str, Mapping[str, Told]], at: float) -> None:
-        """Take what all other gateways count now, gateway -> tenant -> Told; one that is missing uses nothing. Tenants
+    def note_others(self, counts: Mapping[str, Mapping[str, UsageCounts]], at: float) -> None:
+        """Take what all other gateways count now, gateway -> tenant -> UsageCounts; one that is missing uses nothing. Tenants
         without a request here are noted when they come."""
-        self._told = told
+        self._counts = counts
         for tenant, usage in self._usage.items():
             self._note(tenant, usage, at)
 
     def _note(self, tenant: str, usage: Usage, at: float) -> None:
-        telling = {gateway: tenants[tenant] for gateway, tenants in self._told.items() if tenant in tenants}
+        telling = {gateway: tenants[tenant] for gateway, tenants in self._counts.items() if tenant in tenants}
         usage.elsewhere = {gateway: known for gateway, known in usage.elsewhere.items() if gateway in telling}
-        for gateway, told in telling.items():
-            usage.note(gateway, told, at)
+        for gateway, counts in telling.items():
+            usage.note(gateway, counts, at)
 
     # ---- the table ----
 

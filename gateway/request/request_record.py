@@ -49,7 +49,7 @@ class RequestRecord:
     checked: Checked | None = None
     measured: Measured = field(default_factory=Measured)
     num_prompt_tokens: int | None = None
-    ask: RoutingRequest | None = None  # as routing sees it
+    routing_request: RoutingRequest | None = None  # the request as routing sees it
     bid: Bid = Bid(0.0)  # as the lines see it
     num_cached_tokens: int = 0
     num_output_tokens: int = 0

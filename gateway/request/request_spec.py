@@ -16,9 +16,15 @@ class SpecBuilder:
     """Build the RequestSpec of each attempt of one request."""
 
     def __init__(
-        self, checked: Checked, prompt_ids: Sequence[int], max_tokens: int, names: PrefixHashes, tenant: str,
-        traceparent: str, deadline: float,
-    ):  # fmt: skip
+        self,
+        checked: Checked,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        names: PrefixHashes,
+        tenant: str,
+        traceparent: str,
+        deadline: float,
+    ):
         """`deadline`: time.monotonic(). Raises Unavailable before a worker has said which model is served."""
         self._checked, self._prompt_ids, self._max_tokens = checked, prompt_ids, max_tokens
         self._names, self._tenant, self._traceparent, self._deadline = names, tenant, traceparent, deadline

@@ -68,12 +68,12 @@ def breakdown(stamps: Stamps, measured: Measured) -> dict[str, float]:
         if stamps.prefill_sent is not None:
             spent["prefill"] = ended - stamps.prefill_sent
         return spent
-    told = pb.Timing()
-    _first_phases(told, stamps, measured)
-    _second_phases(told, stamps, measured)
-    spent |= {phase: getattr(told, f"{phase}_s") for phase in PHASES[3:6]}
+    durations = pb.Timing()
+    _first_phases(durations, stamps, measured)
+    _second_phases(durations, stamps, measured)
+    spent |= {phase: getattr(durations, f"{phase}_s") for phase in PHASES[3:6]}
     if stamps.second_sent is not None:
-        spent |= {phase: getattr(told, f"{phase}_s") for phase in PHASES[6:10]}
+        spent |= {phase: getattr(durations, f"{phase}_s") for phase in PHASES[6:10]}
     spent["decode"] = ended - (stamps.second_sent or stamps.first_sent)
     return spent
 

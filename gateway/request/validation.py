@@ -130,8 +130,8 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
     if num_prompt_tokens == 0:
         _refuse(checked.input_field, "is an empty prompt")
     if room < 1:
-        told = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
-        _refuse(checked.input_field, told)
+        message = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
+        _refuse(checked.input_field, message)
     max_tokens = checked.max_tokens
     if max_tokens is None:
         limits = served.limits
@@ -139,8 +139,8 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
             served.defaults.max_tokens, limits.default_max_tokens, room, limits.output_tokens // checked.sampling.n
         )
     elif max_tokens > room:
-        told = f"{max_tokens} is beyond {served.context_words}, {served.context}: {room} are left after the prompt"
-        _refuse("stopping.max_tokens", told)
+        message = f"{max_tokens} is beyond {served.context_words}, {served.context}: {room} are left after the prompt"
+        _refuse("stopping.max_tokens", message)
     elif checked.sampling.n * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
     for index, num_received in enumerate(checked.resume_from):

@@ -131,9 +131,13 @@ class WorkerRates:
         prompt_s, token_s, step_s, sequence_s, moved_s, byte_s = self._fleet.pace(at)
         prefill, decode, transfer = (factor.value(at) for factor in self._factors.values())
         return LinearCost(
-            prefill * prompt_s, prefill * token_s, decode * step_s, decode * sequence_s, transfer * moved_s,
+            prefill * prompt_s,
+            prefill * token_s,
+            decode * step_s,
+            decode * sequence_s,
+            transfer * moved_s,
             transfer * byte_s,
-        )  # fmt: skip
+        )
 
     def _note(self, name: str, x: float, seconds: float, at: float) -> None:
         self._pace_at = -_PACE_S

@@ -145,25 +145,25 @@ def shortlist(
     return list(chosen)
 
 
-def can_prefill(ask: RoutingRequest, limits: WorkerLimits) -> bool:
+def can_prefill(request: RoutingRequest, limits: WorkerLimits) -> bool:
     """Whether a prefill worker can read the prompt and draw one token. How long the answer gets concerns its taker
     only."""
-    return ask.num_tokens < limits.max_model_len
+    return request.num_tokens < limits.max_model_len
 
 
-def can_decode(ask: RoutingRequest, limits: WorkerLimits) -> bool:
+def can_decode(request: RoutingRequest, limits: WorkerLimits) -> bool:
     """Whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and behind
     the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
-    if ask.max_len > limits.max_model_len:
+    if request.max_len > limits.max_model_len:
         return False
     if not limits.num_blocks or not limits.block_size:
         return True
-    num_whole, rest = divmod(ask.num_tokens, limits.block_size)
-    return num_whole + ask.num_choices * bool(rest) <= limits.num_blocks
+    num_whole, rest = divmod(request.num_tokens, limits.block_size)
+    return num_whole + request.num_choices * bool(rest) <= limits.num_blocks
 
 
 def choose(
-    ask: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], split: str = "auto"
+    request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], split: str = "auto"
 ) -> Decision:
     """Return the workers for a request, which can all hold it.
 
@@ -171,34 +171,37 @@ def choose(
     prefill worker that fits is read where it decodes, whatever `split` says. Raises NoRoute."""
     if not decode:
         raise NoRoute("no decode worker serves")
-    decode = [worker for worker in decode if can_decode(ask, worker.limits)]
+    decode = [worker for worker in decode if can_decode(request, worker.limits)]
     if not decode:
-        raise NoRoute(f"no decode worker that serves can hold {needs(ask)}")
+        raise NoRoute(f"no decode worker that serves can hold {needs(request)}")
     prefill = [] if split == "never" else prefill
-    readers = [worker for worker in prefill if can_prefill(ask, worker.limits)]
-    writing = {worker.name: _writing_s(ask, worker) for worker in decode}
-    apart = _best_pair(ask, readers, decode, writing)
+    readers = [worker for worker in prefill if can_prefill(request, worker.limits)]
+    writing = {worker.name: _writing_s(request, worker) for worker in decode}
+    apart = _best_pair(request, readers, decode, writing)
     is_too_long = apart is None and any(compatible(worker, taker) for worker in prefill for taker in decode)
     if apart is None and split == "always" and not is_too_long:
         raise NoRoute("no prefill worker serves that a decode worker can take KV from")
     here = min(
-        (_alone(ask, worker, writing[worker.name]) for worker in decode), key=lambda way: (way.cost_s, way.decode.name)
+        (_alone(request, worker, writing[worker.name]) for worker in decode),
+        key=lambda way: (way.cost_s, way.decode.name),
     )
     if apart is None:
         reason = "forced" if split == "never" else "too_long_to_split" if is_too_long else "no_prefill_worker"
-        return _decision(ask, here, None, reason)
+        return _decision(request, here, None, reason)
     if split == "always":
-        return _decision(ask, apart, here, "forced")
-    if ask.num_tokens <= SHORT_TOKENS:
-        return _decision(ask, here, apart, "short_prompt")
+        return _decision(request, apart, here, "forced")
+    if request.num_tokens <= SHORT_TOKENS:
+        return _decision(request, here, apart, "short_prompt")
     if here.cost_s <= apart.cost_s:
-        return _decision(ask, here, apart, _why_here(ask, here))
-    return _decision(ask, apart, here, "long_prompt")
+        return _decision(request, here, apart, _why_here(request, here))
+    return _decision(request, apart, here, "long_prompt")
 
 
-def choose_source(ask: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
+def choose_source(request: RoutingRequest, prefill: Sequence[Candidate], taker: Candidate) -> Candidate | None:
     """Return the best prefill worker that can read the prompt, for a decode worker that is chosen already, or None."""
-    way = _best_pair(ask, [worker for worker in prefill if can_prefill(ask, worker.limits)], [taker], {taker.name: 0.0})
+    way = _best_pair(
+        request, [worker for worker in prefill if can_prefill(request, worker.limits)], [taker], {taker.name: 0.0}
+    )
     return way and way.prefill
 
 
@@ -237,12 +240,12 @@ def _byte_s(source: Candidate, taker: Candidate) -> float:
     return taker.pace.byte_s or (_HERE_BYTE_S if source.host_id == taker.host_id else _BYTE_S)
 
 
-def _reading(ask: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _Reading:
+def _reading(request: RoutingRequest, worker: Candidate, gain_s: float, num_beside: float) -> _Reading:
     """Return the prompt priced on `worker`; `num_beside`: sequences that wait while it is read."""
-    pace, missing = worker.pace, ask.num_tokens - worker.num_matched_tokens
+    pace, missing = worker.pace, request.num_tokens - worker.num_matched_tokens
     read_s = max(pace.prefill_s(missing) - gain_s, pace.prompt_s)
     ttft_s = worker.num_waiting_tokens * pace.token_s + read_s
-    return _Reading(ttft_s + num_beside * read_s + _late_s(ttft_s, ask.slo.ttft_s, 1), worker, ttft_s, read_s)
+    return _Reading(ttft_s + num_beside * read_s + _late_s(ttft_s, request.slo.ttft_s, 1), worker, ttft_s, read_s)
 
 
 def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
@@ -251,20 +254,20 @@ def _sources(workers: Iterable[Candidate]) -> list[Candidate]:
     return sorted(holders, key=lambda worker: (-worker.num_matched_tokens, worker.name))[:_NUM_PULLED_FROM]
 
 
-def _reading_there(ask: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _Reading:
+def _reading_there(request: RoutingRequest, worker: Candidate, holders: Sequence[Candidate]) -> _Reading:
     """Return the price of reading there; a worker that was busy recently is likelier to be wanted by others soon."""
-    return _reading(ask, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
+    return _reading(request, worker, max((0.0, *(_gain_s(worker, holder) for holder in holders))), worker.share)
 
 
 def _best_pair(
-    ask: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing: dict[str, float]
+    request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate], writing: dict[str, float]
 ) -> _Way | None:
     """Return the cheapest pair that fits, or None.
 
     Both sides are in order of their own prices (of equals the first by name), so that a choice can be explained. A pair
     never adds a negative price, so the search ends where these alone exceed the best so far."""
     holders = _sources((*prefill, *decode))
-    readings = [_reading_there(ask, worker, holders) for worker in prefill]
+    readings = [_reading_there(request, worker, holders) for worker in prefill]
     readings.sort(key=lambda reading: (reading.cost_s, reading.worker.name))
     best: _Way | None = None
     for taker in sorted(decode, key=lambda worker: (writing[worker.name], worker.name)):
@@ -273,7 +276,7 @@ def _best_pair(
             if best is not None and least_s + taker.pace.moved_s >= best.cost_s:
                 break
             if compatible(reading.worker, taker):
-                cost_s = least_s + _unhidden_s(ask, reading, taker)
+                cost_s = least_s + _unhidden_s(request, reading, taker)
                 if best is None or cost_s < best.cost_s:
                     best = _Way(cost_s, reading.worker, taker, reading.ttft_s + _HOP_S, reading.read_s)
         if best is not None and readings[0].cost_s + writing[taker.name] + _HOP_S >= best.cost_s:
@@ -281,28 +284,28 @@ def _best_pair(
     return best
 
 
-def _unhidden_s(ask: RoutingRequest, reading: _Reading, taker: Candidate) -> float:
+def _unhidden_s(request: RoutingRequest, reading: _Reading, taker: Candidate) -> float:
     """Return the seconds by which KV delays the second token: it moves while the prompt is read."""
-    num_bytes = (ask.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
+    num_bytes = (request.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
     return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(reading.worker, taker) - reading.read_s)
 
 
-def _alone(ask: RoutingRequest, worker: Candidate, writing_s: float) -> _Way:
+def _alone(request: RoutingRequest, worker: Candidate, writing_s: float) -> _Way:
     """Return the way on one worker: all that runs there waits while the prompt is read, in one piece or in chunks
     between steps."""
-    reading = _reading(ask, worker, 0.0, worker.num_sequences + worker.share)
+    reading = _reading(request, worker, 0.0, worker.num_sequences + worker.share)
     return _Way(reading.cost_s + writing_s, None, worker, reading.ttft_s, reading.read_s)
 
 
-def _writing_s(ask: RoutingRequest, worker: Candidate) -> float:
+def _writing_s(request: RoutingRequest, worker: Candidate) -> float:
     """Return the seconds from the first token to the last, how much longer others take for it, and what breaks a
     promise."""
     pace, num_beside = worker.pace, worker.num_sequences
     tpot_s = pace.tpot_s(num_beside + 1)
-    cost_s = ask.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.share))
-    bounds = [bound for bound in (ask.slo.tpot_s, worker.tightest_tpot_s) if bound is not None]
-    cost_s += _late_s(tpot_s, min(bounds, default=None), ask.num_output * (num_beside + 1))
-    needed = ask.num_tokens - worker.num_matched_tokens
+    cost_s = request.num_output * (tpot_s + pace.sequence_s * (num_beside + worker.share))
+    bounds = [bound for bound in (request.slo.tpot_s, worker.tightest_tpot_s) if bound is not None]
+    cost_s += _late_s(tpot_s, min(bounds, default=None), request.num_output * (num_beside + 1))
+    needed = request.num_tokens - worker.num_matched_tokens
     no_room = worker.num_free_tokens is not None and worker.num_free_tokens < needed
     no_place = worker.max_sequences is not None and num_beside >= worker.max_sequences
     return cost_s + _FULL_S * (no_room or no_place)
@@ -315,23 +318,32 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
 # ---- what is said of it ----
 
 
-def needs(ask: RoutingRequest) -> str:
+def needs(request: RoutingRequest) -> str:
     """Say what can_decode asks for, for errors."""
-    choices = f" in {ask.num_choices} choices" if ask.num_choices > 1 else ""
-    return f"{ask.max_len} tokens{choices}"
+    choices = f" in {request.num_choices} choices" if request.num_choices > 1 else ""
+    return f"{request.max_len} tokens{choices}"
 
 
-def _why_here(ask: RoutingRequest, here: _Way) -> str:
-    if 2 * here.decode.num_matched_tokens >= ask.num_tokens:
+def _why_here(request: RoutingRequest, here: _Way) -> str:
+    if 2 * here.decode.num_matched_tokens >= request.num_tokens:
         return "hot_cache"
     return "idle" if here.decode.num_sequences == 0 else "prefill_busy"
 
 
-def _decision(ask: RoutingRequest, way: _Way, other: _Way | None, reason: str) -> Decision:
+def _decision(request: RoutingRequest, way: _Way, other: _Way | None, reason: str) -> Decision:
     pace = way.decode.pace
     return Decision(
-        way.prefill and way.prefill.name, way.decode.name, reason, other.words if other else "none", way.cost_s,
-        other and other.cost_s, way.ttft_s, pace.tpot_s(way.decode.num_sequences + 1),
-        way.read_s + (_HOP_S if way.prefill else 0.0), pace.tpot_s(1),
-        (way.prefill or way.decode).num_matched_tokens, way.read_s, ask.num_output * pace.sequence_s,
-    )  # fmt: skip
+        way.prefill and way.prefill.name,
+        way.decode.name,
+        reason,
+        other.words if other else "none",
+        way.cost_s,
+        other and other.cost_s,
+        way.ttft_s,
+        pace.tpot_s(way.decode.num_sequences + 1),
+        way.read_s + (_HOP_S if way.prefill else 0.0),
+        pace.tpot_s(1),
+        (way.prefill or way.decode).num_matched_tokens,
+        way.read_s,
+        request.num_output * pace.sequence_s,
+    )

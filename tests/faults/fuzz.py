@@ -27,7 +27,7 @@ from gateway.discovery.worker_directory import _read as read_member
 from gateway.model.model_folder import Defaults
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.worker_bitmap import bit_sets, places_of
-from gateway.queue.quota_sync import read_told
+from gateway.queue.quota_sync import read_counts
 from gateway.request.validation import check
 from kvtransfer.errors import KVError
 from kvtransfer.transfer.ticket import parse_ticket
@@ -110,7 +110,7 @@ def a_ticket(draw: random.Random) -> None:
 
 def what_a_gateway_told(draw: random.Random) -> None:
     told = json.dumps({"tenant": [draw.choice(_NUMBERS), draw.choice(_FLOATS)], "other": [0, 0]}).encode()
-    read_told(draw.choice((None, 7, _noise(draw), told, _damaged_bytes(draw, told))))
+    read_counts(draw.choice((None, 7, _noise(draw), told, _damaged_bytes(draw, told))))
 
 
 def a_member_of_the_roster(draw: random.Random) -> None:

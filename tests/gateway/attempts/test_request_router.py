@@ -40,7 +40,7 @@ class Fleet:
 
 def a_record():
     asked = record()
-    asked.ask = RoutingRequest(12, 20)
+    asked.routing_request = RoutingRequest(12, 20)
     return asked
 
 

@@ -35,7 +35,7 @@ async def read_elsewhere(c, before=lambda holder, reader: None):
     that the other one got, and the Offers that were made."""
     for link in c.gateway.registry.links:
         link.hello.kv_token_bytes = 1
-    c.gateway.registry.candidates._said.clear()
+    c.gateway.registry.candidates._facts.clear()
     first = await generate(c, max_tokens=MAX_TOKENS)
     await c.idle()
     for link in c.gateway.registry.links:
@@ -105,7 +105,7 @@ async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatc
     async with cluster(num_decode=2) as c:
         for link in c.gateway.registry.links:
             link.hello.kv_token_bytes, link.rates = 1, WorkerRates()
-        c.gateway.registry.candidates._said.clear()
+        c.gateway.registry.candidates._facts.clear()
         asking = asyncio.create_task(generate(c, max_tokens=300))
         running = c.gateway._pipeline.running
         await c.until(lambda: any(each.request.answer.num_output_tokens >= 40 for each in running.values()))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from baton.service.clock import now
 from baton.service.errors import Overloaded
-from gateway.queue.quota_sync import NAME, PERIOD_S, SharedUsage, read_told
-from gateway.queue.quotas import Quota, Quotas, Told
+from gateway.queue.quota_sync import NAME, PERIOD_S, SharedUsage, read_counts
+from gateway.queue.quotas import Quota, Quotas, UsageCounts
 from gateway.store.redis_client import FAILURES
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, refused, release, start
@@ -56,7 +56,7 @@ async def test_requests_of_all_gateways_are_counted(server):
     await tell(first, second)
     there.enter("a", now())
     there.enter("b", now())  # nobody bounds it, and nothing is told of it
-    assert "b" not in there.told(now())
+    assert "b" not in there.counts(now())
     for each in (first, second):
         await each._client.aclose()
 
@@ -72,7 +72,7 @@ async def test_tokens_of_all_gateways_are_counted_once(server):
     second_request.settle(350, at)
     for _ in range(3):
         await tell(first, second)
-    left = [quotas.told(at)["a"].balance for quotas in (here, there)]
+    left = [quotas.counts(at)["a"].balance for quotas in (here, there)]
     assert left == pytest.approx([50, 50], abs=40)  # the bucket fills by 100 a second meanwhile
     there.enter("a", at).reserve(200, at)
     await tell(first, second)
@@ -125,7 +125,7 @@ async def test_what_others_write_there_is_not_trusted(server):
     server.client.zadd(NAME, {f"{98:032x}": 1e12, f"{99:032x}": 1e12})
     server.client.lpush(f"baton:usage:{98:032x}", "of another type")
     server.client.set(f"baton:usage:{99:032x}", GOOD)
-    assert await first.exchange() == {f"{99:032x}": {"a": Told(3, 10, 4, 400.0)}}
+    assert await first.exchange() == {f"{99:032x}": {"a": UsageCounts(3, 10, 4, 400.0)}}
     await tell(first)
     assert refusal(here) == "TENANT_REQUESTS"
     server.client.delete(NAME)
@@ -144,13 +144,13 @@ async def test_what_others_write_there_is_not_trusted(server):
 ).map(lambda value: json.dumps(value).encode()))  # fmt: skip
 def test_any_value_is_read_or_left(value):
     """And what is read can be counted."""
-    told = read_told(value)
+    told = read_counts(value)
     quotas = Quotas(TABLE)
     for tenant in ("a", *told):
         quotas.enter(tenant, 0.0)
     for _ in range(2):
         quotas.note_others({"other": told}, 1.0)
-        assert all(abs(each.balance) < 1e18 for each in quotas.told(1.0).values())
+        assert all(abs(each.balance) < 1e18 for each in quotas.counts(1.0).values())
 
 
 async def test_a_large_value_does_not_travel(server):
@@ -191,7 +191,7 @@ async def test_a_tenant_that_is_only_told_of_takes_no_memory(server):
     server.client.set(f"baton:usage:{1:032x}", json.dumps({f"t{i}": [1, 1, 0, 0.0] for i in range(1000)}))
     server.client.zadd(NAME, {f"{1:032x}": 1e12})
     await tell(first)
-    assert not here._usage and len(here._told) == 1
+    assert not here._usage and len(here._counts) == 1
     await first._client.aclose()
 
 
@@ -202,7 +202,7 @@ async def test_two_gateways(cluster, server, tmp_path):
     async with cluster(**settings) as a, cluster(**settings) as b:
         hold(a, "decode")
         running = start(a)
-        await b.until(lambda: any(told.get("default") for told in b.gateway._quotas._told.values()))
+        await b.until(lambda: any(told.get("default") for told in b.gateway._quotas._counts.values()))
         assert (await refused(generate(b))).reason == "TENANT_REQUESTS"
         release(a, "decode")
         assert await running

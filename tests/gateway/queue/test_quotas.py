@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.service.errors import InvalidRequest, Overloaded
-from gateway.queue.quotas import Quota, Quotas, Reservation, Told, read_quotas
+from gateway.queue.quotas import Quota, Quotas, Reservation, UsageCounts, read_quotas
 
 
 def refused(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Overloaded:
@@ -20,7 +20,7 @@ def use(quotas: Quotas, tenant: str, num_tokens: int, at: float) -> Reservation:
 
 
 def told(num_reserved: int, num_returned: int = 0, balance: float = 500.0, num_running: int = 0) -> dict:
-    return {"other": {"a": Told(num_running, num_reserved, num_returned, balance)}}
+    return {"other": {"a": UsageCounts(num_running, num_reserved, num_returned, balance)}}
 
 
 def test_choices_at_once():
@@ -146,7 +146,7 @@ def test_who_is_idle_is_forgotten_and_its_counts_do_not_fall():
     quotas.enter("b", 3.0)
     assert set(quotas._usage) == {"b"}
     use(quotas, "a", 1, 3.0)
-    assert quotas.told(3.0)["a"][1:3] == (301, 300)
+    assert quotas.counts(3.0)["a"][1:3] == (301, 300)
 
 
 # ---- other gateways ----
@@ -156,7 +156,7 @@ def test_others_are_told_of_whoever_uses_most():
     quotas = Quotas({"default": Quota(concurrent_requests=5)})
     for i in range(400):
         quotas.enter(f"t{i}", 0.0, 1 + (i >= 200))
-    assert len(quotas.told(0.0)) == 256 and {f"t{i}" for i in range(200, 400)} < set(quotas.told(0.0))
+    assert len(quotas.counts(0.0)) == 256 and {f"t{i}" for i in range(200, 400)} < set(quotas.counts(0.0))
 
 
 def test_counts_that_fall_fill_no_bucket():
@@ -164,7 +164,7 @@ def test_counts_that_fall_fill_no_bucket():
     use(quotas, "a", 900, 0.0)
     for counts in ((500_000, 0), (10, 0), (0, 0), (500_000, 500_000)):
         quotas.note_others(told(*counts), 0.0)
-        assert quotas.told(0.0)["a"].balance <= 100
+        assert quotas.counts(0.0)["a"].balance <= 100
 
 
 def test_what_another_gateway_gives_back_is_at_most_what_it_took():
@@ -172,12 +172,12 @@ def test_what_another_gateway_gives_back_is_at_most_what_it_took():
     use(quotas, "a", 900, 0.0)
     for counts, balance in (((5000, 4800), 100), ((5050, 4800), 50), ((5050, 4830), 80), ((5050, 5050), 100)):
         quotas.note_others(told(*counts), 0.0)
-        assert quotas.told(0.0)["a"].balance == balance
+        assert quotas.counts(0.0)["a"].balance == balance
     quotas.note_others({}, 0.0)
     quotas.note_others(told(10, 0, -70.0), 0.0)  # it has begun anew, and knows of more than this one
-    assert quotas.told(0.0)["a"].balance == -70
+    assert quotas.counts(0.0)["a"].balance == -70
     quotas.note_others(told(10, 10), 0.0)
-    assert quotas.told(0.0)["a"].balance == -60
+    assert quotas.counts(0.0)["a"].balance == -60
 
 
 @settings(deadline=None)
