@@ -145,22 +145,22 @@ class Candidates:
     def _candidate(self, link: WorkerLink, matches: Matches, at: float, request: RoutingRequest | None) -> Candidate:
         """Combine its reports, which are a moment old, with what this gateway has sent since."""
         load, facts = link.load, self._facts.get(link) or _facts_of(link)
-        return Candidate(
-            name=link.address,
-            num_matched_tokens=matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
-            num_sequences=max(load.num_running + load.num_waiting, len(link.legs)),
-            num_waiting_tokens=_waiting(link, request),
-            limits=facts.limits,
-            kv_gives=facts.kv_gives,
-            kv_takes=facts.kv_takes,
-            transports=facts.transports,
-            host_id=facts.host_id,
-            kv_token_bytes=facts.kv_token_bytes,
-            num_free_tokens=load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
-            max_sequences=facts.max_sequences,
-            tightest_tpot_s=min(link.promised, default=None),
-            share=link.recent.share(at),
-            pace=link.rates.pace(at),
+        return Candidate(  # by position: 1 us less, and a request looks at 32
+            link.address,
+            matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
+            max(load.num_running + load.num_waiting, len(link.legs)),
+            _waiting(link, request),
+            facts.limits,
+            facts.kv_gives,
+            facts.kv_takes,
+            facts.transports,
+            facts.host_id,
+            facts.kv_token_bytes,
+            load.num_blocks_free * link.limits.block_size if load.num_blocks_total else None,
+            facts.max_sequences,
+            min(link.promised, default=None),
+            link.recent.share(at),
+            link.rates.pace(at),
         )
 
 
