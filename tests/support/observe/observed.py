@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
-METERS = ("gateway/observe/meters.py", "baton/worker/observe/meters.py")
+METERS = ("gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py")
 SPANS = ("gateway/observe/spans.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
-_KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Gauge": 3}  # call -> where its labels begin
+_KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Count": 3, "Gauge": 3}  # call -> where its labels begin
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
 
 
@@ -36,8 +36,8 @@ def _metrics_of(path: str) -> Iterator[Metric]:
         if isinstance(node, ast.Call) and (call := _called(node)) in _KINDS and node.args:
             name, text = (ast.literal_eval(argument) for argument in node.args[:2])
             labels = tuple(ast.literal_eval(argument) for argument in node.args[_KINDS[call] :])
-            full = f"{name}_total" if call == "counter" else name
-            kind = "histogram" if call == "tally" else call.lower()
+            kind = {"tally": "histogram", "Count": "counter"}.get(call, call.lower())
+            full = f"{name}_total" if kind == "counter" else name
             yield Metric(full, kind, text, labels, "gateway" if path.startswith("gateway") else "worker")
 
 
