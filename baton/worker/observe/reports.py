@@ -12,7 +12,7 @@ from baton.service.net.server import Health
 from baton.service.out_of_memory import leave_if_exhausted
 from baton.worker.observe.tables import Tables
 from baton.worker.session.commands import Commands
-from baton.worker.session.session import WorkerService
+from baton.worker.session.sessions import Sessions
 from baton.worker.wire import messages
 
 LOAD_INTERVAL_S = 0.25
@@ -31,24 +31,21 @@ class Reports:
     """Belongs to the event loop; `run` goes on until it is cancelled."""
 
     def __init__(
-        self, engine: Engine, loop: EngineLoop, commands: Commands, service: WorkerService, health: Health,
-        tables: Tables, longest_step_s: float = 0.0,
+        self, engine: Engine, loop: EngineLoop, commands: Commands, sessions: Sessions, health: Health,
+        tables: Tables, changed: asyncio.Event, longest_step_s: float = 0.0,
     ):  # fmt: skip
-        """`longest_step_s`: at best; 0: not known."""
+        """`changed`: set when the load is different, which is then told soon. `longest_step_s`: at best; 0: not
+        known."""
         self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
         self._engine = engine
         self._loop = loop
         self._commands = commands
-        self._service = service
+        self._sessions = sessions
         self._health = health
         self._tables = tables
-        self._changed = asyncio.Event()
+        self._changed = changed
         self._checked_at = time.monotonic()
         self._checked_step = -1
-
-    def change(self) -> None:
-        """The load is different now: says so soon."""
-        self._changed.set()
 
     @property
     def state(self) -> str:
@@ -73,7 +70,7 @@ class Reports:
             except TimeoutError:
                 pass
             self._changed.clear()
-            self._service.send_load(
+            self._sessions.send_load(
                 messages.load_to_proto(self._engine.load_report(), self.state, self._tables.counts())
             )
             self._set_health()
@@ -81,7 +78,7 @@ class Reports:
 
     async def _send_index(self) -> None:
         while True:
-            self._service.send_block_events()
+            self._sessions.send_block_events()
             await asyncio.sleep(INDEX_INTERVAL_S)
 
     async def _watch_ledger(self) -> None:

@@ -8,7 +8,7 @@ from baton.engine.engine import Engine
 from baton.worker.kv.handoff import Leaseholders
 from baton.worker.kv.intake import Intake
 from baton.worker.session.commands import Commands
-from baton.worker.session.session import WorkerService
+from baton.worker.session.sessions import Sessions
 from kvtransfer.transfer.source import Source
 
 
@@ -19,7 +19,7 @@ class Tables:
     holders: Leaseholders
     intake: Intake
     source: Source
-    service: WorkerService
+    sessions: Sessions
 
     def counts(self) -> dict[str, int]:
         """By name; of keys also by state, those states that a key is in."""
@@ -38,5 +38,5 @@ class Tables:
             "tickets": self.source.num_tickets,
             "fetches": self.intake.num_fetches,
             "kv_connections": self.source.num_connections,
-            "unwritten": sum(outbox.num_unwritten for outbox in self.service.outboxes),
+            "unwritten": sum(outbox.num_unwritten for outbox in self.sessions.outboxes),
         }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from baton.service.errors import FailedPrecondition
 from baton.service.logs import fields
 from baton.worker.session.commands import Commands
-from baton.worker.session.session import WorkerService
+from baton.worker.session.sessions import Sessions
 
 ASK_S = 0.5  # for those who take over to find a worker and to ask for the KV of what they go on with
 SETTLE_S = 3.0  # for what was ended by force to give its blocks back, and for that KV to be pulled
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 class Drain:
     """Belongs to the event loop."""
 
-    def __init__(self, commands: Commands, service: WorkerService, grace_s: float):
+    def __init__(self, commands: Commands, sessions: Sessions, grace_s: float):
         """`grace_s`: how long what runs may go on, unless whoever asks says otherwise."""
         self.asked = asyncio.Event()
         self.next_role = ""
         self._commands = commands
-        self._service = service
+        self._sessions = sessions
         self._grace_s = grace_s
         self._until = math.inf  # of the grace, time.monotonic()
 
@@ -62,8 +62,8 @@ class Drain:
             await asyncio.sleep(ASK_S)
             if not await _until(lambda: not legs.num_busy, _in(SETTLE_S)):
                 log.error("some keys did not end %s", fields(keys=legs.num_busy))
-        await _until(lambda: all(outbox.is_empty for outbox in self._service.outboxes), _in(FLUSH_S))
-        self._service.close_sessions()
+        await _until(lambda: all(outbox.is_empty for outbox in self._sessions.outboxes), _in(FLUSH_S))
+        self._sessions.hang_up()
 
 
 def _in(seconds: float) -> Callable[[], float]:

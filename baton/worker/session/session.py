@@ -4,14 +4,15 @@ new one of the same gateway takes the place of the last."""
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
-from baton.engine.engine import Engine
 from baton.service.errors import FailedPrecondition, InvalidRequest, abort
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.session.commands import Commands
+from baton.worker.session.drain import Drain
+from baton.worker.session.sessions import Sessions
 from baton.worker.wire.outbox import Outbox
 
 PROTOCOL = 1  # the one version that this build speaks
@@ -22,14 +23,13 @@ log = logging.getLogger(__name__)
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """All sessions of one worker."""
+    """Answers gateways, and operators who drain the worker."""
 
-    def __init__(self, engine: Engine, commands: Commands, hello: pb.Hello):
-        self.outboxes: set[Outbox] = set()
-        self.on_drain: Callable[[str, float], int] = lambda next_role, grace_s: 0  # -> keys that still run
-        self._of_gateway: dict[bytes, Outbox] = {}
-        self._engine = engine
+    def __init__(self, commands: Commands, sessions: Sessions, drain: Drain, hello: pb.Hello):
+        """`hello`: what the worker says of itself."""
         self._commands = commands
+        self._sessions = sessions
+        self._drain = drain
         self._hello = hello
 
     async def Describe(self, request: pb.DescribeRequest, context) -> pb.Hello:
@@ -39,13 +39,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return described
 
     async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:
-        """Again, with the same next role: how far it is; a shorter grace counts from now."""
+        """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now."""
         if request.next_role not in ("", "prefill", "decode"):
             await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
         if not 0 <= request.grace_s < MAX_GRACE_S:
             await abort(context, InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}"))
         try:
-            num_sequences = self.on_drain(request.next_role, request.grace_s)
+            num_sequences = self._drain.ask(request.next_role, request.grace_s)
         except FailedPrecondition as error:
             await abort(context, error)
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0])
@@ -53,21 +53,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
         """Ends when the gateway hangs up, or when the worker closes it."""
         hello = await self._greet(commands, context)
-        outbox = Outbox(context.write, self._commands.on_read, before_endings=self.send_block_events)
-        if (last := self._of_gateway.get(hello.instance)) is not None:  # which is dead, and this one comes in its place
+        outbox = Outbox(context.write, self._commands.on_read, before_endings=self._sessions.send_block_events)
+        if (last := self._sessions.open(hello.instance, outbox)) is not None:
             self._commands.on_stream_lost(last)
             last.close()
-        self._of_gateway[hello.instance] = outbox
-        self.outboxes.add(outbox)
         log.info("session opened %s", fields(gateway=hello.instance.hex()[:8], peer=context.peer()))
         reader = asyncio.create_task(self._read(outbox, commands), name="session reader")
         writer = asyncio.create_task(outbox.run(), name="session writer")
         try:
             await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self.outboxes.discard(outbox)
-            if self._of_gateway.get(hello.instance) is outbox:
-                del self._of_gateway[hello.instance]
+            self._sessions.close(hello.instance, outbox)
             self._commands.on_stream_lost(outbox)
             outbox.close()
             reader.cancel()
@@ -75,23 +71,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             ends = await asyncio.gather(reader, writer, return_exceptions=True)
             why = next((repr(end) for end in ends if isinstance(end, Exception)), "hung up")
             log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
-
-    def send_load(self, load: pb.Load) -> None:
-        """To every session."""
-        for outbox in self.outboxes:
-            outbox.set_load(load)
-
-    def send_block_events(self) -> None:
-        """What was sealed and evicted since the last call, to those that subscribed."""
-        sealed, evicted = self._engine.ledger.block_events()
-        if sealed or evicted:
-            for outbox in self.outboxes:
-                outbox.add_block_events(sealed, evicted)
-
-    def close_sessions(self) -> None:
-        """Hangs up on every gateway."""
-        for outbox in list(self.outboxes):
-            outbox.close()
 
     async def _greet(self, commands: AsyncIterator[pb.Command], context) -> pb.Hello:
         """Hello both ways. Aborts with FAILED_PRECONDITION where the two cannot talk."""
@@ -119,7 +98,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         async for command in commands:
             kind = command.WhichOneof("kind")
             if kind == "subscribe":
-                self._subscribe(outbox)
+                self._sessions.subscribe(outbox, self._hello.epoch)
             elif kind == "beat":
                 outbox.beat(command.beat)
             elif kind == "hello" or kind is None:
@@ -127,7 +106,3 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             else:
                 self._commands.obey(outbox, command)
             await outbox.room()
-
-    def _subscribe(self, outbox: Outbox) -> None:
-        self.send_block_events()  # what the others must still hear is no news beside a snapshot
-        outbox.subscribe(self._hello.epoch, self._engine.ledger.snapshot())

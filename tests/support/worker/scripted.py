@@ -10,12 +10,12 @@ from pathlib import Path
 
 import grpc
 
-from baton.service.net.server import bind, make_server
-from baton.service.security.guard import Guard
 from baton.service.settings import make_settings
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
-from baton.worker.app import Pool, Worker, load_engine, tokenizer_digest
+from baton.worker.app import Worker, bind_server, load_engine
+from baton.worker.hello import tokenizer_digest
+from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
 from tests.support.observe.probe import HOLDERS
@@ -204,6 +204,14 @@ class Answer:
             self.finish_reasons[row.choice] = row.finish_reason
 
 
+def taker_of(hello: pb.Hello, num_cached_tokens: int = 0) -> kv_pb2.Taker:
+    """What a gateway tells a prefill worker of the worker that said `hello`."""
+    return kv_pb2.Taker(
+        instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class,
+        num_cached_tokens=num_cached_tokens, transports=hello.model.transports, host_id=hello.host_id,
+    )  # fmt: skip
+
+
 class Pair:
     """A prefill and a decode worker, and how a request walks through them."""
 
@@ -211,11 +219,7 @@ class Pair:
         self.prefill, self.decode = prefill, decode
 
     def taker(self, num_cached_tokens: int = 0) -> kv_pb2.Taker:
-        hello = self.decode.hello
-        return kv_pb2.Taker(
-            instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class,
-            num_cached_tokens=num_cached_tokens, transports=hello.model.transports, host_id=hello.host_id,
-        )  # fmt: skip
+        return taker_of(self.decode.hello, num_cached_tokens)
 
     async def generate(self, request_id: str, spec: pb.RequestSpec, reached=None) -> Answer:
         """`reached(phase)` is called as the walk comes to admitted, accepted, fetching, done, started, row."""
@@ -272,12 +276,9 @@ class Pair:
 async def run_worker(model: Path, role: str, **options):
     """A worker in this process: real engine, real server."""
     settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 160, "threads": 1, **options})
-    guard = Guard(is_open=True)
-    server = make_server(interceptors=[guard])
-    port = bind(server, settings.listen)
-    pool = Pool()
-    engine = load_engine(settings.engine, pool)
-    async with Worker(settings, role, TABLE, engine, pool, tokenizer_digest(model), server, port, guard) as worker:
+    bound, memory = bind_server(settings), PoolMemory()
+    engine = load_engine(settings.engine, memory)
+    async with Worker(settings, role, TABLE, engine, memory, tokenizer_digest(model), bound) as worker:
         yield worker
 
 

@@ -4,7 +4,7 @@ computes on the CPU, in the memory of a stand-in for libcudart; what needs a rea
 import pytest
 
 from baton.service.settings import make_settings
-from baton.worker.app import Pool
+from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
 from kvtransfer.memory.cuda_runtime import CudaRuntime, find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion
@@ -15,7 +15,7 @@ from tests.support.worker.scripted import make_spec, run, run_pair
 from tests.worker.test_two_workers import bare_answer, prompt
 
 
-class StandInPool(Pool):
+class StandInPool(PoolMemory):
     """The engine's memory on a GPU of `host`, and what is asked for after it in host memory."""
 
     def __init__(self, host: Host):
@@ -43,7 +43,7 @@ def pools(monkeypatch) -> list[StandInPool]:
         made.append(StandInPool(host))
         return made[-1]
 
-    monkeypatch.setattr(scripted, "Pool", make)
+    monkeypatch.setattr(scripted, "PoolMemory", make)
     monkeypatch.setattr("baton.worker.settings.find_runtime", lambda: CudaRuntime(Cudart(host)))
     return made
 

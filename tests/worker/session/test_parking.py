@@ -128,9 +128,9 @@ def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
             second = await Session(target).open()
             blocks = await second.wait_idle()
             assert blocks["cached"] and worker.commands.legs
-            step = worker.loop.step_number
+            step = worker.engine.step_number
             await second.next_load(0.3)
-            assert worker.loop.step_number == step, "it went on computing for nobody"
+            assert worker.engine.step_number == step, "it went on computing for nobody"
             assert isinstance(await attach(second, "broken", [1], fingerprint=b"another"), pb.NotHere)
             await second.close()
 
@@ -162,7 +162,7 @@ def test_unread_tokens_park_one_sequence_only(model):
             expected = await whole(target, spec)
             slow = await Session(target).open()
             hold = asyncio.Event()
-            (outbox,) = worker.service.outboxes
+            (outbox,) = worker.sessions.outboxes
             outbox._max_unread_tokens, write = 16, outbox._write
 
             async def held_write(event):

@@ -1,0 +1,96 @@
+"""What a worker says of itself to gateways, in each session's Hello and on Describe."""
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.engine.core.model_spec import ModelError
+from baton.engine.engine import Engine
+from baton.gguf import GGUFError, GGUFHeader, is_gguf
+from baton.v1 import worker_pb2 as pb
+from baton.worker.session.session import PROTOCOL
+from kvtransfer.compatible import gives, takes
+from kvtransfer.layout import Endpoint
+from kvtransfer.transfer.source import SourceIdentity
+from kvtransfer.wire import layout_to_proto
+
+INSTANCE_BYTES = 16
+
+
+def new_identity(engine: Engine) -> SourceIdentity:
+    """Name one start of a worker: random instance and epoch, and the model and numerics of its KV."""
+    instance, epoch = secrets.token_bytes(INSTANCE_BYTES), secrets.randbits(64)
+    return SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class))
+
+
+def make_hello(
+    engine: Engine, role: str, identity: SourceIdentity, digest: bytes, host_id: str, endpoints: Sequence[Endpoint],
+    is_strict: bool,
+) -> pb.Hello:  # fmt: skip
+    """Describe a worker. `digest`: the tokenizer's; `endpoints`: where its KV is served; `is_strict`: it exchanges KV
+    with its own numerics class alone."""
+    hello = pb.Hello(
+        protocol_min=PROTOCOL,
+        protocol_max=PROTOCOL,
+        instance=identity.instance,
+        epoch=identity.epoch,
+        roles=[role],
+        model_identity=identity.model_identity,
+        tokenizer_digest=digest,
+        layout=layout_to_proto(engine.layout),
+        numerics_class=identity.numerics_class,
+        host_id=host_id,
+        kv_token_bytes=-(-engine.layout.block_bytes // engine.config.block_size),
+        kv_gives=gives(engine.layout, identity.numerics_class, is_strict=is_strict),
+        kv_takes=takes(engine.layout, identity.numerics_class, is_strict=is_strict),
+    )
+    _add_limits(hello.limits, engine)
+    _add_model(hello.model, engine)
+    hello.model.transports.extend(endpoint.transport for endpoint in endpoints)
+    for endpoint in endpoints:
+        hello.endpoints.add(transport=endpoint.transport, address=endpoint.address, host_id=endpoint.host_id)
+    return hello
+
+
+def tokenizer_digest(folder: Path) -> bytes:
+    """Return the digest of tokenizer.json, or of a .gguf file's tokenizer: a gateway with another one would speak of
+    other tokens. Raises ModelError."""
+    if is_gguf(folder):
+        try:
+            return GGUFHeader(folder).tokenizer_digest
+        except GGUFError as error:
+            raise ModelError(str(error)) from None
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model folder")
+    path = folder / "tokenizer.json"
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror}") from None
+
+
+def _add_limits(limits, engine: Engine) -> None:
+    config = engine.config
+    limits.max_model_len = config.max_model_len
+    limits.max_num_seqs = config.max_num_seqs
+    limits.max_num_batched_tokens = config.max_num_batched_tokens
+    limits.num_blocks = engine.num_blocks
+    limits.block_size = config.block_size
+    limits.model_context = engine.spec.context
+
+
+def _add_model(model, engine: Engine) -> None:
+    config = engine.config
+    model.name = engine.spec.name
+    model.family = engine.spec.family
+    model.context = config.max_model_len
+    model.vocab_size = engine.spec.vocab_size
+    model.dtype = config.dtype
+    model.quantization = "none" if engine.weight_form == config.dtype else engine.weight_form
+    model.kv_dtype = config.kv_dtype
+    model.attention = engine.attention_name
+    model.linear = engine.runner.model.head.name
+    model.speculator = config.speculator
+    model.proposers.extend(engine.speculator.proposers)
+    model.prefix_cache = True
