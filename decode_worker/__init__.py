@@ -1,1 +1,1 @@
-"""The decode role: grant credit, adopt a prompt's KV or read it here, stream tokens, park what nobody reads."""
+"""The decode role: grant credit, adopt a prompt's KV or read it here, stream tokens, park sequences that are not read."""

@@ -35,7 +35,7 @@ def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 
 
 def report_done(keys: Lifecycle, leg: Leg, done: PrefillDone) -> None:
-    """Report the first tokens of a prompt that was read here; the answer goes on by itself."""
+    """Report the first tokens of a prompt that was read here; decoding follows by itself."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
     leg.start_at = leg.start_at or leg.prefill_done_at
     leg.num_output_tokens += len(done.first_tokens)

@@ -1,6 +1,6 @@
-"""Actions of a sequence that nobody reads: it parks, and goes on when a gateway reads, here or on another stream.
+"""Actions of a sequence that no gateway reads: it parks, and resumes when one reads, here or on another stream.
 
-    unread tokens ─► parked ─ read ─► running           the session lives: its gateway is slow, or stands still
+    unread tokens ─► parked ─ read ─► running           the session lives: its gateway is slow, or stuck
     stream lost ───► orphaned ─ attach ─► running       the same gateway on a new session, or another one
                         └─ window over ─► ended
 
@@ -50,7 +50,7 @@ def keep_end(keys: Lifecycle, leg: Leg, ended: RequestEnded) -> None:
 
 
 def attach(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
-    """Go on by another key and on another stream, behind the tokens that the gateway has."""
+    """Continue under another key and on another stream, behind the tokens that the gateway has."""
     outbox, message = subject
     if not leg.is_stream_lost:  # as far as is known here
         leg.outbox.forget(leg.key)

@@ -1,4 +1,4 @@
-"""Actions of a prompt that is read here for a taker: accept it, pull a prefix that lies elsewhere, let the taker follow
+"""Actions of a prompt that is read here for a taker: accept it, pull a prefix from other workers, let the taker follow
 the computation, and hold its KV until the lease is over."""
 
 import time
@@ -57,5 +57,5 @@ def hold(keys: Lifecycle, leg: Leg, done: PrefillDone) -> None:
 
 
 def end_lease_lost(keys: Lifecycle, leg: Leg, ending: str) -> None:
-    """End a prompt that nobody came for while it was read."""
+    """End a prompt whose lease has expired while it was read."""
     keys.give_back(leg, end_status.LEASE_EXPIRED)

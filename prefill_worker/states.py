@@ -9,7 +9,7 @@ from prefill_worker import prompts
 
 TRANSITIONS: Table = {
     (State.ABSENT, Event.PREFILL): KeyTransition(prompts.prefill, State.PREFILLING, (State.ENDING,)),
-    # Of a prefix that lies elsewhere: what came counts as computed; what did not comes from the next that has it.
+    # A prefix from other workers: what arrives counts as computed; what does not comes from the next source.
     (State.PREFILLING, Event.FETCHED): KeyTransition(compute_rest, State.PREFILLING, (State.ENDING,)),
     (State.PREFILLING, Event.FETCH_FAILED): KeyTransition(prompts.pull_prefix, State.PREFILLING, (State.ENDING,)),
     (State.PREFILLING, Event.PROGRESS): KeyTransition(prompts.advance, State.PREFILLING),

@@ -58,7 +58,7 @@ def load_engine(config: EngineConfig, memory: PoolMemory) -> Engine:
 
 
 class BoundServer(NamedTuple):
-    """The gRPC server of a worker, bound to `port` and not started, and the guard that stands before it."""
+    """The gRPC server of a worker, bound to `port` and not started, and its guard."""
 
     server: grpc.aio.Server
     port: int
@@ -156,16 +156,13 @@ class Worker:
         exits.push_async_callback(admin.stop)
         await server.start()
         if settings.gateways:
-            where = pb.RegisterRequest(address=self._address, role=self._role)
+            where = pb.RegisterRequest(address=settings.address_at(self.port), role=self._role)
             access = Access(settings.tls_ca, settings.tls_cert, settings.tls_key)
             self._run("registrations", partial(register, settings.gateways, where, access))
 
     def _add_services(self) -> None:
-        settings, source = self._settings, self._transfer.source
-        hello = make_hello(
-            self.engine, self._role, self._identity, self._digest, self._transfer.host_id, source.endpoints(),
-            settings.strict_numerics,
-        )  # fmt: skip
+        settings = self._settings
+        hello = make_hello(self.engine, self._role, self._identity, self._digest, self._transfer)
         service = WorkerService(self.commands, self.sessions, self._drain, hello)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._bound.server)
         if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
@@ -179,19 +176,13 @@ class Worker:
         self._spans.draw(leg)
         self._meters.ended(leg)
 
-    @property
-    def _address(self) -> str:
-        """By which gateways reach this worker."""
-        host = self._settings.advertise_host or self._settings.listen.rpartition(":")[0].strip("[]")
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
     def _readiness(self) -> tuple[bool, dict]:
         state = self._reports.state
         return state == "serving", {"ready": state == "serving", "state": state}
 
 
 class NextRole(NamedTuple):
-    """What a worker that has drained becomes, at the same address."""
+    """The role that a drained worker takes next, at the same address."""
 
     role: str
     address: str

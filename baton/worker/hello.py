@@ -1,17 +1,15 @@
-"""What a worker says of itself to gateways, in each session's Hello and on Describe."""
+"""Describe a worker to gateways, in each session's Hello and on Describe."""
 
 import hashlib
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
 from baton.engine.core.model_spec import ModelError
 from baton.engine.engine import Engine
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
 from baton.v1 import worker_pb2 as pb
+from baton.worker.kv_transfer import KVTransfer
 from baton.worker.session.session import PROTOCOL
-from kvtransfer.compatible import gives, takes
-from kvtransfer.layout import Endpoint
 from kvtransfer.transfer.source import SourceIdentity
 from kvtransfer.wire import layout_to_proto
 
@@ -24,12 +22,9 @@ def new_identity(engine: Engine) -> SourceIdentity:
     return SourceIdentity(instance, epoch, engine.model_identity, str(engine.numerics_class))
 
 
-def make_hello(
-    engine: Engine, role: str, identity: SourceIdentity, digest: bytes, host_id: str, endpoints: Sequence[Endpoint],
-    is_strict: bool,
-) -> pb.Hello:  # fmt: skip
-    """Describe a worker. `digest`: the tokenizer's; `endpoints`: where its KV is served; `is_strict`: it exchanges KV
-    with its own numerics class alone."""
+def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: bytes, transfer: KVTransfer) -> pb.Hello:
+    """Describe a worker whose KV is served already. `digest`: the tokenizer's."""
+    endpoints = transfer.source.endpoints()
     hello = pb.Hello(
         protocol_min=PROTOCOL,
         protocol_max=PROTOCOL,
@@ -40,10 +35,10 @@ def make_hello(
         tokenizer_digest=digest,
         layout=layout_to_proto(engine.layout),
         numerics_class=identity.numerics_class,
-        host_id=host_id,
+        host_id=transfer.host_id,
         kv_token_bytes=-(-engine.layout.block_bytes // engine.config.block_size),
-        kv_gives=gives(engine.layout, identity.numerics_class, is_strict=is_strict),
-        kv_takes=takes(engine.layout, identity.numerics_class, is_strict=is_strict),
+        kv_gives=transfer.gives,
+        kv_takes=transfer.takes,
     )
     _add_limits(hello.limits, engine)
     _add_model(hello.model, engine)

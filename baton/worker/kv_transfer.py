@@ -1,7 +1,6 @@
 """Both ends of the KV transfer of one worker, over one pool: a source that gives and a fetcher that takes."""
 
 from baton.engine.engine import Engine
-from baton.service.net.server import split_address
 from baton.service.security.guard import Guard
 from baton.service.security.tls import WORKER_NAME
 from baton.worker.kv.convert import convert_rows
@@ -9,6 +8,7 @@ from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
+from kvtransfer.compatible import gives, takes
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transports.endpoints import Address
@@ -18,17 +18,20 @@ from kvtransfer.transports.transport import allowed, local_host_id
 
 
 class KVTransfer:
-    """`handoff` leases what is here, `intake` pulls what is elsewhere; `source` and `holders` are counted and described
-    by others. Usable by keys at once; takers reach it from `start` on."""
+    """`handoff` leases what is here, `intake` pulls what other workers have. `gives` and `takes`: words for the KV that
+    others may take from here, and that may come here. Usable by keys at once; takers reach it from `start` on."""
 
     def __init__(
         self, engine: Engine, memory: PoolMemory, identity: SourceIdentity, settings: WorkerSettings, guard: Guard
     ):
-        """`guard` stands before KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved."""
+        """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved."""
         host_id = local_host_id(settings.kv_socket_dir)
         transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
         security = _security(settings, guard)
         self.host_id = host_id
+        numerics = (engine.layout, identity.numerics_class)
+        self.gives = gives(*numerics, is_strict=settings.strict_numerics)
+        self.takes = takes(*numerics, is_strict=settings.strict_numerics)
         self.holders = Leaseholders()
         self.source = Source(
             memory.region.memory, engine.layout, identity, host_id, self.holders.lease_over,
@@ -42,9 +45,8 @@ class KVTransfer:
             digest=settings.kv_digest, is_strict=settings.strict_numerics, device=memory.device, security=security,
         )  # fmt: skip
         self.intake = Intake(engine, self._fetcher)
-        listen_host = split_address(settings.listen)[0]
         folder = settings.kv_socket_dir or default_parent()
-        self._address = Address(listen_host, settings.advertise_host, folder, security)
+        self._address = Address(settings.listen_host, settings.advertise_host, folder, security)
 
     async def start(self) -> None:
         """Listen for takers. Raises OSError naming what cannot be listened on."""
@@ -59,7 +61,7 @@ class KVTransfer:
 
 
 def _security(settings: WorkerSettings, guard: Guard) -> Security:
-    """Of KV over gRPC: both sides show certificates, and the source lets workers in alone."""
+    """Secure KV over gRPC: both sides show certificates, and the source lets workers in alone."""
     tls = settings.tls
     if tls is None:
         return Security(interceptors=(guard,))

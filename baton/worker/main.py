@@ -1,4 +1,4 @@
-"""A role of a worker: which defaults it brings, and its command line. Both roles run the same code."""
+"""The command line of a worker, with the name and defaults of its role."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ class Role:
 
 
 def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None) -> int:  # noqa: F821
-    """Runs a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed
+    """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed
     start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
@@ -61,7 +61,7 @@ def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | No
 
 
 def _become(following: "NextRole", argv: Sequence[str]) -> NoReturn:  # noqa: F821
-    """The same process anew, as the other role's program, where gateways know this one."""
+    """Replace this process by the other role's program, at the address where gateways know it."""
     listen = ("--listen", following.address)
     os.execv(sys.executable, [sys.executable, "-m", f"{following.role}_worker", *argv, *listen])
 

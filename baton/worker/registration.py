@@ -1,4 +1,4 @@
-"""A worker says to gateways where it can be dialled, again and again for as long as it serves."""
+"""Register a worker with gateways: where it can be dialled, repeated for as long as it serves."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 async def register(gateways: tuple[str, ...], request: pb.RegisterRequest, access: Access) -> None:
-    """With all of `gateways`, until cancelled. One that does not answer is asked again, and said once."""
+    """Register with all of `gateways` until cancelled. One that does not answer is asked again, and logged once."""
     async with asyncio.TaskGroup() as group:
         for address in gateways:
             tasks.start(f"registration {address}", partial(_with, address, request, access), group=group)

@@ -69,22 +69,31 @@ class WorkerSettings(Exposure):
             )
 
     @property
+    def listen_host(self) -> str:
+        return self.listen.rpartition(":")[0].strip("[]")
+
+    def address_at(self, port: int) -> str:
+        """Return the address at which gateways reach this worker, which listens on `port`."""
+        host = self.advertise_host or self.listen_host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
     def _may_be_plain(self) -> bool:
         return self.tls is None or self.insecure_kv or is_loopback(self.listen)
 
     @property
     def refused_transports(self) -> tuple[str, ...]:
-        """What `auto` must not mean here."""
+        """Transports that `auto` must not choose."""
         return () if self._may_be_plain else IN_PLAIN_TEXT
 
     def _check_address(self) -> None:
-        """Where takers find the KV of this worker."""
+        """Raise ValueError for an address at which takers could not find the KV of this worker."""
         if self.kv_socket_dir is not None and not self.kv_socket_dir.is_dir():
             raise ValueError(f"--kv-socket-dir {self.kv_socket_dir}: no such folder")
         host = self.advertise_host
         if host is not None and (not _HOST.fullmatch(host) or host in ("0.0.0.0", "::")):
             raise ValueError(f"--advertise-host {host}: give a host name or an IP address, without a port")
-        is_everywhere = self.listen.rpartition(":")[0].strip("[]") in ("0.0.0.0", "::")
+        is_everywhere = self.listen_host in ("0.0.0.0", "::")
         if self.gateways and is_everywhere and host is None:
             raise ValueError(f"--gateways: with --listen {self.listen} say by --advertise-host where this worker is")
 
@@ -96,7 +105,7 @@ class WorkerSettings(Exposure):
         if engine.device == "cuda":
             raise ValueError("--device cuda: there is no CUDA device here; leave it at auto, or give cpu")
         if "cuda_ipc" in self.transports:
-            raise ValueError("--transports cuda_ipc: KV lies on no GPU here; leave it at auto, or give shm or tcp")
+            raise ValueError("--transports cuda_ipc: KV is on no GPU here; leave it at auto, or give shm or tcp")
         if not engine.cuda_graphs:
             raise ValueError("--no-cuda-graphs has no effect on a CPU; leave it out")
         if engine.sm_share is not None:

@@ -58,8 +58,7 @@ class Half:
         self.memory.close()
 
     def hello(self) -> pb.Hello:
-        endpoints = self.transfer.source.endpoints()
-        return make_hello(self.engine, "", self.identity, b"", self.transfer.host_id, endpoints, is_strict=False)
+        return make_hello(self.engine, "", self.identity, b"", self.transfer)
 
     def obey(self, **command) -> None:
         self.commands.obey(self.outbox, pb.Command(**command))

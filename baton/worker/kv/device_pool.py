@@ -1,5 +1,5 @@
-"""What crosses between a pool on a GPU and other workers: sums of its words, made there, and copies to and from the
-host memory that mirrors it, block for block. Everything runs beside the engine's steps, on a stream of its own.
+"""Sum a GPU pool's words on the device, and copy blocks to and from the host memory that mirrors it. Everything runs
+beside the engine's steps, on a stream of its own.
 """
 
 import math

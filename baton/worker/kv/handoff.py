@@ -1,4 +1,4 @@
-"""The source's side: prompts that are prefilled here, and spans that lie here, leased to a taker.
+"""The source's side: prompts that are prefilled here, and spans that are cached here, leased to a taker.
 
 accept ─► lease (handle, ticket) ─► advance with the watermark ─► finish ─► taken to the end │ expired │ cancelled
              └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each key on it
@@ -18,8 +18,8 @@ OnOver = Callable[[Key, str], None]  # a key, and how its lease ended: released 
 
 
 class Leaseholders:
-    """The keys that have a lease (owners), and those that have a ticket for another key's (guests). Each is told once
-    when the lease is over."""
+    """The keys that have a lease (owners), and those that have a ticket for another key's (guests). Each hears
+    once that the lease is over."""
 
     def __init__(self) -> None:
         self._owners: dict[bytes, tuple[Key, OnOver]] = {}  # by lease
@@ -71,11 +71,11 @@ class Handoff:
         self._holders = holders
 
     def taker_of(self, message: kv_pb2.Taker) -> Taker:
-        """Raises KVError for a taker that makes no sense."""
+        """Return the taker. Raises KVError for one that makes no sense."""
         return taker_from_proto(message)
 
     def lease_prompt(self, leg: Leg, acceptance: Acceptance, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
-        """A lease on a prompt that is being prefilled: lease_id, handle and ticket. What is cached is ready now.
+        """Lease a prompt that is being prefilled: return lease_id, handle and ticket. What is cached is ready now.
         Raises KVError when the taker keeps KV otherwise."""
         request = leg.request
         offer = self._source.offer(
@@ -93,7 +93,7 @@ class Handoff:
     def lease_chain(
         self, leg: Leg, acceptance: Acceptance, span_hashes: Sequence[bytes], taker: Taker, on_over: OnOver
     ) -> dict[str, bytes]:
-        """A lease on whole spans that are here already."""
+        """Lease whole spans that are here already."""
         num_tokens = acceptance.num_cached_tokens
         offer = self._source.offer(
             leg.key, acceptance.blocks, num_tokens, span_hashes, span_hashes[-1], taker, num_ready_tokens=num_tokens
@@ -102,7 +102,7 @@ class Handoff:
         return self._leased(leg, offer, on_over)
 
     def lease_again(self, leg: Leg, lease_id: bytes, taker: Taker, on_over: OnOver) -> dict[str, bytes]:
-        """The lease of another key, for one more taker; it ends with that key's. Raises LeaseExpired, LayoutMismatch."""
+        """Lease what another key has to one more taker; it ends with that key's. Raises LeaseExpired, LayoutMismatch."""
         offer = self._source.offer_again(lease_id, taker)
         self._holders.add_guest(lease_id, leg, on_over)
         return self._ticketed(leg, offer)
@@ -112,16 +112,16 @@ class Handoff:
         self._source.advance(leg.key, upto_token, upto_layer)
 
     def finish(self, leg: Leg) -> None:
-        """The prefill is complete: the lease ends as soon as its taker has everything."""
+        """End the lease as soon as its taker has everything: the prefill is complete."""
         self._source.finish(leg.key)
 
     def renew(self, leg: Leg, lease_id: bytes) -> None:
-        """The gateway's word that a taker will come. Nothing for a lease that is not this key's."""
+        """Prolong a lease whose taker will come; do nothing for a lease that is not this key's."""
         if lease_id == leg.lease_id:
             self._source.renew(lease_id)
 
     def cancel(self, leg: Leg) -> None:
-        """`on_over` follows at once. Idempotent."""
+        """End a key's part in a lease; `on_over` follows at once. Idempotent."""
         if (on_over := self._holders.remove_guest(leg)) is not None:
             self._source.withdraw(leg.ticket)
             on_over(leg.key, CANCELLED)

@@ -30,7 +30,8 @@ class KeyEnded(Exception):
 
 
 class EngineBlocks:
-    """Where the fetcher may write: the blocks of one key. `on_verified(token)`: all below is there. Raises KeyEnded."""
+    """The blocks of one key, into which the fetcher writes. `on_verified(token)`: all below is verified. Raises
+    KeyEnded."""
 
     def __init__(self, engine: Engine, key: Key, num_cached_tokens: int, on_verified: Callable[[int], None]):
         self.num_cached_tokens = num_cached_tokens
@@ -59,8 +60,8 @@ class Intake:
         self._engine = engine
         self._fetcher = fetcher
         self._fetching: set[asyncio.Task] = set()
-        self._mixed: set[bytes] = set()  # sources whose other numerics class was told
-        self._told: set[tuple[bytes, str]] = set()  # sources and the transports that they were read by
+        self._mixed: set[bytes] = set()  # sources whose other numerics class was logged
+        self._logged: set[tuple[bytes, str]] = set()  # sources and the transports that they were read by
 
     @property
     def num_fetches(self) -> int:
@@ -70,15 +71,15 @@ class Intake:
     def begin(
         self, leg: Leg, handle: bytes, ticket: bytes, on_end: Callable[[Leg, FetchReport | Status | None], None]
     ) -> None:
-        """Starts a key's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
+        """Start a key's fetch; its deadline is the request's. `on_end` is called once, with nothing more to land.
         Raises KVError for a handle that is not this prompt's."""
         self._fetch(leg, self._check(leg, handle), handle, ticket, on_end, lambda token: None)
 
     def begin_prefix(
         self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
     ) -> bool:
-        """The same for a prompt that is to be prefilled here: whole spans of it, from the first of the leg's sources
-        that can be asked. False: there is none, or the engine has ended the key."""
+        """Start to fetch whole spans of a prompt that is to be prefilled here, from the first of its sources that can be
+        asked. Return False where there is none, or the engine has ended the key."""
         while leg.sources:
             handle, ticket = leg.sources.pop(0)
             try:
@@ -91,7 +92,7 @@ class Intake:
         return False
 
     def _begin_prefix(self, leg: Leg, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
-        """What is verified counts as cached, for the next source too."""
+        """Count what is verified as cached, for the next source too."""
         decoded = self._check(leg, handle)
         num_tokens, block_size = decoded.num_tokens, self._engine.layout.block_size
         if num_tokens % SPAN_TOKENS or num_tokens >= len(leg.request.token_ids):
@@ -105,7 +106,7 @@ class Intake:
         self._fetch(leg, decoded, handle, ticket, on_end, arrived)
 
     def stop(self, leg: Leg) -> None:
-        """`on_end` follows as soon as no byte can land any more. Idempotent."""
+        """Cancel a fetch; `on_end` follows as soon as no byte can land any more. Idempotent."""
         leg.fetching.cancel()
 
     def _fetch(self, leg: Leg, decoded: KVHandle, handle: bytes, ticket: bytes, on_end, on_verified) -> None:
@@ -118,7 +119,7 @@ class Intake:
         leg.fetching.add_done_callback(lambda task: self._ended(leg, task, decoded.source_instance, on_end))
 
     def _check(self, leg: Leg, data: bytes) -> KVHandle:
-        """KV under another prompt's names would poison the cache."""
+        """Return the handle, decoded. Raises ProtocolError for another prompt's: its KV would poison the cache."""
         handle = decode_handle(data)
         if handle.num_tokens > len(leg.request.token_ids):
             raise ProtocolError(f"the handle has {handle.num_tokens} tokens, the request {len(leg.request.token_ids)}")
@@ -131,14 +132,14 @@ class Intake:
         self._engine.admission.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)
         if isinstance(outcome, FetchReport):
-            self._tell(source, outcome)
+            self._log_new(source, outcome)
         on_end(leg, outcome)
 
-    def _tell(self, source: bytes, report: FetchReport) -> None:
-        """Once per source and transport: every request would say the same."""
+    def _log_new(self, source: bytes, report: FetchReport) -> None:
+        """Log each source and transport once: every request would say the same."""
         name = fields(source=source.hex()[:8])
-        if (source, report.transport) not in self._told:
-            self._told.add((source, report.transport))
+        if (source, report.transport) not in self._logged:
+            self._logged.add((source, report.transport))
             log.info("KV is pulled by %s %s", report.reason, name)
         if report.numerics == MIXED and source not in self._mixed:
             self._mixed.add(source)

@@ -1,4 +1,4 @@
-"""KV copies and digests at the speed of memory: native kernels in the place of numpy's, where they could be built."""
+"""Copy and sum KV at the speed of memory, with native kernels where they could be built."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
 
 def accelerate() -> bool:
-    """From here on this process copies and sums with the native kernels; False: there are none, numpy goes on."""
+    """Let this process copy and sum with the native kernels. Return False where there are none: numpy does it then."""
     library = native.library()
     if library is None:
         return False

@@ -1,4 +1,4 @@
-"""One key on this worker: its state, what of it is still out, and the stamps its spans are drawn from."""
+"""One key on this worker: its state, what of it is still out, and the stamps that its spans are drawn from."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 
 
 class Owed(Enum):
-    """Who must give something back before the key may end."""
+    """Parts that must give something back before the key may end."""
 
     ENGINE = "engine"  # RequestEnded
     FETCH = "fetch"  # the task that lets bytes land here
@@ -30,7 +30,7 @@ class Leg:
         self.owed: set[Owed] = set()
         self.status: Status | None = None
         self.is_stream_lost = False
-        self.engine_key = key  # the engine knows a key by its first name; who attaches brings another
+        self.engine_key = key  # the engine knows a key by its first name; an Attach brings another
         self.fingerprint = b""  # of its request
         self.record: TokenRecord | None = None  # once it decodes
         self.request: Request | None = None  # none for an Offer
@@ -39,7 +39,7 @@ class Leg:
         self.first_tokens: tuple[FirstToken, ...] = ()
         self.lease_id = b""
         self.ticket = b""  # the taker's, of that lease
-        self.sources: list[tuple[bytes, bytes]] = []  # handles and tickets of a prefix that lies elsewhere, best first
+        self.sources: list[tuple[bytes, bytes]] = []  # handles and tickets of a prefix on other workers, best first
         self.num_matched_tokens: int | None = None  # of an Offer that is answered with NotHere
         self.fetching: asyncio.Task | None = None
         self.timer: asyncio.TimerHandle | None = None

@@ -1,4 +1,4 @@
-"""The live keys of one worker, by key; and by the name that the engine knows them by, where somebody has attached."""
+"""The live keys of one worker, by key; and by the name that the engine knows them by, once a gateway has attached."""
 
 from baton.engine.core.request import Key
 from baton.v1 import worker_pb2 as pb
@@ -18,11 +18,11 @@ class Legs(dict[Key, Leg]):
 
     @property
     def num_busy(self) -> int:
-        """Those that somebody waits for."""
+        """Keys that a gateway waits for."""
         return sum(leg.state is not KeyState.ORPHANED for leg in self.values())
 
     def is_taken(self, key: Key) -> bool:
-        """By a live key here, or by the engine's name of one."""
+        """Return whether a live key has this name, or the engine knows one by it."""
         return key in self or key in self._renamed
 
     def of_engine(self, key: Key) -> Leg | None:
@@ -32,7 +32,7 @@ class Legs(dict[Key, Leg]):
         return [leg for leg in self.values() if leg.outbox is outbox and not leg.is_stream_lost]
 
     def attachable(self, attach: pb.Attach) -> Leg | None:
-        """Of the same request, and with all the tokens from where it is to go on: who has most of them."""
+        """Return the key of the same request that has the most tokens, and has all from where the answer continues."""
         found = [
             leg
             for leg in self.values()

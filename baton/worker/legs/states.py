@@ -21,7 +21,7 @@ class KeyState(Enum):
     FETCHED = "fetched"  # every block is verified
     RUNNING = "running"  # the loop decodes it, or prefills and decodes it
     PARKED = "parked"  # its tokens are unread: the loop computes none until the gateway reads on
-    ORPHANED = "orphaned"  # parked, and its stream is lost: somebody may attach, for a while
+    ORPHANED = "orphaned"  # parked, and its stream is lost: a gateway may attach, for a while
     PREFILLING = "prefilling"  # for a taker
     HELD = "held"  # KV complete, leased
     ENDING = "ending"  # its status is known, something of it is still out
@@ -48,13 +48,13 @@ class KeyEvent(Enum):
     ENGINE_ENDED = "engine ended"  # finished, failed, its deadline, or given up
     STREAM_LOST = "stream lost"
     DEADLINE = "deadline"
-    WINDOW_OVER = "window over"  # nobody came to attach
+    WINDOW_OVER = "window over"  # no gateway has attached
     UNREAD = "unread"  # the gateway does not read
     READ = "read"  # it does again
     GRACE_OVER = "grace over"  # the worker must go
     # raised by actions
     REFUSED = "refused"  # an opening command took nothing: the engine has no room, or the worker drains
-    STOP = "stop"  # an action failed, or found nothing to go on with
+    STOP = "stop"  # an action failed, or found nothing to do
     ALL_BACK = "all back"  # nothing of an ending key is still out
 
 

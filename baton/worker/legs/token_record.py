@@ -1,4 +1,4 @@
-"""What a key has put out so far, so that whoever lost the stream it came through can go on behind what he has.
+"""The tokens of a key so far, for a gateway that lost its stream and continues behind the tokens that it has.
 
 Token ids are kept from the first on, a few KB a sequence; logprobs, which are larger by far, of the last tokens only.
 """
@@ -21,7 +21,7 @@ class _Choice:
 
 
 class TokenRecord:
-    """Of one key, by choice. Choices that are not here ended with their first token, where the prompt was read."""
+    """The tokens of one key, by choice. Choices that are not here ended with their first token, where the prompt was read."""
 
     def __init__(self, request: Request, first_tokens: Sequence[FirstToken]):
         self._has_logprobs = request.sampling.logprobs is not None
@@ -36,7 +36,7 @@ class TokenRecord:
         self._add(self._choices[run.choice], run.token_ids, run.logprobs, run.finish_reason)
 
     def reaches(self, next_index: Sequence[int]) -> bool:
-        """Whether all from these output indices on, one a choice, is here or still to come."""
+        """Return whether all from these output indices on, one a choice, is here or still to come."""
         for choice, index in enumerate(next_index):
             known = self._choices.get(choice)
             if known is None:
@@ -47,7 +47,7 @@ class TokenRecord:
         return True
 
     def since(self, key: Key, next_index: Sequence[int]) -> Iterator[TokenRun]:
-        """Runs of `key` from these output indices on."""
+        """Yield runs of `key` from these output indices on."""
         for choice, index in enumerate(next_index):
             known = self._choices.get(choice)
             if known is not None and index < len(known.token_ids):

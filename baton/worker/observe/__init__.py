@@ -1,1 +1,1 @@
-"""What a worker reports: metrics, spans, the device's roofline, sizes of its tables."""
+"""Report a worker: metrics, spans, the device's roofline, sizes of its tables."""

@@ -1,4 +1,4 @@
-"""What a worker counts: its load when somebody scrapes, and each key once, when it has ended."""
+"""Metrics of a worker: its load at each scrape, and each key once, when it has ended."""
 
 import resource
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ class WorkerMeters:
         roofline: Roofline | None,
         num_denied: Mapping[tuple[str, str], int],
     ):
-        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured. `num_denied`: calls by
-        (method, reason), as the guard counts them."""
+        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured.
+        `num_denied`: calls by (method, reason), as the guard counts them."""
         self._metrics = metrics = Metrics(engine.spec.name)
         self.page = metrics.page
         self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
@@ -65,7 +65,7 @@ class WorkerMeters:
         )
 
     def ended(self, leg: Leg) -> None:
-        """Of a key that has just ended, however it did."""
+        """Count a key that has just ended, however it did."""
         if leg.prefill_done:
             self._prefix("local").inc(leg.prefill_done.num_cached_tokens)
         if report := leg.fetch_report:

@@ -1,4 +1,4 @@
-"""What a worker says of itself without being asked: load, index events, health, and whether its ledger adds up."""
+"""Send what gateways are not asked for: load, index events, health; and check that the ledger adds up."""
 
 import asyncio
 import logging
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """Belongs to the event loop; `run` goes on until it is cancelled."""
+    """Belongs to the event loop; `run` returns when it is cancelled."""
 
     def __init__(
         self, engine: Engine, loop: EngineLoop, commands: Commands, sessions: Sessions, health: Health,
         tables: Tables, changed: asyncio.Event, longest_step_s: float = 0.0,
     ):  # fmt: skip
-        """`changed`: set when the load is different, which is then told soon. `longest_step_s`: at best; 0: not
+        """`changed`: set when the load is different, which is then sent soon. `longest_step_s`: at best; 0: not
         known."""
         self._patience_s = max(STALLED_AFTER_S, SLOWER_THAN_BEST * longest_step_s)
         self._engine = engine
@@ -87,13 +87,13 @@ class Reports:
             await asyncio.sleep(LEDGER_INTERVAL_S)
 
     def _set_health(self) -> None:
-        """As the loop's beat says, not as gRPC feels."""
+        """Report the health of the engine's loop, not of gRPC."""
         serving = self.state == "serving"
         for service in ("", SERVICE_NAME):
             self._health.set(service, serving)
 
     def _check_integrity(self) -> None:
-        """When idle, and something has run since the last time."""
+        """Check the ledger when idle, if something has run since the last time."""
         now, step = time.monotonic(), self._engine.step_number
         is_idle = not self._commands.legs and not self._engine.has_work()
         if not is_idle or step == self._checked_step or now - self._checked_at < INTEGRITY_INTERVAL_S:

@@ -1,5 +1,5 @@
-"""What an engine's work costs, and what its device can do at best: measured at the worker's start, with the threads
-and the kernel that the engine has, and kept for later starts on this machine."""
+"""Cost of an engine's work, and the best rates of its device: measured at the worker's start with the engine's threads
+and kernel, and kept for later starts on this machine."""
 
 import contextlib
 import hashlib
@@ -26,12 +26,12 @@ _READ_S, _MULTIPLY_S = 0.04, 0.06  # beside these, filling the memory that is re
 _NUM_STARTS, _BETTER = (
     3,
     1.1,
-)  # so many starts in a row find nothing that much better: other processes start beside them
+)  # measured until 3 starts in a row find nothing 1.1 times better: other processes start beside them
 _MIN_SIZE, _GROWTH = 256, 2  # rows and columns of the first product; a product this much larger takes its cube as long
 _MAX_SIZE = {"cpu": 1024, "cuda": 8192}
 _CUDA_BYTES = 1 << 30  # beyond any cache
 
-Product = Callable[[int], Callable[[], object]]  # of square matrices of so many rows, ready to be multiplied
+Product = Callable[[int], Callable[[], object]]  # takes rows, returns a product of square matrices that is ready to run
 
 
 class Cost:
@@ -58,7 +58,7 @@ class Cost:
 
 
 def full_step_s(engine: Engine, roofline: "Roofline") -> float:
-    """How long the largest step would take at best."""
+    """Return the seconds that the largest step takes at best."""
     one = WorkRates(steps=1, tokens=engine.config.max_num_batched_tokens)
     cost = Cost(engine)
     return cost.bytes_per_s(one) / roofline.bytes_per_s + cost.flops_per_s(one) / roofline.flops_per_s
@@ -70,7 +70,7 @@ class Roofline(NamedTuple):
 
 
 def of_engine(engine: Engine) -> Roofline:
-    """The best of what starts on this machine have measured, from the cache folder once there is nothing new in it."""
+    """Return the best rates that starts on this machine have measured; measure again while they still find better ones."""
     model, config = engine.runner.model, engine.config
     threads = torch.get_num_threads()
     cache = Cache(
@@ -80,7 +80,7 @@ def of_engine(engine: Engine) -> Roofline:
 
 
 class Cache:
-    """A roofline in a file of `folder`, for whoever has the same `key`. A file that cannot be written is done without."""
+    """A roofline in a file of `folder`, for engines with the same `key`. A file that cannot be written is left out."""
 
     def __init__(self, folder: Path, key: tuple):
         self._path = folder / f"roofline-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.json"
@@ -113,7 +113,7 @@ class Cache:
 
 
 def measure(device: torch.device, product: Product, now: Callable[[], float] = time.perf_counter) -> Roofline:
-    """Reading memory, and products of square matrices. Each goes on for its time, whatever the device makes of it."""
+    """Measure reading memory and products of square matrices, each for its fixed time."""
     timer = Timer(device, now)
     values = torch.ones(_CUDA_BYTES if device.type == "cuda" else _uncached_bytes(), dtype=torch.uint8, device=device)
     read_s = timer.best_s(values.view(torch.float32).sum, now() + _READ_S)
@@ -122,13 +122,13 @@ def measure(device: torch.device, product: Product, now: Callable[[], float] = t
 
 
 class Timer:
-    """How fast the device is at best."""
+    """Best times of actions on a device."""
 
     def __init__(self, device: torch.device, now: Callable[[], float]):
         self._device, self._now = device, now
 
     def best_s(self, action: Callable[[], object], deadline: float) -> float:
-        """At least twice: the first warms up."""
+        """Return the best of at least two runs, the first of which warms up."""
         best_s = self._once(action)
         while True:
             best_s = min(best_s, self._once(action))
@@ -136,7 +136,7 @@ class Timer:
                 return best_s
 
     def best_flops_per_s(self, product: Product, max_size: int, deadline: float) -> float:
-        """Of the smallest product, and of larger ones as far as there is time: they keep more threads busy."""
+        """Return the best rate of the smallest product, and of larger ones while there is time: they keep more threads busy."""
         size, best = _MIN_SIZE, 0.0
         while True:
             begun = self._now()

@@ -23,7 +23,7 @@ class Spans:
         self._model_name = model_name
 
     def draw(self, leg: Leg) -> None:
-        """Of a key that has just ended."""
+        """Draw the spans of a key that has just ended."""
         if leg.request is None or not telemetry.enabled():
             return
         parent = telemetry.parse_traceparent(leg.traceparent)
@@ -39,7 +39,7 @@ class Spans:
 
     def _draw_prefill(self, leg: Leg, parent: TraceContext, ended_at: float) -> None:
         done = leg.prefill_done
-        # The engine's own stamps: when the loop told us is the delivery's time, not the prefill's.
+        # The engine's own stamps: the time of delivery here is not the prefill's.
         end_at = leg.opened_at + done.queue_s + done.prefill_s if done else ended_at
         attributes = self._attributes(leg) | {
             "gen_ai.usage.input_tokens": leg.request.num_prompt_tokens,
@@ -69,7 +69,7 @@ class Spans:
             }
         end_at = leg.fetch_ended_at or ended_at
         status = "ok" if report else _status(leg)
-        # A prefix that a prefill worker pulls lies with whoever answered another request: there is nothing to link to.
+        # The prefix that a prefill worker pulls comes from another request: there is no span to link to.
         links = [] if leg.is_prefill else [self._context(leg, parent, "prefill")]
         self._emit("kv.transfer", leg, parent, leg.fetch_at, end_at, attributes, status, links)
 
@@ -126,7 +126,7 @@ class Spans:
 
 
 def _wall_ns(leg: Leg, stamp_s: float) -> int:
-    """By the gateway's clock, where that is known to be another one: spans of one trace fit into one another."""
+    """Convert to the gateway's clock where that is known to differ: spans of one trace fit into one another."""
     clock = leg.outbox.clock
     return CLOCK.wall_ns(stamp_s - clock.correction_s if clock else stamp_s)
 

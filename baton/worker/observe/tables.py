@@ -1,5 +1,5 @@
-"""How many entries each table of a worker has. All come back to zero when nobody asks for anything, whatever befell
-those who did: what does not is a leak."""
+"""Count the entries of each table of a worker. All return to zero when no request is open, however requests ended: what
+does not is a leak."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Tables:
     sessions: Sessions
 
     def counts(self) -> dict[str, int]:
-        """By name; of keys also by state, those states that a key is in."""
+        """Return entries by table; of keys also by state, where a state has any."""
         legs = self.commands.legs.values()
         by_state = Counter(leg.state.value for leg in legs)
         return {

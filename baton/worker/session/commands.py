@@ -80,7 +80,7 @@ class Commands:
             self._keys.happen(leg, KeyEvent.STREAM_LOST)
 
     def on_read(self, key: Key) -> None:
-        """Go on with a sequence that had too many unread tokens: the gateway has read them."""
+        """Resume a sequence that had too many unread tokens: the gateway has read them."""
         if (leg := self.legs.get(key)) is not None:
             self._keys.happen(leg, KeyEvent.READ)
 

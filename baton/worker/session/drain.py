@@ -1,4 +1,4 @@
-"""How a worker goes: nothing new comes in, what runs ends or moves, leases are taken or expire, and everybody is told.
+"""Drain a worker: refuse what is new, let what runs end or move, let leases be taken or expire, close the sessions.
 
 asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
                                                                      with its KV                      anew in another role
@@ -15,7 +15,7 @@ from baton.service.logs import fields
 from baton.worker.session.commands import Commands
 from baton.worker.session.sessions import Sessions
 
-ASK_S = 0.5  # for those who take over to find a worker and to ask for the KV of what they go on with
+ASK_S = 0.5  # for gateways to find another worker, which asks for the KV of the requests that move
 SETTLE_S = 3.0  # for what was ended by force to give its blocks back, and for that KV to be pulled
 FLUSH_S = 1.0  # for the last words to be read
 _POLL_S = 0.01
@@ -27,7 +27,7 @@ class Drain:
     """Belongs to the event loop."""
 
     def __init__(self, commands: Commands, sessions: Sessions, grace_s: float):
-        """`grace_s`: how long what runs may go on, unless whoever asks says otherwise."""
+        """`grace_s`: how long what runs may take, unless a Drain says otherwise."""
         self.asked = asyncio.Event()
         self.next_role = ""
         self._commands = commands
@@ -36,8 +36,8 @@ class Drain:
         self._until = math.inf  # of the grace, time.monotonic()
 
     def ask(self, next_role: str, grace_s: float) -> int:
-        """How many keys still run. Who asks again may shorten the grace, and raises FailedPrecondition for asking for
-        something else to come next."""
+        """Begin to drain, and return how many keys still run. Asked again, it may shorten the grace. Raises
+        FailedPrecondition when asked for another role to come next."""
         if not self.asked.is_set():
             self.next_role, self._until = next_role, time.monotonic() + (grace_s or self._grace_s)
             self._commands.start_draining()
@@ -50,10 +50,10 @@ class Drain:
         return self._commands.legs.num_busy
 
     async def run(self) -> None:
-        """To the last session's end; at most the grace and the seconds above."""
+        """Wait until the last session has ended; at most the grace and the seconds above."""
         legs = self._commands.legs
         self._commands.start_draining()
-        if self._until == math.inf:  # nobody has asked: it was told to stop
+        if self._until == math.inf:  # stopped by a signal, not by a Drain
             self._until = time.monotonic() + self._grace_s
         log.info("draining %s", fields(keys=legs.num_busy, grace_s=self._until - time.monotonic()))
         if not await _until(lambda: not legs.num_busy, lambda: self._until):
@@ -72,7 +72,7 @@ def _in(seconds: float) -> Callable[[], float]:
 
 
 async def _until(condition: Callable[[], bool], deadline: Callable[[], float]) -> bool:
-    """Whether it came true by `deadline()`, which may come nearer meanwhile."""
+    """Wait for a condition, and return whether it came true by `deadline()`, which may come nearer meanwhile."""
     while not condition():
         if time.monotonic() >= deadline():
             return False

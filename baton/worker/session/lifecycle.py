@@ -1,7 +1,7 @@
 """The machine of keys: every event goes through a table of transitions, which alone sets a key's state.
 
 An action is a function of the machine, the key's leg, and what the event brought: the command's message, the engine's
-output, a status. It never sets the state. Where it finds nothing to go on with it calls `stop`; what it raises stops
+output, a status. It never sets the state. Where it finds nothing to do it calls `stop`; what it raises stops
 the key too, never the session, nor the other keys of the same message.
 """
 

@@ -1,5 +1,5 @@
 """One bidirectional stream per gateway: Hello both ways, then commands in, events out. Losing it parks what decodes. A
-new one of the same gateway takes the place of the last."""
+new stream of the same gateway takes the place of the last."""
 
 import asyncio
 import logging
@@ -51,7 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0])
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
-        """Ends when the gateway hangs up, or when the worker closes it."""
+        """Serve one session until the gateway hangs up or the worker closes it."""
         hello = await self._greet(commands, context)
         outbox = Outbox(context.write, self._commands.on_read, before_endings=self._sessions.send_block_events)
         if (last := self._sessions.open(hello.instance, outbox)) is not None:
@@ -73,7 +73,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
 
     async def _greet(self, commands: AsyncIterator[pb.Command], context) -> pb.Hello:
-        """Hello both ways. Aborts with FAILED_PRECONDITION where the two cannot talk."""
+        """Exchange Hellos. Abort with FAILED_PRECONDITION where the two cannot talk."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 command = await anext(commands, None)

@@ -1,4 +1,4 @@
-"""How a key ends: one status, whatever went wrong, in the words of google.rpc.Code and a stable reason."""
+"""The status with which a key ends: a google.rpc.Code, a stable reason, and a message."""
 
 from typing import NamedTuple
 
@@ -26,16 +26,16 @@ ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway goes on with th
 LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody fetched the KV of this prompt in time")
 DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
 
-# How a lease ends, in the source's words. One that was taken is no news: its taker's leg has said it.
+# By how a lease ends, in the source's words. One that was taken is no news: its taker's key has reported it.
 LEASE_OVER = {"released": OK, "cancelled": CANCELLED, "expired": LEASE_EXPIRED}
 
 
 def misplaced(command: str) -> Status:
-    """A command that the key's state has no place for."""
+    """Return the status for a command that the key's state has no place for."""
     return Status(code_pb2.FAILED_PRECONDITION, "BAD_COMMAND", f"{command} came when this key had no place for it")
 
 
-# The first class that matches counts, so subclasses stand before their bases.
+# The first class that matches counts, so subclasses come before their bases.
 _KV_ERRORS = (
     (errors.DigestMismatch, code_pb2.DATA_LOSS, "DIGEST_MISMATCH"),
     (errors.LayoutMismatch, code_pb2.FAILED_PRECONDITION, "LAYOUT_MISMATCH"),
@@ -47,7 +47,7 @@ _KV_ERRORS = (
 
 
 def of_exception(error: BaseException) -> Status:
-    """The status of a key whose command or fetch raised `error`."""
+    """Return the status of a key whose command or fetch raised `error`."""
     for kind, code, reason in _KV_ERRORS:
         if isinstance(error, kind):
             return Status(code, reason, str(error) or reason)
@@ -62,7 +62,7 @@ def of_exception(error: BaseException) -> Status:
 
 
 def of_engine(ended: RequestEnded) -> Status:
-    """The status of a key that the engine has ended."""
+    """Return the status of a key that the engine has ended."""
     if not ended.error:
         return OK
     if ended.error == "cancelled":

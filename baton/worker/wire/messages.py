@@ -1,4 +1,4 @@
-"""Between the session's protobuf and the engine's vocabulary. What a peer sent is checked: a ValueError names it."""
+"""Convert between the session's protobuf and the engine's vocabulary. Raise a ValueError that names the bad field."""
 
 from collections.abc import Iterable, Mapping
 
@@ -31,7 +31,7 @@ _MIN_TOP_P = 1e-30  # what is not 0 and would be in fp32
 
 
 def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
-    """A Request whose deadline counts from now on this process's clock. ValueError names the field."""
+    """Return a Request whose deadline counts from now on this process's clock. Raises ValueError naming the field."""
     token_ids = tuple(spec.token_ids)
     if not 1 <= spec.num_prompt_tokens <= len(token_ids):
         raise ValueError(f"num_prompt_tokens is {spec.num_prompt_tokens} of {len(token_ids)} token_ids")
@@ -136,7 +136,7 @@ def _hash_of(value: bytes, field: str) -> bytes:
 
 
 def chain_of(chain: pb.SpanChain) -> tuple[bytes, ...]:
-    """The hashes of an Offer; at least one."""
+    """Return the hashes of an Offer. Raises ValueError for none."""
     if not chain.hashes:
         raise ValueError("spans.hashes is empty")
     return _span_hashes_of(chain.hashes, len(chain.hashes))
@@ -167,7 +167,8 @@ def first_token_to_proto(first: FirstToken) -> pb.FirstToken:
 
 
 def first_tokens_of(firsts: Iterable[pb.FirstToken], num_choices: int, vocab_size: int) -> tuple[FirstToken, ...]:
-    """Of the choices that go on. ValueError for a token or a choice that is not there, or a choice that is twice."""
+    """Return the first tokens of choices that continue. Raises ValueError for a token or choice that does not exist, and
+    for a choice given twice."""
     found = tuple(map(_first_token_of, firsts))
     choices = {first.choice for first in found}
     if len(choices) < len(found) or max(choices, default=0) >= num_choices:

@@ -1,4 +1,4 @@
-"""What a session still has to write: merged while the gateway reads slowly, bounded, written by one task.
+"""Events that a session still has to write: merged while the gateway reads slowly, bounded, written by one task.
 
 replies            written at once, in order (granted, accepted, done with its first tokens, fetched ...)
 rows of tokens     merged per (key, choice); at most one message per 4 ms, split at 256 KiB
@@ -78,12 +78,12 @@ class Outbox:
         self._wake.set()
 
     def end(self, event: pb.Event) -> None:
-        """An Ended: written after all rows that came before it."""
+        """Write an Ended after all rows that came before it."""
         self._endings.append(event)
         self._wake.set()
 
     def add_run(self, run: TokenRun) -> bool:
-        """False when the sequence has more unread tokens than it may."""
+        """Add tokens. Return False when the sequence has more unread tokens than it may."""
         row = self._rows.get((run.key, run.choice))
         if row is None:
             row = self._rows[run.key, run.choice] = Row(run.first_index)
@@ -97,7 +97,7 @@ class Outbox:
         return False
 
     def forget(self, key: Key) -> None:
-        """What is unwritten of a key's tokens goes elsewhere."""
+        """Drop the unwritten tokens of a key: they go to another session."""
         self._rows = {named: row for named, row in self._rows.items() if named[0] != key}
         self._overfull.discard(key)
         self._relieved.discard(key)
@@ -107,28 +107,28 @@ class Outbox:
         self._soon()
 
     def beat(self, beat: pb.Beat) -> None:
-        """Answered by the next load."""
+        """Answer a beat with the next load."""
         self._beat, self._beat_at = beat, time.monotonic()
 
     @property
     def clock(self) -> Offset | None:
-        """How far this process's clock is ahead of the gateway's, as the gateway has measured it."""
+        """Seconds by which this process's clock is ahead of the gateway's, as the gateway has measured it; None: unknown."""
         beat = self._beat
         return Offset(beat.offset_ns / 1e9, beat.error_ns / 1e9) if beat.HasField("offset_ns") else None
 
     def subscribe(self, epoch: int, snapshot: list[bytes]) -> None:
-        """Index events from here on, the snapshot first."""
+        """Write index events from here on, the snapshot first."""
         self._index = IndexFeed(epoch, snapshot)
         self._soon()
 
     def add_block_events(self, sealed: list[bytes], evicted: list[bytes]) -> None:
-        """Nothing unless this session has subscribed."""
+        """Merge block events, if this session has subscribed."""
         if self._index is not None:
             self._index.add(sealed, evicted)
             self._soon()
 
     def close(self) -> None:
-        """Nothing is written any more; the writer returns."""
+        """Write nothing any more; the writer returns."""
         self._is_closed = True
         self._replies, self._rows, self._endings, self._load, self._index = [], {}, [], None, None
         if self._timer is not None:
@@ -137,7 +137,7 @@ class Outbox:
         self._wake.set()
 
     async def room(self) -> None:
-        """Waits while too many replies are unread: whoever does not read is not obeyed."""
+        """Wait while too many replies are unread: a gateway that does not read is not obeyed."""
         await self._room.wait()
 
     @property
@@ -158,7 +158,7 @@ class Outbox:
     # ---- out ----
 
     async def run(self) -> None:
-        """Writes until `close`."""
+        """Write until `close`."""
         while not self._is_closed:
             await self._wake.wait()
             self._wake.clear()
@@ -171,7 +171,7 @@ class Outbox:
                 self._on_read(key)
 
     def _soon(self) -> None:
-        """Wakes the writer as soon as rows may be written again."""
+        """Wake the writer as soon as rows may be written again."""
         if self._timer is None and not self._is_closed:
             self._timer = asyncio.get_running_loop().call_at(self._next_rows_at, self._on_timer)
 
@@ -180,7 +180,7 @@ class Outbox:
         self._wake.set()
 
     def _take(self) -> Iterator[pb.Event]:
-        """Everything that may go out now. What comes in meanwhile is the next round's, but never a reply: rows of its
+        """Yield everything that may go out now. What comes in meanwhile is the next round's, but never a reply: rows of its
         key may be here already."""
         while self._replies:
             replies, self._replies = self._replies, []
@@ -206,7 +206,7 @@ class Outbox:
             self._soon()
 
     def _stamped(self, load: pb.Load) -> pb.Event:
-        """With what the gateway compares the clocks by. The load itself is for all sessions."""
+        """Add the stamps by which the gateway compares clocks. The load itself is for all sessions."""
         event, at = pb.Event(load=load), time.monotonic()
         event.load.wall_time_ns = CLOCK.wall_ns(at)
         if self._beat.sent_ns:
@@ -215,7 +215,7 @@ class Outbox:
 
 
 def step_outputs(rows: dict[tuple[Key, int], Row]) -> Iterator[pb.Event]:
-    """Columns of all rows, in as many messages as their size asks for."""
+    """Yield the columns of all rows, in as many messages as their size needs."""
     columns = _Columns()
     for (key, choice), row in rows.items():
         per_token = _TOKEN_BYTES + (len(row.logprobs[0].top) + 1) * _LOGPROB_BYTES if row.logprobs else _TOKEN_BYTES
@@ -237,7 +237,7 @@ def step_outputs(rows: dict[tuple[Key, int], Row]) -> Iterator[pb.Event]:
 
 
 class _Columns:
-    """One StepOutput in the making."""
+    """A StepOutput that is being filled."""
 
     def __init__(self):
         self.message = pb.StepOutput()

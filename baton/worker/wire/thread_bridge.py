@@ -1,4 +1,4 @@
-"""What the engine's thread gives out, on its way to the event loop: tokens together, everything else at once."""
+"""Carry outputs from the engine's thread to the event loop: tokens together, everything else at once."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ class Relay:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, outputs: Sequence[Output]) -> None:
-        """Tokens wait GAP_S at most behind the last delivery."""
+        """Deliver outputs; tokens wait GAP_S at most behind the last delivery."""
         is_urgent = not all(isinstance(output, TokenRun) for output in outputs)
         with self._lock:
             self._outputs += outputs

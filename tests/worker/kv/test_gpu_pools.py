@@ -77,7 +77,7 @@ def test_split_equals_whole(model, pools, transports, caplog):
 
 @pytest.mark.skipif(find_runtime() is not None, reason="this machine has a GPU")
 def test_without_a_gpu_it_cannot_be_asked_for(model):
-    with pytest.raises(ValueError, match="--transports cuda_ipc: KV lies on no GPU here; leave it at auto"):
+    with pytest.raises(ValueError, match="--transports cuda_ipc: KV is on no GPU here; leave it at auto"):
         make_settings(WorkerSettings, {"model": model, "transports": ("cuda_ipc", "shm")})
 
 
