@@ -15,7 +15,7 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from gateway.answer.answer import Emit
 from gateway.config.settings import GatewaySettings
-from gateway.observe import spans
+from gateway.observe import request_trace
 from gateway.orchestration.pipeline import Pipeline
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import Stamps
@@ -141,7 +141,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         finally:
             self.num_running -= 1
             record.stamps.ended = (error is None and record.stamps.last_sent) or now()
-            spans.draw(record, error)
+            request_trace.draw(record, error)
             self._on_end(record, error)
 
     async def _serve(self, box: list[pb.GenerateRequest], context, record: RequestRecord, emit: Emit) -> None:

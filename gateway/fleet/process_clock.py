@@ -14,9 +14,9 @@ TICK_S = 0.25
 
 async def follow_process_time(on_tick: Callable[[float], None]) -> None:
     """Call `on_tick(seconds that this process has run)` every TICK_S, until cancelled."""
-    lived_s, at = 0.0, now()
+    running_s, at = 0.0, now()
     while True:
         await asyncio.sleep(TICK_S)
         last, at = at, now()
-        lived_s += min(at - last, 2 * TICK_S)
-        on_tick(lived_s)
+        running_s += min(at - last, 2 * TICK_S)
+        on_tick(running_s)

@@ -140,9 +140,9 @@ class Registry:
         finally:
             await self.registered.close()
 
-    def _listen(self, lived_s: float) -> None:
+    def _listen(self, running_s: float) -> None:
         for link in self.links:
-            link.check_silence(lived_s)
+            link.check_silence(running_s)
 
     def not_ready(self) -> str | None:
         """Return why no request could be served now, or None."""

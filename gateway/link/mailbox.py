@@ -85,14 +85,14 @@ class Mailbox:
             self._call()
         return bool(self._entries)
 
-    def take(self):
+    def take(self) -> tuple | None:
         """Return the next (leg, event), or None."""
         if self._entries:
             return self._entries.pop(0)
         self._called = False
         return None
 
-    async def next(self, until: float):
+    async def next(self, until: float) -> tuple | None:
         """Wait until the reader is woken and return (leg, event), or None at `until` (time.monotonic())."""
         while not self._called:
             loop = asyncio.get_running_loop()

@@ -234,14 +234,14 @@ class WorkerLink:
         if self._silence is not None:
             self._silence.reschedule(asyncio.get_running_loop().time())
 
-    def check_silence(self, lived_s: float) -> None:
-        """End the session if nothing has come for SILENCE_S. It is called regularly; `lived_s` is a clock that pauses
+    def check_silence(self, running_s: float) -> None:
+        """End the session if nothing has come for SILENCE_S. It is called regularly; `running_s` is a clock that pauses
         while this process does."""
         if self._was_heard or self._silence is None:
-            self._was_heard, self._heard_at = False, lived_s
-        elif lived_s - self._heard_at > SILENCE_S:
+            self._was_heard, self._heard_at = False, running_s
+        elif running_s - self._heard_at > SILENCE_S:
             self._silence.reschedule(asyncio.get_running_loop().time())
-            self._heard_at = lived_s
+            self._heard_at = running_s
 
     def _refusal(self, hello: pb.Hello) -> str | None:
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:

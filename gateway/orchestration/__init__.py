@@ -1,1 +1,1 @@
-"""Carry one request through its workers: a table of states, attempts, and what follows from failures."""
+"""Carry one request through its workers: its state machine, the table of states, the actions, and retries."""

@@ -29,7 +29,7 @@ from gateway.request.validation import Checked, check_input, check_num_tokens, c
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
 
-_UNREAD_S = 0.1  # beyond a deadline, for those who notice it themselves
+_UNREAD_S = 0.1  # beyond a deadline, for waits that notice it themselves
 _SUPERSEDE_S, _POLL_S = 1.0, 0.005
 _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
 
@@ -49,7 +49,7 @@ class Pipeline:
     slo_classes: Mapping[str, Slo]
     retry_budget: RetryBudget = field(default_factory=RetryBudget)
     running: dict[str, RequestMachine] = field(default_factory=dict)  # by key_id
-    mean_output: float = 64.0  # tokens of the answers of late, of the longest choice
+    mean_output: float = 64.0  # of recent answers: tokens of the longest choice
     _num_texts: Iterator[int] = field(default_factory=itertools.count)
 
     async def serve(
@@ -93,6 +93,25 @@ class Pipeline:
         record.stamps.tokenized = now()
         self._bid(checked, record, max_tokens, deadline)
         reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
+        request = await self._prepare(checked, prompt_ids, max_tokens, deadline, record, emit)
+        machine = self.running[checked.key_id] = RequestMachine(request)
+        try:
+            await self._run(machine, len(prompt_ids))
+        finally:
+            machine.close()
+            self.running.pop(checked.key_id, None)
+            self._note_output(request.answer, record)
+
+    async def _prepare(
+        self,
+        checked: Checked,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        deadline: float,
+        record: RequestRecord,
+        emit: Emit,
+    ) -> RequestContext:
+        """Return the request with all that its way through workers needs. Raises BatonError for a poisonous prompt."""
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
@@ -100,25 +119,28 @@ class Pipeline:
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)
         prepared = PreparedRequest(specs, matches, deadline, digest, bool(checked.resume_from))
-        request = RequestContext(
+        return RequestContext(
             self.registry.router, self.lines, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
-        machine = self.running[checked.key_id] = RequestMachine(request)
+
+    async def _run(self, machine: RequestMachine, num_prompt_tokens: int) -> None:
+        """Run the request and send its last message. Raises BatonError."""
+        request, record = machine.request, machine.request.record
         try:
             # One timer a request: every other wait in there ends at the deadline by itself, a client that does not read
             # holds its writes.
-            async with asyncio.timeout(max(0.0, deadline - now()) + _UNREAD_S):
+            async with asyncio.timeout(max(0.0, request.deadline - now()) + _UNREAD_S):
                 await machine.run()
-                await answer.finish(len(prompt_ids), record.num_cached_tokens, record.measured)
+                await request.answer.finish(num_prompt_tokens, record.num_cached_tokens, record.measured)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
-        finally:
-            machine.close()
-            self.running.pop(checked.key_id, None)
-            record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
-            record.finish_reasons = answer.finish_reasons
-            if answer.finished:
-                self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
+
+    def _note_output(self, answer: Answer, record: RequestRecord) -> None:
+        """Keep what the answer has come to."""
+        record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
+        record.finish_reasons = answer.finish_reasons
+        if answer.finished:
+            self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
     def _bid(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
         """Prepare the request for routing and the lines. Raises Overloaded if it would have to wait for too long."""

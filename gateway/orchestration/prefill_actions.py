@@ -1,8 +1,11 @@
 """Actions from the first question for credit to the first tokens."""
 
+from collections.abc import Sequence
+
 from baton.service.clock import now
 from baton.service.errors import Overloaded, Unavailable
 from baton.v1 import worker_pb2 as pb
+from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestState
 from gateway.routing.routing import SHORT_TOKENS, needs
@@ -155,7 +158,7 @@ def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     return RequestState.AWAITING_CREDIT
 
 
-def _note_refusal(request: RequestContext, link, refused: pb.Refused) -> None:
+def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused) -> None:
     request.router.note_refusal(link, refused)
     request.place.note_refusal(refused)
 
@@ -170,6 +173,6 @@ def _is_rest_short(request: RequestContext) -> bool:
     return is_leaving and len(attempt.spec.token_ids) - router.num_matched_tokens(holder) <= SHORT_TOKENS
 
 
-def _spans_held(request: RequestContext, holder) -> list[bytes]:
-    """Return the names of the prompt's leading spans that `holder` (WorkerLink or None) holds."""
+def _spans_held(request: RequestContext, holder: WorkerLink | None) -> Sequence[bytes]:
+    """Return the names of the prompt's leading spans that `holder` holds."""
     return request.attempt.spec.span_hashes[: request.router.num_matched_spans(holder)] if holder else []

@@ -52,7 +52,7 @@ class RequestEvent(Enum):
     OTHER = "other"  # an unexpected message
 
 
-Message = TypeVar("Message")
+Message = TypeVar("Message", covariant=True)
 
 
 class Occurrence(NamedTuple, Generic[Message]):

@@ -28,7 +28,7 @@ def test_every_number_has_a_default_and_a_range():
 
 @pytest.mark.parametrize("name", ["min_p", "repetition_penalty"])
 def test_one_file_names_it(name):
-    """`observe/spans.py` names those that the GenAI conventions of OpenTelemetry have."""
+    """`observe/request_trace.py` names those that the GenAI conventions of OpenTelemetry have."""
     root = Path(gateway.__file__).parent
     naming = [str(path.relative_to(root)) for path in root.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text())]
     assert naming == ["model/sampling_params.py"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 METERS = ("gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py")
-SPANS = ("gateway/observe/spans.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
+SPANS = ("gateway/observe/request_trace.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
 _KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Count": 3, "Gauge": 3}  # call -> where its labels begin
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
 
