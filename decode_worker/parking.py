@@ -15,7 +15,8 @@ from baton.engine.core.request import Key, RequestEnded
 from baton.service.codec import deadline_of, key_from_proto, key_to_proto
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg, Owed
-from baton.worker.legs.states import KeyEvent
+from baton.worker.legs.legs import Legs
+from baton.worker.legs.states import DECODING, KeyEvent
 from baton.worker.session.lifecycle import Lifecycle
 from baton.worker.wire import end_status, messages
 from baton.worker.wire.outbox import Outbox
@@ -69,9 +70,30 @@ def attach(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None
         keys.stop(leg, end_status.OK)
 
 
-def not_here(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
-    """Answer an Attach whose sequence is not on this worker."""
-    leg.outbox.reply(pb.Event(not_here=pb.NotHere(key=key_to_proto(leg.key))))
+def find_and_attach(keys: Lifecycle, leg: Leg, subject: tuple[Outbox, pb.Attach]) -> None:
+    """Pass an Attach on to the key that it is meant for, or answer that its sequence is not on this worker."""
+    _, message = subject
+    found = None if keys.is_draining else _attachable(keys.legs, message)
+    if found is not None:
+        keys.happen(found, KeyEvent.ATTACH, subject)
+    else:
+        leg.outbox.reply(pb.Event(not_here=pb.NotHere(key=key_to_proto(leg.key))))
+
+
+def _attachable(legs: Legs, message: pb.Attach) -> Leg | None:
+    """Return the key of the same request that has the most tokens, and has all from where the answer continues."""
+    found = [
+        leg
+        for leg in legs.values()
+        if leg.key.request_id == message.key.request_id
+        and message.previous_attempt in (0, leg.key.attempt)
+        and leg.state in DECODING
+        and leg.fingerprint == message.fingerprint
+        and len(message.next_index) == leg.request.sampling.n
+        and leg.record is not None
+        and leg.record.reaches(message.next_index)
+    ]
+    return max(found, key=lambda leg: leg.num_output_tokens, default=None)
 
 
 def end_forgotten(keys: Lifecycle, leg: Leg, subject: None) -> None:

@@ -27,7 +27,7 @@ TRANSITIONS: Table = {
     (State.RUNNING, Event.STREAM_LOST): KeyTransition(parking.orphan, State.ORPHANED, (State.ENDING,)),
     (State.PARKED, Event.STREAM_LOST): KeyTransition(parking.orphan, State.ORPHANED),
     (State.ORPHANED, Event.STREAM_LOST): KeyTransition(ignore, State.ORPHANED),
-    (State.ABSENT, Event.ATTACH): KeyTransition(parking.not_here, State.ABSENT),
+    (State.ABSENT, Event.ATTACH): KeyTransition(parking.find_and_attach, State.ABSENT),
     # Of a running or parked key, its own session is not known to be dead yet.
     (State.RUNNING, Event.ATTACH): KeyTransition(parking.attach, State.RUNNING),
     (State.PARKED, Event.ATTACH): KeyTransition(parking.attach, State.RUNNING),

@@ -43,7 +43,7 @@ from baton.worker.session.lifecycle import Lifecycle, Table
 from baton.worker.session.session import WorkerService
 from baton.worker.session.sessions import Sessions
 from baton.worker.settings import WorkerSettings
-from baton.worker.wire.thread_bridge import Relay
+from baton.worker.wire.thread_bridge import ThreadBridge
 
 STOP_GRACE_S = 1.0
 
@@ -101,8 +101,8 @@ class Worker:
             resume_window_s=settings.resume_window_s,
         )  # fmt: skip
         self.commands = Commands(keys)
-        relay = Relay(asyncio.get_running_loop(), self.commands.on_outputs)
-        self._loop = EngineLoop(engine, relay.put, leave_for_lost_device)
+        bridge = ThreadBridge(asyncio.get_running_loop(), self.commands.on_outputs)
+        self._loop = EngineLoop(engine, bridge.put, leave_for_lost_device)
         self.sessions = Sessions(engine)
         self._drain = Drain(self.commands, self.sessions, settings.drain_grace_s)
         tables = Tables(engine, self.commands, transfer.holders, transfer.intake, transfer.source, self.sessions)

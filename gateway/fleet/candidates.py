@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from baton.service.clock import now
+from baton.service.protocol import ROLES
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState, WorkerLink
@@ -23,7 +24,6 @@ from gateway.routing.routing import (
 )
 from kvtransfer.naming import SPAN_TOKENS
 
-ROLES = ("prefill", "decode")
 CAN_HOLD = {"prefill": can_prefill, "decode": can_decode}
 # Of the holders of a prefix, those that are looked at for ones of a role.
 NUM_SEEN = 8 * NUM_HOLDERS

@@ -7,6 +7,7 @@ from functools import partial
 
 from baton import tasks
 from baton.service.errors import InvalidRequest, Unavailable
+from baton.service.protocol import INSTANCE_BYTES, ROLES
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
 from gateway.config.networks import Networks
@@ -17,7 +18,7 @@ from gateway.discovery.dns import DnsWorkers, is_name
 from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
 from gateway.discovery.worker_directory import make_directory
-from gateway.fleet.candidates import ROLES, Candidates
+from gateway.fleet.candidates import Candidates
 from gateway.fleet.process_clock import follow_process_time
 from gateway.fleet.router import Router
 from gateway.link.token_batching import TokenBatching
@@ -30,7 +31,6 @@ from gateway.routing.latency_model import WorkerRates
 from gateway.routing.routing import RoutingRequest, can_decode
 from kvtransfer.naming import ModelIdentity
 
-INSTANCE_BYTES = 16
 _RETRY_AFTER_S = 1.0
 
 

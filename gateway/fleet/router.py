@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping, Sequence, Set
 
 from baton.service.clock import now
 from baton.service.errors import Unavailable
-from gateway.fleet.candidates import CAN_HOLD, ROLES, Candidates
+from baton.service.protocol import ROLES
+from gateway.fleet.candidates import CAN_HOLD, Candidates
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
 from gateway.routing.latency_model import WorkerRates
@@ -111,9 +112,7 @@ class Router:
 
         It is asked after every report of every worker, and computed only when other workers serve."""
         if self._pairs[0] != self._candidates.num_changes:
-            sources, takers = (
-                self._candidates.seen(self._candidates.serving(role), Matches()) for role in ("prefill", "decode")
-            )
+            sources, takers = (self._candidates.seen(self._candidates.serving(role), Matches()) for role in ROLES)
             found = any(compatible(source, taker) for source in sources for taker in takers)
             self._pairs = self._candidates.num_changes, found
         return self._pairs[1]

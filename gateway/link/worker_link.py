@@ -18,6 +18,7 @@ from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
 from baton.service.net.client import open_channel
 from baton.service.observe.telemetry import CLOCK
+from baton.service.protocol import PROTOCOL
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2 as pb
@@ -30,7 +31,6 @@ from gateway.link.worker_leg import Key, WorkerLeg
 from gateway.routing.latency_model import Recent, WorkerRates
 from gateway.routing.routing import WorkerLimits
 
-PROTOCOL = 1
 _HELLO_TIMEOUT_S = 5.0
 _MAX_REASON_CHARS = 500
 SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session

@@ -15,6 +15,7 @@ from baton.cli.cluster.handover import Handover, HandoverFailed, Session, hand_o
 from baton.service.logs import printable
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
+from baton.service.protocol import ROLES
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
@@ -69,7 +70,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--target", metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)")
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         parser.add_argument(f"--{role}-workers", type=_addresses, default=[], metavar="A,B", help="without a gateway")
     parser.add_argument("--redis", default="", metavar="URL", help="prefix index (default: the gateway's)")
     parser.add_argument("--collector", default="", metavar="URL", help="OTLP endpoint (default: the gateway's)")

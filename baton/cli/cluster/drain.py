@@ -11,6 +11,7 @@ import grpc
 
 from baton.service.logs import printable
 from baton.service.net.client import open_channel
+from baton.service.protocol import ROLES
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
@@ -38,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
     parser.add_argument(
         "--next-role",
-        choices=("prefill", "decode"),
+        choices=ROLES,
         default="",
         help="role to start in again (default: none, the worker exits)",
     )

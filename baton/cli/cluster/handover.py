@@ -11,11 +11,11 @@ from typing import NamedTuple
 import grpc
 
 from baton.service.codec import budget_ms
+from baton.service.protocol import INSTANCE_BYTES, PROTOCOL
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from kvtransfer.naming import HASH_BYTES, SpanHash, chain_hashes
 
-PROTOCOL = 1
 _NUM_TOKENS = 2048  # at most; whole contexts of a small model
 
 
@@ -41,7 +41,7 @@ class Session:
 
     async def __aenter__(self) -> Session:
         self._call = self._stub.Session()
-        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=secrets.token_bytes(16))
+        hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=secrets.token_bytes(INSTANCE_BYTES))
         await self._call.write(pb.Command(hello=hello))
         self.hello = (await self._read()).hello
         return self

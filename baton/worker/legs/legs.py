@@ -1,12 +1,9 @@
 """The live keys of one worker, by key; and by the name that the engine knows them by, once a gateway has attached."""
 
 from baton.engine.core.request import Key
-from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.leg import Leg
 from baton.worker.legs.states import KeyState
 from baton.worker.wire.outbox import Outbox
-
-_ATTACHABLE = (KeyState.RUNNING, KeyState.PARKED, KeyState.ORPHANED)
 
 
 class Legs(dict[Key, Leg]):
@@ -30,21 +27,6 @@ class Legs(dict[Key, Leg]):
 
     def of_session(self, outbox: Outbox) -> list[Leg]:
         return [leg for leg in self.values() if leg.outbox is outbox and not leg.is_stream_lost]
-
-    def attachable(self, attach: pb.Attach) -> Leg | None:
-        """Return the key of the same request that has the most tokens, and has all from where the answer continues."""
-        found = [
-            leg
-            for leg in self.values()
-            if leg.key.request_id == attach.key.request_id
-            and attach.previous_attempt in (0, leg.key.attempt)
-            and leg.state in _ATTACHABLE
-            and leg.fingerprint == attach.fingerprint
-            and len(attach.next_index) == leg.request.sampling.n
-            and leg.record is not None
-            and leg.record.reaches(attach.next_index)
-        ]
-        return max(found, key=lambda leg: leg.num_output_tokens, default=None)
 
     def rename(self, leg: Leg, key: Key) -> None:
         del self[leg.key]

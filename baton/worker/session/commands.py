@@ -39,7 +39,7 @@ class Commands:
         """Take one command with a key, from the session that `outbox` belongs to."""
         kind = command.WhichOneof("kind")
         message = getattr(command, kind)
-        if kind == "attach":
+        if kind == "attach":  # another session's key may answer it
             self._attach(outbox, message)
             return
         if kind == "prefill":
@@ -95,10 +95,9 @@ class Commands:
             self._keys.happen(leg, KeyEvent.GRACE_OVER)
 
     def _attach(self, outbox: Outbox, attach: pb.Attach) -> None:
-        """Let an Attach, which has a key of its own, happen to the key that it is meant for."""
+        """Let an Attach happen to its own key, which is absent: its action looks for the key that it is meant for."""
         leg = Leg(Key(*key_from_proto(attach.key)), outbox)
         if self.legs.is_taken(leg.key):
             refuse_in_use(self._keys, leg, attach)
         else:
-            found = None if self.is_draining else self.legs.attachable(attach)
-            self._keys.happen(found or leg, KeyEvent.ATTACH, (outbox, attach))
+            self._keys.happen(leg, KeyEvent.ATTACH, (outbox, attach))

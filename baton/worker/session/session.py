@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 
 from baton.service.errors import FailedPrecondition, InvalidRequest, abort
 from baton.service.logs import fields
+from baton.service.protocol import PROTOCOL, ROLES
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.session.commands import Commands
@@ -15,7 +16,6 @@ from baton.worker.session.drain import Drain
 from baton.worker.session.sessions import Sessions
 from baton.worker.wire.outbox import Outbox
 
-PROTOCOL = 1  # the one version that this build speaks
 HELLO_TIMEOUT_S = 10.0
 MAX_GRACE_S = 3600.0
 
@@ -40,7 +40,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def Drain(self, request: pb.DrainRequest, context) -> pb.DrainResponse:
         """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now."""
-        if request.next_role not in ("", "prefill", "decode"):
+        if request.next_role not in ("", *ROLES):
             await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
         if not 0 <= request.grace_s < MAX_GRACE_S:
             await abort(context, InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}"))

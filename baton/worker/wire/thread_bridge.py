@@ -10,7 +10,7 @@ from baton.engine.core.request import Output, TokenRun
 GAP_S = 0.002
 
 
-class Relay:
+class ThreadBridge:
     """`put` is called on the engine's thread, `deliver` on the event loop, in the order of `put`."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Output]], None]):

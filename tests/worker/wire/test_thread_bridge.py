@@ -5,7 +5,7 @@ import threading
 
 from baton.engine.core.request import PrefillDone, TokenRun
 from baton.worker.wire import thread_bridge
-from baton.worker.wire.thread_bridge import Relay
+from baton.worker.wire.thread_bridge import ThreadBridge
 
 
 def run_of(index: int) -> TokenRun:
@@ -20,7 +20,7 @@ async def settled(delivered: list, num_outputs: int) -> None:
 
 async def test_from_another_thread_in_order_and_whole():
     delivered: list[list] = []
-    it = Relay(asyncio.get_running_loop(), lambda outputs: delivered.append(list(outputs)))
+    it = ThreadBridge(asyncio.get_running_loop(), lambda outputs: delivered.append(list(outputs)))
     thread = threading.Thread(target=lambda: [it.put([run_of(i)]) for i in range(2000)])
     thread.start()
     await settled(delivered, 2000)
@@ -34,7 +34,7 @@ async def test_from_another_thread_in_order_and_whole():
 async def test_tokens_gather_and_endings_do_not_wait(monkeypatch):
     monkeypatch.setattr(thread_bridge, "GAP_S", 3600.0)
     delivered: list[list] = []
-    it = Relay(asyncio.get_running_loop(), lambda outputs: delivered.append(list(outputs)))
+    it = ThreadBridge(asyncio.get_running_loop(), lambda outputs: delivered.append(list(outputs)))
     it.put([run_of(0)])
     await settled(delivered, 1)
     it.put([run_of(1)])
