@@ -12,7 +12,7 @@ import torch
 
 from baton.engine import native
 from baton.engine.layers.linear.packed import PackedLinear
-from baton.engine.native import build
+from baton.engine.native import build, compiler
 from baton.engine.native.tier import TIERS as ALL_TIERS
 from baton.engine.native.tier import available, missing, tiers_for, tiers_of
 from tests.support.engine.weight_forms import FORMS
@@ -84,7 +84,7 @@ def test_below_every_tier_there_is_no_library(monkeypatch):
 def test_every_tier_compiles(tmp_path, monkeypatch):
     """Also those that this machine cannot run; not optimized, which takes a fifth of the time."""
     monkeypatch.setenv("BATON_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "FLAGS", tuple(flag for flag in build.FLAGS if flag != "-O3"))
+    monkeypatch.setattr(compiler, "FLAGS", tuple(flag for flag in compiler.FLAGS if flag != "-O3"))
     for tier in TIERS:
         assert tier.name in build.built(shutil.which(os.environ.get("CXX", "g++")), tier).name
 

@@ -1,7 +1,8 @@
-"""C++ kernels for CPUs, built on the machine they run on: one shared library with plain C functions.
+"""C++ kernels for CPUs: one shared library with plain C functions for each tier of instructions.
 
-`python -m baton.engine.native` builds it ahead of time; otherwise the first engine that wants it does. Where there is no
-compiler everything goes on without it, and `reason()` says why.
+A wheel made by `make wheel` carries them. From a checkout the one of this machine is compiled, ahead of time by
+`python -m baton.engine.native`, otherwise by the first engine that wants it. Where neither can be had the engine computes
+on torch, and `reason()` says why.
 """
 
 from baton.engine.native.build import NativeLibrary, library, reason

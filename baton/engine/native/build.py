@@ -1,4 +1,4 @@
-"""From the .cpp files of this folder to a loaded library of one tier, cached by what went into it."""
+"""The loaded library of one tier: the one that the wheel carries, else compiled here and cached by what went into it."""
 
 import ctypes
 import fcntl
@@ -8,19 +8,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from baton.engine.native import compiler
 from baton.engine.native.tier import Tier, available, missing
 
-SOURCES = Path(__file__).parent
-# No contraction: a * b + c is two roundings in every path that computes it, so that paths can agree in every bit.
-FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC")
-# gcc 12 finds uninitialized values in its own AVX-512 headers; vectors wider than a register pass between no libraries.
-WARNINGS = ("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi")
+SHIPPED = compiler.SOURCES / "libraries"  # of a wheel: one for each tier of its architecture
 
 
 class NativeLibrary:
@@ -28,6 +24,7 @@ class NativeLibrary:
 
     def __init__(self, path: Path, tier: Tier):
         self.path, self.tier = path, tier
+        ctypes.CDLL(_openmp_of_torch(), mode=ctypes.RTLD_GLOBAL)  # which the library calls
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, *argtypes, restype=None):
@@ -48,11 +45,12 @@ def _load() -> tuple[NativeLibrary | None, str]:
     tiers = available()
     if not tiers:
         return None, missing()
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    tier = tiers[-1]
+    shipped, found = SHIPPED / f"{tier.name}.so", shutil.which(os.environ.get("CXX", "g++"))
+    if found is None and not shipped.exists():
         return None, "no C++ compiler (g++) on this machine"
     try:
-        return NativeLibrary(built(compiler, tiers[-1]), tiers[-1]), ""
+        return NativeLibrary(shipped if shipped.exists() else built(found, tier), tier), ""
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         lines = detail.strip().splitlines()
@@ -75,9 +73,9 @@ def cache_folder() -> Path:
     return Path(root).expanduser()
 
 
-def built(compiler: str, tier: Tier) -> Path:
-    """The library of a tier, compiled where the cache has none."""
-    path = cache_folder() / f"native-{tier.name}-{_digest(compiler, tier)}.so"
+def built(command: str, tier: Tier) -> Path:
+    """The library of a tier, compiled by this command where the cache has none."""
+    path = cache_folder() / f"native-{tier.name}-{_digest(command, tier)}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,33 +84,20 @@ def built(compiler: str, tier: Tier) -> Path:
         if not path.exists():
             print(f"starting: building the native kernels for {tier.name} (once)", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                compiled(compiler, tier, Path(folder), _openmp_of_torch()).replace(path)
+                compiler.compiled(command, tier.flags, Path(folder)).replace(path)
     return path
 
 
-def compiled(compiler: str, tier: Tier, folder: Path, openmp: list[Path]) -> Path:
-    """Every file to an object, all cores at once, then all into one library, with this OpenMP runtime or the compiler's."""
-
-    def run(*arguments: str | Path) -> None:
-        command = [compiler, *FLAGS, *tier.flags, *WARNINGS, *map(str, arguments)]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-
-    sources = sorted(SOURCES.rglob("*.cpp"))
-    objects = [folder / f"{source.stem}.o" for source in sources]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda source, out: run("-c", source, "-o", out), sources, objects))
-    run("-shared", "-Wl,--as-needed", "-o", folder / "library.so", *objects, *openmp)
-    return folder / "library.so"
-
-
-def _openmp_of_torch() -> list[Path]:
-    """torch's own OpenMP runtime: with a second one in the process the threads of each spin while the other works."""
+def _openmp_of_torch() -> str:
+    """The OpenMP runtime that torch has loaded: its own, or the system's where a distribution has built torch."""
     folder = Path(torch.__file__).parent
-    return sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])[:1]
+    found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
+    return str(found[0]) if found else "libgomp.so.1"
 
 
-def _digest(compiler: str, tier: Tier) -> str:
-    digest = hashlib.sha256(repr((compiler, FLAGS, tier.flags, torch.__version__)).encode())
-    for path in sorted((*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h"))):
+def _digest(command: str, tier: Tier) -> str:
+    digest = hashlib.sha256(repr((command, compiler.FLAGS, tier.flags)).encode())
+    sources = compiler.SOURCES
+    for path in sorted((*sources.rglob("*.cpp"), *sources.rglob("*.h"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.native import build
+from baton.engine.native.compiler import compiled
 from baton.engine.native.tier import available, tiers_for
 from tests.support.process import ROOT
 
@@ -36,7 +36,7 @@ pytestmark = [
 def folder(tmp_path_factory) -> Path:
     """With a recording, the library for Arm and the program that repeats the one by the other."""
     folder = tmp_path_factory.mktemp("aarch64")
-    build.compiled(COMPILER, tiers_for("aarch64")[-1], folder, [])
+    compiled(COMPILER, tiers_for("aarch64")[-1].flags, folder, ["-Wl,--no-as-needed", "-lgomp"])
     source = ROOT / "tests/support/native/replay_calls.cpp"
     subprocess.run(
         [COMPILER, "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", source, "-o", folder / "replay"], check=True

@@ -7,10 +7,10 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from baton.engine.native import build, tier
+from baton.engine.native import build, compiler, tier
 
 FLAGS = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-build.FLAGS = tuple(flag for flag in build.FLAGS if flag != "-O3") + FLAGS
+compiler.FLAGS = tuple(flag for flag in compiler.FLAGS if flag != "-O3") + FLAGS
 # The interpreter and torch free nothing when they end; gcc's C++ library is not the one that torch was built with.
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:abort_on_error=1",
@@ -20,10 +20,10 @@ OPTIONS = {
 
 def compiled() -> Path:
     """Builds the library, in a process that does not load it."""
-    return build.built(compiler(), tier.available()[-1])
+    return build.built(command(), tier.available()[-1])
 
 
-def compiler() -> str | None:
+def command() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
@@ -34,4 +34,4 @@ def preloaded() -> str:
 
 
 def _output(option: str) -> str:
-    return subprocess.run([compiler(), option], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run([command(), option], capture_output=True, text=True, check=True).stdout.strip()
