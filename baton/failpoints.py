@@ -106,7 +106,7 @@ class _Board:
     def hit(self, name: str, values: Collection[int] = ()) -> float:
         with self._lock:
             if self._path is not None:
-                self._read_again()
+                self._read_again(self._path)
             armed = self._armed.get(name)
             if armed is None or (armed.value is not None and armed.value not in values):
                 return 0.0
@@ -114,16 +114,16 @@ class _Board:
             is_due = armed.only in (0, self._passed[name])
         return armed() if is_due else 0.0
 
-    def _read_again(self) -> None:
+    def _read_again(self, path: Path) -> None:
         """A file that is replaced within one tick of the clock is another file still."""
         try:
-            found = self._path.stat()
+            found = path.stat()
             stamp = (found.st_mtime_ns, found.st_ino)
         except FileNotFoundError:
             stamp = None
         if stamp != self._stamp:
             self._stamp = stamp
-            self._armed = parse(self._path.read_text()) if stamp is not None else {}
+            self._armed = parse(path.read_text()) if stamp is not None else {}
             self._passed.clear()
 
 

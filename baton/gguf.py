@@ -9,7 +9,7 @@ import hashlib
 import mmap
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_DIMENSIONS = 4
@@ -76,7 +76,7 @@ class GGUFHeader:
         except (struct.error, ValueError, KeyError, OverflowError, IndexError) as error:
             raise GGUFError(f"{path}: truncated or not a GGUF file ({error})") from None
 
-    def get(self, key: str, kind: Kind, default=None):
+    def get(self, key: str, kind: Kind, default: Any = None) -> Any:
         """A value; `default` where the file does not say. Raises GGUFError for one of another kind."""
         value = self._values.get(key)
         if value is None:

@@ -49,5 +49,5 @@ def start(
 
 
 def _leave_if_cancelled() -> None:
-    if asyncio.current_task().cancelling():
+    if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,6 +1,6 @@
 """What bounds a run as its client saw it: the sender itself, or where the answered requests spent their time."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 from baton.loadgen.outcome import Outcome
@@ -17,9 +17,11 @@ def name_bound(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: 
         what = "is the limit" if sender_cpu_share > FREE_SENDER else "does not get a core when it wants one"
         evidence = f"the load generator itself {what} (it took {sender_cpu_share:.0%} of a core{late})"
         return worded("client", evidence, LEVERS["client"])
-    spent_s: Counter[str] = Counter()
+    spent_s: dict[str, float] = defaultdict(float)
     for outcome in answered:
         if outcome.phases_s:
-            spent_s.update({phase: value for phase, value in outcome.phases_s.items() if phase != "transfer"})
+            for phase, value in outcome.phases_s.items():
+                if phase != "transfer":
+                    spent_s[phase] += value
             spent_s["decode"] += outcome.decode_s
     return bound_of(spent_s)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _ROWS = (
     ("requests/s", ("requests_per_s",), 1),
@@ -21,7 +22,8 @@ def read_summary(folder: Path) -> dict:
     path = folder / "summary.json"
     try:
         summary = json.loads(path.read_text())
-        summary["requests_per_s"], summary["ttft_s"]["p50"], summary["workload"]
+        for key in (("requests_per_s",), ("ttft_s", "p50"), ("workload",)):
+            _value(summary, key)
         return summary
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not the summary of a run ({error})") from None
@@ -43,9 +45,10 @@ def compared(first: Mapping, second: Mapping) -> str:
 
 
 def _value(summary: Mapping, path: tuple[str, ...]) -> float | None:
+    value: Any = summary
     for name in path:
-        summary = summary[name]
-    return summary
+        value = value[name]
+    return value
 
 
 def _cell(value: float | None, factor: float) -> str:

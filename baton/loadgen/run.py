@@ -23,7 +23,7 @@ class Ran:
     cpu_share: float  # of the busiest sender process, of one core: near 1 it is the sender that is measured
 
 
-def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: Callable[[int], None] = lambda num: None) -> Ran:
+def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: Callable[[int], object] = lambda num: None) -> Ran:
     """Sends all jobs and waits for all ends. `on_end(num)`: as many more have ended (from a thread of its own)."""
     if plan.num_processes == 1:
         outcomes, cpu_share = _send(

@@ -84,16 +84,13 @@ def _quantize_layer(
     block = Block(job.spec, index, weights.read, rope)
     forms: dict[str, Form] = {}
 
-    def fold(stage: Stage) -> None:
-        job.scheme.fold(block, stage, job.settings)
-
     def round_stage(stage: Stage) -> None:
         made = job.scheme.round(block, stage, job.settings)
         forms.update(made)
         block.weights.update((name, form.dequantize()) for name, form in made.items())
 
-    if job.scheme.fold is not None:
-        block.run(activations, fold)
+    if (fold := job.scheme.fold) is not None:
+        block.run(activations, lambda stage: fold(block, stage, job.settings))
     if job.scheme.calibrated:
         activations = block.run(activations, round_stage)
     else:

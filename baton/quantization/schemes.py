@@ -60,7 +60,7 @@ def _int4_gptq(block: Block, stage: Stage, settings: Settings) -> dict[str, Form
     forms = {}
     for name in stage.names:
         weight = block.weights[name]
-        grid = fit(weight, 4, settings.group, settings.dtype, moment.diagonal())
+        grid = fit(weight, 4, settings.group or weight.shape[1], settings.dtype, moment.diagonal())
         forms[name] = grid.form(gptq.round_compensated(weight, moment, grid))
     return forms
 
@@ -97,6 +97,7 @@ def _float8(weight: Tensor, dtype: torch.dtype, activations: str, input_scale: f
 
 
 def _fold_awq(block: Block, stage: Stage, settings: Settings) -> None:
+    assert settings.group is not None, "AWQ is grouped"
     awq.scale_inputs(block, stage, 4, settings.group, settings.dtype)
 
 

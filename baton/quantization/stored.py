@@ -26,10 +26,10 @@ def config_of(scheme: str, form: IntWeight | Fp8Weight, packed: bool) -> dict:
     if scheme == "int8-outlier":
         return {"quant_method": OWN_METHOD, "scheme": scheme, "ignore": ["lm_head"]}
     number = "float" if isinstance(form, Fp8Weight) else "int"
-    grouped = isinstance(form, IntWeight) and form.scales.shape[1] > 1
     bits = form.bits if isinstance(form, IntWeight) else 8
     weights = {"num_bits": bits, "type": number, "symmetric": True, "strategy": "channel", "dynamic": False}
-    weights |= {"strategy": "group", "group_size": form.group} if grouped else {}
+    if isinstance(form, IntWeight) and form.scales.shape[1] > 1:
+        weights |= {"strategy": "group", "group_size": form.group}
     layout = "pack-quantized" if packed else f"{number}-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": _activations(form, number)}
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -172,16 +172,16 @@ def from_code(
     return error
 
 
-def _details(error: grpc.RpcError) -> dict[str, object]:
-    packed = [value for key, value in error.trailing_metadata() or () if key == _DETAILS_KEY]
-    found: dict[str, object] = {}
+def _details(error: grpc.RpcError) -> dict[str, Any]:
+    metadata: Any = error.trailing_metadata() or ()
+    packed = [value for key, value in metadata if key == _DETAILS_KEY]
+    found: dict[str, Any] = {}
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     for detail in status_pb2.Status.FromString(packed[0]).details if packed else ():
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            found["reason"] = error_details_pb2.ErrorInfo.FromString(detail.value).reason
-        elif detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
-            violations = error_details_pb2.BadRequest.FromString(detail.value).field_violations
-            found["field"] = violations[0].field if violations else None
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            delay = error_details_pb2.RetryInfo.FromString(detail.value).retry_delay
-            found["retry_after_s"] = delay.seconds + delay.nanos / 1e9
+        if detail.Unpack(info):
+            found["reason"] = info.reason
+        elif detail.Unpack(bad):
+            found["field"] = bad.field_violations[0].field if bad.field_violations else None
+        elif detail.Unpack(retry):
+            found["retry_after_s"] = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
     return found

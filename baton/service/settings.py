@@ -63,7 +63,7 @@ def add_flags(
     for field, kind in flat_fields(cls).values():
         if field.name in skip:
             continue
-        shared = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
+        shared: dict[str, typing.Any] = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
         shared["help"] = argparse.SUPPRESS if hidden else _help(field)
         flag = f"--{prefix}{_dashed(field.name)}"
         if kind is bool:
@@ -224,7 +224,7 @@ def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> ob
     return parsed
 
 
-def _parse_scalar(kind: type, value: object, where: str) -> object:
+def _parse_scalar(kind: type, value: typing.Any, where: str) -> object:
     try:
         if kind is int and not isinstance(value, (int, str)):
             raise ValueError

@@ -96,7 +96,8 @@ class GatewaySettings(Exposure):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
-        self.check_exposure(bool(self.tls and self.credentials), "--tls-cert, --tls-key, --tls-ca and --credentials")
+        is_protected = bool(self.tls and self.credentials)
+        self.check_exposure(self.listen, self.admin, is_protected, "--tls-cert, --tls-key, --tls-ca and --credentials")
         self._check_doors()
         if not 0 <= self.trace_sample <= 1:
             raise ValueError(f"--trace-sample {self.trace_sample}: a share, from 0 to 1")

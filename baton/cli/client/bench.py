@@ -156,18 +156,19 @@ class _Bench:
 
     def sweep(self) -> tuple[dict, Ran, list[dict]]:
         """Rates that double until the SLO is missed, then halve the gap; the highest that meets it is the run."""
-        steps, best, within, beyond = [], None, 0.0, math.inf
+        steps, tried, best, within, beyond = [], [], None, 0.0, math.inf
         while len(steps) < _SWEEP_STEPS and beyond > _SWEEP_RESOLUTION * within:
             rate = 2 * within or _SWEEP_FROM if beyond == math.inf else (within + beyond) / 2
             summary, ran = self._step(rate, len(steps))
             steps.append({**summary, "rate": rate})
+            tried.append((summary, ran))
             if summary["valid"] and (summary["slo_met_share"] or 0.0) >= _MET_SHARE:
                 best, within = (summary, ran), rate
             elif not within:
                 break
             else:
                 beyond = rate
-        summary, ran = best or (summary, ran)
+        summary, ran = best or tried[-1]
         summary["highest_rate_within_slo"] = within or None
         summary["lowest_rate_beyond_slo"] = min((step["rate"] for step in steps if step["rate"] > within), default=None)
         return summary, ran, sorted(steps, key=lambda step: step["rate"])
@@ -182,8 +183,8 @@ class _Bench:
         args = self._args
         rng = random.Random(self._seed)
         times = workload.arrivals(args.arrivals, rate, rng) if rate else iter(lambda: 0.0, None)
-        num = num or args.num_requests or _NUM_REQUESTS
-        return workload.drawn(rng, times, num, args.prompt_tokens, args.output_tokens)
+        num_jobs: int = num or args.num_requests or _NUM_REQUESTS
+        return workload.drawn(rng, times, num_jobs, args.prompt_tokens, args.output_tokens)
 
     def _measure(self, jobs: Sequence[Job], name: str) -> tuple[dict, Ran]:
         jobs, num_cut = workload.fitted(jobs, self._info.context)

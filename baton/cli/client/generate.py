@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 
@@ -77,7 +78,7 @@ def _print_text(stream: Iterable[pb.GenerateResponse]) -> None:
 
 
 def _print_json(stream: Iterable[pb.GenerateResponse]) -> None:
-    answer: dict[str, object] = {"text": "", "token_ids": []}
+    answer: dict[str, Any] = {"text": "", "token_ids": []}
     for message in stream:
         answer["text"] += message.text
         answer["token_ids"] += message.token_ids

@@ -129,7 +129,7 @@ class Authority:
             (_usage(digital_signature=True), True),
             (x509.ExtendedKeyUsage([Use.SERVER_AUTH, Use.CLIENT_AUTH]), False),
             (x509.SubjectAlternativeName([_general_name(name) for name in names]), False),
-            (x509.AuthorityKeyIdentifier.from_issuer_public_key(self._signer.public_key()), False),
+            (x509.AuthorityKeyIdentifier.from_issuer_public_key(self._signer.public_key()), False),  # pyright: ignore[reportArgumentType]
         ):
             builder = builder.add_extension(extension, critical=critical)
         return _signed(builder, key, self._signer)

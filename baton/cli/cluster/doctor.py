@@ -284,14 +284,13 @@ class _Channels:
 async def _describe(channel: grpc.aio.Channel) -> tuple[pb.Hello, float, float]:
     """Hello, its clock's offset to ours, and the round trip of the quickest of a few calls."""
     stub = worker_pb2_grpc.WorkerStub(channel)
-    best: tuple[pb.Hello, float, float] | None = None
+    pings: list[tuple[pb.Hello, float, float]] = []
     for _ in range(_NUM_PINGS):
         sent_ns, begun = time.time_ns(), time.monotonic()
         hello = await stub.Describe(pb.DescribeRequest(), timeout=_ANSWER_S)
         round_trip_s = time.monotonic() - begun
-        if best is None or round_trip_s < best[2]:
-            best = hello, (hello.wall_time_ns - sent_ns) / 1e9 - round_trip_s / 2, round_trip_s
-    return best
+        pings.append((hello, (hello.wall_time_ns - sent_ns) / 1e9 - round_trip_s / 2, round_trip_s))
+    return min(pings, key=lambda ping: ping[2])
 
 
 def _described(hello: pb.Hello) -> str:

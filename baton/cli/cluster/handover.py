@@ -69,7 +69,7 @@ class Session:
 
     async def _read(self) -> pb.Event:
         event = await self._call.read()
-        if event is grpc.aio.EOF:
+        if event is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
             raise HandoverFailed(f"{self.address} closed the session")
         return event
 

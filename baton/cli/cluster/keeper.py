@@ -146,6 +146,7 @@ class _Child:
 
     async def readies(self):
         """Yields the fields of each ready line; ends with the child's stdout."""
+        assert self._process.stdout is not None  # a pipe
         async for line in _lines(self._process.stdout):
             if _READY.fullmatch(line):
                 self.release()
@@ -182,6 +183,7 @@ class _Child:
         return "\n".join(held) if any(line.startswith("Traceback") for line in held) else (held or [""])[-1]
 
     async def _pump_stderr(self) -> None:
+        assert self._process.stderr is not None  # a pipe
         async for line in _lines(self._process.stderr):
             if self._held is None or line.startswith(PREFIX):
                 _say(line)

@@ -90,9 +90,9 @@ class Stack:
         starts = [keeper.started for keeper in self._keepers()]
         done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
         for start in done:
-            if start.exception():
+            if error := start.exception():
                 await self.kill()
-                raise start.exception()
+                raise error
 
     def _worker_programs(self, addresses: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
         for role in ROLES:

@@ -101,7 +101,7 @@ def _gateway_files(certs: Path) -> dict[str, object]:
     return {**_tls_files(certs, "gateway"), **files}
 
 
-def _tls_files(certs: Path, role: str) -> dict[str, object]:
+def _tls_files(certs: Path, role: str) -> dict[str, Path]:
     """Raises SettingsError."""
     files = {"tls_cert": certs / f"{role}.crt", "tls_key": certs / f"{role}.key", "tls_ca": certs / CA_CERT}
     for path in files.values():

@@ -51,7 +51,7 @@ class GGUFFile:
 
     def release(self) -> None:
         """Give back the memory of pages that were read; they come again when they are wanted."""
-        self._data._mmap.madvise(mmap.MADV_DONTNEED)
+        self._data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
     def expanded(self, name: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
         """fp32 values of rows of a tensor. Raises ModelError for a type that gguf does not dequantize."""

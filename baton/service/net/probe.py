@@ -5,6 +5,7 @@ Exit 0 when it serves, 1 when it does not or does not answer, 2 for wrong use.
 
 import argparse
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -18,7 +19,7 @@ def probe(target: str, service: str = "", timeout_s: float = 2.0, access: Access
     """The serving status by name (SERVING, NOT_SERVING), or why there is none. Raises OSError for a certificate that
     cannot be read."""
     with access.channel(target, name=WORKER_NAME, blocking=True) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its types do not name its methods
         try:
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
         except grpc.RpcError as error:

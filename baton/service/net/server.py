@@ -139,9 +139,9 @@ class Health(health_pb2_grpc.HealthServicer):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def List(self, request, context) -> health_pb2.HealthListResponse:
+    async def List(self, request, context) -> health_pb2.HealthListResponse:  # pyright: ignore[reportAttributeAccessIssue]
         named = {service: health_pb2.HealthCheckResponse(status=status) for service, status in self._status.items()}
-        return health_pb2.HealthListResponse(statuses=named)
+        return health_pb2.HealthListResponse(statuses=named)  # pyright: ignore[reportAttributeAccessIssue]
 
     async def Watch(self, request, context) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         told = None

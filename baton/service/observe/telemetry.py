@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def emit_span(
     return span_id
 
 
-def _present(attributes: Mapping[str, object]) -> dict[str, object]:
+def _present(attributes: Mapping[str, object]) -> dict[str, Any]:
     return {key: value for key, value in attributes.items() if value is not None}
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, overload
 
 import grpc
 
@@ -29,6 +30,12 @@ class Access:
     tls_key: Path | None = None
     api_key_file: Path | None = None
 
+    @overload
+    def channel(self, target: str, options: tuple = (), name: str = GATEWAY_NAME) -> grpc.aio.Channel: ...
+    @overload
+    def channel(
+        self, target: str, options: tuple = (), name: str = GATEWAY_NAME, *, blocking: Literal[True]
+    ) -> grpc.Channel: ...
     def channel(self, target: str, options: tuple = (), name: str = GATEWAY_NAME, *, blocking: bool = False):
         """A channel to `host:port`, of the files as they are now. With a certificate of ours the server must have
         `name` in its own; else the host of `target`. Raises OSError."""
@@ -36,7 +43,7 @@ class Access:
         options = (("grpc.enable_http_proxy", 0), *options)
         if self.tls_ca is None:
             return kind.insecure_channel(target, options=options)
-        if self.tls_cert is None:
+        if self.tls_cert is None or self.tls_key is None:
             return kind.secure_channel(target, grpc.ssl_channel_credentials(self.tls_ca.read_bytes()), options=options)
         tls = Tls(self.tls_cert, self.tls_key, self.tls_ca)
         return kind.secure_channel(target, tls.channel(), options=(*options, ("grpc.ssl_target_name_override", name)))

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from urllib.parse import unquote
 
 from baton.fairness import has_room
@@ -98,7 +98,7 @@ class CallSlots:
         num_open = self._num_open[key]
         if key[0] != _INFERENCE:
             return num_open < kind.max_calls
-        if (quota := self._quota_of(key[1])) is not None:
+        if (quota := self._quota_of(cast("str", key[1]))) is not None:  # a tenant
             return num_open < quota + _SPARE_CALLS
         num_tenants = len(self._of_tenants) + (key[1] not in self._of_tenants)
         return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)
@@ -150,7 +150,7 @@ class CallSlot:
         except StopAsyncIteration:
             raise InvalidRequest("message", "there is none") from None
         except asyncio.CancelledError:
-            if self._error is None or task.uncancel():  # the call's own end
+            if self._error is None or task is None or task.uncancel():  # the call's own end
                 raise
             raise self._error from None
         finally:

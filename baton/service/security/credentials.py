@@ -43,12 +43,13 @@ _NOBODY = hashlib.sha256(secrets.token_bytes(32)).digest()
 log = logging.getLogger(__name__)
 
 
-def check_tenant(name: object) -> None:
-    """Raises ValueError, which does not say whose name it is."""
+def check_tenant(name: object) -> str:
+    """Return the name. Raises ValueError, which does not say whose name it is."""
     if not isinstance(name, str) or not TENANT.fullmatch(name):
         raise ValueError(f"must be a string that matches {TENANT.pattern}")
     if name == DEFAULT_TENANT:
         raise ValueError(f"{name} is the tenant of callers without a credential: choose another name")
+    return name
 
 
 def new_key() -> tuple[str, str, str]:
@@ -91,12 +92,10 @@ class _Jwt:
             raise Unauthenticated("the token has expired", reason="CREDENTIAL_EXPIRED") from None
         except (jwt.PyJWTError, ValueError):
             raise _unknown() from None
-        tenant = claims.get(self.tenant_claim)
         try:
-            check_tenant(tenant)
+            return check_tenant(claims.get(self.tenant_claim))
         except ValueError:
             raise _unknown() from None
-        return tenant
 
 
 class Credentials:
@@ -118,7 +117,8 @@ class Credentials:
             return self._jwt.tenant(bearer)
         key = self._keys.get(bearer.split(".")[1] if bearer.count(".") == 2 else "")
         digest = hashlib.sha256(bearer.encode()).digest()
-        if not hmac.compare_digest(digest, key.digest if key else _NOBODY):
+        is_known = hmac.compare_digest(digest, key.digest if key else _NOBODY)
+        if key is None or not is_known:
             raise _unknown()
         if time.time() >= key.expires:
             raise Unauthenticated("the key has expired", reason="CREDENTIAL_EXPIRED")

@@ -9,7 +9,7 @@ from baton.service.settings import option
 
 @dataclass(frozen=True, kw_only=True)
 class Exposure:
-    """Settings classes that have `listen` and `admin` inherit this, and call `check_exposure`."""
+    """Settings that gateways and workers share; their classes inherit this, and call `check_exposure`."""
 
     tls_cert: Path | None = option(
         "PEM file with this process's certificate; reloaded when it changes", None, metavar="FILE"
@@ -31,9 +31,9 @@ class Exposure:
 
     @property
     def tls(self) -> Tls | None:
-        return Tls(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert else None
+        return Tls(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert and self.tls_key and self.tls_ca else None
 
-    def check_exposure(self, is_protected: bool, needs: str) -> None:
+    def check_exposure(self, listen: str, admin: str, is_protected: bool, needs: str) -> None:
         """`is_protected`: by what `needs` names. Raises ValueError, one line."""
         given = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
@@ -41,10 +41,10 @@ class Exposure:
             raise ValueError(f"{missing[0]} is missing: --tls-cert, --tls-key and --tls-ca go together")
         if self.insecure:
             return
-        if not is_protected and not is_loopback(self.listen):
-            raise ValueError(f"--listen {self.listen}: beyond loopback this needs {needs}; or say --insecure")
-        if not self.open_admin and not is_loopback(self.admin):
-            raise ValueError(f"--admin {self.admin}: is plain HTTP, open to all that reach it; or say --open-admin")
+        if not is_protected and not is_loopback(listen):
+            raise ValueError(f"--listen {listen}: beyond loopback this needs {needs}; or say --insecure")
+        if not self.open_admin and not is_loopback(admin):
+            raise ValueError(f"--admin {admin}: is plain HTTP, open to all that reach it; or say --open-admin")
 
 
 def is_loopback(address: str) -> bool:

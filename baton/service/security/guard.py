@@ -70,19 +70,19 @@ class Guard(grpc.aio.ServerInterceptor):
         self._refusals = Refusals()
         self._credentials, self._is_open = credentials, is_open
 
-    async def intercept_service(self, continuation, details):
-        allowed = METHODS.get(details.method)
+    async def intercept_service(self, continuation, handler_call_details):
+        allowed = METHODS.get(handler_call_details.method)
         try:  # all of this before a message is read
-            _check_metadata(details.invocation_metadata)
+            _check_metadata(handler_call_details.invocation_metadata)
             if allowed is None and self._is_open:
                 return None  # UNIMPLEMENTED: tools look for the newest form of reflection first
             if allowed is None:
                 raise PermissionDenied("this method is open to nobody")
-            tenant = self._tenant(details.invocation_metadata, allowed)
+            tenant = self._tenant(handler_call_details.invocation_metadata, allowed)
         except BatonError as error:
-            return self._refusal(details.method, error)
-        handler = await continuation(details)
-        return handler and self._guarded(handler, details.method, allowed, tenant)
+            return self._refusal(handler_call_details.method, error)
+        handler = await continuation(handler_call_details)
+        return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
     def _tenant(self, metadata, allowed: frozenset[str]) -> str | None:
         """Of the bearer's credential; None: it shows none. Raises Unauthenticated where one is asked for."""

@@ -55,7 +55,11 @@ class Tls:
             shown = found
             return found.configuration()
 
-        return grpc.dynamic_ssl_server_credentials(shown.configuration(), changed, require_certificate)
+        return grpc.dynamic_ssl_server_credentials(
+            shown.configuration(),
+            changed,  # pyright: ignore[reportArgumentType]  None: nothing has changed
+            require_certificate,
+        )
 
     def channel(self) -> grpc.ChannelCredentials:
         """For one channel, of the files as they are now, or as they were when they last fitted together. Raises OSError."""
@@ -76,7 +80,7 @@ class _Contents:
     stamps: tuple
 
     def configuration(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration(((self.key, self.cert),), self.ca)
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
 
 
 class _Files:
@@ -97,10 +101,11 @@ class _Files:
             )
             if self._fit() and self._stamps() == stamps:  # else they are being replaced: the next handshake looks again
                 self._last = found
+            return self._last or found
         except OSError:
             if self._last is None:
                 raise
-        return self._last or found
+            return self._last
 
     def _fit(self) -> bool:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,8 @@ class MedusaHeads(nn.Module):
         self.enter = nn.ModuleList(nn.Linear(2 * hidden_size, hidden_size) for _ in range(num_heads))
         self.leave = nn.ModuleList(nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(num_heads))
         self.scales = nn.ParameterList(torch.full((hidden_size,), 0.5 * scale) for _ in range(num_heads))
-        for skip, enter, leave in zip(self.skip, self.enter, self.leave, strict=True):
+        linears = cast("Iterator[tuple[nn.Linear, ...]]", zip(self.skip, self.enter, self.leave, strict=True))
+        for skip, enter, leave in linears:
             nn.init.normal_(skip.weight, std=0.3 / hidden_size**0.5)
             nn.init.normal_(enter.weight, std=0.5 / hidden_size**0.5)
             nn.init.zeros_(enter.bias)

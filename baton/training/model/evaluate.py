@@ -178,7 +178,7 @@ def _heads(document: Document) -> Iterator[FunctionHead]:
         if not isinstance(node, ast.FunctionDef):
             continue
         head_end = _head_end(lines, node)
-        if node.end_lineno - head_end >= 4 and head_end < node.body[0].lineno:
+        if (node.end_lineno or 0) - head_end >= 4 and head_end < node.body[0].lineno:
             start = sum(map(len, lines[: node.lineno - 1]))
             yield FunctionHead(document.path, node.name, "".join(lines[:head_end]).rstrip("\n"), start)
 

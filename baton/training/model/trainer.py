@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from baton.training.data.batches import Batches
@@ -62,7 +62,7 @@ class Trainer:
     Raises ValueError if it holds a model of another shape.
     """
 
-    def __init__(self, model: Llama, loss: Loss, batches: Batches, plan: TrainingPlan, checkpoint: Path) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, batches: Batches, plan: TrainingPlan, checkpoint: Path) -> None:
         self.model, self.loss, self.batches, self.plan = model, loss, batches, plan
         self.checkpoint = checkpoint
         self.optimizers = _optimizers(model, plan)
@@ -173,7 +173,7 @@ def distillation_loss(model: Llama, teacher: Llama) -> Loss:
     return loss
 
 
-def _optimizers(model: Llama, plan: TrainingPlan) -> list[torch.optim.Optimizer]:
+def _optimizers(model: nn.Module, plan: TrainingPlan) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name]
     vectors = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed_tokens" in name]
     muon = torch.optim.Muon(matrices, lr=plan.matrix_lr, weight_decay=plan.weight_decay)
