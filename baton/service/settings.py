@@ -105,7 +105,7 @@ def make_settings(cls: type[T], values: Mapping[str, object]) -> T:
     """Build `cls`, and the dataclasses nested in it, from flat values. Raises ValueError that names a flag."""
     own = {name: value for name, value in values.items() if name not in flat_fields(cls)}  # unknown to all: a TypeError
     for field, kind in _own_fields(cls):
-        if dataclasses.is_dataclass(kind):
+        if _is_nested(kind):
             own[field.name] = _nested(kind, values)
         elif field.name in values:
             own[field.name] = values[field.name]
@@ -185,8 +185,12 @@ def flat_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Any]]:
     """Return each field with the type to parse, without `| None`; those of a nested dataclass in its place."""
     found: dict[str, tuple[dataclasses.Field, Any]] = {}
     for field, kind in _own_fields(cls):
-        found |= flat_fields(kind) if dataclasses.is_dataclass(kind) else {field.name: (field, _plain(kind))}
+        found |= flat_fields(kind) if _is_nested(kind) else {field.name: (field, _plain(kind))}
     return found
+
+
+def _is_nested(kind: Any) -> typing.TypeGuard[type]:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 def _own_fields(cls: type) -> list[tuple[dataclasses.Field, Any]]:

@@ -1,7 +1,6 @@
 """What a model says of itself before any weight is read: config.json and generation_config.json, or GGUF metadata."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,9 +261,9 @@ def _windows(family: str, config: dict, num_layers: int) -> tuple[int | None, ..
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _ids(value: object, vocab_size: int) -> tuple[int, ...]:
-    ids: Sequence[Any] = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for token_id in ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab_size:
             raise ValueError(f"eos_token_id {token_id!r:.40} is not one of the vocabulary, which has {vocab_size} ids")
-    return tuple(ids)
+    return ids
