@@ -4,11 +4,11 @@
     BATON_FAILPOINTS=@/path/of/a/file          the same text, read again whenever the file changes
 
 NAME[VALUE]=ACTION[:SECONDS][@N][/PATH]. `[VALUE]`, written so: only where that number is among what is passed there.
-With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for whoever can
-remove that file: of several processes one, once. Actions: sleep (blocks the thread that
+With @N only the Nth time that the place is passed (counted since the text was read). With /PATH only for the
+process that removes that file: of several one, once. Actions: sleep (blocks the thread that
 passes), kill (SIGKILL), freeze (SIGSTOP), fail (raises FailpointError), wedge (the thread never comes back), skew (a
-clock that is read there is so many seconds off). The names are those in POINTS; any other is refused at start. What
-happens once is told on stderr.
+clock that is read there is that many seconds off). The names are those in POINTS; any other is refused at start. What
+happens once is printed to stderr.
 """
 
 import os
@@ -25,13 +25,13 @@ VARIABLE = "BATON_FAILPOINTS"
 POINTS = {
     "engine.step": "before a step of the engine loop",
     "engine.batch": "before a batch is computed; passes its token ids",
-    "prefill.accepted": "a prompt is leased to its taker, and nobody has heard of it",
-    "prefill.done": "a prompt is read, and nobody has heard of it",
+    "prefill.accepted": "a prompt is leased to its taker, and this is not yet announced",
+    "prefill.done": "a prompt is read, and this is not yet announced",
     "transfer.ready": "before a source announces a range of KV",
     "transfer.landed": "a range of KV is here, and is not checked yet",
     "lease.clock": "where a source reads the clock of its leases",
     "decode.start": "the first tokens have come, and nothing of them is decoded yet",
-    "decode.tokens": "before tokens of a running sequence are told",
+    "decode.tokens": "before tokens of a running sequence are sent",
     "session.ended": "the last tokens are written, that they were the last is not",
 }
 _TEXT = re.compile(r"([a-z.]+)(?:\[(\d+)\])?=([a-z]+)(?::(-?[\d.]+))?(?:@(\d+))?(/\S+)?")
@@ -49,7 +49,7 @@ class _Armed:
     action: str
     seconds: float
     only: int  # 0: every time
-    token: str | None  # a file; whoever removes it may act
+    token: str | None  # a file; the process that removes it may act
 
     def __call__(self) -> float:
         """Seconds that a clock is off."""

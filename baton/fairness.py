@@ -31,7 +31,7 @@ class RoundRobin(Generic[Who]):
         return self._left.get(who, self._most_saved) > self._quantum
 
     def wait(self, waiting: Collection[Who]) -> None:
-        """Who waits from now on; all others are away. Where nobody waits there is enough for all, and all begin anew."""
+        """Set who waits from now on; all others are away. Where none waits there is enough for all, and counts restart."""
         self._waiting = set(waiting)
         if not self._waiting:
             self._left.clear()
@@ -39,13 +39,13 @@ class RoundRobin(Generic[Who]):
             self._left.setdefault(who, self._most_saved)
 
     def next(self, among: Container[Who]) -> Who | None:
-        """Whose turn it is of those that wait and are `among` them; the same until it is charged. None: nobody's."""
+        """Whose turn it is of those that wait and are `among` them; the same until it is charged. None: there is no such tenant."""
         ring = [who for who in self._left if who in self._waiting and who in among]
         if not ring:
             return None
         if self.has_saved(most := max(ring, key=self._left.__getitem__)):
             return most
-        # Laps in which nobody would have anything left, at once.
+        # Laps in which none would have anything left, at once.
         num_laps = max(0, math.floor(min(-self._left[who] for who in ring) / self._quantum))
         for who in ring:
             self._left[who] += num_laps * self._quantum
@@ -60,7 +60,7 @@ class RoundRobin(Generic[Who]):
         return ring[0]
 
     def charge(self, who: Who, cost: float) -> None:
-        """It has used so much. Nothing for one that does not wait."""
+        """Charge what it has used. Does nothing for one that does not wait."""
         if who in self._waiting:
             self._left[who] -= cost
 

@@ -1,4 +1,4 @@
-"""Tasks that go on for as long as their process does: one that fails says so and begins again."""
+"""Tasks that run for as long as their process does: one that fails says so and begins again."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
-SETTLED_S = 60.0  # work that has gone on for so long begins again after the first pause
+SETTLED_S = 60.0  # work that has run for this long begins again after the first pause
 
 log = logging.getLogger(__name__)
 

@@ -79,7 +79,7 @@ class Bench:
         self._limits: dict[tuple[str, str], float] = {}  # (what, unit) -> the best seen
 
     def _measure_limits(self) -> None:
-        """Again before every form: whoever disturbs one measurement does not disturb them all."""
+        """Measure again before every form: what disturbs one measurement does not disturb them all."""
         found = {
             ("read sweep", "GB/s"): limits.read_bytes_per_s(),
             ("copy", "GB/s"): limits.copy_bytes_per_s(),
@@ -98,7 +98,7 @@ class Bench:
         return max(value for (_, unit), value in self._limits.items() if unit == "GB/s")
 
     def _multiply_limit(self, name: str, num_weights: int) -> float | None:
-        """Tokens/s at which so many weights can be multiplied; None: unknown."""
+        """Return the tokens/s at which these weights can be multiplied; None: unknown."""
         found = self._limits.get(BF16_PEAK if FORMS[name].bits == 16 else INT8_PEAK)
         return None if found is None else found / (2 * num_weights)
 

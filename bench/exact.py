@@ -26,7 +26,7 @@ LONG_PROMPT = 1536  # of the prefill row: three chunks
 
 
 class Arm:
-    """One engine, and prompts that nobody has seen."""
+    """One engine, and prompts that were never sent before."""
 
     def __init__(self, dtype: str, batch_invariant: bool):
         config = dict(dtype=dtype, batch_invariant=batch_invariant, num_blocks=512)

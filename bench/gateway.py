@@ -218,7 +218,7 @@ def processes(report: Report, is_quick: bool) -> None:
 
 
 def refusals(report: Report, is_quick: bool) -> None:
-    """A worker that is full, and nobody may wait."""
+    """Measure refusals: a worker that is full, and no request may wait."""
     with fleet(worker=("--full",), gateway=("--max-queued-requests", "0")) as made:
         found = seen(clients(made.targets, "rate", 200, 2 if is_quick else 15, 8))
     if not found["refused_s"] or found["ttft_s"]:

@@ -206,7 +206,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Only now: they import the engine, and a machine without a GPU is to be told so at once.
+    # Only now: they import the engine, and a machine without a GPU is to get its error at once.
     from bench.arms import gpu_arms, gpu_interference, gpu_peers
 
     sys.exit(main())

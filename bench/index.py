@@ -31,11 +31,11 @@ from gateway.prefix.slot_leases import KV_TTL_S
 from gateway.prefix.worker_bitmap import NUM_SLOTS
 from tests.support.redis_server import RedisServer
 
-redis_index.BUDGET_S = 10.0  # every lookup is measured to its end; a gateway goes on without after 50 ms
+redis_index.BUDGET_S = 10.0  # every lookup is measured to its end; a gateway continues without after 50 ms
 NUM_WORKERS = 64
 RUN = 256  # spans of one lookup: 16,384 tokens
 SIZES = (1_000_000, 10_000_000, 50_000_000)
-CHUNK = 10_000  # of one script: whoever asks while one runs for 5 s is told BUSY
+CHUNK = 10_000  # of one script: requests while one runs for 5 s are answered BUSY
 UNKNOWN = [b"unknown" + i.to_bytes(25, "big") for i in range(RUN)]
 HEARTBEAT_S = 1.2  # of a gateway, and a little
 ENTRY_BYTES = 190  # reckoned with before it is measured, a growing table included
@@ -101,7 +101,7 @@ def fill(server: RedisServer, begin: int, end: int) -> None:
 
 
 async def looked_up(index: redis_index.RedisIndex, run: int, num_held: int) -> float:
-    """Seconds, of a prompt that goes on otherwise behind so many spans. It must find its worker, and how many; where the
+    """Seconds, of a prompt that differs behind that many spans. It must find its worker, and how many; where the
     index does without Redis for a moment (on a busy machine its heartbeat comes late), it is asked again."""
     hashes = spans(run)[:num_held] + UNKNOWN[num_held:]
     async with asyncio.timeout(120):
@@ -195,7 +195,7 @@ async def after_a_flush(report: Report, server: RedisServer, num_workers: int, n
 
 
 async def of_the_dead(report: Report, server: RedisServer) -> None:
-    """A worker that began anew has another epoch: its old entries, whose slot is given up, name nobody."""
+    """A worker that began anew has another epoch: its old entries, whose slot is given up, name no worker."""
     async with gateway(server, 2) as index:
         hashes = [b"d%015d" % i + bytes(16) for i in range(RUN)]
         index.apply(worker(1), pb.BlockEvents(seq=0, snapshot=True, sealed=hashes))

@@ -2,7 +2,7 @@
 
 An open loop (Poisson) against a real local stack, one prefill and one decode worker with the demo model. Requests name
 the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
-multiples of the rate at which it stood. Then two tenants, one of whom sends 50 times what the other does, each with the
+multiples of the rate at which it was reached. Then two tenants, one of whom sends 50 times what the other does, each with the
 same quota. Then a quiet tenant beside one that floods, in each of the ways of processes/flood.py, with quotas and without: its first
 tokens beside the flood over those alone, which are taken before and after. Then a canary beside each abuse of each port
 (arms/overload_abuse.py).
@@ -56,7 +56,7 @@ CORES = sorted(os.sched_getaffinity(0))
 PARTS = ("overload", "tenants", "fairness", "abuse")
 FAIR_PROMPT, FAIR_OUTPUT = 256, 4  # of the quiet tenant
 CONTEXT = 2048
-FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it stands, and until it is gone
+FLOOD_BEGINS_S, FLOOD_ENDS_S = 2.0, 1.0  # until it is reached, and until it is over
 FAIR_QUOTAS = {"no quotas": "", "quotas": "[default]\nconcurrent_requests = 16\ntokens_per_s = 20000\n"}
 LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 

@@ -53,7 +53,7 @@ OWN_MODULES = ("argparse.py", "dataclasses.py", "inspect.py", "pathlib.py", "sub
 
 class PerChannel(KVPool):
     """int4 as KIVI has it (arXiv 2402.02750): a scale for each channel of 32 tokens' keys; values as our int4 has them.
-    What is decoded lies in a pool of fp32: how good it is, not how small."""
+    Decoded values are kept in a pool of fp32: this measures how good they are, not how small."""
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         missing = -len(k) % KEYS_PER_CHANNEL

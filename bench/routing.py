@@ -3,7 +3,7 @@
 Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
 as many copies as would keep half of the prefill workers busy if nothing were cached; see routing_fleet.py for what is
 modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are shares
-of all prompt tokens that nobody computed, against one LRU cache as large as those of all prefill workers, which every
+of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers, which every
 request reaches at no cost; for comparison also against one as large as those of all workers, and (limit) against
 one without end.
 """

@@ -2,7 +2,7 @@
 
 Bare engines of one model, plain and with each proposer, on three texts, in turn; every comparison has an A/A pair,
 plain against plain, beside it. Speed is that of decoding: output tokens over the time after the last prompt was read.
-Whether anything is ever a loss is told by CPU time, which others on the machine disturb less.
+Whether anything is ever a loss is seen in CPU time, which others on the machine disturb less.
 What the mechanism costs at a given acceptance, on a GPU too: bench/forced.py.
 """
 
@@ -161,7 +161,7 @@ class Texts:
 
 
 def repeated(answer: Sequence[int], prompt: Sequence[int], length: int = 4) -> float:
-    """Share of the answer's runs of so many tokens that stand in the prompt."""
+    """Return the share of the answer's runs of `length` tokens that occur in the prompt."""
     known = {tuple(prompt[index : index + length]) for index in range(len(prompt) - length + 1)}
     runs = [tuple(answer[index : index + length]) for index in range(len(answer) - length + 1)]
     return sum(run in known for run in runs) / len(runs)
@@ -200,7 +200,7 @@ def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_r
 def rounds(
     arms: dict[str, Arm], prompts: Callable[[int], list[list[int]]], num_output: int, num_rounds: int
 ) -> dict[str, list[Decoded]]:
-    """Of each arm, the same prompts for all in each round; "plain again" stands at the other end of it than "plain"."""
+    """Of each arm, the same prompts for all in each round; "plain again" runs at the other end of it than "plain"."""
 
     def once(arm: Arm) -> Callable[[], Decoded]:
         numbers = itertools.count()

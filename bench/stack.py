@@ -176,7 +176,7 @@ class Bench:
     # ---- prefix hit ----
 
     def prefix_hit(self, num_rounds: int) -> None:
-        """TTFT of a prompt that the decode worker has in full, over that of one nobody has seen."""
+        """TTFT of a prompt that the decode worker has in full, over that of a new one."""
         last: list[Job] = self.jobs([(HIT_PROMPT, 2)])
 
         def cold() -> float:

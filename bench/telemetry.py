@@ -1,7 +1,7 @@
 """What being seen costs: python bench/telemetry.py [--quick] [--json FILE].
 
 Stacks of one gateway and one decode worker that differ in where their spans and metrics go: nowhere (twice: the A/A row), to a
-collector that takes them, to a port that nobody listens on, and to one that accepts and never answers. All run at once, and
+collector that takes them, to a closed port, and to one that accepts and never answers. All run at once, and
 take turns request by request; workers have one core, everything else the other. /metrics and the log line are always
 on: the last rows are what they take, after the last token.
 """
@@ -110,7 +110,7 @@ def traced_or_not(report: Report, arms: Arms, num_rounds: int) -> None:
         arms.ttft_s[name].clear()
     rng, whole_s = random.Random(0), {name: [] for name in names}
     for _ in range(num_rounds):
-        # In any order: whoever follows itself finds its weights in the cache.
+        # In any order: an arm that follows itself finds its weights in the cache.
         for name in rng.sample(names, len(names)):
             whole_s[name].append(arms.request(name))
     whole = _quick(whole_s)

@@ -52,7 +52,7 @@ async def answer(prefill: Engine, source: Source, decode: Engine, fetcher: Fetch
                     source.advance(output.key, output.upto_token, output.upto_layer)
                 case PrefillDone():
                     first_tokens = output.first_tokens
-        await asyncio.sleep(0)  # the transfer goes on between two steps
+        await asyncio.sleep(0)  # the transfer continues between two steps
     source.advance(request.key, len(request.token_ids))
     report = await fetch
     print(f"{report.num_tokens} tokens of KV, {report.num_bytes >> 10} KiB, by {report.transport}")

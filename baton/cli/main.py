@@ -10,7 +10,7 @@ from importlib import import_module
 
 from baton.service.settings import add_version, make_parser
 
-COMMANDS = {  # and where each stands below baton.cli
+COMMANDS = {  # and where each is below baton.cli
     "up": "cluster.up", "certs": "cluster.certs", "generate": "client.generate", "quantize": "models.quantize",
     "eval": "models.eval", "bench": "client.bench", "top": "cluster.top", "doctor": "cluster.doctor",
     "drain": "cluster.drain", "train-demo": "models.train_demo", "train-draft": "models.train_draft",

@@ -58,7 +58,7 @@ class Sender:
             self._prepared[job.index] = self._make(job)
 
     async def open(self, jobs: Sequence[Job], begin: float | None = None) -> list[Outcome]:
-        """Send each job at its time, whatever has become of the others, and wait for all."""
+        """Send each job at its time, whatever the others do, and wait for all."""
         begin = time.monotonic() if begin is None else begin
         running: list[asyncio.Task[Outcome]] = []
         for job in jobs:

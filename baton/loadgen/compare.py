@@ -1,4 +1,4 @@
-"""Two runs side by side: what became of each figure, in one table."""
+"""Compare two runs: each figure side by side, in one table."""
 
 import json
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def decode_s(self) -> float:
-        """After the second message only steps are left. The transfer lies beside the phases, not among them."""
+        """After the second message only steps are left. The transfer runs beside the phases and is not one of them."""
         return max(0.0, self.e2e_s - sum(value for phase, value in self.phases_s.items() if phase != "transfer"))
 
     @property

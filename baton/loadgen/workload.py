@@ -39,7 +39,7 @@ def prompt_ids(job: Job, vocab_size: int, seed: int) -> list[int]:
 
 
 def _draw(seed: str, num: int, vocab_size: int) -> list[int]:
-    """`num` ids that hang on `seed` alone. A hash's stream: making one of numpy's generators takes longer than all else
+    """Return `num` ids that depend on `seed` alone. A hash's stream: making one of numpy's generators takes longer than all else
     that is done for a request of 256 tokens."""
     import numpy as np  # here: other commands start without it
 

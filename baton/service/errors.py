@@ -50,7 +50,7 @@ class NotFound(BatonError):
 
 
 class Unauthenticated(BatonError):
-    """Nobody knows who asks."""
+    """The caller has shown no valid credential."""
 
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
 

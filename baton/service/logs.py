@@ -21,12 +21,12 @@ def setup(role: str, level: str = "info") -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """What gRPC logs, with a traceback, when it was about to answer somebody who had just gone is none."""
+    """Drop what gRPC logs, with a traceback, when a caller left just before its answer: it is no error."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def num_lost() -> int:
-    """Lines that could not be written: the disk is full, or whoever read them is gone."""
+    """Count lines that could not be written: the disk is full, or the reader is gone."""
     return _Handler.num_lost
 
 

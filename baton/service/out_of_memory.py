@@ -1,5 +1,5 @@
-"""No memory is left, or the device is lost: the worker ends, and its streams go on elsewhere. What was refused memory is half done, and nobody
-knows which half: fetches were seen to stand still for good while the worker said that it served."""
+"""No memory is left, or the device is lost: the worker ends, and its streams continue elsewhere. What was refused memory is half done, and it is
+unknown which half: fetches were seen to stop for good while the worker said that it served."""
 
 import logging
 import os

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PREFIX = "starting: "  # whoever holds a child's stderr back lets these pass
+PREFIX = "starting: "  # a keeper that holds back a child's stderr lets these pass
 QUIET_S = 1.0
 
 

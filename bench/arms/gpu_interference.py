@@ -48,7 +48,7 @@ def measure(quick: bool, sm_share: float | None = None) -> Interference:
         idle = _p99(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps))
         ours.send(seconds)
         solo = ours.recv()
-        ours.send(600.0)  # until it is told otherwise
+        ours.send(600.0)  # until it is asked to stop
         loaded = _p99(decode.steps_s(DECODE_BATCH, DECODE_CONTEXT, num_steps))
         ours.send("stop")
         return Interference(idle, loaded, solo, ours.recv())

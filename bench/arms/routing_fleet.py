@@ -1,4 +1,4 @@
-"""A fleet that serves a trace in simulated time, routed by gateway/routing/routing.py as it stands.
+"""A fleet that serves a trace in simulated time, routed by gateway/routing/routing.py unchanged.
 
 Modelled: prompts one after the other on a prefill worker, and in chunks between steps on a decode worker; steps that
 take longer the more sequences run; an LRU prefix cache on every worker; KV that moves while a prompt is read, one
@@ -52,7 +52,7 @@ class Machine(NamedTuple):
 class Request:
     entry: TraceEntry
     at_s: float
-    num_cached: int = 0  # tokens of the prompt that nobody had to compute
+    num_cached: int = 0  # tokens of the prompt that no worker had to compute
     is_local: bool = False
     predicted_s: float = 0.0
     first_s: float = 0.0  # time of the first token
@@ -354,7 +354,7 @@ class Fleet:
 
 
 def oracle_hits(entries: Sequence[TraceEntry], cached_tokens: int | None) -> int:
-    """Prompt tokens that one LRU cache of so many tokens, which every request reaches at no cost, would have had; None:
+    """Prompt tokens that one LRU cache of `num_tokens` tokens, which every request reaches at no cost, would have had; None:
     a cache without end. Each prompt is there as soon as it has come."""
     blocks: OrderedDict[int, None] = OrderedDict()
     num_hits = 0

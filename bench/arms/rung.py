@@ -18,7 +18,7 @@ from baton.loadgen.outcome import Outcome
 from baton.loadgen.workload import Job
 from kvtransfer.naming import chain_hashes, root_hash
 
-IDLE_S = 0.0005  # between two looks at the clock while nobody has arrived
+IDLE_S = 0.0005  # between two looks at the clock while no request has arrived
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rules:
 @dataclass
 class Ran:
     """One run. `kv_use`: bytes of KV that are computed and needed over those held for it, mean over the steps; None
-    where nobody has looked."""
+    where it was not measured."""
 
     outcomes: list[Outcome]
     kv_use: float | None

@@ -42,7 +42,7 @@ class GpuLimits:
     fp8_flops: float | None
 
     def step_s(self, num_bytes: float) -> float:
-        """To read so much once."""
+        """Return the seconds to read that many bytes once."""
         return num_bytes / self.bytes_per_s
 
 

@@ -70,7 +70,7 @@ class Clients:
                 seen.failed.append(f"{error.code().name}: {error.details()}")
 
     async def rate(self, per_s: float, seconds: float) -> None:
-        """Arrivals of a Poisson process, whatever has become of those before."""
+        """Send by a Poisson process, whatever the requests before do."""
         until, at, tasks = time.monotonic() + seconds, time.monotonic(), []
         while (at := at + self._rng.expovariate(per_s)) < until:
             await asyncio.sleep(max(0.0, at - time.monotonic()))

@@ -17,7 +17,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class Steps:
-    """Wakes all streams together; with a step of 0 nobody waits."""
+    """Wakes all streams together; with a step of 0 none waits."""
 
     def __init__(self, step_s: float):
         self._step_s = step_s

@@ -1,4 +1,4 @@
-"""Two processes and their pools: a source that offers blocks when it is told to, and a taker that times fetching them,
+"""Two processes and their pools: a source that offers blocks on request, and a taker that times fetching them,
 beside the bare copies that the same two processes can do. `python -m bench.processes.moving FD ...` is the source."""
 
 import asyncio
@@ -90,7 +90,7 @@ async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
 
 
 def send_bare(listening: socket.socket, region: Region) -> None:
-    """Whoever asks for n bytes gets the pool's first n by sendall."""
+    """Answer a request for n bytes with the pool's first n, by sendall."""
     connection, _ = listening.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while asked := connection.recv(8, socket.MSG_WAITALL):
@@ -110,7 +110,7 @@ class Destination:
         return self.blocks
 
     def verified(self, upto_token: int) -> None:
-        """Nobody waits for it here."""
+        """Do nothing: none waits for it here."""
 
 
 class Pair:

@@ -36,7 +36,7 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 _WARM_UP = 4
 _MET_SHARE = 0.99  # of the requests within the SLO: that rate is one that the stack sustains
 _NUM_REQUESTS = 200  # where nothing is said
-_SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most so many; the answer's upper bound
+_SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most this many; the answer's upper bound
 _SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
 
 
@@ -212,7 +212,7 @@ class _Bench:
 
 
 def screen(summary: dict) -> str:
-    """What stands on the terminal."""
+    """Return the lines for the terminal."""
     lines = [summary["workload"]]
     for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("end to end", "e2e_s")):
         figures = summary[key]

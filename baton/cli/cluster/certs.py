@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "certs",
         help="write certificates, an API key and a cluster secret",
-        description="Writes what `baton up --certs DIR` reads. Keep ca.key elsewhere: whoever has it can issue any certificate.",
+        description="Writes what `baton up --certs DIR` reads. Keep ca.key elsewhere: with it, any certificate can be issued.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; made, never overwritten")

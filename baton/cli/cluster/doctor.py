@@ -53,7 +53,7 @@ class Report:
 
 @dataclass
 class Found:
-    """What there is to look at: addresses by role, and what stands around them."""
+    """The stack to check: addresses by role, Redis, collector and files."""
 
     prefill: list[str] = field(default_factory=list)
     decode: list[str] = field(default_factory=list)
@@ -206,7 +206,7 @@ def _same_model(hellos: dict[str, pb.Hello], report: Report) -> None:
 
 
 async def _handoff(channels: _Channels, source: str, taker: str, copy_rate: float, report: Report) -> None:
-    """The transport that the decode worker chooses must work; the others are tried and told."""
+    """The transport that the decode worker chooses must work; the others are tried and reported."""
     from kvtransfer.capabilities import CAPABILITIES
 
     where = f"{source} > {taker}"
@@ -214,7 +214,7 @@ async def _handoff(channels: _Channels, source: str, taker: str, copy_rate: floa
         async with Session(channels.to(source), source) as prefill, Session(channels.to(taker), taker) as decode:
             _layouts(prefill.hello, decode.hello, where, report)
             runs = [await hand_over(prefill, decode, None, _REQUEST_S) for _ in range(_NUM_RUNS)]
-            chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that nobody has used yet
+            chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that is not in use yet
             report.say("handoff", where, f"{_rate(chosen, copy_rate)}, chosen")
             offered = set(prefill.hello.model.transports) & set(decode.hello.model.transports)
             for name in sorted(offered - {chosen.transport}):

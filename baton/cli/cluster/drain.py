@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drain(args: argparse.Namespace) -> str:
-    """What became of the worker, in one line."""
+    """Return the outcome for the worker, in one line."""
     request = pb.DrainRequest(next_role=args.next_role, grace_s=args.grace)
     access, begun = read_access(args), time.monotonic()
     async with open_channel(args.target, access, WORKER_NAME) as channel:
@@ -94,7 +94,7 @@ async def _drain(args: argparse.Namespace) -> str:
 
 
 async def _hello(stub: worker_pb2_grpc.WorkerStub) -> pb.Hello | None:
-    """None: nobody answers."""
+    """Return None where there is no answer."""
     try:
         return await stub.Describe(pb.DescribeRequest(), timeout=2)
     except grpc.aio.AioRpcError as error:

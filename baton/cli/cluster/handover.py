@@ -104,7 +104,7 @@ async def _hand_over(prefill: Session, decode: Session, transport: str | None, d
 
 
 def _spec(prefill: pb.Hello, decode: pb.Hello, deadline: float) -> pb.RequestSpec:
-    """Tokens that nobody has seen, under a root that nobody else has: no cache answers instead of the transport."""
+    """Return new tokens under a root of their own, so that no cache answers instead of the transport."""
     room = min(prefill.limits.max_model_len, decode.limits.max_model_len) - 8
     token_ids = random.choices(range(min(prefill.model.vocab_size, decode.model.vocab_size)), k=min(room, _NUM_TOKENS))
     root = SpanHash(secrets.token_bytes(HASH_BYTES))

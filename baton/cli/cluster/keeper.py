@@ -117,7 +117,7 @@ class Keeper:
 
 
 class _Child:
-    """One life of a program. Its stderr is held back until it is ready, so that a failed start is told in one line;
+    """One life of a program. Its stderr is held back until it is ready, so that a failed start is one line;
     for some seconds at most."""
 
     def __init__(self, process: asyncio.subprocess.Process):
@@ -210,6 +210,6 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
 
 
 def _say(line: str) -> None:
-    """Or not, where nobody reads any more: a child must not stand still for that."""
+    """Write a line, unless the reader has gone: a child must not block on that."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ _NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", 
 
 @dataclass(frozen=True)
 class UpSettings:
-    """What `baton up` itself is told; worker options come beside it."""
+    """Settings of `baton up` itself; worker options come beside them."""
 
     model: Path | None = option("model folder or .gguf file (default: the shipped one)", None, metavar="DIR|FILE")
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         chosen = recipe.quick() if args.quick else recipe.full(args.minutes or DEFAULT_MINUTES)
         figures = recipe.make_demo(chosen, args.out, seed=args.seed, threads=args.threads)
     except KeyboardInterrupt:
-        return _fail(f"interrupted; go on with: baton train-demo --out {args.out} --resume", 1)
+        return _fail(f"interrupted; continue with: baton train-demo --out {args.out} --resume", 1)
     except (OSError, ValueError, RuntimeError) as error:
         return _fail(str(error).splitlines()[0], 1)
     _report(args.out, figures)

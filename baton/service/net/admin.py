@@ -1,6 +1,6 @@
 """A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process adds.
 
-Whoever asks must name this host: by an address, by a name of loopback, by what is listened on, or by a name that the
+A request must name this host: by an address, by a name of loopback, by what is listened on, or by a name that the
 operator gave. A page from elsewhere, open in an operator's browser, can make its own name lead here, and could read all.
 """
 
@@ -68,7 +68,9 @@ class Admin:
             self._server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MAX_CONNECTIONS:  # whoever asks at once is answered, however many do not
+        if (
+            len(self._open) >= _MAX_CONNECTIONS
+        ):  # a request that comes at once is answered, however many connections are silent
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()

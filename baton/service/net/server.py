@@ -36,7 +36,7 @@ class ListenError(Exception):
 
 
 class AddressInUse(ListenError):
-    """Somebody else listens there."""
+    """Another process listens there."""
 
 
 def make_server(
@@ -121,7 +121,7 @@ class Health(health_pb2_grpc.HealthServicer):
         health_pb2_grpc.add_HealthServicer_to_server(self, server)
 
     def set(self, service: str, serving: bool) -> None:
-        """Say whether `service` serves; those who watch it are told."""
+        """Say whether `service` serves; notify those who watch it."""
         status = _SERVING if serving else _NOT_SERVING
         if self._status.get(service) != status:
             self._status[service] = status

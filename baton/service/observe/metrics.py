@@ -23,7 +23,7 @@ RATIO_BUCKETS = tuple(n / 10 for n in range(11))
 
 
 class Metrics:
-    """`page` is /metrics. Children are made once per set of label values; whoever observes keeps them."""
+    """`page` is /metrics. Children are made once per set of label values; the observer keeps them."""
 
     def __init__(self, model_name: str):
         self.model_name = model_name

@@ -56,7 +56,7 @@ CLOCK = Clock()  # of this process: what its spans are drawn by, and what others
 
 def new_context(parent: TraceContext | None = None, sample: float = 1.0) -> TraceContext:
     """Ids for a span that starts now: in the parent's trace, sampled as the parent is; or in a trace of its own, of
-    which the share `sample` is sampled: by the id, so that every process that is told another share agrees."""
+    which the share `sample` is sampled: by the id, so that processes with another share agree."""
     if parent is not None:
         return TraceContext(parent.trace_id, new_span_id(), parent.sampled)
     trace_id = secrets.randbits(128) or 1
@@ -68,7 +68,7 @@ def new_span_id() -> int:
 
 
 def span_id_of(trace_id: int, *parts: object) -> int:
-    """The id of a span that another process draws: whoever knows its parts can link to it."""
+    """The id of a span that another process draws: a process that knows its parts can link to it."""
     text = "\0".join(map(str, (trace_id, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 

@@ -1,8 +1,8 @@
-"""Places for calls: how many may be open at once, by what is called and by whom, so that nobody fills those of others.
+"""Places for calls: how many may be open at once, by what is called and by whom, so that no caller fills those of others.
 
 A call holds its place from before its first message is read until it ends. Until that message has come it holds it
-weakly: where a caller's places are full, a new call takes the one of its oldest silent call. So calls that say nothing
-keep out nobody, not even others of the same caller.
+weakly: where a caller's places are full, a new call takes the one of its oldest silent call. So silent calls
+keep no other call out, not even one of the same caller.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ _OTHERS = _Kind(16)  # what operators ask, reflection
 class CallSlots:
     """Of one server. Belongs to its event loop.
 
-    `max_calls`: of all tenants together, to the methods of Inference. One alone may have all of them, and whoever comes
-    his part even then."""
+    `max_calls`: of all tenants together, to the methods of Inference. One tenant alone may have all of them; another that
+    comes gets its share even then."""
 
     def __init__(self, max_calls: int = MAX_CALLS, quota_of: Callable[[str], int | None] = lambda tenant: None):
         """`quota_of(tenant)`: how many requests it may have at once; None: it has no quota."""

@@ -1,6 +1,6 @@
 """Who a client is: keys that are stored as hashes, or tokens that an identity provider has signed.
 
-    [keys.k4f1c2d3]                      # the id, which stands in the key itself: baton.k4f1c2d3.<43 characters>
+    [keys.k4f1c2d3]                      # the id, which is part of the key itself: baton.k4f1c2d3.<43 characters>
     tenant = "acme"
     sha256 = "…"                         # of the whole key, in hex
     expires = 2027-01-01T00:00:00Z       # optional
@@ -31,7 +31,7 @@ from baton.service.errors import Unauthenticated
 from baton.service.logs import fields
 from baton.service.settings import SettingsError
 
-DEFAULT_TENANT = "default"  # whoever shows no credential; so no credential may name it
+DEFAULT_TENANT = "default"  # callers without a credential; so no credential may name it
 TENANT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 ALGORITHMS = ("EdDSA", "ES256", "RS256")  # none whose verifier could sign
 _KEY_ID = re.compile(r"[A-Za-z0-9]{1,32}")

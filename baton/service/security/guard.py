@@ -25,7 +25,7 @@ from baton.service.security.refusals import Refusals
 from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
 
 MAX_METADATA_PAIRS = 64
-TENANT = "tenant"  # whoever has a credential
+TENANT = "tenant"  # callers with a credential
 ANYONE = frozenset(("anyone",))
 _CLIENTS = frozenset((TENANT, OPERATOR))
 _WORKERS = frozenset((PREFILL, DECODE))
@@ -77,7 +77,7 @@ class Guard(grpc.aio.ServerInterceptor):
             if allowed is None and self._is_open:
                 return None  # UNIMPLEMENTED: tools look for the newest form of reflection first
             if allowed is None:
-                raise PermissionDenied("this method is open to nobody")
+                raise PermissionDenied("no caller may use this method")
             tenant = self._tenant(handler_call_details.invocation_metadata, allowed)
         except BatonError as error:
             return self._refusal(handler_call_details.method, error)
@@ -135,7 +135,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await self._deny(context, method, error)
 
     async def hold(self, error: BatonError) -> None:
-        """Waits until the caller's tenant may be told that it must wait; where there is one tenant it is told at once."""
+        """Wait until the caller's tenant may be refused; where there is one tenant, do not wait."""
         if self._credentials is not None and isinstance(error, Overloaded):
             await self._refusals.hold(tenant())
 

@@ -1,12 +1,12 @@
-"""How fast one tenant is told that it must wait. Who asks again at once would have a server say nothing else: each call
-that is refused takes it about as long as a token of every stream, and stands before those of others."""
+"""Pace the refusals of one tenant. Who asks again at once would have a server say nothing else: each call
+that is refused takes it about as long as a token of every stream, and delays those of others."""
 
 from asyncio import sleep
 from time import monotonic as now
 
 PER_S, BURST = 50, 50  # of one tenant; those at once
 LONGEST_S = 2.0
-MAX_HELD = 1024  # calls; beyond them all are told at once
+MAX_HELD = 1024  # calls; beyond them all are refused at once
 
 
 class Refusals:
@@ -17,7 +17,7 @@ class Refusals:
         self.num_held = 0
 
     async def hold(self, tenant: str) -> None:
-        """Waits until the next refusal of this tenant may be told: LONGEST_S at most."""
+        """Wait until the next refusal of this tenant may be sent: LONGEST_S at most."""
         at = now()
         if len(self._due) > MAX_HELD:
             self._due = {each: due for each, due in self._due.items() if due > at}

@@ -43,8 +43,8 @@ class Tls:
             raise SettingsError(f"--tls-cert {self.cert}, --tls-key {self.key}, --tls-ca {self.ca}: {reason}") from None
 
     def server(self, require_certificate: bool) -> grpc.ServerCredentials:
-        """For a port. The files are looked at with every handshake: new connections see new certificates, those that
-        stand go on. Files that do not fit together, as amid a rotation, change nothing."""
+        """For a port. The files are looked at with every handshake: new connections see new certificates, open
+        ones continue. Files that do not fit together, as amid a rotation, change nothing."""
         files = _files(self)
         shown = files.read()
 
