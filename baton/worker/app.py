@@ -27,7 +27,6 @@ from baton.service.security.guard import Guard
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.hello import make_hello, new_identity, tokenizer_digest
-from baton.worker.kv.native_digests import accelerate
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv_transfer import KVTransfer
 from baton.worker.legs.leg import Leg
@@ -196,7 +195,6 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
     with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
         digest = tokenizer_digest(settings.engine.model)
         engine = await asyncio.to_thread(load_engine, settings.engine, memory)
-    accelerate()
     log.info("%s", engine.start_line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))

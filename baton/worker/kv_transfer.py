@@ -6,6 +6,7 @@ from baton.service.security.tls import WORKER_NAME
 from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake
+from baton.worker.kv.native_digests import memory_kernels
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
 from kvtransfer.compatible import gives, takes
@@ -32,17 +33,19 @@ class KVTransfer:
         numerics = (engine.layout, identity.numerics_class)
         self.gives = gives(*numerics, is_strict=settings.strict_numerics)
         self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+        kernels = memory_kernels()
         self.holders = Leaseholders()
         self.source = Source(
             memory.region.memory, engine.layout, identity, host_id, self.holders.lease_over,
             generations=engine.ledger.generation, region=memory.region, device=memory.device, lease_ttl_s=settings.lease_ttl_s,
-            transports=transports, codec=convert_rows, is_strict=settings.strict_numerics,
+            transports=transports, codec=convert_rows, is_strict=settings.strict_numerics, kernels=kernels,
         )  # fmt: skip
         self.handoff = Handoff(self.source, self.holders)
         self._fetcher = Fetcher(
             memory.region.memory, engine.layout, identity.instance, identity.epoch, host_id, transports,
             numerics_class=identity.numerics_class, socket_folder=settings.kv_socket_dir, codec=convert_rows,
             digest=settings.kv_digest, is_strict=settings.strict_numerics, device=memory.device, security=security,
+            kernels=kernels,
         )  # fmt: skip
         self.intake = Intake(engine, self._fetcher)
         folder = settings.kv_socket_dir or default_parent()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.worker.kv.native_digests import accelerate
+from baton.worker.kv.native_digests import memory_kernels
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.memory import digest
 from kvtransfer.memory.region import Region
@@ -45,7 +45,7 @@ class Off(digest.Sums):
 
 
 digest.KINDS["off"] = Off
-accelerate()  # as every worker does
+KERNELS = memory_kernels()  # as every worker has them
 
 
 def layout_of(block_bytes: int) -> KVLayout:
@@ -67,7 +67,7 @@ async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
     num_blocks = POOL_BYTES // layout.block_bytes
     source = Source(
         region.memory, layout, SourceIdentity(b"source", 1, bytes(32), NUMERICS), local_host_id(), lambda *_: None,
-        generations=lambda block_id: 1, region=region, lease_ttl_s=60.0, transports=transports,
+        generations=lambda block_id: 1, region=region, lease_ttl_s=60.0, transports=transports, kernels=KERNELS,
     )  # fmt: skip
     await source.start()
     listening = socket.create_server(("127.0.0.1", 0))
@@ -134,7 +134,7 @@ class Pair:
         self._fetchers = {
             (name, kind): Fetcher(
                 self.regions[1].memory, self.layout, b"taker", 2, local_host_id(), (name,), numerics_class=NUMERICS,
-                digest=kind,
+                digest=kind, kernels=KERNELS,
             )
             for name in transports for kind in ("sum", "off")
         }  # fmt: skip

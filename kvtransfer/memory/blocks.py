@@ -8,7 +8,7 @@ staged   [layer x k|v, head, token, row], any token count: what cells of any blo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,16 +26,20 @@ _RUN_BYTES = 32 << 10  # neighbours that make so much on average are copied run 
 
 Staged = list[np.ndarray]  # one array per plane
 
-# (uint8 [block, row, head, bytes] of a pool, which blocks, the same of another pool, which blocks): copies the second's
-# into the first, in one call and without Python per block.
-CopyRuns = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], None]
-_copy_runs: CopyRuns | None = None
 
+class MemoryKernels(Protocol):
+    """Native kernels over pools in host memory: one call, without Python per block. All give what numpy gives."""
 
-def use_copy_runs(function: CopyRuns | None) -> None:
-    """What copies between pools in this process from here on; None: numpy."""
-    global _copy_runs
-    _copy_runs = function
+    def copy_runs(self, target: np.ndarray, target_ids: np.ndarray, source: np.ndarray, source_ids: np.ndarray) -> None:
+        """Copy blocks `source_ids` of one pool, uint8 [block, row, head, bytes], to `target_ids` of another."""
+
+    def word_sums(
+        self, words: np.ndarray, ids: np.ndarray, table: np.ndarray, starts: np.ndarray, target: np.ndarray | None,
+        target_ids: np.ndarray | None,
+    ) -> np.ndarray:  # fmt: skip
+        """Sum words uint64 [block, row, head, unit, word] of blocks `ids`, each times its weight from
+        table[starts[block]] on: uint64 [len(ids), unit, row, head]. With a `target` of the same shape, copy the words
+        to its blocks `target_ids` on the way."""
 
 
 class Piece(NamedTuple):
@@ -93,11 +97,12 @@ class BlockMemory:
     to refresh, flush or expose; pools.py has those that stand for a pool on a GPU."""
 
     waits = False  # for a GPU, so that what touches its bytes goes into a thread, however few they are
-    word_sums = None  # digest.WordSums of its own
+    word_sums = None  # of its own, where words are summed elsewhere than on the host: as MemoryKernels.word_sums
 
-    def __init__(self, memory, layout: KVLayout):
-        """Raises LayoutMismatch for a layout that cannot be moved."""
+    def __init__(self, memory, layout: KVLayout, kernels: MemoryKernels | None = None):
+        """Without `kernels` numpy copies and sums. Raises LayoutMismatch for a layout that cannot be moved."""
         check_movable(layout)
+        self.kernels = kernels
         self.layout = layout
         flat = np.frombuffer(memory, np.uint8)
         self.num_blocks = len(flat) // layout.block_bytes
@@ -184,9 +189,9 @@ class Cells:
         for piece in pieces_of(moved, self.block_size):
             ours, theirs = (ids[piece.block_begin : piece.block_end] for ids in (own_ids, source_ids))
             for target, origin in zip(self.views(piece, moved, in_blocks), source.views(piece, moved, in_blocks)):
-                if _copy_runs:
+                if (kernels := self.memory.kernels) is not None:
                     to, of = _runs(target, origin)
-                    _copy_runs(to, ours, of, theirs)
+                    kernels.copy_runs(to, ours, of, theirs)
                     continue
                 for _, _, (here, there) in selections(target[:1].nbytes, ours, theirs):
                     target[here] = origin[there]

@@ -24,19 +24,8 @@ from kvtransfer.memory.blocks import Cells, Piece, Staged, pieces_of, selections
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Range
 
+WordSums = Callable[..., np.ndarray]  # as MemoryKernels.word_sums
 _SCALE_WEIGHTS = 1 << 32  # word indexes of scales start here
-
-# (words uint64 [block, row, head, unit, word], which blocks, a table of weights, where in it each block begins, another
-# pool's words of the same shape or None, which blocks of those) -> uint64 [block, unit, row, head]; copies into the
-# other pool on the way.
-WordSums = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None], np.ndarray]
-_word_sums: WordSums | None = None
-
-
-def use_word_sums(function: WordSums | None) -> None:
-    """What sums 8-byte words in this process from here on; None: numpy. All give the same sums."""
-    global _word_sums
-    _word_sums = function
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
@@ -143,7 +132,7 @@ class Sums(Digests):
     def copied(
         self, taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range
     ) -> np.ndarray:
-        if _word_sums is None:
+        if taker.memory.kernels is None:
             return super().copied(taker, source, own_ids, source_ids, moved)
         return self._mixed(cell_sums(source, source_ids, moved, taker, own_ids), moved)
 
@@ -239,13 +228,16 @@ def cell_sums(
     """uint64 [spans that the range touches, cells of its layers]: the parts of the sums that lie in the range. With a
     `taker` that matches, what was summed is what was copied there."""
     rows = cells.layers(moved)
+    kernels = (cells if taker is None else taker).memory.kernels
     sums = np.zeros((num_spans(moved), (rows.stop - rows.start) * cells.num_heads), np.uint64)
     for piece in _unit_pieces(moved, cells.block_size):
         for index, plane in enumerate(cells.planes):
             target = None if taker is None else (taker.planes[index][:, taker.layers(moved)], taker_ids)
             first_span = moved.token_begin // SPAN_TOKENS
-            own = cells.memory.word_sums
-            _add_plane(sums, plane[:, rows], ids, piece, first_span, is_scale=index > 0, target=target, own_sums=own)
+            word_sums = cells.memory.word_sums
+            if word_sums is None and kernels is not None and word_of(plane.shape[-1])[0].itemsize == 8:
+                word_sums = kernels.word_sums
+            _add_plane(sums, plane[:, rows], ids, piece, first_span, index > 0, target, word_sums)
     return sums
 
 
@@ -264,11 +256,10 @@ def _unit_pieces(moved: Range, block_size: int) -> list[Piece]:
 
 def _add_plane(
     sums: np.ndarray, plane: np.ndarray, ids: np.ndarray, piece: Piece, first_span: int, is_scale: bool,
-    target: tuple[np.ndarray, np.ndarray] | None, own_sums: WordSums | None,
+    target: tuple[np.ndarray, np.ndarray] | None, word_sums: WordSums | None,
 ) -> None:  # fmt: skip
     """Adds one plane [block, layer x k|v, head, row, bytes] of one piece into `sums` [spans, cells]; `target`: a plane
-    and its block ids that the piece is copied to; `own_sums`: how the words of this memory are summed, where not as
-    all are."""
+    and its block ids that the piece is copied to; `word_sums`: what sums them; None: numpy."""
     block_size, row_bytes = plane.shape[-2:]
     _, row_words = word_of(row_bytes)
     unit = min(block_size, SPAN_TOKENS)
@@ -282,7 +273,6 @@ def _add_plane(
     to = to_ids = None
     if target is not None:
         to, to_ids = _words(target[0], piece, unit), target[1][piece.block_begin : piece.block_end]
-    word_sums = own_sums or (_word_sums if words.dtype.itemsize == 8 else None)
     if word_sums is not None:
         parts = word_sums(words, own, table, starts, to, to_ids)
     else:

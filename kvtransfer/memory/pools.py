@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtransfer.capabilities import CAPABILITIES, DEVICE, HOST
 from kvtransfer.layout import KVLayout
-from kvtransfer.memory.blocks import BlockMemory
+from kvtransfer.memory.blocks import BlockMemory, MemoryKernels
 from kvtransfer.memory.device_memory import DeviceRegion
 
 
@@ -28,7 +28,7 @@ class BytePlaces(NamedTuple):
 
 
 # (places of [block, row, head, unit, bytes], bytes of a word, which blocks, a table of weights, where in it each block
-# begins) -> uint64 [block, unit, row, head], as digest.WordSums.
+# begins) -> uint64 [block, unit, row, head], as MemoryKernels.word_sums.
 DeviceSums = Callable[[BytePlaces, int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 Copy = Callable[[BytePlaces, np.ndarray], None]  # which blocks
 
@@ -46,8 +46,8 @@ class DevicePool(NamedTuple):
 class _Mirrored(BlockMemory):
     waits = True
 
-    def __init__(self, memory, layout: KVLayout, device: DevicePool):
-        super().__init__(memory, layout)
+    def __init__(self, memory, layout: KVLayout, device: DevicePool, kernels: MemoryKernels | None = None):
+        super().__init__(memory, layout, kernels)
         self.device = device
 
     def places(self, view: np.ndarray) -> BytePlaces:
@@ -85,11 +85,11 @@ class Pools(NamedTuple):
     device: OnDevice | None
 
     @classmethod
-    def of(cls, memory, layout: KVLayout, device: DevicePool | None) -> "Pools":
-        """`layout`: of the pool. Raises LayoutMismatch for one that cannot be moved."""
+    def of(cls, memory, layout: KVLayout, device: DevicePool | None, kernels: MemoryKernels | None = None) -> "Pools":
+        """`layout`: of the pool; `kernels`: of its host memory. Raises LayoutMismatch for one that cannot be moved."""
         if device is None:
-            return cls(BlockMemory(memory, layout), None)
-        return cls(Mirror(memory, layout, device), OnDevice(memory, layout, device))
+            return cls(BlockMemory(memory, layout, kernels), None)
+        return cls(Mirror(memory, layout, device, kernels), OnDevice(memory, layout, device))
 
     @property
     def memory(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from kvtransfer.errors import (
     TransportBroken,
 )
 from kvtransfer.layout import KVHandle, KVLayout
-from kvtransfer.memory.blocks import check_movable
+from kvtransfer.memory.blocks import MemoryKernels, check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.digest import KINDS
 from kvtransfer.memory.pools import DevicePool, Pools
@@ -56,7 +56,7 @@ class Fetcher:
     """`memory`: the pool that is written into. `layout`: of the whole model, which the ranks of this taker hold as
     `shards`; the pool is that of `rank`. `device`: the pool where it lies on a GPU, `memory` then being its mirror.
     `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
-    forms are taken.
+    forms are taken. `kernels`: over the pool in host memory; without them numpy.
 
     `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
@@ -65,6 +65,7 @@ class Fetcher:
         transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
         shards: Sequence[Shard] = (), rank: int = 0, codec: Codec | None = None, digest: str = "sum",
         is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
+        kernels: MemoryKernels | None = None,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport or digest."""
         if digest not in KINDS:
@@ -72,7 +73,7 @@ class Fetcher:
         self.counters: Counter[str] = Counter()
         self._shards = tuple(map(tuple, shards)) or (layout.whole,)
         self._rank = rank
-        self._pools = Pools.of(memory, layout.cut(self._shards[rank]), device)
+        self._pools = Pools.of(memory, layout.cut(self._shards[rank]), device, kernels)
         self._layout = layout
         self._instance = instance
         self._epoch = epoch

@@ -12,7 +12,7 @@ from baton import failpoints, tasks
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
 from kvtransfer.layout import BlockRef, Endpoint, KVHandle, KVLayout, Part
-from kvtransfer.memory.blocks import check_movable
+from kvtransfer.memory.blocks import MemoryKernels, check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.pools import DevicePool, Pools
 from kvtransfer.memory.region import Region
@@ -47,7 +47,7 @@ class Source:
     `layout`: of the whole model; what of it lies in this pool is `shard`, all of it where that is empty.
     `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
-    the same form are served. All methods belong to the event loop that `start` ran in.
+    the same form are served. `kernels`: over the pool in host memory; without them numpy. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
@@ -57,6 +57,7 @@ class Source:
         on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
         device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
         shard: Shard = (), mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
+        kernels: MemoryKernels | None = None,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
         self.identity = identity
@@ -69,7 +70,7 @@ class Source:
         self._transports = allowed(transports)
         self._shard = tuple(shard) or layout.whole
         self._is_strict = is_strict
-        self._pools = Pools.of(memory, layout.cut(self._shard), device)
+        self._pools = Pools.of(memory, layout.cut(self._shard), device, kernels)
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
         self._shelf = Shelf(
             self._pools, layout, self._shard, identity.numerics_class, codec, self._leases, mint or TicketMint(),

@@ -7,10 +7,10 @@ import torch
 from baton.engine import native
 from baton.engine.kv.stored_forms import encode
 from baton.worker.kv.convert import convert_rows
-from baton.worker.kv.native_digests import accelerate
+from baton.worker.kv.native_digests import memory_kernels
 from kvtransfer.layout import Box, KVGroup, KVLayout
-from kvtransfer.memory import blocks, digest
-from kvtransfer.memory.blocks import BlockMemory, Cells
+from kvtransfer.memory import digest
+from kvtransfer.memory.blocks import BlockMemory, Cells, MemoryKernels
 from kvtransfer.wire import Range
 
 NUM_TOKENS = 300
@@ -19,16 +19,15 @@ RANGES = (Range(0, NUM_TOKENS, 0, 3), Range(64, 192, 1, 3), Range(256, NUM_TOKEN
 
 @pytest.fixture
 def native_kernels():
-    if native.library() is None:
+    if (kernels := memory_kernels()) is None:
         pytest.skip(native.reason())
-    assert accelerate()
-    yield
-    without_kernels()
+    return kernels
 
 
-def without_kernels() -> None:
-    digest.use_word_sums(None)
-    blocks.use_copy_runs(None)
+def use(kernels: MemoryKernels | None, *pools: Cells) -> None:
+    """None: numpy."""
+    for pool in pools:
+        pool.memory.kernels = kernels
 
 
 def cells(
@@ -49,17 +48,17 @@ def test_native_sums_are_numpys_and_copy_on_the_way(native_kernels, form, block_
         "sum", source.memory.layout, Box(0, range(3), heads), [bytes([i]) * 32 for i in range(5)]
     )
     for moved in RANGES:
+        use(native_kernels, source, taker)
         kept = taker.memory.blocks.copy()
         copied = digests.copied(taker, source, taker_ids, source_ids, moved)
         result = taker.memory.blocks.copy()
         assert (digests.of_pool(taker, taker_ids, moved) == copied).all()
-        for kernels in (accelerate, without_kernels):
-            kernels()
+        for kernels in (native_kernels, None):
+            use(kernels, source, taker)
             assert (digests.of_pool(source, source_ids, moved) == copied).all()
             taker.memory.blocks[:] = kept
             taker.copy_from(source, taker_ids, source_ids, moved)
             assert (taker.memory.blocks == result).all(), "the same bytes as a plain copy, and no others"
-        accelerate()
 
 
 @pytest.mark.parametrize("head_dim", (64, 12), ids=("aligned", "at-odd-places"))
@@ -74,8 +73,8 @@ def test_what_is_stored_around_the_caches_is_the_same(native_kernels, head_dim):
         names = [bytes([i % 256]) * 32 for i in range(-(-num_tokens // 64))]
         digests = digest.make_digests("sum", source.memory.layout, Box(0, range(3), heads), names)
         kept, results = taker.memory.blocks.copy(), []
-        for kernels in (accelerate, without_kernels):
-            kernels()
+        for kernels in (native_kernels, None):
+            use(kernels, source, taker)
             taker.memory.blocks[:] = kept
             found = digests.copied(taker, source, taker_ids, source_ids, moved)
             summed = taker.memory.blocks.copy()
