@@ -161,7 +161,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except BatonError as error:
             await self._hold(error)
             await abort(context, error)
-        except grpc.aio.InternalError:  # a message to who has just gone: gRPC's cancellation is on its way
+        except grpc.aio.InternalError:  # the client has just gone: gRPC's cancellation is on its way
             raise asyncio.CancelledError from None
         except Exception as error:
             trace_id = f"{record.context.trace_id:032x}" if record else ""

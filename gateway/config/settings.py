@@ -100,17 +100,17 @@ class GatewaySettings(Exposure):
         self.check_exposure(self.listen, self.admin, is_protected, "--tls-cert, --tls-key, --tls-ca and --credentials")
         self._check_doors()
         if not 0 <= self.trace_sample <= 1:
-            raise ValueError(f"--trace-sample {self.trace_sample}: a share, from 0 to 1")
+            raise ValueError(f"--trace-sample {self.trace_sample}: must be 0 to 1")
         if self.cluster_secret is None and not self.is_loopback:
             raise ValueError(
-                f"--listen {self.listen}: outside loopback names of cached spans need --cluster-secret FILE"
+                f"--listen {self.listen}: outside loopback, names of cached prefixes need --cluster-secret"
             )
 
     def _check_doors(self) -> None:
         if self.tls and self.credentials is None:
-            raise ValueError("--credentials is missing: with TLS alone no client could say who it is")
+            raise ValueError("--credentials is missing: with TLS alone no client could identify itself")
         if self.credentials is not None and self.cluster_secret is None:
-            raise ValueError("--cluster-secret is missing: what tenants cache is kept apart by it")
+            raise ValueError("--cluster-secret is missing: it keeps the caches of tenants apart")
         if self.fleet_listen is not None and self.tls is None:
             raise ValueError("--fleet-listen has no effect without --tls-cert; workers and operators use --listen")
 

@@ -26,7 +26,7 @@ def read_classes(path: Path | None) -> Mapping[str, Slo]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     if DEFAULT_CLASS not in classes:
-        raise ValueError(f"{path}: no class {DEFAULT_CLASS}, which requests have that name none")
+        raise ValueError(f"{path}: no class {DEFAULT_CLASS}, which is that of requests without one")
     if len(classes) > _MAX_CLASSES:
         raise ValueError(f"{path}: {len(classes)} classes, at most {_MAX_CLASSES}")
     return classes

@@ -31,7 +31,7 @@ class Registrations:
         self._members, self._directory, self._networks = members, directory, networks
         self._until: dict[Worker, float] = {}
         self._policy = DialPolicy()
-        self._elsewhere: dict[Worker, bool] = {}  # of those that other gateways tell of, who may be dialled
+        self._elsewhere: dict[Worker, bool] = {}  # registered elsewhere -> whether it may be dialled
         self._resolving = asyncio.Semaphore(_MAX_RESOLVING)
         self._told = asyncio.Event()
 

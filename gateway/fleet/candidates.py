@@ -48,7 +48,7 @@ class Candidates:
         """`links`: all of each role, serving or not; read again at each update."""
         self._links = links
         self._rng = random.Random()
-        self.num_changes = 0  # of who serves
+        self.num_changes = 0  # of the set that serves
         self._serving: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
         self._roles: dict[WorkerLink, str] = {}
         self._ids: dict[WorkerLink, bytes] = {}
@@ -125,8 +125,8 @@ class Candidates:
     def seen(
         self, links: Iterable[WorkerLink], matches: Matches, request: RoutingRequest | None = None
     ) -> list[Candidate]:
-        """Return the workers as `request` sees them: the tokens its own tenant has waiting there, and of others as many as
-        are read in turn with those."""
+        """Return the workers as `request` sees them: the tokens that its own tenant has waiting there, and of others as
+        many as are read in turn with those."""
         at = now()
         return [self._candidate(link, matches, at, request) for link in links]
 

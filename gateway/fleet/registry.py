@@ -55,7 +55,7 @@ class Registry:
         self._identities = settings.model_identities()
         self._joined: dict[WorkerLink, bytes] = {}
         self._placed: dict[WorkerLink, str] = {}  # by the role that it said last
-        self._model: tuple[int, ServedModel] | None = None  # (changes of who serves, what is served)
+        self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._rates = WorkerRates()  # of all workers
         self._batching = TokenBatching()
         self._links: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
@@ -241,7 +241,7 @@ class Registry:
     def known_identity(self) -> ModelIdentity:
         """Return the identity of the model that is served. Raises Unavailable before it is known."""
         if (identity := self.identity) is None:
-            raise Unavailable("no worker has said yet which model it serves", _RETRY_AFTER_S, reason="NO_WORKER")
+            raise Unavailable("no worker has reported yet which model it serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return identity
 
     def _excuses(self, role: str) -> str:

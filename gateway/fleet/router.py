@@ -29,7 +29,7 @@ class Router:
     def __init__(self, candidates: Candidates, split: str, rates: WorkerRates):
         """`split`: auto, always or never, as in the settings; `rates`: of all workers."""
         self._candidates, self._split, self._rates = candidates, split, rates
-        self._pairs = 0, False  # (changes of who serves, whether any two fit)
+        self._pairs = 0, False  # (num_changes of the candidates, whether any two fit)
 
     def route(
         self,

@@ -196,8 +196,8 @@ class WorkerLink:
             return "its stream was cancelled"
         except Exception as error:  # whatever it sent, the next session may do better
             log.exception("malformed event %s", fields(address=self.address))
-            self.note_failure("it sent what cannot be read")
-            return f"it sent what cannot be read: {error}"
+            self.note_failure("it sent a malformed event")
+            return f"it sent a malformed event: {error}"
         finally:
             self._outbox = None
             writer.cancel()

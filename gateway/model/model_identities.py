@@ -41,7 +41,7 @@ class ModelIdentities:
             listed = self._read_file()
         except ValueError as error:
             if self._is_file_good:
-                log.error("--model-identity: what was read before stays %s", fields(why=error))
+                log.error("--model-identity: the list that was read before stays in use %s", fields(why=error))
             self._is_file_good = False
             return False
         self._is_file_good, before, self._listed = True, self._listed, listed
@@ -54,11 +54,11 @@ class ModelIdentities:
         if not self.lists(identity):
             return f"{model}, which --model-identity does not list"
         if served not in (None, identity):
-            return f"{model}, and the workers that came first another: config or weights differ"
+            return f"{model}; the workers that came first have another: config or weights differ"
         if is_named:
             self._decided = identity
         elif served is None and self._are_workers_named and not self._listed and identity != self._decided:
-            return f"{model}; the workers of --prefill-workers and --decode-workers come first, and say which it is"
+            return f"{model}; which one is served is decided by workers of --prefill-workers and --decode-workers"
         return None
 
     def _read_file(self) -> frozenset[bytes]:

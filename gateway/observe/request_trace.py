@@ -52,7 +52,7 @@ def draw(record: RequestRecord, error: BaseException | None) -> None:
     if stamps.granted is not None and _waited(record):
         _draw_child(record, "prefill.wait", stamps.granted, stamps.prefill_sent, {}, error)
     for failure in record.failures:
-        if not failure.is_told:
+        if not failure.is_reported:
             _draw_lost(record, failure)
 
 

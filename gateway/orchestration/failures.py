@@ -94,11 +94,11 @@ class AttemptFailures:
         return Unavailable(f"{role} worker lost{sent}: {what}", retry_after_s=1.0, reason=reason), blamed, worker_id
 
     def _note(self, occurred: Occurrence, error: BatonError, blamed: WorkerLink) -> None:
-        is_told = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)
+        is_reported = isinstance(occurred.message, pb.Ended) and bool(occurred.message.code)
         phase, sent = occurred.before.value, self._answer.num_output_tokens
         self._record.phase = phase
         self._record.failures.append(
-            Failure(phase, occurred.event.value, occurred.since, now(), blamed.name, error.reason, is_told, sent)
+            Failure(phase, occurred.event.value, occurred.since, now(), blamed.name, error.reason, is_reported, sent)
         )
 
 

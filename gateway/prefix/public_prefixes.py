@@ -28,7 +28,7 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
         raise SettingsError(f"--public-prefixes {path}: not TOML: {error}") from None
     texts, systems = table.pop("texts", []), table.pop("systems", [])
     if table or not all(isinstance(text, str) and text for text in (*texts, *systems)):
-        raise SettingsError(f"--public-prefixes {path}: holds `texts` and `systems`, lists of texts, and nothing else")
+        raise SettingsError(f"--public-prefixes {path}: may contain only `texts` and `systems`, lists of strings")
     try:
         return [await encode(text=text, messages=None) for text in texts] + [
             await _head(text, encode) for text in systems

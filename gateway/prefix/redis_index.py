@@ -296,7 +296,7 @@ class RedisIndex:
         for begin in range(0, len(pending), _BATCH):
             try:
                 if not self._may_write(entry):
-                    raise TimeoutError("nothing was heard of the slots for too long")
+                    raise TimeoutError("the slots were not read for too long")
                 await self._write_batch(slot, dict(pending[begin : begin + _BATCH]))
             except FAILURES as error:
                 log.warning("redis: index events were not written %s", fields(error=words_of(error)))

@@ -2,8 +2,8 @@
 
     baton:slot:<n>     the worker (instance, epoch) that has slot n, or `retired`; expires
 
-A slot is for one worker and for one writer of its events, who knows each bit that was set. Another writer, or one that
-Redis did not hear for a while, cannot know which bits are to be taken back: it retires the slot and leases another. So
+A slot is for one worker and for one writer of its events, which knows each bit that was set. Another writer, or one
+that Redis did not hear for a while, cannot know which bits to clear: it retires the slot and leases another. So
 does any gateway with the slot of a worker that has no writer any more. Bits of a retired slot mean nothing; before a
 span's time to live is renewed they are cleared, so that none is left when the slot is free.
 """

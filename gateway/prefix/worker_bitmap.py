@@ -1,8 +1,9 @@
 """Bit strings of the index: bit n of a span's value says that the worker with slot n holds it.
 
-A long prompt is looked up by samples. Who holds a span holds those before it, since caches evict the last ones first,
-so a few spans tell nearly as much as all: the longest prefix is then looked up exactly, shorter ones are known to
-within 16 spans. (256 keys of 10 million are 256 places in Redis's memory: 0.7 ms at the median, 2 ms at p99 were seen.)
+A long prompt is looked up by samples. A worker that holds a span holds those before it, since caches evict the last
+ones first, so a few spans tell nearly as much as all: the longest prefix is then looked up exactly, shorter ones are
+known to within 16 spans. (256 keys of 10 million are 256 places in Redis's memory: 0.7 ms at the median, 2 ms at p99
+were seen.)
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -233,8 +233,8 @@ class Quotas:
         return {tenant: usage.counts(at) for tenant, usage in most}
 
     def note_others(self, counts: Mapping[str, Mapping[str, UsageCounts]], at: float) -> None:
-        """Take what all other gateways count now, gateway -> tenant -> UsageCounts; one that is missing uses nothing. Tenants
-        without a request here are noted when they come."""
+        """Take what all other gateways count now, gateway -> tenant -> counts; one that is missing uses nothing.
+        Tenants without a request here are noted when they come."""
         self._counts = counts
         for tenant, usage in self._usage.items():
             self._note(tenant, usage, at)

@@ -32,7 +32,7 @@ class Failure(NamedTuple):
     at: float
     worker: str
     reason: str
-    is_told: bool  # by the worker itself, which draws its own spans
+    is_reported: bool  # by the worker itself, which draws its own spans
     num_output_tokens: int
 
 
@@ -56,9 +56,9 @@ class RequestRecord:
     num_longest_output: int = 0  # of the longest choice
     finish_reasons: list[str] = field(default_factory=list)
     decision: Decision | None = None
-    source: str | None = None  # who gave a prefix to the prefill worker
+    source: str | None = None  # the worker that gave a prefix to the prefill worker
     num_attempts: int = 0
-    num_attached: int = 0  # times that it went on with a sequence whose stream was lost
+    num_attached: int = 0  # times that it continued a sequence whose stream was lost
     num_reused_tokens: int = 0  # by later attempts, of what other workers still held
     num_recomputed_tokens: int = 0
     batch_size: int = 0  # sequences on the decode worker when this one joined them, as it last said

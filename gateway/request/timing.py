@@ -1,7 +1,7 @@
 """Stamps of one request -> Timing. Phases are gaps between consecutive stamps, so they add up by construction.
 
-Stamps are this process's monotonic clock. What a worker measured on its own clock is cut to the gap it must lie in, so
-that what passes between processes falls into the delivery phases and is never negative.
+Stamps are this process's monotonic clock. What a worker measured on its own clock is cut to the gap that it must fit
+in, so that what passes between processes falls into the delivery phases and is never negative.
 """
 
 from dataclasses import dataclass, field

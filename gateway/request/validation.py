@@ -53,7 +53,7 @@ class Checked:
 def check_model(asked: str, served: ServedModel) -> None:
     """Raises NotFound for a model that is not served; empty means the one that is."""
     if asked not in ("", served.name):
-        raise NotFound(f"model {asked[:80]!r} is not served here: {served.name} is", reason="MODEL_NOT_FOUND")
+        raise NotFound(f"model {asked[:80]!r} is not served here, only {served.name}", reason="MODEL_NOT_FOUND")
 
 
 def check_size(request) -> None:
@@ -228,7 +228,9 @@ def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Specula
     known = served.proposers
     if known is not None and speculation.proposer not in ("", "off", *known):
         run = ", ".join(sorted(known)) or "none"
-        _refuse("speculation.proposer", f"{speculation.proposer[:40]!r} is not run here: off, or one of: {run}")
+        _refuse(
+            "speculation.proposer", f"{speculation.proposer[:40]!r} is not available here: use off, or one of: {run}"
+        )
     if speculation.num_tokens > MAX_DRAFT_TOKENS:
         _refuse("speculation.num_tokens", f"must be at most {MAX_DRAFT_TOKENS}")
     copy = pb.Speculation()  # what is a part of a message keeps all of it

@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     num_free_tokens: int | None = None  # that new KV has room for; None: it has not said
     max_sequences: int | None = None
     tightest_tpot_s: float | None = None  # promised to those that run there
-    share: float = 0.0  # of its time that it has worked of late
+    share: float = 0.0  # of its time that it worked recently
     pace: LinearCost = LinearCost()
 
 
@@ -90,7 +90,7 @@ class Decision:
     tpot_s: float = field(default=0.0, compare=False)
     alone_ttft_s: float = field(default=0.0, compare=False)
     alone_tpot_s: float = field(default=0.0, compare=False)
-    num_matched_tokens: int = field(default=0, compare=False)  # as the index knows, of who reads the prompt
+    num_matched_tokens: int = field(default=0, compare=False)  # of the worker that reads the prompt, by the index
     read_s: float = field(default=0.0, compare=False)  # of its worker's time, for the prompt
     write_s: float = field(default=0.0, compare=False)  # of the decode worker's, for the answer: its part of the steps
 

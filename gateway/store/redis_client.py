@@ -81,7 +81,7 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
                 batch.getrange(name, 0, most)
             found = await batch.execute(raise_on_error=False)
     if not isinstance(found, list) or len(found) != len(names):
-        raise ValueError("a question for values was answered by something else")
+        raise ValueError("an unexpected reply to a request for values")
     return [value if isinstance(value, bytes) and 0 < len(value) <= most else None for value in found]
 
 

@@ -53,7 +53,7 @@ class ChatTemplate:
             for piece in self._template.generate(variables):
                 pieces.append(piece)
                 if (num_chars := num_chars + len(piece)) > MAX_CHARS:
-                    raise TemplateFailed(f"it makes more than {MAX_CHARS} characters of this conversation")
+                    raise TemplateFailed(f"it renders more than {MAX_CHARS} characters for this conversation")
         except TemplateFailed:
             raise
         except Exception as error:  # a template is a program, and may raise anything

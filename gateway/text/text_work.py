@@ -65,12 +65,12 @@ class TextWork:
             async with asyncio.timeout(None if deadline == math.inf else max(0.0, deadline - now())):
                 return await self._threads.run(tenant, work)
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while the text waited or was worked on") from None
+            raise DeadlineExceeded("the deadline passed while the text waited or was processed") from None
 
     def _check_length(self, field: str, num_chars: int, context: int) -> None:
         """Raises InvalidRequest for a text that could not fit: a mebibyte of text costs seconds to tokenize."""
         if not self._tokenizer.can_fit(num_chars, context):
-            raise InvalidRequest(field, f"is longer than {context} tokens, the context, can be")
+            raise InvalidRequest(field, f"cannot fit the context of {context} tokens")
 
     def _encode_text(self, text: str) -> Sequence[int]:
         try:
@@ -94,7 +94,7 @@ class TextWork:
 
     def _known(self, field: str, token_ids: list[int]) -> Sequence[int]:
         if (most := max(token_ids, default=0)) >= self._vocab_size:
-            raise InvalidRequest(field, f"comes to token {most}, and the model has {self._vocab_size} ids")
+            raise InvalidRequest(field, f"encodes to token {most}, but the model has {self._vocab_size} ids")
         return array("I", token_ids)
 
     def _render(self, messages: Sequence[ChatMessage]) -> Rendered:

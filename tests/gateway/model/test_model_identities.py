@@ -114,4 +114,4 @@ def test_an_empty_file_is_no_list(tmp_path):
 def test_without_named_workers_the_first_decides():
     identities = ModelIdentities((), False)
     assert identities.why_not(OTHER, None, False) is None
-    assert "the workers that came first another" in identities.why_not(IDENTITY, OTHER, False)
+    assert "the workers that came first have another" in identities.why_not(IDENTITY, OTHER, False)
