@@ -83,7 +83,7 @@ def config_of(file: GGUFFile) -> dict:
     value of the wrong kind."""
     arch = file.metadata("general.architecture", TEXT)
     if arch not in ARCHITECTURES:
-        raise ValueError(f"architecture {arch} is not supported, one of {', '.join(ARCHITECTURES)}")
+        raise ValueError(f"architecture {arch!r} is not supported, one of {', '.join(ARCHITECTURES)}")
     if (num_parts := file.metadata("split.count", INTEGER, 1)) > 1:
         raise ValueError(f"one of {num_parts} parts of a model; join them with llama-gguf-split --merge")
     for name in (EMBEDDING, "output_norm.weight"):

@@ -166,7 +166,7 @@ def test_unknown_architecture(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="architecture mamba is not supported"):
+    with pytest.raises(ModelError, match="architecture 'mamba' is not supported"):
         load_model(EngineConfig(tmp_path / "model.gguf"))
 
 

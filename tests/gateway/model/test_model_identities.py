@@ -44,7 +44,7 @@ async def test_a_stranger_does_not_decide_where_workers_are_named(cluster, stran
         await c.until(lambda: not serving(c))
         num_looks = len(stranger.commands)
         await c.until(lambda: len(stranger.commands) > num_looks)  # once more, and nobody else is here
-        await c.until(lambda: "come first" in reason_of(c, stranger))
+        await c.until(lambda: "which one is served is decided by" in reason_of(c, stranger))
         assert "\n" not in reason_of(c, stranger) and not serving(c)
         named.held.clear()
         await named.start(named.port)
