@@ -39,7 +39,7 @@ class RoundRobin(Generic[Who]):
             self._left.setdefault(who, self._most_saved)
 
     def next(self, among: Container[Who]) -> Who | None:
-        """Whose turn it is of those that wait and are `among` them; the same until it is charged. None: there is no such tenant."""
+        """Return whose turn it is of those that wait and are `among` them, the same until it is charged; None without one."""
         ring = [who for who in self._left if who in self._waiting and who in among]
         if not ring:
             return None

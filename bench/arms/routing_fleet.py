@@ -354,7 +354,7 @@ class Fleet:
 
 
 def oracle_hits(entries: Sequence[TraceEntry], cached_tokens: int | None) -> int:
-    """Prompt tokens that one LRU cache of `num_tokens` tokens, which every request reaches at no cost, would have had; None:
+    """Prompt tokens that one LRU cache of `cached_tokens` tokens, which every request reaches at no cost, would have had; None:
     a cache without end. Each prompt is there as soon as it has come."""
     blocks: OrderedDict[int, None] = OrderedDict()
     num_hits = 0

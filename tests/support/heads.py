@@ -21,7 +21,7 @@ SHAPE = ModelConfig(300, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, hea
 
 
 def make_learned_model(folder: Path, shape: ModelConfig = SHAPE) -> Path:
-    """Write a model that goes on with TEXT, not always surely."""
+    """Write a model that continues with TEXT, not always surely."""
     torch.manual_seed(0)
     tokenizer, model = train_tokenizer([TEXT], shape.vocab_size), Llama(shape)
     plan = TrainingPlan(
@@ -35,7 +35,7 @@ def make_learned_model(folder: Path, shape: ModelConfig = SHAPE) -> Path:
 
 
 def make_trainer(kind: str, model: Path, checkpoint: Path, num_steps: int = 30) -> tuple[Trainer, FrozenTarget]:
-    """A trainer of heads on TEXT that stops after so many steps."""
+    """Return a trainer of heads on TEXT that stops after that many steps."""
     spec = ModelSpec.from_folder(model)
     batches = Batches(load_tokenizer(model), Corpus(DOCUMENTS, (), ()))
     plan = default_plan(spec.vocab_size, 1e6, batches.num_tokens)

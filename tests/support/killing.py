@@ -12,7 +12,7 @@ class Killed(Exception):
 
 
 def our_tasks(main: str = "Gateway.run") -> dict[str, list[asyncio.Task]]:
-    """Those whose code lies in this repository, its tests and `main` aside, by name without an address behind it."""
+    """Return those whose code is in this repository, its tests and `main` aside, by name without an address behind it."""
     found: dict[str, list[asyncio.Task]] = {}
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)

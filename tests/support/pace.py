@@ -1,4 +1,4 @@
-"""How slow this machine is beside an idle core of a usual one, measured once a session: bounds of waiting are so much
+"""How slow this machine is beside an idle core of a usual one, measured once a session: bounds of waiting are that much
 longer. What a test asserts of time itself is not scaled by it."""
 
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-VARIABLE = "BATON_TESTS_PACE"  # told to pytest's own workers and to whatever tests start
+VARIABLE = "BATON_TESTS_PACE"  # inherited by pytest's own workers and by what tests start
 _USUAL_S = 0.05  # of what is measured: 0.015 s to start Python, 0.035 s of its own work
 _NUM_LOOPS = 1_000_000
 _MOST = 20.0  # beyond it something else is wrong

@@ -19,7 +19,7 @@ SLOW_STEPS = "engine.step=sleep:0.02"
 class Stack:
     """Start with `with Stack(...) as stack`; what did not stop by itself is killed at the end."""
 
-    launcher = ("-m",)  # what python is told to do with the name of a program
+    launcher = ("-m",)  # arguments of python with the name of a program
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Stack:
         return "\n".join(process.text() for process in self.past + self.processes)
 
     def complaints(self) -> list[str]:
-        """Lines of the logs that tell of a fault nobody handled."""
+        """Return lines of the logs that show a fault that was not handled."""
         return [f"{process.name}: {line}" for process in self.past + self.processes for line in _broken_lines(process)]
 
     def _gateway_options(self) -> list[str]:

@@ -1,5 +1,5 @@
 """An attacker, in a process of its own: python -m tests.support.abuse.attacker. Takes orders as lines of JSON, says `held` when
-everything is sent, and `ended` with the answers it has counted once it was told to let go. Only to 127.0.0.1.
+everything is sent, and `ended` with the answers it has counted once it was asked to let go. Only to 127.0.0.1.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Line(asyncio.Protocol):
             self._transport.write(data)
 
     async def room(self, num_bytes: int) -> bool:
-        """Whether the other side lets so much through."""
+        """Return whether the other side lets that much through."""
         while self.speaker.window < num_bytes and not self.is_lost:
             self._room.clear()
             began = time.monotonic()
@@ -169,7 +169,7 @@ class Attack:
         if not self._order["tls"]:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it trusts nobody, and means nobody well
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it trusts no server, and means harm
         context.set_alpn_protocols(["h2"])
         if self._order["certificate"]:
             context.load_cert_chain(*self._order["certificate"])

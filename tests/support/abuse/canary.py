@@ -44,7 +44,7 @@ class Canary:
         await self._exits.aclose()
 
     async def rounds(self, count: int) -> None:
-        """Waits for so many rounds that begin from now on."""
+        """Wait for `count` rounds that begin from now on."""
         wanted = self.num_rounds + count + 1
         async with self._tick:
             await self._tick.wait_for(lambda: self.num_rounds >= wanted or self._singing.done())

@@ -197,7 +197,7 @@ def cells(with_twins: bool = True) -> list[Cell]:
 
 
 def _cell(port: Port, abuse: Abuse, caller: Caller) -> Cell | None:
-    """Who gets no connection makes no call: of those one abuse stands for all."""
+    """Who gets no connection makes no call: one abuse represents all of those."""
     if abuse.head == "none":
         return Cell(port, abuse, caller, port.methods[:1])
     if caller.calls:

@@ -41,7 +41,7 @@ _PATIENCE_S = 600.0  # for an attacker
 
 
 class Ground:
-    """`with`: the stack stands. `kv`: the transport that its KV takes; doors of the others are open all the same."""
+    """`with`: the stack runs. `kv`: the transport that its KV takes; doors of the others are open all the same."""
 
     def __init__(self, model: Path, folder: Path, kv: str):
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Ground:
             gateway_options=[str(word) for word in gateway],
         )  # fmt: skip
         self.endpoints: dict[str, str] = {}
-        self.alone_s: dict[str, float] = {}  # the canary's times when nobody attacks
+        self.alone_s: dict[str, float] = {}  # the canary's times without an attack
 
     def __enter__(self) -> "Ground":
         with _descriptors(DESCRIPTORS):
@@ -184,7 +184,7 @@ class Attackers:
 
 @contextmanager
 def _descriptors(count: int) -> Iterator[None]:
-    """Processes that are started meanwhile may have so many, as long as they do not ask for more."""
+    """Processes that are started meanwhile may have that many, as long as they do not ask for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, soft), hard))
     try:
@@ -213,7 +213,7 @@ class Seen:
 async def attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
     """The canary sings all along, and at least twice while the attack is at its height. What fails is tried once more: what
     locks out does so again and what leaks leaks again, while an allocator keeps what it has needed once, and a
-    machine that stood still for seconds ended sessions by itself. No process is ever gone, and none logs a fault."""
+    machine that was frozen for seconds ended sessions by itself. No process is ever gone, and none logs a fault."""
     num_complaints = len(ground.stack.complaints())
     seen = await _attacked(ground, attackers, cell, count)
     if seen.faults:

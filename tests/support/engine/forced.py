@@ -1,4 +1,4 @@
-"""A proposer that knows the answer and is right as often as it is told: what speculation costs, acceptance given."""
+"""A proposer that knows the answer and is right as often as it is set to be: what speculation costs, acceptance given."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftR
 
 
 class ForcedProposer(Proposer):
-    """Each proposal is the true token with this probability, else another one; then it goes on as if it were true."""
+    """Each proposal is the true token with this probability, else another one; then it continues as if it were true."""
 
     name = "forced"
 
@@ -45,7 +45,7 @@ class ForcedProposer(Proposer):
             answer = self.answers[draftee.request.key.request_id, draftee.choice]
             num_output = len(draftee.token_ids) - draftee.request.num_prompt_tokens
             true = list(answer[num_output : num_output + num_tokens])
-            # Behind the end of the answer lies nothing that could be right.
+            # Behind the end of the answer nothing could be right.
             true += [self.chance.randrange(self.vocab_size) for _ in range(num_tokens - len(true))]
             drafts.append([self._maybe(token_id) for token_id in true])
         return drafts

@@ -1,6 +1,6 @@
 """The invariants, applied after every case to what clients saw and to what the processes say of themselves.
 
-I-1 indices without gap or repeat            I-6 nobody died whom we did not kill; no fault that nobody handled in a log
+I-1 indices without gap or repeat            I-6 only what we killed died; no fault in a log that was not handled
 I-2 tokens of the undisturbed answer         I-7 the gateway's counters agree with the history
 I-3 one end a request                        I-8 canaries succeed afterwards (world.py)
 I-4 a status that the case allows, reasoned  I-9 no canary in logs, metrics, Redis
@@ -46,7 +46,7 @@ def _faults(ask: Ask, reference: Reference, allowed: Collection[str], reasons: b
         num_wanted = ask.max_tokens * ask.sampling.get("n", 1)
         if ask.num_tokens != num_wanted or ask.usage is None or ask.usage.output_tokens != num_wanted:
             told = ask.usage.output_tokens if ask.usage else "nothing"
-            faults.append(f"I-1 {num_wanted} tokens were asked for, {ask.num_tokens} came, {told} were told")
+            faults.append(f"I-1 {num_wanted} tokens were asked for, {ask.num_tokens} came, {told} were reported")
         if len(ask.finished) != ask.sampling.get("n", 1):
             faults.append(f"I-3 {len(ask.finished)} choices have ended")
     return faults
@@ -55,7 +55,7 @@ def _faults(ask: Ask, reference: Reference, allowed: Collection[str], reasons: b
 def _token_faults(ask: Ask, reference: Reference) -> list[str]:
     sampling = dict(ask.sampling)
     if sampling.get("temperature") and "seed" not in sampling:
-        sampling["seed"] = ask.seed  # drawn by the gateway, and told
+        sampling["seed"] = ask.seed  # drawn by the gateway, and returned
     faults = []
     for choice, whole in reference.tokens(ask.prompt, ask.max_tokens, sampling).items():
         got = ask.tokens.get(choice, [])

@@ -57,7 +57,7 @@ class Ask:
         self.call.cancel()
 
     async def got(self, num_tokens: int, timeout_s: float = 60) -> None:
-        """Until so many tokens are here. Raises AssertionError when it ends before."""
+        """Wait until that many tokens are here. Raises AssertionError when it ends before."""
         async with asyncio.timeout(timeout_s):
             while self.num_tokens < num_tokens:
                 assert self.ended is None, f"{self.request_id} ended with {self.num_tokens} tokens: {self.words()}"
@@ -131,7 +131,7 @@ class History:
                     self._tell(ask, event="token", choice=message.index, index=first + offset, token=token)
             ask.end("OK")
         except asyncio.CancelledError:
-            ask.end("CANCELLED")  # by ask.cancel(), or by whoever ends the test
+            ask.end("CANCELLED")  # by ask.cancel(), or by what ends the test
             if not ask.was_cancelled:
                 raise
         except grpc.aio.AioRpcError as error:

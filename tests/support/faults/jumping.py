@@ -1,7 +1,7 @@
 """Runs a module under a wall clock that jumps: python -m tests.support.faults.jumping MODULE ARGUMENTS.
 
 SIGUSR1 puts it an hour on, SIGUSR2 an hour back. Only time.time and time.time_ns know of it, as with a real jump:
-time.monotonic goes on as before.
+time.monotonic runs as before.
 """
 
 import runpy

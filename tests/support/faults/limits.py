@@ -1,4 +1,4 @@
-"""Limits that a running process gets and loses again. The kernel keeps them, so nobody needs to be root."""
+"""Limits that a running process gets and loses again. The kernel keeps them, so no test needs to be root."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A load whose answers are known: so many clients at once, some of whom cancel, each answer judged as it ends."""
+"""A load whose answers are known: many clients at once, some of which cancel, each answer judged as it ends."""
 
 import asyncio
 import random
@@ -35,7 +35,7 @@ class Load:
                 world.reference.tokens(prompt, max_tokens, {"temperature": 0.0, **sampling})
 
     def scale(self, num_clients: int) -> None:
-        """So many at once from now on; those that are too many stop after their answer."""
+        """Run `num_clients` at once from now on; those that are too many stop after their answer."""
         self._wanted = num_clients
         self._clients = [client for client in self._clients if not client.done()]
         for index in range(len(self._clients), num_clients):

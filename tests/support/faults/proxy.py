@@ -102,19 +102,19 @@ class FaultProxy:
         self._call(self._set(ways, lambda way: setattr(way, "bytes_per_s", bytes_per_s)))
 
     def slice(self, num_bytes: int, ways: Collection[str] = WAYS) -> None:
-        """Every segment has so many bytes."""
+        """Cut the stream into segments of that many bytes."""
         self._call(self._set(ways, lambda way: setattr(way, "slice_bytes", num_bytes)))
 
     def limit(self, num_bytes: int, way: str) -> None:
-        """After so many bytes the connection that carries the next is closed, in good order."""
+        """After that many bytes the connection that carries the next is closed, in good order."""
         self._call(self._set((way,), lambda each: setattr(each, "limit", num_bytes)))
 
     def flip(self, num_bytes: int, way: str) -> None:
-        """A bit of the byte that comes after so many."""
+        """Flip a bit of the byte that comes after that many."""
         self._call(self._set((way,), lambda each: setattr(each, "flip", num_bytes)))
 
     def slow_close(self, seconds: float) -> None:
-        """An end comes through so much later."""
+        """Pass an end on that much later."""
         self._slow_close_s = seconds
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""The table of cases: what was promised, what came of it, and figures. Times are told, never judged."""
+"""The table of cases: what was promised, the outcome, and figures. Times are shown, never judged."""
 
 from collections.abc import Iterator, Sequence
 

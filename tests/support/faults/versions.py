@@ -1,5 +1,5 @@
 """J2: workers and gateways of other versions. A translator between the two tells what either says in the words of
-another contract: with fields that nobody here knows, without those that came later, or under another number."""
+another contract: with fields that are unknown here, without those that came later, or under another number."""
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ def incompatible(message: Message) -> None:
 
 
 def other_layout(message: Message) -> None:
-    """KV lies in another order there."""
+    """KV has another order there."""
     if message.HasField("hello"):
         hello = message.hello
         hello.layout.version += 1

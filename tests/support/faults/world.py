@@ -71,7 +71,7 @@ class ProxiedStack(Stack):
 
 
 class World:
-    """`with World(model, folder, reference) as world`: two workers of each role unless told otherwise."""
+    """`with World(model, folder, reference) as world`: two workers of each role unless set otherwise."""
 
     def __init__(
         self, model: Path, folder: Path, reference: Reference, *, redis: bool = False,
@@ -170,7 +170,7 @@ class World:
         return reborn
 
     def heal(self) -> list[str]:
-        """Every process runs, every edge is clean, every place is harmless. Returns deaths that nobody had ordered."""
+        """Every process runs, every edge is clean, every place is harmless. Return deaths that were not ordered."""
         deaths = []
         for proxy in [*self.stack.proxies.values(), *self.edges, *([self.redis_proxy] if self.redis else [])]:
             proxy.heal()
@@ -297,7 +297,7 @@ class Case:
                     process.wait_killed()
                     return process
             await asyncio.sleep(0.005)
-        raise AssertionError(f"nobody died of {', '.join(process.name for process in processes)}")
+        raise AssertionError(f"none died of {', '.join(process.name for process in processes)}")
 
     async def frozen(self, *processes: Process, timeout_s: float = 30) -> Process:
         deadline = time.monotonic() + patience(timeout_s)
@@ -306,7 +306,7 @@ class Case:
                 if process.is_frozen:
                     return process
             await asyncio.sleep(0.005)
-        raise AssertionError(f"nobody stands still of {', '.join(process.name for process in processes)}")
+        raise AssertionError(f"none is frozen of {', '.join(process.name for process in processes)}")
 
     # ---- afterwards ----
 

@@ -1,4 +1,4 @@
-"""Plans drawn from seeds, obeyed one after the other; the first that fails is made small, and told with how to see it
+"""Plans drawn from seeds, obeyed one after the other; the first that fails is made small, and printed with how to see it
 again."""
 
 import json

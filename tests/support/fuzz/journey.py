@@ -36,7 +36,7 @@ Course = Generator[None, None, Any]
 
 
 class Refused(Exception):
-    """By its reason: nobody has room for it, for as long as its owner waits."""
+    """By its reason: no engine has room for it, for as long as its owner waits."""
 
 
 class Journey:
@@ -82,7 +82,7 @@ class Journey:
         self.attempt.lapse()
 
     def move(self, course: str, at: int) -> None:
-        """Another attempt goes on from what the client has."""
+        """Continue as another attempt from what the client has."""
         if not self.ended:
             self.attempt.stop()
             self.again(course, at)
@@ -138,7 +138,7 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Nothing is in flight, and nobody holds anything for it."""
+        """Nothing is in flight, and no engine holds anything for it."""
         return self._course.gi_frame is None
 
     @property
@@ -152,7 +152,7 @@ class Attempt:
             if self.is_current:
                 self.journey.end(f"refused: {refused}")
         except LookupError:
-            # Its key has ended here, which is told; or there, and then it is tried again.
+            # Its key has ended here, which is reported; or there, and then it is tried again.
             if self.is_current and self.key in self.here.admission.groups:
                 self.stop()
                 self.journey.again("whole", self.at)
@@ -224,7 +224,7 @@ class Attempt:
             is_whole = yield from self._fetch(self.here, self.there, self.key, accepted.blocks, num_cached)
             while is_whole and self.first is None and self.reader_error is None and self.is_current:
                 yield
-            if self.first is None:  # nobody has had a token: what did not come is read here
+            if self.first is None:  # no token was sent: what did not come is read here
                 self.is_read_there = False
                 yield from self._compute_rest()
             elif is_whole:
@@ -268,7 +268,7 @@ class Attempt:
             source.admission.release_lease(key)
 
     def _fetch(self, taker: Engine, source: Engine, key: Key, blocks, fetched: int, only: int | None = None) -> Course:
-        """What is leased as `key`, as the watermark moves, or `only` so many tokens. Returns whether all has come."""
+        """What is leased as `key`, as the watermark moves, or `only` that many tokens. Return whether all has come."""
         self.world.counts["fetches"] += 1
         if self.world.wires:
             return (yield from self._fetch_by_wire(self.world.wires, taker, source, key, blocks, fetched, only))
@@ -281,7 +281,7 @@ class Attempt:
                 if aim > fetched:
                     refs = yield from self._until(lambda aim=aim: taker.admission.set_aside(self.key, aim))
                     yield
-                    is_right = lease.carry(refs, fetched, aim)  # it lands, whatever has become of the key
+                    is_right = lease.carry(refs, fetched, aim)  # it lands, whatever the key's state
                     yield
                     if not is_right:
                         return False

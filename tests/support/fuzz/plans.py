@@ -101,7 +101,7 @@ def _request(draw: random.Random, index: int, max_model_len: int) -> Plan:
 
 
 def _ops(draw: random.Random, requests: list[Plan], per_request: int) -> list:
-    """So many for each request; most are about those that have lately come."""
+    """Draw a number for each request; most are about those that have lately come."""
     total, found = per_request * len(requests), []
     is_late = draw.random() < 0.3  # most have little time
     for wish in requests:

@@ -1,6 +1,6 @@
 """From a plan that fails to a small one that fails alike: without what it does not need, and with smaller numbers.
 
-A plan is plain JSON. Whoever obeys it must make sense of any part of one: what names nothing does nothing.
+A plan is plain JSON. What obeys it must make sense of any part of one: what names nothing does nothing.
 """
 
 import copy

@@ -1,11 +1,11 @@
 """A stack of real processes by a plan: what clients ask and how they behave, and what happens to workers and Redis
-meanwhile. Every answer is that of one engine that is asked alone; afterwards nothing is held and nobody has died.
+meanwhile. Every answer is that of one engine that is asked alone; afterwards nothing is held and no process has died.
 
 {"seed": 3, "kind": "stack", "num_clients": 8,
  "requests": [{"id": "q0", "shape": "ids", "length": 130, "max_tokens": 20, "n": 1, "sampling": {...}, ...}, ...],
  "faults": [[40, "kill", 1, 300], ...]}
 
-A fault comes when so many requests have ended: (when, what, to which worker, milliseconds until it is undone).
+A fault comes when that many requests have ended: (when, what, to which worker, milliseconds until it is undone).
 """
 
 import asyncio
@@ -229,7 +229,7 @@ class Run:
             seen.reasons.clear()  # what has ended says so again
 
     async def _read(self, seen: Seen, stub) -> bool:
-        """Whether it goes on behind what is here, after a line that was lost."""
+        """Return whether it continues behind what is here, after a line that was lost."""
         wish = seen.wish
         call = stub.Generate(self._message(seen), timeout=PATIENCE_S)
         cancel_after, resume_after = wish.get("cancel_after"), wish.get("resume_after") or None
@@ -318,7 +318,7 @@ class Run:
             except grpc.aio.AioRpcError:
                 pass  # between its two lives
             await asyncio.sleep(0.05)
-        raise AssertionError(f"a worker that was told to be a {role} worker is none after 60 s")
+        raise AssertionError(f"a worker that was to be a {role} worker is none after 60 s")
 
     async def _redis_flush(self, process: Process, pause_s: float) -> None:
         await self._world.aside(self._world.redis.client.flushall)

@@ -22,7 +22,7 @@ SPIN_S = 0.0005
 
 
 class Wires:
-    """Runs its event loop only when it is told to, so that everything else happens in between."""
+    """Run its event loop only on request, so that everything else happens in between."""
 
     def __init__(self, engines: Sequence[Engine], regions: Sequence[Region], transport: str):
         self._engines, self._loop = engines, asyncio.new_event_loop()

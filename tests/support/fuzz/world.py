@@ -267,7 +267,7 @@ class World:
 
 
 class Broken(Exception):
-    """What the plan told a forward pass to raise."""
+    """The plan made a forward pass raise this."""
 
 
 def _nothing() -> None:

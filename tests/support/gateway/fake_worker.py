@@ -262,7 +262,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await self._gates[gate].wait()
 
     def _refuses(self, session, message, num_tokens: int) -> bool:
-        """By its script, or because so many tokens are more than it holds."""
+        """Refuse by its script, or because the tokens are more than it holds."""
         if self.refusals:
             reason = self.refusals.pop(0)
         elif num_tokens > self.hello.limits.max_model_len:

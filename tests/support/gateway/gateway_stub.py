@@ -13,7 +13,7 @@ from baton.v1 import inference_pb2_grpc
 
 class StubGateway(inference_pb2_grpc.InferenceServicer):
     """`delay_s` before the first token, `step_s` before each other; every `refuse_every`-th request is refused. The delay
-    is told as that of `phase`; kv_wait comes behind the first token."""
+    is reported as that of `phase`; kv_wait comes behind the first token."""
 
     def __init__(self, delay_s: float = 0.0, step_s: float = 0.0, refuse_every: int = 0, phase: str = "prefill"):
         self.delay_s, self.step_s, self.refuse_every, self.phase = delay_s, step_s, refuse_every, phase

@@ -162,7 +162,7 @@ class Rig:
         return await self.fetcher.fetch(offer.handle, offer.ticket, destination, time.monotonic() + within_s)
 
     def tokens(self, pool: np.ndarray, ids: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """[tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it lies in."""
+        """[tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it is in."""
         group = (self.layout if pool is self.source_pool else self.taker_layout).groups[0]
         cells = group.num_layers * 2 * group.num_kv_heads
         rows = pool.reshape(NUM_BLOCKS, -1)[:, : group.head_bytes].reshape(NUM_BLOCKS, cells, group.block_size, -1)

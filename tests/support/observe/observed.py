@@ -46,7 +46,7 @@ def _called(node: ast.Call) -> str:
 
 
 def constants(*paths: str) -> set[str]:
-    """All strings of these files, docstrings aside; of f-strings what stands before the first value, and `*`."""
+    """All strings of these files, docstrings aside; of f-strings what comes before the first value, and `*`."""
     found = set()
     for path in paths:
         tree = ast.parse((ROOT / path).read_text())

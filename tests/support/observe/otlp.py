@@ -72,7 +72,7 @@ class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Listens on a port that the system chooses; `endpoint` is what processes are told."""
+    """Listens on a port that the system chooses; `endpoint` is for the processes."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

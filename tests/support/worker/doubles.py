@@ -1,4 +1,4 @@
-"""Doubles of what stands around a worker's keys: they remember what they were told, and answer only when the test says
+"""Doubles of what surrounds a worker's keys: they remember what they were given, and answer only when the test says
 so."""
 
 from types import SimpleNamespace

@@ -57,7 +57,7 @@ class Session:
     """One session with one worker; events are sorted by key, and every key's ends are counted."""
 
     def __init__(self, target: str, instance: bytes | None = None):
-        """`instance`: of the gateway that it stands for; one of its own where none is given."""
+        """`instance`: of the gateway that it represents; one of its own where none is given."""
         self._instance = instance or secrets.token_bytes(16)
         self._channel = grpc.aio.insecure_channel(target)
         self.stub = worker_pb2_grpc.WorkerStub(self._channel)
@@ -186,7 +186,7 @@ class Answer:
     ended: pb.Ended | None = None
 
     def add_first(self, done: pb.Done) -> list[pb.FirstToken]:
-        """The first tokens of the choices that go on."""
+        """Return the first tokens of the choices that continue."""
         self.done = done
         for first in done.first_tokens:
             self.token_ids[first.choice] = [first.token_id]
