@@ -9,8 +9,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, SamplingParams, TokenRun
+from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, TokenRun
 from baton.engine.engine import Engine
+from baton.sampling_params import SamplingParams
 
 PROMPTS = ("def read_lines(path):", "class Stack:")
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import Key, PrefillDone, Progress, Request, RequestEnded, SamplingParams, TokenRun
+from baton.engine.core.request import Key, PrefillDone, Progress, Request, RequestEnded, TokenRun
 from baton.engine.engine import Engine
+from baton.sampling_params import SamplingParams
 from baton.worker.kv.intake import EngineBlocks
 from kvtransfer.memory.region import Region
 from kvtransfer.naming import chain_hashes, root_hash

@@ -6,14 +6,14 @@ refused   another model or shape, a finer form on the taker's side, or a side th
 """
 
 from kvtransfer.errors import LayoutMismatch
-from kvtransfer.layout import ELEMENT_BITS, LOSSINESS, KVLayout, NumericsClass
+from kvtransfer.layout import KV_FORMS, KVLayout, NumericsClass
 
 EXACT, MIXED = "exact", "mixed"
 
 
 def converts(source_form: str, taker_form: str) -> bool:
     """A copy feeds the same or a lossier form, never a finer one."""
-    return source_form == taker_form or LOSSINESS[source_form] < LOSSINESS[taker_form]
+    return source_form == taker_form or KV_FORMS[source_form].lossiness < KV_FORMS[taker_form].lossiness
 
 
 def relation(
@@ -54,7 +54,7 @@ def takes(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[s
     """Words for the KV that a worker can be fed with."""
     words = [f"{_shape(layout)} class {numerics}"]
     if not is_strict:
-        forms = [tuple(form for form in ELEMENT_BITS if converts(form, group.form)) for group in layout.groups]
+        forms = [tuple(form for form in KV_FORMS if converts(form, group.form)) for group in layout.groups]
         # Groups keep one form each and the same one today; a layout of several forms takes its own only.
         own = {group.form for group in layout.groups}
         each = [(form,) * len(layout.groups) for form in forms[0]] if len(own) == 1 else [tuple(own)]

@@ -12,9 +12,27 @@ from typing import NamedTuple
 from kvtransfer.naming import SPAN_TOKENS
 
 LAYOUT_VERSION = 1
-ELEMENT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8_e4m3": 8, "fp8_e5m2": 8, "int8": 8, "int4": 4}
-SCALE_BYTES = {"int8": 2, "int4": 4}  # per (layer, k|v, kv head, token): fp16 scale; int4 adds an fp16 zero point
-LOSSINESS = {"fp32": 0, "bf16": 1, "fp16": 1, "fp8_e4m3": 2, "fp8_e5m2": 2, "int8": 2, "int4": 3}
+
+
+class KVForm(NamedTuple):
+    """How a row of KV, one token of one head, is stored (baton/engine/kv/stored_forms.py encodes and decodes it)."""
+
+    element: str  # torch's name of what the elements are stored in
+    bits: int  # of an element
+    lossiness: int  # a copy feeds the same form or one with more of it
+    scale_bytes: int = 0  # of a row: an fp16 scale, and for int4 an fp16 zero point
+
+
+# The one place where a form is declared. Kernels know it by its place here, as native/kv.h numbers them.
+KV_FORMS = {
+    "fp32": KVForm("float32", 32, 0),
+    "bf16": KVForm("bfloat16", 16, 1),
+    "fp16": KVForm("float16", 16, 1),
+    "fp8_e4m3": KVForm("float8_e4m3fn", 8, 2),
+    "fp8_e5m2": KVForm("float8_e5m2", 8, 2),
+    "int8": KVForm("int8", 8, 2, scale_bytes=2),
+    "int4": KVForm("uint8", 4, 3, scale_bytes=4),  # two elements a byte
+}
 
 
 class BlockRef(NamedTuple):
@@ -30,19 +48,24 @@ class KVGroup:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    form: str  # stored form, a key of ELEMENT_BITS
+    form: str  # stored form, a key of KV_FORMS
     block_size: int  # tokens; divides 64 or is a multiple of it
 
     def __post_init__(self):
-        if self.form not in ELEMENT_BITS:
-            raise ValueError(f"kv form {self.form!r}: one of {', '.join(ELEMENT_BITS)}")
+        if self.form not in KV_FORMS:
+            raise ValueError(f"kv form {self.form!r}: one of {', '.join(KV_FORMS)}")
         if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
             raise ValueError(f"block size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
 
     @property
     def row_bytes(self) -> int:
         """One token of one head of K or of V, without its scale."""
-        return self.head_dim * ELEMENT_BITS[self.form] // 8
+        return self.head_dim * KV_FORMS[self.form].bits // 8
+
+    @property
+    def row_scale_bytes(self) -> int:
+        """The scale of one row; 0: the form has none."""
+        return KV_FORMS[self.form].scale_bytes
 
     @property
     def cell_bytes(self) -> int:
@@ -56,7 +79,7 @@ class KVGroup:
     @property
     def scale_bytes(self) -> int:
         """All scales of one block, after its rows, in the order [layer][k|v][kv_head][token]."""
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * SCALE_BYTES.get(self.form, 0)
+        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.row_scale_bytes
 
     @property
     def block_bytes(self) -> int:

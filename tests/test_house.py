@@ -18,8 +18,18 @@ ROOMS = {
     "baton.failpoints": (),
     "baton.tasks": (),
     "baton.fairness": (),
+    "baton.sampling_params": (),
+    "baton.protocol": (),
     "kvtransfer": ("baton.v1", "baton.failpoints", "baton.tasks"),
-    "baton.engine": ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.fairness"),
+    "baton.engine": (
+        "kvtransfer.naming",
+        "kvtransfer.layout",
+        "baton.gguf",
+        "baton.failpoints",
+        "baton.fairness",
+        "baton.sampling_params",
+        "baton.protocol",
+    ),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1", "baton.fairness"),
@@ -31,6 +41,8 @@ ROOMS = {
         "baton.failpoints",
         "baton.tasks",
         "baton.fairness",
+        "baton.sampling_params",
+        "baton.protocol",
         "kvtransfer.naming",
     ),
     "baton.worker": (
@@ -38,6 +50,8 @@ ROOMS = {
         "baton.gguf",
         "baton.failpoints",
         "baton.tasks",
+        "baton.sampling_params",
+        "baton.protocol",
         "kvtransfer",
         "baton.service",
         "baton.v1",
@@ -61,7 +75,16 @@ WITHOUT = {
     "decode_worker": ("redis",),
 }
 # Standard library only.
-PLAIN = ("kvtransfer.naming", "kvtransfer.layout", "baton.gguf", "baton.failpoints", "baton.tasks", "baton.fairness")
+PLAIN = (
+    "kvtransfer.naming",
+    "kvtransfer.layout",
+    "baton.gguf",
+    "baton.failpoints",
+    "baton.tasks",
+    "baton.fairness",
+    "baton.sampling_params",
+    "baton.protocol",
+)
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 
 # room -> its folders, lowest first -> what each may import of its own room (".": the room's own files).

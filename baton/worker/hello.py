@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.engine.core.model_spec import ModelError
 from baton.engine.engine import Engine
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
-from baton.service.protocol import INSTANCE_BYTES, PROTOCOL
+from baton.protocol import INSTANCE_BYTES, PROTOCOL
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv_transfer import KVTransfer
 from kvtransfer.transfer.source import SourceIdentity

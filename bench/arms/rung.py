@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import Key, PrefillDone, Refusal, Request, RequestEnded, SamplingParams, TokenRun
+from baton.engine.core.request import Key, PrefillDone, Refusal, Request, RequestEnded, TokenRun
 from baton.engine.engine import Engine
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.workload import Job
+from baton.sampling_params import SamplingParams
 from kvtransfer.naming import chain_hashes, root_hash
 
 IDLE_S = 0.0005  # between two looks at the clock while no request has arrived

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from baton.protocol import ROLES
 from baton.service.clock import now
-from baton.service.protocol import ROLES
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState, WorkerLink

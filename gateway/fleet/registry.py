@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from baton import tasks
+from baton.protocol import INSTANCE_BYTES, ROLES
 from baton.service.errors import InvalidRequest, Unavailable
-from baton.service.protocol import INSTANCE_BYTES, ROLES
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
 from gateway.config.networks import Networks

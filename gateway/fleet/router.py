@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence, Set
 
+from baton.protocol import ROLES
 from baton.service.clock import now
 from baton.service.errors import Unavailable
-from baton.service.protocol import ROLES
 from gateway.fleet.candidates import CAN_HOLD, Candidates
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches

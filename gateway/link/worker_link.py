@@ -13,12 +13,12 @@ from enum import Enum
 
 import grpc
 
+from baton.protocol import PROTOCOL
 from baton.service.clock import ClockComparison, Offset, now
 from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
 from baton.service.net.client import open_channel
 from baton.service.observe.telemetry import CLOCK
-from baton.service.protocol import PROTOCOL
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2 as pb

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
 from baton.service.settings import SettingsError
-from gateway.model.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST = 2**31 - 1  # of anything that is counted

@@ -8,17 +8,17 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.protocol import MAX_DRAFT_TOKENS
+from baton.sampling_params import SAMPLING_PARAMS, SHIFT
 from baton.service.errors import InvalidRequest, NotFound
 from baton.service.security.guard import DEFAULT_TENANT
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import RequestLimits, ServedModel
 from gateway.config.slo_classes import DEFAULT_CLASS
-from gateway.model.sampling_params import SAMPLING_PARAMS, SHIFT
 from gateway.text.templates import ChatMessage
 
 MAX_REQUEST_BYTES = 1 << 20
-MAX_DRAFT_TOKENS = 16
 ROLES = ("system", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import LAYOUT_VERSION, SCALE_BYTES, Box, KVLayout
+from kvtransfer.layout import LAYOUT_VERSION, Box, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Range
 
@@ -141,7 +141,7 @@ class Cells:
         self.is_whole = memory.layout.whole == (box,)
         self.planes: list[np.ndarray] = []
         offset = sum(each.block_bytes for each in memory.layout.groups[: box.group])
-        for row_bytes in (group.row_bytes, SCALE_BYTES.get(group.form, 0)):
+        for row_bytes in (group.row_bytes, group.row_scale_bytes):
             if row_bytes:
                 shape = (2 * group.num_layers, group.num_kv_heads, group.block_size, row_bytes)
                 size = int(np.prod(shape))

@@ -4,7 +4,7 @@ gets few of them. Computed in numpy, no Python per block."""
 import numpy as np
 
 from kvtransfer.errors import ProtocolError
-from kvtransfer.layout import SCALE_BYTES, KVLayout
+from kvtransfer.layout import KVLayout
 from kvtransfer.memory.blocks import pieces_of
 from kvtransfer.wire import Range
 
@@ -50,7 +50,7 @@ def _strips(layout: KVLayout, moved: Range, row_begin: int, row_end: int) -> lis
     for group in layout.groups:
         first = max(moved.layer_begin - first_layer, 0)
         count = min(moved.layer_end - first_layer, group.num_layers) - first
-        for row_bytes in (group.row_bytes, SCALE_BYTES.get(group.form, 0)):
+        for row_bytes in (group.row_bytes, group.row_scale_bytes):
             cells = 2 * group.num_kv_heads
             pitch = group.block_size * row_bytes
             if count > 0 and row_bytes:

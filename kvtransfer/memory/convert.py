@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvtransfer.errors import LayoutMismatch, TransferFailed
-from kvtransfer.layout import SCALE_BYTES, KVGroup
+from kvtransfer.layout import KVGroup
 from kvtransfer.memory.blocks import Cells, Staged, chunks, flat_staged
 from kvtransfer.memory.digest import Digests
 from kvtransfer.wire import Range
@@ -35,7 +35,7 @@ class Encoded(NamedTuple):
 
 def row_sizes(group: KVGroup) -> list[int]:
     """Bytes of one token of one head in each plane."""
-    return [size for size in (group.row_bytes, SCALE_BYTES.get(group.form, 0)) if size]
+    return [size for size in (group.row_bytes, group.row_scale_bytes) if size]
 
 
 def convert(staged: Staged, source_form: str, group: KVGroup, codec: Codec | None) -> tuple[np.ndarray, Staged]:

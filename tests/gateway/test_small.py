@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
+from baton.sampling_params import SAMPLING_DEFAULTS
 from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
 from gateway.config.settings import GatewaySettings
 from gateway.model.model_folder import Defaults, read_folder
-from gateway.model.sampling_params import SAMPLING_DEFAULTS
 from gateway.prefix.cluster_secret import derived_secret, fingerprint, read_secret
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.request.timing import Measured, Stamps, timing

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, SamplingParams, TokenRun
+from baton.engine.core.request import Key, PrefillDone, Request, RequestEnded, TokenRun
 from baton.engine.engine import Engine
+from baton.sampling_params import SamplingParams
 
 
 @dataclass

@@ -9,7 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import failpoints
-from baton.engine.core.request import Key, Request, SamplingParams
+from baton.engine.core.request import Key, Request
+from baton.sampling_params import SamplingParams
 from baton.v1 import worker_pb2 as pb
 from baton.worker.legs.states import KeyState
 from tests.support import bare

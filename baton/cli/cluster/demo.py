@@ -15,8 +15,8 @@ import grpc
 
 from baton.cli.cluster.keeper import StartError
 from baton.cli.cluster.stack import SHIPPED_MODEL, PortError, Stack, StackPlan, divide_cores
+from baton.protocol import ROLES
 from baton.service.errors import from_rpc_error
-from baton.service.protocol import ROLES
 from baton.service.settings import make_parser, to_argv
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc

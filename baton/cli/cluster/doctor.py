@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, hand_over
+from baton.protocol import ROLES
 from baton.service.logs import printable
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
-from baton.service.protocol import ROLES
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError

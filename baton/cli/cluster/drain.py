@@ -9,9 +9,9 @@ import time
 
 import grpc
 
+from baton.protocol import ROLES
 from baton.service.logs import printable
 from baton.service.net.client import open_channel
-from baton.service.protocol import ROLES
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import grpc
 
+from baton.protocol import INSTANCE_BYTES, PROTOCOL
 from baton.service.codec import budget_ms
-from baton.service.protocol import INSTANCE_BYTES, PROTOCOL
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from kvtransfer.naming import HASH_BYTES, SpanHash, chain_hashes

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.cli.cluster.keeper import Keeper
-from baton.service.protocol import ROLES
+from baton.protocol import ROLES
 
 GATEWAY_DRAIN_S, WORKER_DRAIN_S = 40.0, 15.0  # longer than they give themselves: only what hangs is killed
 SHIPPED_MODEL = Path(__file__).resolve().parents[3] / "demo" / "target"

@@ -14,7 +14,7 @@ from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.cluster.keeper import StartError
 from baton.cli.cluster.stack import SHIPPED_MODEL, PortError, Stack, StackPlan, divide_cores
 from baton.gguf import is_gguf
-from baton.service.protocol import ROLES
+from baton.protocol import ROLES
 from baton.service.settings import SettingsError, add_flags, given, load_settings, option, to_argv
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings

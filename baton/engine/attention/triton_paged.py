@@ -167,7 +167,7 @@ class TritonAttention(Attention):
             *k_scales.stride()[:3], shape.scale * self._kernels.LOG2_E, window or 0, group.block_size,
             launch.split_len, launch.num_splits, launch.tiles_per_seq,
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
-            BLOCK_N=BLOCK_N, FORM=group.form if group.form in ("int8", "int4") else "cast",
+            BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
             WINDOWED=window is not None, PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
             num_warps=8 if launch.tile * self._block_d > 64 * 128 else 4, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.core.model_spec import ModelSpec
-from kvtransfer.layout import ELEMENT_BITS, KVLayout
+from baton.protocol import MAX_DRAFT_TOKENS
+from kvtransfer.layout import KV_FORMS, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
 DTYPES = ("auto", "bf16", "fp16", "fp32")
-KV_DTYPES = ("auto", *ELEMENT_BITS, "fp8")  # fp8 is fp8_e4m3
+KV_DTYPES = ("auto", *KV_FORMS, "fp8")  # fp8 is fp8_e4m3
 # As weights/formats/registry.py has them, which needs torch.
 QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", "int4-g64", "int4-g128")
 DEVICES = ("auto", "cpu", "cuda")
 SPECULATORS = ("off", "auto", "draft", "ngram", "medusa", "eagle")
-MAX_DRAFT_TOKENS = 16  # proposals that a sequence may have in one step
 MAX_POOL_BYTES = 4 << 30
 POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef
 
 
@@ -12,23 +13,6 @@ class Key(NamedTuple):
 
     request_id: str
     attempt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Resolved: nothing is unset any more. temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    n: int = 1  # choices
-    logprobs: int | None = None  # chosen and that many best; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)

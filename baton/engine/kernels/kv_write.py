@@ -1,9 +1,7 @@
 """Queries and keys normalized and rotated, keys and values encoded and stored, in one pass over the projected heads.
 
-The torch twins are layers/norm.py and layers/rope.py, kv/stored_forms.py's `encode` and KVPool.write. Here a head stays
-in
-fp32 from the projection to the store; rows that need neither norm nor rotation are stored as `encode` stores them, to
-the byte.
+The torch twins are layers/norm.py and layers/rope.py, kv/stored_forms.py's `encode` and KVPool.write. Here a head stays in fp32
+from the projection to the store; rows that need neither norm nor rotation are stored as `encode` stores them, to the byte.
 """
 
 import torch
@@ -11,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.tiles import ROUND, narrow
+from baton.engine.kernels.tiles import narrow, store_row
 from baton.engine.kv.pool import KVPool
-
-HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
+from baton.engine.kv.stored_forms import saturation
 
 
 def write_kv(
@@ -37,8 +34,8 @@ def write_kv(
         heads.stride(0), heads.stride(1), tables[0].stride(0), *rows.stride()[:4], *scales.stride()[:4],
         group.block_size, NUM_HEADS=num_heads, NUM_KV_HEADS=group.num_kv_heads, HEAD_DIM=group.head_dim,
         BLOCK=max(16, triton.next_power_of_2(group.head_dim)) // 2,
-        FORM=group.form if group.form in ("int8", "int4") else "cast",
-        LIMIT=torch.finfo(pool.blocks.dtype).max if group.form.startswith("fp8") else 0.0,
+        FORM=group.form if group.row_scale_bytes else "cast",
+        LIMIT=saturation(group.form),
         NORMED=norms is not None, num_warps=1,
     )  # fmt: skip
     return q
@@ -82,7 +79,7 @@ def _write(
     place = rows + block * block_stride + side * side_stride + kv_head * kv_head_stride + offset * row_stride
     scale_place = scales + block * scale_block_stride + side * scale_side_stride
     scale_place += kv_head * scale_head_stride + offset * scale_row_stride
-    _store(place, scale_place, low, high, even, HEAD_DIM, FORM, LIMIT)
+    store_row(place, scale_place, low, high, even, HEAD_DIM, FORM, LIMIT)
 
 
 @triton.jit
@@ -96,39 +93,3 @@ def _rotated(x, weight, inverse, cos, sin, dims, HEAD_DIM: tl.constexpr, NORMED:
         value = value * inverse * tl.load(weight + dims, mask=mask, other=0.0).to(tl.float32)
         other = other * inverse * tl.load(weight + others, mask=mask, other=0.0).to(tl.float32)
     return value * tl.load(cos + dims, mask=mask, other=0.0) + other * tl.load(sin + dims, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(rows, scales, low, high, even, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, LIMIT: tl.constexpr):
-    mask, odd_mask = even < HEAD_DIM, even + 1 < HEAD_DIM
-    if FORM == "int8":
-        largest = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
-        scale = tl.minimum(tl.div_rn(largest, 127.0), HALF_MAX).to(tl.float16)
-        tl.store(scales, scale)
-        tl.store(rows + even, _level(low, scale, -127.0, 127.0).to(tl.int8), mask=mask)
-        tl.store(rows + even + 1, _level(high, scale, -127.0, 127.0).to(tl.int8), mask=odd_mask)
-    elif FORM == "int4":
-        least = tl.minimum(tl.min(tl.where(mask, low, float("inf")), 0), tl.min(tl.where(mask, high, float("inf")), 0))
-        most = tl.maximum(tl.max(tl.where(mask, low, float("-inf")), 0), tl.max(tl.where(mask, high, float("-inf")), 0))
-        scale = tl.minimum(tl.div_rn(most - least, 15.0), HALF_MAX).to(tl.float16)
-        zero = tl.maximum(tl.minimum(least, HALF_MAX), -HALF_MAX).to(tl.float16)
-        tl.store(scales, scale)
-        tl.store(scales + 1, zero)
-        first = _level(low - zero.to(tl.float32), scale, 0.0, 15.0).to(tl.uint8)
-        second = _level(high - zero.to(tl.float32), scale, 0.0, 15.0).to(tl.uint8)
-        tl.store(rows + even // 2, first | (second << 4), mask=mask)
-    else:
-        if LIMIT > 0.0:
-            low = tl.maximum(tl.minimum(low, LIMIT), -LIMIT)
-            high = tl.maximum(tl.minimum(high, LIMIT), -LIMIT)
-        tl.store(rows + even, narrow(low, rows.dtype.element_ty), mask=mask)
-        tl.store(rows + even + 1, narrow(high, rows.dtype.element_ty), mask=odd_mask)
-
-
-@triton.jit
-def _level(x, scale, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """x / scale, half to even, within [LEAST, MOST]; 0 where the scale is."""
-    scale = scale.to(tl.float32)
-    level = tl.where(scale == 0.0, 0.0, tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)))
-    level = tl.maximum(tl.minimum(level, MOST), LEAST)
-    return (level + ROUND) - ROUND

@@ -1,10 +1,11 @@
-"""What the kernels share: reading rows of the pool in any stored form, rounding, and products.
+"""What the kernels share: reading and writing rows of the pool in any stored form, rounding, and products.
 
 Triton's interpreter (3.6.0) multiplies bf16 matrices wrongly, truncates where a GPU rounds fp32 to bf16, and loses a
 carry where it rounds to fp8. INTERPRETED is the one switch for that: products are done in fp32 there, of operands that
 were rounded as a GPU rounds them.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,6 +17,7 @@ if _INTERPRETED:
     mend()
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
+HALF_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it rounds half to even below 2^22
 
 
@@ -47,6 +49,44 @@ def load_rows(rows, scales, offsets, scale_offsets, seen, HEAD_DIM: tl.constexpr
     if values.dtype == DTYPE:
         return values
     return narrow(values.to(tl.float32), DTYPE)
+
+
+@triton.jit
+def store_row(rows, scales, low, high, even, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, LIMIT: tl.constexpr):
+    """Store one row, fp32, as `encode` of kv/stored_forms.py does: its elements at `even` [N] in `low`, those behind them
+    in `high`. LIMIT: what a cast saturates at; 0: it does not."""
+    mask, odd_mask = even < HEAD_DIM, even + 1 < HEAD_DIM
+    if FORM == "int8":
+        largest = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
+        scale = tl.minimum(tl.div_rn(largest, 127.0), HALF_MAX).to(tl.float16)
+        tl.store(scales, scale)
+        tl.store(rows + even, _level(low, scale, -127.0, 127.0).to(tl.int8), mask=mask)
+        tl.store(rows + even + 1, _level(high, scale, -127.0, 127.0).to(tl.int8), mask=odd_mask)
+    elif FORM == "int4":
+        least = tl.minimum(tl.min(tl.where(mask, low, float("inf")), 0), tl.min(tl.where(mask, high, float("inf")), 0))
+        most = tl.maximum(tl.max(tl.where(mask, low, float("-inf")), 0), tl.max(tl.where(mask, high, float("-inf")), 0))
+        scale = tl.minimum(tl.div_rn(most - least, 15.0), HALF_MAX).to(tl.float16)
+        zero = tl.maximum(tl.minimum(least, HALF_MAX), -HALF_MAX).to(tl.float16)
+        tl.store(scales, scale)
+        tl.store(scales + 1, zero)
+        first = _level(low - zero.to(tl.float32), scale, 0.0, 15.0).to(tl.uint8)
+        second = _level(high - zero.to(tl.float32), scale, 0.0, 15.0).to(tl.uint8)
+        tl.store(rows + even // 2, first | (second << 4), mask=mask)
+    else:
+        if LIMIT > 0.0:
+            low = tl.maximum(tl.minimum(low, LIMIT), -LIMIT)
+            high = tl.maximum(tl.minimum(high, LIMIT), -LIMIT)
+        tl.store(rows + even, narrow(low, rows.dtype.element_ty), mask=mask)
+        tl.store(rows + even + 1, narrow(high, rows.dtype.element_ty), mask=odd_mask)
+
+
+@triton.jit
+def _level(x, scale, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """x / scale, half to even, within [LEAST, MOST]; 0 where the scale is."""
+    scale = scale.to(tl.float32)
+    level = tl.where(scale == 0.0, 0.0, tl.div_rn(x, tl.where(scale == 0.0, 1.0, scale)))
+    level = tl.maximum(tl.minimum(level, MOST), LEAST)
+    return (level + ROUND) - ROUND
 
 
 @triton.jit

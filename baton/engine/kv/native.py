@@ -3,9 +3,9 @@
 import ctypes
 
 from baton.engine.kv.pool import KVPool
-from kvtransfer.layout import SCALE_BYTES
+from kvtransfer.layout import KV_FORMS
 
-FORMS = {"fp32": 0, "bf16": 1, "fp16": 2, "fp8_e4m3": 3, "fp8_e5m2": 4, "int8": 5, "int4": 6}
+FORMS = {form: number for number, form in enumerate(KV_FORMS)}  # `Form` of native/kv.h
 HEAD_DIM_MULTIPLE = 16  # a vector
 
 
@@ -33,5 +33,5 @@ def native_pool(pool: KVPool) -> NativePool:
         head_dim=group.head_dim,
         form=FORMS[group.form],
         row_bytes=group.row_bytes,
-        scale_bytes=SCALE_BYTES.get(group.form, 0),
+        scale_bytes=group.row_scale_bytes,
     )

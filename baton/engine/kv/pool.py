@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kv.stored_forms import STORED, decode, encode, num_elements
-from kvtransfer.layout import SCALE_BYTES, KVLayout
+from kvtransfer.layout import KV_FORMS, KVLayout
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,8 +31,8 @@ class KVPool:
         """`memory`: writable, at least num_blocks * layout.block_bytes; on a GPU whatever has the CUDA array interface.
         None allocates zeroed memory of its own."""
         (group,) = layout.groups
-        if group.form == "int4" and group.head_dim % 2:
-            raise ValueError(f"KV form int4 packs two elements into a byte: head_dim {group.head_dim} is odd")
+        if group.head_dim * KV_FORMS[group.form].bits % 8:
+            raise ValueError(f"KV form {group.form} packs two elements into a byte: head_dim {group.head_dim} is odd")
         num_bytes = num_blocks * layout.block_bytes
         self.layout, self.group, self.num_blocks, self.device = layout, group, num_blocks, device
         self._memory = memory  # held: on a GPU a tensor over it does not
@@ -48,7 +48,7 @@ class KVPool:
         rows = (num_blocks, group.num_layers, 2, group.num_kv_heads, group.block_size)
         stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
         self.blocks = stored.view(*rows, num_elements(group.form, group.head_dim))
-        self.scales = self.bytes[:, group.head_bytes :].view(*rows, SCALE_BYTES.get(group.form, 0))
+        self.scales = self.bytes[:, group.head_bytes :].view(*rows, group.row_scale_bytes)
         # A stored dtype that attention computes in is gathered cell by cell (one layer's K or V of one head in one
         # block), a whole sequence by one index_select, and written by one index_copy_.
         self._is_plain = group.form in DTYPES

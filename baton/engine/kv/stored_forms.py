@@ -14,17 +14,9 @@ be written once and never again.
 import torch
 from torch import Tensor
 
-from kvtransfer.layout import ELEMENT_BITS
+from kvtransfer.layout import KV_FORMS
 
-STORED = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-    "int4": torch.uint8,  # two elements
-}
+STORED: dict[str, torch.dtype] = {name: getattr(torch, form.element) for name, form in KV_FORMS.items()}
 HALF_MAX = torch.finfo(torch.float16).max
 
 
@@ -40,8 +32,7 @@ def encode(form: str, x: Tensor) -> tuple[Tensor, Tensor]:
     if form == "int8":
         return _encode_int8(x.float())
     stored = STORED[form]
-    if form.startswith("fp8"):
-        limit = torch.finfo(stored).max
+    if limit := saturation(form):
         x = x.float().clamp(-limit, limit)
     return _bytes(x.to(stored)), x.new_empty((*x.shape[:-1], 0), dtype=torch.uint8)
 
@@ -62,9 +53,15 @@ def decode(form: str, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
     return rows.view(STORED[form]).to(dtype)
 
 
+def saturation(form: str) -> float:
+    """Return the largest value that a cast to an 8 bit float keeps; 0: the form does not saturate."""
+    stored = STORED[form]
+    return torch.finfo(stored).max if stored.is_floating_point and stored.itemsize == 1 else 0.0
+
+
 def num_elements(form: str, head_dim: int) -> int:
     """Elements of STORED[form] that one row takes."""
-    return head_dim * ELEMENT_BITS[form] // 8 // STORED[form].itemsize
+    return head_dim * KV_FORMS[form].bits // 8 // STORED[form].itemsize
 
 
 def _encode_int8(x: Tensor) -> tuple[Tensor, Tensor]:

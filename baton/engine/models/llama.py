@@ -60,7 +60,7 @@ class Model:
         return "torch" if self.fused is None else self.fused.name
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """How this model's KV lies in a pool; `form` is a key of kvtransfer.layout.ELEMENT_BITS."""
+        """How this model's KV lies in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
         return self.spec.kv_group(form, block_size)
 
     def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.request import Request
+from baton.engine.sampling.filters import NEVER, sent, survivors
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
-from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow, has_filters
+from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow
 
 BEST = 16  # tokens of a row that are compared in fp64: within 1e-3 of the best there are hardly ever two
-NEVER = float("-inf")
 
 
 class DeviceSampler(Sampler):
@@ -37,7 +37,7 @@ def draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """int64 [R], on the device of logits fp32 [R, vocab_size], which stay as they are. All rows are plain."""
     logits = _biased(logits, rows)
     best = logits.argmax(dim=1)
-    drawn = [index for index, row in enumerate(rows) if row.params.temperature > 0]
+    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not drawn:
         return best
     device, chosen = logits.device, [rows[index] for index in drawn]
@@ -46,34 +46,15 @@ def draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     temperatures = sent([row.params.temperature for row in chosen], torch.float32, device)
     scores = logits if len(drawn) == len(rows) else logits[index]
     scores = scores / temperatures.unsqueeze(1)
-    if filtered := [place for place, row in enumerate(chosen) if has_filters(row.params)]:
+    if filtered := [place for place, row in enumerate(chosen) if row.params.has_filters]:
         places = sent(filtered, torch.int64, device)
-        scores[places] = survivors(scores[places], [chosen[place] for place in filtered])
+        scores[places] = survivors(scores[places], [chosen[place].params for place in filtered])
     keys = keys.unsqueeze(1)
     token_ids = torch.arange(scores.shape[1], device=device)
     rough = scores + gumbel(uniform(keys, token_ids).float())
     ids = rough.topk(min(BEST, scores.shape[1]), dim=1).indices.sort(dim=1).values  # of equals the lowest id wins
     exact = scores.gather(1, ids).double() + gumbel(uniform(keys, ids))
     return best.index_copy(0, index, ids.gather(1, exact.argmax(dim=1, keepdim=True)).squeeze(1))
-
-
-def survivors(scores: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """scores [R, vocab_size] after temperature, -inf where top_k, top_p or min_p take a token out: `candidates` of all
-    rows at once, from whole sorted rows, since how many would do is not known here."""
-    vocab_size = scores.shape[1]
-    params = [row.params for row in rows]
-    first = [vocab_size - (each.top_k if 0 < each.top_k < vocab_size else vocab_size) for each in params]
-    limits = sent([[1 - each.top_p, each.min_p] for each in params], torch.float32, scores.device)
-    ordered, order = scores.sort(dim=1, stable=True)  # ascending
-    worst = ordered.gather(1, sent(first, torch.int64, scores.device).unsqueeze(1))
-    ordered = ordered.masked_fill(ordered < worst, NEVER)
-    # A top_p of 1 takes nothing out, whatever the sum rounds to.
-    outside = (ordered.softmax(dim=1).cumsum(dim=1) <= limits[:, :1]) & (limits[:, :1] > 0)
-    outside[:, -1] = False
-    ordered = ordered.masked_fill(outside, NEVER)
-    shares = ordered.softmax(dim=1)
-    ordered = ordered.masked_fill(shares < limits[:, 1:] * shares.amax(dim=1, keepdim=True), NEVER)
-    return torch.empty_like(scores).scatter_(1, order, ordered)
 
 
 def _biased(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
@@ -100,12 +81,4 @@ def plain_row(request: Request, choice: int, num_tokens: int) -> SampleRow | Non
 
 def is_plain(row: SampleRow) -> bool:
     """Whether `draw` draws it."""
-    params = row.params
-    penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return params.logprobs is None and not penalties
-
-
-def sent(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the device, by a copy that nobody waits for."""
-    made = torch.tensor(values, dtype=dtype, device="cpu")
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return row.params.logprobs is None and not row.params.has_penalties

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from baton.engine.core.request import SamplingParams
+from baton.sampling_params import SamplingParams
 
 
 def changes(params: SamplingParams, banned: frozenset[int]) -> bool:
     """Whether these parameters change any logit before the temperature."""
-    penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return bool(penalties or params.logit_bias or banned)
+    return bool(params.has_penalties or params.logit_bias or banned)
 
 
 def penalize(

@@ -1,4 +1,4 @@
-"""Logits to tokens. Order: penalties and bias, then greedy, or temperature, top_k, top_p, min_p and Gumbel noise.
+"""Logits to tokens. Order: penalties and bias, then greedy, or temperature, filters and Gumbel noise.
 
 A row's token is a function of its logits and of (seed, choice, position); it does not depend on the rows beside it.
 """
@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.core.request import Request, SamplingParams, TokenLogprobs
+from baton.engine.core.request import Request, TokenLogprobs
+from baton.engine.sampling.filters import candidates
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.penalties import changes, penalize
+from baton.sampling_params import SamplingParams
 
 # Noise over a whole vocabulary is taken in fp32 first; what comes this near to the best is compared again in fp64, so
 # that the outcome does not hang on the last bit of a vectorised logarithm.
 NEAR = 1e-3
-HEAD, HAIR = 256, 1e-5  # tokens that nearly always hold a nucleus, so that a vocabulary need not be sorted
 ROWS_AT_ONCE = 8  # of a whole vocabulary, so that the noise stays in cache
 
 
@@ -42,7 +43,7 @@ def sample_row(
     """What the token after token_ids + draft_ids is drawn with. `params`: request.sampling, or it without logprobs."""
     num_tokens, border = len(token_ids) + len(draft_ids), request.num_prompt_tokens
     banned = request.stop_token_ids if num_tokens - border < request.min_tokens else NO_TOKENS
-    if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+    if not params.has_penalties:
         return SampleRow(params, choice, num_tokens, (), (), banned)
     return SampleRow(params, choice, num_tokens, token_ids[:border], [*token_ids[border:], *draft_ids], banned)
 
@@ -61,9 +62,9 @@ class Sampler:
         token_ids = scores.argmax(dim=1).tolist()
         plain = []
         for index, row in enumerate(rows):
-            if row.params.temperature == 0.0:
+            if row.params.is_greedy:
                 continue
-            if has_filters(row.params):
+            if row.params.has_filters:
                 token_ids[index] = draw_filtered(scores[index], row)
             else:
                 plain.append(index)
@@ -83,46 +84,6 @@ class Sampler:
             row = rows[index]
             penalize(scores[index], row.params, row.prompt_ids, row.output_ids, row.min_tokens_left_bans)
         return scores
-
-
-def has_filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Token ids that top_k, top_p and min_p leave of scores [vocab_size] after temperature, as transformers' warpers
-    do: ties with the k-th are kept, top_p keeps the token that crosses it, the best token always stays."""
-    ids = None
-    if 0 < params.top_k < scores.numel():
-        worst = torch.topk(scores, params.top_k).values[-1]
-        ids = (scores >= worst).nonzero().view(-1)
-        scores = scores[ids]
-    if params.top_p < 1.0:
-        kept = nucleus(scores, params.top_p)
-        ids, scores = kept if ids is None else ids[kept], scores[kept]
-    if params.min_p > 0.0:
-        probabilities = scores.softmax(dim=0)
-        kept = probabilities >= params.min_p * probabilities.max()
-        ids = kept.nonzero().view(-1) if ids is None else ids[kept]
-    return torch.arange(scores.numel()) if ids is None else ids
-
-
-def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Indices of the best scores whose probabilities first reach `top_p`, as transformers cuts: from the worst up.
-
-    Among equal scores at the cut the higher ids stay (transformers leaves that to an unstable sort).
-    """
-    if scores.numel() > HEAD:
-        best = scores.softmax(dim=0).topk(HEAD)
-        before = best.values.cumsum(dim=0) - best.values
-        count = int((before < top_p).sum())
-        # Whole, not by a hair, and not between equals: else the order of adding and sorting decides, and it is theirs.
-        if count < HEAD and best.values[count - 1] > best.values[count] and (before - top_p).abs().min() > HAIR:
-            return best.indices[:count]
-    ordered, order = scores.sort(stable=True)
-    kept = ordered.softmax(dim=0).cumsum(dim=0) > 1 - top_p
-    kept[-1] = True
-    return order[kept]
 
 
 def draw_filtered(scores: Tensor, row: SampleRow) -> int:

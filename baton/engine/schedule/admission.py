@@ -9,7 +9,7 @@ Everything here is answered at once, on any thread, under the ledger's lock. Wha
 """
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request, SamplingParams
+from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.schedule.inbox import Park, Resume
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
@@ -17,6 +17,7 @@ from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Shares
+from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 

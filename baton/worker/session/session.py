@@ -6,9 +6,9 @@ import logging
 import time
 from collections.abc import AsyncIterator
 
+from baton.protocol import PROTOCOL, ROLES
 from baton.service.errors import FailedPrecondition, InvalidRequest, abort
 from baton.service.logs import fields
-from baton.service.protocol import PROTOCOL, ROLES
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.session.commands import Commands

@@ -1,8 +1,8 @@
 """Convert between the session's protobuf and the engine's vocabulary. Raise a ValueError that names the bad field."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
-from baton.engine.core.config import MAX_DRAFT_TOKENS
 from baton.engine.core.request import (
     DecodeReport,
     FinishReason,
@@ -11,10 +11,11 @@ from baton.engine.core.request import (
     LoadReport,
     PrefillDone,
     Request,
-    SamplingParams,
     Speculation,
     TokenLogprobs,
 )
+from baton.protocol import HOLDERS, MAX_DRAFT_TOKENS
+from baton.sampling_params import SHIFT, SamplingParams
 from baton.service.codec import deadline_of, key_to_proto
 from baton.v1 import inference_pb2
 from baton.v1 import worker_pb2 as pb
@@ -22,12 +23,9 @@ from baton.worker.wire.end_status import Status
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.fetcher import FetchReport
 
-HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 _NO_BIAS: tuple[tuple[int, float], ...] = ()
 # Of what one request may ask of a step: at least what gateways let through, and nothing that fails a step or fills it.
 _MAX_CHOICES, _MAX_LOGPROBS, _MAX_BIASES = 64, 128, 1024
-_SCALES, _SHIFTS = (1e-3, 100.0), (-1000.0, 1000.0)  # beyond these a logit becomes infinite somewhere on its way
-_MIN_TOP_P = 1e-30  # what is not 0 and would be in fp32
 
 
 def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
@@ -63,28 +61,13 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
 
 
 def _sampling_of(sampling: pb.WorkerSampling, vocab_size: int) -> SamplingParams:
-    ranges = {
-        "temperature": (0.0, 0.0) if sampling.temperature == 0 else _SCALES,
-        "top_p": (_MIN_TOP_P, 1.0),
-        "min_p": (0.0, 1.0),
-        "repetition_penalty": _SCALES,
-        "presence_penalty": _SHIFTS,
-        "frequency_penalty": _SHIFTS,
-    }
-    numbers = {name: getattr(sampling, name) for name in ranges}
-    for name, value in numbers.items():
-        _check_range(f"sampling.{name}", value, *ranges[name])
+    """The message has the fields of SamplingParams, by name."""
+    values = {each.name: getattr(sampling, each.name) for each in fields(SamplingParams)}
     logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
     _check_range("sampling.n", sampling.n, 0, _MAX_CHOICES)
     _check_range("sampling.logprobs", logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size))
-    return SamplingParams(
-        **numbers,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        logit_bias=_biases_of(sampling.logit_bias, vocab_size) if sampling.logit_bias else _NO_BIAS,
-        n=sampling.n or 1,
-        logprobs=logprobs,
-    )
+    values["logit_bias"] = _biases_of(sampling.logit_bias, vocab_size) if sampling.logit_bias else _NO_BIAS
+    return SamplingParams(**values | {"n": sampling.n or 1, "logprobs": logprobs})
 
 
 def _biases_of(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -92,7 +75,8 @@ def _biases_of(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int,
         raise ValueError(f"sampling.logit_bias has {len(biases)} entries, at most {_MAX_BIASES} are allowed")
     _check_ids("sampling.logit_bias", biases, vocab_size)
     for token_id, bias in biases.items():
-        _check_range(f"sampling.logit_bias of {token_id}", bias, *_SHIFTS)
+        if problem := SHIFT.problem(bias):
+            raise ValueError(f"sampling.logit_bias of {token_id} is {bias:g}: {problem}")
     return tuple(sorted(biases.items()))
 
 

@@ -14,7 +14,7 @@ from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
 from baton.engine.kv.stored_forms import STORED, decode, encode
 from baton.engine.models.loader import load_model
-from kvtransfer.layout import ELEMENT_BITS, SCALE_BYTES, KVGroup, KVLayout
+from kvtransfer.layout import KV_FORMS, KVGroup, KVLayout
 from tests.support.engine.folders import Hand, make_folder, random_ids
 from tests.support.engine.toys import make_request, run
 
@@ -52,8 +52,8 @@ def by_hand(form: str, x: np.ndarray) -> np.ndarray:
 def test_round_trip_is_what_numpy_says(form):
     x = rows_of(0)
     rows, scales = encode(form, x)
-    assert rows.shape == (200, 64 * ELEMENT_BITS[form] // 8) and rows.dtype == torch.uint8
-    assert scales.shape == (200, SCALE_BYTES.get(form, 0)) and scales.dtype == torch.uint8
+    assert rows.shape == (200, 64 * KV_FORMS[form].bits // 8) and rows.dtype == torch.uint8
+    assert scales.shape == (200, KV_FORMS[form].scale_bytes) and scales.dtype == torch.uint8
     np.testing.assert_array_equal(decode(form, rows, scales, torch.float32).numpy(), by_hand(form, x.numpy()))
 
 
@@ -79,7 +79,7 @@ def test_bad_forms():
         encode("int4", torch.zeros(1, 3))
     with pytest.raises(ValueError, match="kv_dtype 'int3': one of auto, fp32"):
         EngineConfig(model="m", kv_dtype="int3")
-    assert set(KV_DTYPES) == {"auto", "fp8", *ELEMENT_BITS}
+    assert set(KV_DTYPES) == {"auto", "fp8", *KV_FORMS}
 
 
 @pytest.mark.parametrize("form", STORED)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from baton.engine.core.request import SamplingParams
-from baton.engine.sampling.on_device import DeviceSampler, draw, plain_row, survivors
-from baton.engine.sampling.sampler import Sampler, SampleRow, candidates
+from baton.engine.sampling.filters import candidates, survivors
+from baton.engine.sampling.on_device import DeviceSampler, draw, plain_row
+from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.sampling_params import SamplingParams
 from tests.support.engine.toys import make_request
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -38,7 +39,7 @@ def test_filters_leave_the_tokens_of_the_other(vocab_size):
     """Equal scores at the cut too: of those the higher ids stay."""
     rows = make_rows(*(dict(temperature=1.0, seed=seed, **each) for seed, each in enumerate(FILTERS)))
     for scores in (torch.randn(len(rows), vocab_size), torch.randn(len(rows), vocab_size).round()):
-        found = survivors(scores.to(DEVICE), rows).cpu()
+        found = survivors(scores.to(DEVICE), [row.params for row in rows]).cpu()
         for row, left, values in zip(rows, found, scores, strict=True):
             kept = left.isfinite().nonzero().view(-1)
             assert kept.tolist() == sorted(candidates(values, row.params).tolist()), row.params

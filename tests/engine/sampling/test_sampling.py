@@ -12,10 +12,11 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from baton.engine.core.request import SamplingParams
+from baton.engine.sampling.filters import candidates
 from baton.engine.sampling.noise import gumbel, noise, noise_key, uniform
 from baton.engine.sampling.penalties import penalize
-from baton.engine.sampling.sampler import Sampler, SampleRow, candidates
+from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.sampling_params import SamplingParams
 
 VOCAB = 500
 

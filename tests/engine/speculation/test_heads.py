@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_spec import ModelError
-from baton.engine.core.request import SamplingParams
 from baton.engine.engine import Engine
+from baton.sampling_params import SamplingParams
 from baton.training.data.tokenizer import load_tokenizer
 from tests.support import bare
 from tests.support.heads import TEXT, make_heads, make_learned_model

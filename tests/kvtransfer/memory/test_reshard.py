@@ -9,7 +9,7 @@ import pytest
 from kvtransfer import errors
 from kvtransfer.compatible import EXACT, MIXED, gives, relation, takes
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import ELEMENT_BITS, LOSSINESS, Box, Endpoint, KVGroup, KVLayout, Part
+from kvtransfer.layout import KV_FORMS, Box, Endpoint, KVGroup, KVLayout, Part
 from kvtransfer.memory import blocks
 from kvtransfer.memory.convert import encode, read
 from kvtransfer.memory.digest import make_digests, span_names
@@ -184,11 +184,11 @@ def test_a_codec_that_gives_other_sizes():
 # ---- who may feed whom ----
 
 
-@pytest.mark.parametrize("source_form", ELEMENT_BITS)
-@pytest.mark.parametrize("taker_form", ELEMENT_BITS)
+@pytest.mark.parametrize("source_form", KV_FORMS)
+@pytest.mark.parametrize("taker_form", KV_FORMS)
 def test_the_same_or_a_lossier_form(source_form, taker_form):
     ours, theirs = (layout(16, source_form), numerics(source_form)), (layout(64, taker_form), numerics(taker_form, 2))
-    fits = source_form == taker_form or LOSSINESS[source_form] < LOSSINESS[taker_form]
+    fits = source_form == taker_form or KV_FORMS[source_form].lossiness < KV_FORMS[taker_form].lossiness
     if fits:
         assert relation(*ours, *theirs) == MIXED
     else:

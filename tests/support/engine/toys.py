@@ -24,13 +24,13 @@ from baton.engine.core.request import (
     Refusal,
     Request,
     RequestEnded,
-    SamplingParams,
     TokenRun,
 )
 from baton.engine.engine import Engine
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef, KVGroup, KVLayout
 from kvtransfer.naming import SpanHash, chain_hashes
 

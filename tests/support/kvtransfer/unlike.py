@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtransfer.layout import SCALE_BYTES, BlockRef, Box, KVGroup, KVLayout
+from kvtransfer.layout import KV_FORMS, BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.memory.region import Region
 from kvtransfer.memory.reshard import Shard, cells_of
@@ -54,7 +54,7 @@ def codec(rows: np.ndarray, scales: np.ndarray, source_form: str, taker_form: st
     totals = rows.sum(axis=1, dtype=np.uint32) + 7 * scales.sum(axis=1, dtype=np.uint32)
     columns = np.arange(group.row_bytes, dtype=np.uint32)
     encoded = (rows[:, columns % rows.shape[1]] + totals[:, None] * (columns + 1) + salt) % 256
-    columns = np.arange(SCALE_BYTES.get(taker_form, 0), dtype=np.uint32)
+    columns = np.arange(KV_FORMS[taker_form].scale_bytes, dtype=np.uint32)
     return encoded.astype(np.uint8), (totals[:, None] * (columns + 3) % 256).astype(np.uint8)
 
 
@@ -77,7 +77,7 @@ class Rank:
         """By offsets written out, with nothing of the code under test: the bytes of one row, a view."""
         (box,) = self.shard
         group = self.layout.groups[0]
-        sizes = (group.row_bytes, SCALE_BYTES.get(group.form, 0))
+        sizes = (group.row_bytes, group.row_scale_bytes)
         layers, heads = len(box.layers), len(box.heads)
         block, offset = divmod(token, group.block_size)
         cell = ((layer - box.layers.start) * 2 + kv) * heads + head - box.heads.start

@@ -7,11 +7,10 @@ import time
 
 import grpc
 
+from baton.protocol import HOLDERS
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from tests.support.pace import patience
-
-HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 
 
 class Probe:

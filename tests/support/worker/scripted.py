@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from baton.protocol import HOLDERS
 from baton.service.settings import make_settings
 from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
@@ -18,7 +19,6 @@ from baton.worker.hello import tokenizer_digest
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
 from kvtransfer.naming import chain_hashes
-from tests.support.observe.probe import HOLDERS
 from tests.support.worker.doubles import TABLE
 
 ROOT = hashlib.sha256(b"tests/worker").digest()

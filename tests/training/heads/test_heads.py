@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.request import Key, Request, SamplingParams
+from baton.engine.core.request import Key, Request
 from baton.engine.speculation.proposers import eagle, medusa
 from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest
+from baton.sampling_params import SamplingParams
 from baton.training.data.corpus import Document
 from baton.training.heads.heads import agreement, export_heads, train_heads
 from tests.support.heads import DOCUMENTS, make_learned_model, make_trainer

@@ -1,6 +1,7 @@
 """What a key has put out, read again from any index."""
 
-from baton.engine.core.request import FinishReason, FirstToken, Key, Request, SamplingParams, TokenLogprobs, TokenRun
+from baton.engine.core.request import FinishReason, FirstToken, Key, Request, TokenLogprobs, TokenRun
+from baton.sampling_params import SamplingParams
 from baton.worker.legs.token_record import KEPT_LOGPROBS, TokenRecord
 
 KEY, NEW = Key("one", 1), Key("one", 2)

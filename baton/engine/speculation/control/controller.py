@@ -22,10 +22,10 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, repeat
 from operator import mul
 
-from baton.engine.core.config import MAX_DRAFT_TOKENS
 from baton.engine.speculation.control.acceptance import LATELY_FORGET, AcceptanceRate
 from baton.engine.speculation.control.costs import Costs
 from baton.engine.speculation.control.proposer_state import SMALL_BATCH, ProposerState
+from baton.protocol import MAX_DRAFT_TOKENS
 
 GAIN = 1.03  # below it a foreseen gain may be noise
 DRAFT_GAIN = 1.1  # the same where proposals have to be drafted: more is guessed, and more is lost by a wrong guess

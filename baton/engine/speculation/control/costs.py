@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from baton.engine.core.config import MAX_DRAFT_TOKENS as SMALL
+from baton.protocol import MAX_DRAFT_TOKENS as SMALL
 
 LAST = 9  # plain steps
 OFTEN = 64  # measurements, from which on a curve is drawn anew for every fourth

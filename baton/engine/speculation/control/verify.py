@@ -43,8 +43,7 @@ def num_right(samples: Seq[Sampled], draft_ids: Seq[int]) -> int:
 def _is_cheap(request: Request) -> bool:
     """Whether a row costs less than a call of its own: no filter that sorts, no history to count."""
     params = request.sampling
-    filters = params.top_k or params.top_p < 1.0 or params.min_p
-    return not filters and not changes(params, request.stop_token_ids if request.min_tokens else NO_TOKENS)
+    return not params.has_filters and not changes(params, request.stop_token_ids if request.min_tokens else NO_TOKENS)
 
 
 def _draw_all(sampler, logits, seqs, first_rows, chosen, runs) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice
-from baton.engine.core.config import MAX_DRAFT_TOKENS, EngineConfig, default_num_blocks
+from baton.engine.core.config import EngineConfig, default_num_blocks
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.native import native_pool
 from baton.engine.kv.pool import KVPool
@@ -26,6 +26,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
 from baton.engine.speculation.proposers.native_draft import Lack, Passes
 from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, Proposer
+from baton.protocol import MAX_DRAFT_TOKENS
 from kvtransfer.layout import KVLayout
 
 BLOCK_SIZE = 32

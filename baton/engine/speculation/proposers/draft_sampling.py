@@ -6,9 +6,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from baton.engine.core.request import Request, SamplingParams
+from baton.engine.core.request import Request
 from baton.engine.sampling.sampler import Sampler, sample_row
 from baton.engine.speculation.proposers.proposer import Draftee
+from baton.sampling_params import SamplingParams
 
 
 def draw(sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]) -> list[int]:
@@ -32,8 +33,4 @@ def _silent(params: SamplingParams) -> SamplingParams:
 def is_argmax(request: Request) -> bool:
     """Whether its next token is the likeliest one, and nothing else comes into it."""
     params = request.sampling
-    return (
-        params.temperature == 0
-        and params.repetition_penalty == 1
-        and not (params.presence_penalty or params.frequency_penalty or params.logit_bias or request.min_tokens)
-    )
+    return params.is_greedy and not (params.has_penalties or params.logit_bias or request.min_tokens)

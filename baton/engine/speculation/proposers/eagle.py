@@ -19,7 +19,7 @@ from torch import Tensor
 
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.native import NativeAttention
-from baton.engine.core.config import MAX_DRAFT_TOKENS, EngineConfig
+from baton.engine.core.config import EngineConfig
 from baton.engine.kv.native import native_pool
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE
@@ -35,6 +35,7 @@ from baton.engine.speculation.proposers.heads_folder import HeadsFolder
 from baton.engine.speculation.proposers.native_draft import EntryLayer, Lack, Passes
 from baton.engine.speculation.proposers.proposer import Advance, Draftee, DraftRequest, Proposer
 from baton.engine.weights.forms import DenseWeight
+from baton.protocol import MAX_DRAFT_TOKENS
 from kvtransfer.layout import KVGroup, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.core.config import MAX_DRAFT_TOKENS, EngineConfig
+from baton.engine.core.config import EngineConfig
 from baton.engine.layers.linear import choose
 from baton.engine.models.llama import Model
 from baton.engine.sampling.sampler import Sampler
@@ -27,6 +27,7 @@ from baton.engine.speculation.proposers.draft_sampling import draw
 from baton.engine.speculation.proposers.heads_folder import HeadsFolder
 from baton.engine.speculation.proposers.proposer import Advance, DraftRequest, Proposer
 from baton.engine.weights.forms import DenseWeight
+from baton.protocol import MAX_DRAFT_TOKENS
 
 
 class Blocks(NamedTuple):

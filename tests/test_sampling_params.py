@@ -1,20 +1,19 @@
-"""A sampling parameter is declared in the protos and in one file of the gateway."""
+"""Sampling parameters: one record, whose numbers have a default and a range, and two messages with the same fields."""
 
-import re
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor as Kind
 
-import gateway
+from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS, SamplingParams
 from baton.v1 import inference_pb2, worker_pb2
-from gateway.model.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
 
 ASKED, RESOLVED = (message.DESCRIPTOR.fields_by_name for message in (inference_pb2.Sampling, worker_pb2.WorkerSampling))
 
 
-def test_both_messages_have_the_same_fields():
+def test_both_messages_and_the_record_have_the_same_fields():
     """What is asked for is copied by name."""
+    assert {each.name for each in fields(SamplingParams)} == set(RESOLVED)
     assert {name: field.type for name, field in ASKED.items()} == {name: field.type for name, field in RESOLVED.items()}
 
 
@@ -26,9 +25,7 @@ def test_every_number_has_a_default_and_a_range():
     assert worker_pb2.WorkerSampling(**SAMPLING_DEFAULTS).repetition_penalty == 1.0
 
 
-@pytest.mark.parametrize("name", ["min_p", "repetition_penalty"])
-def test_one_file_names_it(name):
-    """`observe/request_trace.py` names those that the GenAI conventions of OpenTelemetry have."""
-    root = Path(gateway.__file__).parent
-    naming = [str(path.relative_to(root)) for path in root.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text())]
-    assert naming == ["model/sampling_params.py"]
+def test_a_number_beyond_its_range_is_refused():
+    for name, value in (("min_p", 1.5), ("top_p", 0.0), ("temperature", 1e-9), ("presence_penalty", float("nan"))):
+        with pytest.raises(ValueError, match=f"sampling.{name} is .*: must be"):
+            SamplingParams(**{name: value})

@@ -1,0 +1,96 @@
+"""Every sampling parameter, once: its type, its default, and which values mean something, in a request as in a model's
+generation_config.json. The protos name it too, and what draws by it (baton/engine/sampling/). Plain Python."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple, cast
+
+# Beyond these a logit in fp32 becomes infinite somewhere on its way, and what is drawn from it means nothing.
+_MIN_SCALE, _MAX_SCALE = 1e-3, 100.0
+_MAX_SHIFT = 1000.0  # penalties and biases that are added to a logit
+
+
+class SamplingRange(NamedTuple):
+    """The values that a parameter may have: `rule` ends a sentence that begins with its name."""
+
+    holds: Callable[[float], bool]
+    rule: str
+
+    def problem(self, value: float) -> str | None:
+        """Return what is wrong with `value`, for a sentence that begins with its name, or None."""
+        if not -math.inf < value < math.inf:
+            return "must be a finite number"
+        return None if self.holds(value) else self.rule
+
+
+class SamplingParam(NamedTuple):
+    """`default` is without effect. A model's generation_config.json may name another one if `in_model`."""
+
+    default: float
+    range: SamplingRange
+    in_model: bool
+
+
+def _within(holds: Callable[[float], bool], rule: str, in_model: bool = True) -> Mapping[str, object]:
+    return {"range": SamplingRange(holds, rule), "in_model": in_model}
+
+
+_SCALE = f"{_MIN_SCALE} to {_MAX_SCALE}"
+
+
+def _is_shift(value: float) -> bool:
+    return -_MAX_SHIFT <= value <= _MAX_SHIFT
+
+
+SHIFT = SamplingRange(_is_shift, f"must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are drawn. Nothing is unset any more; temperature 0 is greedy. Raises ValueError for
+    a number beyond its range."""
+
+    temperature: float = field(
+        default=0.0, metadata=_within(lambda v: v == 0 or _MIN_SCALE <= v <= _MAX_SCALE, f"must be 0, or {_SCALE}")
+    )
+    top_k: int = field(default=0, metadata=_within(lambda v: v >= 0, "must be at least 0"))  # 0: off
+    top_p: float = field(default=1.0, metadata=_within(lambda v: 0 < v <= 1, "must be in (0, 1]"))
+    min_p: float = field(default=0.0, metadata=_within(lambda v: 0 <= v <= 1, "must be in [0, 1]"))
+    seed: int = 0
+    repetition_penalty: float = field(
+        default=1.0, metadata=_within(lambda v: _MIN_SCALE <= v <= _MAX_SCALE, f"must be {_SCALE}")
+    )
+    presence_penalty: float = field(default=0.0, metadata=_within(*SHIFT, in_model=False))
+    frequency_penalty: float = field(default=0.0, metadata=_within(*SHIFT, in_model=False))
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1  # choices
+    logprobs: int | None = None  # chosen and that many best; None: not asked for
+
+    def __post_init__(self):
+        for name, param in SAMPLING_PARAMS.items():
+            if problem := param.range.problem(value := getattr(self, name)):
+                raise ValueError(f"sampling.{name} is {value:g}: {problem}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether tokens are taken out before one is drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change what is drawn next."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+# By name, those that are numbers with a range; any other takes every value of its type.
+SAMPLING_PARAMS = {
+    each.name: SamplingParam(cast(float, each.default), **each.metadata)
+    for each in fields(SamplingParams)
+    if each.metadata
+}
+SAMPLING_DEFAULTS = {name: param.default for name, param in SAMPLING_PARAMS.items()}
