@@ -30,7 +30,7 @@ def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Indices of the best scores whose probabilities first reach `top_p`, as transformers cuts: from the worst up.
+    """Return the indices, int64 [k], of the best of scores [vocab_size] whose probabilities first reach `top_p`, as transformers cuts: from the worst up.
 
     Among equal scores at the cut the higher ids stay (transformers leaves that to an unstable sort).
     """
@@ -66,6 +66,6 @@ def survivors(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def sent(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the device, by a copy that nobody waits for."""
+    """Return `values`, a list [R] or a list of lists [R, C], as a tensor on the device, by a copy that is not waited for."""
     made = torch.tensor(values, dtype=dtype, device="cpu")
     return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)

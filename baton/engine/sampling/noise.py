@@ -24,7 +24,8 @@ def noise_key(seed: int, choice: int, position: int) -> int:
 
 
 def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
-    """fp64 in (0, 1), 53 bits. `keys` broadcasts against int64 `token_ids`."""
+    """Return fp64 in (0, 1), 53 bits, in the shape that `keys` [R, 1] or a scalar and int64 `token_ids` [V] or [R, V] have
+    together: [V] or [R, V]."""
     x = (token_ids + 1) * _signed(GOLDEN) + keys
     x ^= _shifted(x, 30)
     x *= _signed(MIX_1)
@@ -35,7 +36,7 @@ def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(uniforms: Tensor) -> Tensor:
-    """Gumbel noise of uniforms, in their precision. Small uniforms are the winners: that end has the resolution."""
+    """Return Gumbel noise of uniforms [...], in their shape and precision. Small uniforms are the winners: that end has the resolution."""
     return torch.log1p(-uniforms).neg_().log_().neg_()
 
 

@@ -22,6 +22,7 @@ class DeviceSampler(Sampler):
     """See the module. A row takes the same path whatever shares its batch."""
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
+        """Draw one token per row of logits fp32 [R, vocab_size], which stay as they are."""
         plain = [index for index, row in enumerate(rows) if is_plain(row)]
         if len(plain) == len(rows):
             return [Sampled(token_id, None) for token_id in draw(logits, rows).tolist()]

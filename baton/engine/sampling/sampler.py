@@ -114,7 +114,7 @@ def draw_plain(scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """By row index, for the rows that asked: log-softmax of the raw logits, chosen and best."""
+    """Return by row index, for the rows that asked, the log-softmax of the raw logits [R, vocab_size]: chosen and best."""
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return {}

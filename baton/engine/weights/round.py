@@ -12,7 +12,7 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
 def round_symmetric(weight: Tensor, bits: int, group: int | None = None, activations: str = "none") -> IntWeight:
-    """q = round(w / s) with s = max |w| / (2 ** (bits - 1) - 1) per row and group of inputs (None: the whole row)."""
+    """Round a weight [out, in]: q = round(w / s) with s = max |w| / (2 ** (bits - 1) - 1) per row and group of inputs (None: the whole row)."""
     grouped = _grouped(weight, group)
     largest = 2 ** (bits - 1) - 1
     scales = grouped.abs().amax(dim=2) / largest
@@ -35,7 +35,7 @@ def round_asymmetric(weight: Tensor, bits: int, group: int | None = None) -> Int
 
 
 def round_fp8(weight: Tensor, activations: str = "none") -> Fp8Weight:
-    """e4m3 with one scale a row, max |w| / 448."""
+    """Round a weight [out, in] to e4m3 with one scale a row, max |w| / 448."""
     rows = weight.float()
     scales = rows.abs().amax(dim=1, keepdim=True) / FP8_MAX
     values = (rows / torch.where(scales == 0, 1.0, scales)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
