@@ -100,6 +100,7 @@ class Ledger:
             return True
 
     def unreserve(self, num: int) -> None:
+        """Take back a promise of `num` blocks. Raises LedgerError where fewer were promised."""
         with self.lock:
             if not 0 <= num <= self._reserved:
                 raise LedgerError(f"unreserve {num} of {self._reserved} reserved blocks")
@@ -126,7 +127,8 @@ class Ledger:
             return block_ids
 
     def share(self, block_ids: Sequence[int], holder: Holder) -> bool:
-        """One more holder for blocks that have one. False when they are cached only and all of those are promised."""
+        """Add a holder to blocks that have one. Returns False when they are cached only and all of those are promised. Raises
+        LedgerError for a free block."""
         with self.lock:
             if self.num_idle(block_ids) > self.num_available:
                 return False
@@ -159,8 +161,8 @@ class Ledger:
             return self.cache.find(span_hashes, num_tokens)
 
     def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
-        """Names the blocks of one unit, whose last write has passed and whose bytes are verified. False when the name
-        is taken: these blocks then stay private."""
+        """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the name
+        is taken: these blocks then stay private. Raises LedgerError for blocks without a holder."""
         with self.lock:
             if any(self._words[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
                 raise LedgerError(f"seal of blocks {block_ids} that nobody holds")
