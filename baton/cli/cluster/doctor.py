@@ -1,4 +1,4 @@
-"""`baton doctor`: would a request work, and if not, what is the one thing to do? Moves real blocks to find out."""
+"""`baton doctor`: does a request work, and if not, what is the one thing to do? Moves real blocks to find out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from baton.cli.cluster.handover import Handover, HandoverFailed, Session, hand_over
+from baton.cli.cluster.findings import Findings
+from baton.cli.cluster.handover import Handover, HandoverFailed, Session, measure, prove
 from baton.protocol import ROLES
-from baton.service.logs import printable
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
@@ -24,31 +24,12 @@ from baton.v1 import worker_pb2 as pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _ANSWER_S = 3.0
-_REQUEST_S = 60.0
+_REQUEST_S = 10.0
+_HANDOFF_S = 6.0
+_MEASURING_S = 12.0  # from the start on; what would begin later is left out, so that all ends within 30 s
 _NUM_PINGS = 5
 _NUM_RUNS = 3
 _COPY_BYTES = 64 << 20
-
-
-@dataclass
-class Report:
-    """Lines as they come, and how many of them are failures."""
-
-    num_failures: int = 0
-
-    def say(self, what: str, where: str, text: str) -> None:
-        self._line("  ok  ", what, where, text)
-
-    def note(self, what: str, where: str, text: str) -> None:
-        self._line("   -  ", what, where, text)
-
-    def fail(self, what: str, where: str, text: str, advice: str) -> None:
-        self.num_failures += 1
-        self._line("  FAIL", what, where, f"{text}: {advice}")
-
-    @staticmethod
-    def _line(mark: str, what: str, where: str, text: str) -> None:
-        print(printable(f"{mark}  {what:<9} {where:<33} {text}"), flush=True)
 
 
 @dataclass
@@ -66,7 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "doctor",
         help="check a running stack, part by part, by moving real blocks",
-        description="Checks gateway, workers, KV transfer, Redis and collector. Exit 0 only if a request would work.",
+        description="Sends a request and checks gateway, workers, KV transfer, Redis and collector, within 30 s. "
+        "Exit 0 if the request works (without --target: if a prompt's KV reaches a decode worker), 1 if not.",
         allow_abbrev=False,
     )
     parser.add_argument("--target", metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)")
@@ -74,13 +56,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         parser.add_argument(f"--{role}-workers", type=_addresses, default=[], metavar="A,B", help="without a gateway")
     parser.add_argument("--redis", default="", metavar="URL", help="prefix index (default: the gateway's)")
     parser.add_argument("--collector", default="", metavar="URL", help="OTLP endpoint (default: the gateway's)")
+    parser.add_argument("--json", action="store_true", help="one document, at the end")
     add_access_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 a request would work, 1 it would not."""
-    report = Report()
+    """0 a request works, 1 it does not, 2 wrong use."""
+    report = Findings(args.json)
     try:
         asyncio.run(_examine(args, read_access(args), report))
     except KeyboardInterrupt:
@@ -88,16 +71,18 @@ def run(args: argparse.Namespace) -> int:
     except SettingsError as error:
         print(f"baton doctor: {error}", file=sys.stderr)
         return 2
-    num = report.num_failures
-    print("a request would work" if not num else f"{num} {'fault' if num == 1 else 'faults'} found")
-    return 1 if num else 0
+    report.close()
+    return 0 if report.request_works else 1
 
 
-async def _examine(args: argparse.Namespace, access: Access, report: Report) -> None:
+async def _examine(args: argparse.Namespace, access: Access, report: Findings) -> None:
+    """A request by the gateway decides; without one, a prompt that was handed over."""
+    until = time.monotonic() + _MEASURING_S
     found = Found(args.prefill_workers, args.decode_workers, args.redis, args.collector)
     target = args.target or (None if found.prefill or found.decode else DEFAULT_TARGET)
     if target:
         await _gateway(target, access, found, report)
+        report.request_works = await _request(target, access, report)
     if found.redis:
         await _redis(found.redis, report)
     if found.collector:
@@ -107,28 +92,29 @@ async def _examine(args: argparse.Namespace, access: Access, report: Report) -> 
         prefill = [address for address in found.prefill if address in hellos]
         decode = [address for address in found.decode if address in hellos]
         _same_model({address: hellos[address] for address in (*prefill, *decode)}, report)
-        copy_rate = await asyncio.to_thread(_copy_rate) if prefill and decode else 0.0
-        for source in prefill:
-            for taker in decode:
-                await _handoff(channels, source, taker, copy_rate, report)
-    if target and not report.num_failures:
-        await _request(target, access, report)
+        pairs = [(source, taker) for source in prefill for taker in decode]
+        works = [await _handoff(channels, *pair, until, report) for pair in pairs if time.monotonic() < until]
+        if len(works) < len(pairs):
+            report.note(
+                "handoff", "-", f"{len(pairs) - len(works)} of {len(pairs)} pairs of workers were not tried: no time"
+            )
+        report.request_works |= not target and any(works)
 
 
 # ---- the parts ----
 
 
-async def _gateway(target: str, access: Access, found: Found, report: Report) -> None:
+async def _gateway(target: str, access: Access, found: Found, report: Findings) -> None:
     """Says whether it serves; its workers, Redis and collector join what was given."""
     async with open_channel(target, access) as channel:
         try:
             stub = fleet_pb2_grpc.FleetStub(channel)
             fleet = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            report.fail("gateway", target, *_unreachable(error, "gateway", "--target"))
+            report.warn("gateway", target, *_unreachable(error, "gateway", "--target"))
             return
     if fleet.not_ready:
-        report.fail("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
+        report.warn("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
     else:
         report.say("gateway", target, f"ready, {len(fleet.workers)} workers")
     for view in fleet.workers:
@@ -136,14 +122,14 @@ async def _gateway(target: str, access: Access, found: Found, report: Report) ->
         if view.address not in addresses:
             addresses.append(view.address)
         if view.state == "refused":
-            report.fail("gateway", target, f"refuses {view.address}, which {view.reason}", "start it as its list says")
+            report.warn("gateway", target, f"refuses {view.address}, which {view.reason}", "start it as its list says")
     found.redis = found.redis or fleet.redis_url
     found.collector = found.collector or fleet.collector
     if fleet.redis_down:
-        report.fail("gateway", target, f"index not in use, {fleet.redis_down}", "see redis below")
+        report.warn("gateway", target, f"index not in use, {fleet.redis_down}", "see redis below")
 
 
-async def _redis(url: str, report: Report) -> None:
+async def _redis(url: str, report: Findings) -> None:
     import redis.asyncio
 
     begun = time.monotonic()
@@ -155,12 +141,12 @@ async def _redis(url: str, report: Report) -> None:
             await client.aclose()
     except (redis.RedisError, OSError, ValueError) as error:
         words = " ".join(str(error).split()) or type(error).__name__
-        report.fail("redis", url, words, "start it, correct --redis, or leave it out")
+        report.warn("redis", url, words, "start it, correct --redis, or leave it out")
     else:
         report.say("redis", url, f"answers, {1e3 * (time.monotonic() - begun):.1f} ms with connecting")
 
 
-async def _collector(url: str, report: Report) -> None:
+async def _collector(url: str, report: Findings) -> None:
     address = url.partition("://")[2] or url
     try:
         host, port = split_address(address.rstrip("/"))
@@ -169,12 +155,12 @@ async def _collector(url: str, report: Report) -> None:
         writer.close()
     except (OSError, TimeoutError, ListenError, ValueError) as error:
         words = getattr(error, "strerror", None) or str(error) or "no answer"
-        report.fail("collector", url, words, "start it, or unset OTEL_EXPORTER_OTLP_ENDPOINT")
+        report.warn("collector", url, words, "start it, or unset OTEL_EXPORTER_OTLP_ENDPOINT")
     else:
         report.say("collector", url, "accepts connections")
 
 
-async def _workers(channels: _Channels, found: Found, report: Report) -> dict[str, pb.Hello]:
+async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[str, pb.Hello]:
     """What each worker says of itself, by address; those that say nothing are failures."""
     hellos: dict[str, pb.Hello] = {}
     for role, addresses in (("prefill", found.prefill), ("decode", found.decode)):
@@ -182,68 +168,83 @@ async def _workers(channels: _Channels, found: Found, report: Report) -> dict[st
             try:
                 hello, offset_s, round_trip_s = await _describe(channels.to(address))
             except grpc.aio.AioRpcError as error:
-                report.fail(role, address, *_unreachable(error, f"{role} worker", f"--{role}-workers"))
+                report.warn(role, address, *_unreachable(error, f"{role} worker", f"--{role}-workers"))
                 continue
             if role not in hello.roles:
-                report.fail(role, address, f"is a {'/'.join(hello.roles)} worker", f"take it out of --{role}-workers")
+                report.warn(role, address, f"is a {'/'.join(hello.roles)} worker", f"take it out of --{role}-workers")
                 continue
             hellos[address] = hello
             clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
             report.say(role, address, f"{_described(hello)}; {clock}")
     if not found.decode:
-        report.fail("decode", "-", "no decode worker is known", "give --target or --decode-workers")
+        report.warn("decode", "-", "no decode worker is known", "give --target or --decode-workers")
     return hellos
 
 
-def _same_model(hellos: dict[str, pb.Hello], report: Report) -> None:
+def _same_model(hellos: dict[str, pb.Hello], report: Findings) -> None:
     """Everyone is held against the first."""
     for address, hello in list(hellos.items())[1:]:
         first, other = next(iter(hellos.items()))
         for name, what in (("model_identity", "model (config or weights)"), ("tokenizer_digest", "tokenizer.json")):
             if getattr(hello, name) != getattr(other, name):
-                report.fail("model", address, f"serves another {what} than {first}", "start all with the same --model")
+                report.warn("model", address, f"serves another {what} than {first}", "start all with the same --model")
                 break
 
 
-async def _handoff(channels: _Channels, source: str, taker: str, copy_rate: float, report: Report) -> None:
-    """The transport that the decode worker chooses must work; the others are tried and reported."""
+async def _handoff(channels: _Channels, source: str, taker: str, until: float, report: Findings) -> bool:
+    """Return whether a prompt's KV comes over. The transport that the decode worker chooses must work; the others are tried
+    and reported, as long as there is time."""
     from kvtransfer.capabilities import CAPABILITIES
 
-    where = f"{source} > {taker}"
+    where, works = f"{source} > {taker}", False
+    report.trying("handoff", where)
     try:
         async with Session(channels.to(source), source) as prefill, Session(channels.to(taker), taker) as decode:
             _layouts(prefill.hello, decode.hello, where, report)
-            runs = [await hand_over(prefill, decode, None, _REQUEST_S) for _ in range(_NUM_RUNS)]
+            proof = await prove(prefill, decode, _HANDOFF_S)
+            works, took_ms = True, 1e3 * proof.ttft_s
+            report.say(
+                "handoff",
+                where,
+                f"{proof.num_tokens} tokens came while they were computed, first token after {took_ms:.0f} ms",
+            )
+            copy_rate, runs = await asyncio.to_thread(_copy_rate), []
+            while len(runs) < _NUM_RUNS and (not runs or time.monotonic() < until):
+                runs.append(await measure(prefill, decode, None, proof, _HANDOFF_S))
             chosen = min(runs, key=lambda run: run.transfer_s)  # the first one touches memory that is not in use yet
             report.say("handoff", where, f"{_rate(chosen, copy_rate)}, chosen")
             offered = set(prefill.hello.model.transports) & set(decode.hello.model.transports)
             for name in sorted(offered - {chosen.transport}):
-                if not CAPABILITIES[name].same_process:
-                    await _try(prefill, decode, name, copy_rate, where, report)
+                if not CAPABILITIES[name].same_process and time.monotonic() < until:
+                    await _try(prefill, decode, name, proof, copy_rate, where, report)
     except HandoverFailed as error:
-        report.fail("handoff", where, str(error), _advice(str(error)))
+        report.warn("handoff", where, str(error), _advice(str(error)))
     except TimeoutError:
-        report.fail("handoff", where, f"no end within {_REQUEST_S:.0f} s", "look into both workers' logs")
+        report.warn("handoff", where, f"no end within {_HANDOFF_S:.0f} s", "look into both workers' logs")
     except grpc.aio.AioRpcError as error:
-        report.fail("handoff", where, f"{error.code().name}: {error.details()}", "look into both workers' logs")
+        report.warn("handoff", where, f"{error.code().name}: {error.details()}", "look into both workers' logs")
+    return works
 
 
-async def _try(prefill: Session, decode: Session, name: str, copy_rate: float, where: str, report: Report) -> None:
+async def _try(
+    prefill: Session, decode: Session, name: str, proof: Handover, copy_rate: float, where: str, report: Findings
+) -> None:
     try:
-        report.say("handoff", where, _rate(await hand_over(prefill, decode, name, _REQUEST_S), copy_rate))
+        report.say("handoff", where, _rate(await measure(prefill, decode, name, proof, _HANDOFF_S), copy_rate))
     except HandoverFailed as error:
         report.note("handoff", where, f"{name}: {error}")
 
 
-def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Report) -> None:
+def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Findings) -> None:
     if prefill.numerics_class == decode.numerics_class and prefill.layout == decode.layout:
         report.say("layouts", where, f"equal: {_layout(prefill)}")
     else:
         report.note("layouts", where, f"{_layout(prefill)} is converted to {_layout(decode)}")
 
 
-async def _request(target: str, access: Access, report: Report) -> None:
-    """Two tokens through the front door."""
+async def _request(target: str, access: Access, report: Findings) -> bool:
+    """Two tokens through the front door: whether they come."""
+    report.trying("request", target)
     async with open_channel(target, access) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         request = inference_pb2.GenerateRequest(text="Is anybody there?")
@@ -253,9 +254,9 @@ async def _request(target: str, access: Access, report: Report) -> None:
             answer = await stub.Complete(request, timeout=_REQUEST_S, metadata=access.metadata)
         except grpc.aio.AioRpcError as error:
             report.fail("request", target, f"{error.code().name}: {error.details()}", "look into the gateway's log")
-        else:
-            took_ms = 1e3 * (time.monotonic() - begun)
-            report.say("request", target, f"{answer.usage.output_tokens} tokens in {took_ms:.0f} ms")
+            return False
+    report.say("request", target, f"{answer.usage.output_tokens} tokens in {1e3 * (time.monotonic() - begun):.0f} ms")
+    return True
 
 
 # ---- helpers ----

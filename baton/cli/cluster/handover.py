@@ -16,7 +16,8 @@ from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from kvtransfer.naming import HASH_BYTES, SpanHash, chain_hashes
 
-_NUM_TOKENS = 2048  # at most; whole contexts of a small model
+_MOST_TOKENS = 2048
+_MEASURED_S = 0.5  # of reading a prompt: a lease lasts 5 s, from before the first token of it is read
 
 
 class HandoverFailed(Exception):
@@ -74,28 +75,44 @@ class Session:
         return event
 
 
-async def hand_over(prefill: Session, decode: Session, transport: str | None, timeout_s: float = 60.0) -> Handover:
-    """Prefill there, decode two tokens here; all KV is written before it is fetched, so that the rate is the
-    transport's. `transport` None: the decode worker chooses. Raises HandoverFailed, TimeoutError, AioRpcError."""
-    async with asyncio.timeout(timeout_s):
-        return await _hand_over(prefill, decode, transport, time.monotonic() + timeout_s)
+async def prove(prefill: Session, decode: Session, timeout_s: float) -> Handover:
+    """Two blocks and a token of a third, fetched while they are computed, as a gateway does it.
+    Raises HandoverFailed, TimeoutError, AioRpcError."""
+    num_tokens = 2 * max(prefill.hello.limits.block_size, decode.hello.limits.block_size) + 1
+    return await _hand_over(prefill, decode, num_tokens, None, True, timeout_s)
 
 
-async def _hand_over(prefill: Session, decode: Session, transport: str | None, deadline: float) -> Handover:
+async def measure(
+    prefill: Session, decode: Session, transport: str | None, proof: Handover, timeout_s: float
+) -> Handover:
+    """As many tokens as the prefill worker reads in half a second, by what `proof` took; all KV is written before it is
+    fetched, so that the rate is the transport's. `transport` None: the decode worker chooses. Raises as `prove`."""
+    num_tokens = max(proof.num_tokens, round(_MEASURED_S * proof.num_tokens / proof.ttft_s))
+    return await _hand_over(prefill, decode, min(num_tokens, _MOST_TOKENS), transport, False, timeout_s)
+
+
+async def _hand_over(
+    prefill: Session, decode: Session, num_tokens: int, transport: str | None, is_early: bool, timeout_s: float
+) -> Handover:
     key = pb.Key(request_id=f"doctor-{secrets.token_hex(8)}", attempt=1)
-    spec = _spec(prefill.hello, decode.hello, deadline)
+    spec = _spec(prefill.hello, decode.hello, num_tokens, time.monotonic() + timeout_s)
     begun = time.monotonic()
     try:
-        await decode.send(admit=pb.Admit(key=key, spec=spec))
-        await decode.expect("granted", key)
-        await prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=_taker(decode.hello)))
-        accepted = await prefill.expect("accepted", key)
-        done = await prefill.expect("done", key)
-        ttft_s = time.monotonic() - begun
-        await decode.send(fetch=pb.Fetch(key=key, handle=_only(accepted.handle, transport), ticket=accepted.ticket))
-        fetched = await decode.expect("fetched", key)
-        await decode.send(start=pb.Start(key=key, first_tokens=done.first_tokens))
-        output = await decode.expect("step_output", key)
+        async with asyncio.timeout(timeout_s):
+            await decode.send(admit=pb.Admit(key=key, spec=spec))
+            await decode.expect("granted", key)
+            await prefill.send(prefill=pb.Prefill(key=key, spec=spec, taker=_taker(decode.hello)))
+            accepted = await prefill.expect("accepted", key)
+            fetch = pb.Fetch(key=key, handle=_only(accepted.handle, transport), ticket=accepted.ticket)
+            if is_early:
+                await decode.send(fetch=fetch)
+            done = await prefill.expect("done", key)
+            ttft_s = time.monotonic() - begun
+            if not is_early:
+                await decode.send(fetch=fetch)
+            fetched = await decode.expect("fetched", key)
+            await decode.send(start=pb.Start(key=key, first_tokens=done.first_tokens))
+            output = await decode.expect("step_output", key)
     finally:
         for session in (prefill, decode):
             await session.send(cancel=pb.Cancel(key=key))
@@ -103,10 +120,10 @@ async def _hand_over(prefill: Session, decode: Session, transport: str | None, d
     return Handover(fetched.transport, fetched.num_tokens, fetched.num_bytes, fetched.transfer_s, ttft_s, token_ids)
 
 
-def _spec(prefill: pb.Hello, decode: pb.Hello, deadline: float) -> pb.RequestSpec:
+def _spec(prefill: pb.Hello, decode: pb.Hello, num_tokens: int, deadline: float) -> pb.RequestSpec:
     """Return new tokens under a root of their own, so that no cache answers instead of the transport."""
     room = min(prefill.limits.max_model_len, decode.limits.max_model_len) - 8
-    token_ids = random.choices(range(min(prefill.model.vocab_size, decode.model.vocab_size)), k=min(room, _NUM_TOKENS))
+    token_ids = random.choices(range(min(prefill.model.vocab_size, decode.model.vocab_size)), k=min(room, num_tokens))
     root = SpanHash(secrets.token_bytes(HASH_BYTES))
     hashes = chain_hashes(root, token_ids)
     return pb.RequestSpec(

@@ -69,7 +69,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             reader.cancel()
             writer.cancel()
             ends = await asyncio.gather(reader, writer, return_exceptions=True)
-            why = next((repr(end) for end in ends if isinstance(end, Exception)), "hung up")
+            why = next((_words(end) for end in ends if isinstance(end, Exception)), "hung up")
             log.info("session closed %s", fields(gateway=hello.instance.hex()[:8], why=why))
 
     async def _greet(self, commands: AsyncIterator[pb.Command], context) -> pb.Hello:
@@ -106,3 +106,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             else:
                 self._commands.obey(outbox, command)
             await outbox.room()
+
+
+def _words(error: Exception) -> str:
+    """Why a session is over. What gRPC raises when it writes to a peer that has left names only its own objects."""
+    return "hung up" if type(error).__module__.startswith("grpc") else f"{type(error).__name__}: {error}"

@@ -1,0 +1,68 @@
+"""What `baton doctor` found, line by line as it comes, or as one JSON document at the end."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+
+from baton.service.logs import printable
+
+_MARKS = {"ok": "  ok  ", "note": "   -  ", "warning": "  WARN", "failure": "  FAIL"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: `status` is ok, note, warning (a request may work all the same) or failure (it does not)."""
+
+    status: str
+    part: str
+    where: str
+    text: str
+    advice: str = ""
+
+
+@dataclass
+class Findings:
+    """All of them, and whether a request works: so far as it was tried."""
+
+    is_json: bool = False
+    found: list[Finding] = field(default_factory=list)
+    request_works: bool = False
+
+    def say(self, part: str, where: str, text: str) -> None:
+        self._add(Finding("ok", part, where, text))
+
+    def note(self, part: str, where: str, text: str) -> None:
+        self._add(Finding("note", part, where, text))
+
+    def warn(self, part: str, where: str, text: str, advice: str) -> None:
+        self._add(Finding("warning", part, where, text, advice))
+
+    def fail(self, part: str, where: str, text: str, advice: str) -> None:
+        self._add(Finding("failure", part, where, text, advice))
+
+    def trying(self, part: str, where: str) -> None:
+        """Show on a terminal what is being waited for, until its line comes."""
+        if not self.is_json and sys.stdout.isatty():
+            print(printable(f"  ...   {part:<9} {where}"), end="\r", flush=True)
+
+    def close(self) -> None:
+        """Print the verdict, or the document."""
+        if self.is_json:
+            print(
+                json.dumps(
+                    {"request_works": self.request_works, "checks": [asdict(one) for one in self.found]}, indent=2
+                )
+            )
+            return
+        num = sum(one.status == "warning" for one in self.found)
+        verdict = "a request works" if self.request_works else "a request does not work"
+        print(verdict + (f"; {num} {'warning' if num == 1 else 'warnings'}" if num else ""))
+
+    def _add(self, finding: Finding) -> None:
+        self.found.append(finding)
+        if not self.is_json:
+            text = f"{finding.text}: {finding.advice}" if finding.advice else finding.text
+            clear = "\033[K" if sys.stdout.isatty() else ""
+            print(
+                printable(f"{_MARKS[finding.status]}  {finding.part:<9} {finding.where:<33} {text}") + clear, flush=True
+            )
