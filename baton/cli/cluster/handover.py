@@ -17,7 +17,8 @@ from baton.v1 import worker_pb2 as pb
 from kvtransfer.naming import HASH_BYTES, SpanHash, chain_hashes
 
 _MOST_TOKENS = 2048
-_MEASURED_S = 0.5  # of reading a prompt: a lease lasts 5 s, from before the first token of it is read
+_MEASURED_S = 0.5  # of reading a prompt
+_RENEW_S = 0.3  # of a lease of 5 s, or less where an operator says so
 
 
 class HandoverFailed(Exception):
@@ -106,7 +107,7 @@ async def _hand_over(
             fetch = pb.Fetch(key=key, handle=_only(accepted.handle, transport), ticket=accepted.ticket)
             if is_early:
                 await decode.send(fetch=fetch)
-            done = await prefill.expect("done", key)
+            done = await _renewing(prefill, key, accepted.lease_id)
             ttft_s = time.monotonic() - begun
             if not is_early:
                 await decode.send(fetch=fetch)
@@ -118,6 +119,17 @@ async def _hand_over(
             await session.send(cancel=pb.Cancel(key=key))
     token_ids = (done.first_tokens[0].token_id, *output.token_ids)
     return Handover(fetched.transport, fetched.num_tokens, fetched.num_bytes, fetched.transfer_s, ttft_s, token_ids)
+
+
+async def _renewing(prefill: Session, key: pb.Key, lease_id: bytes) -> pb.Done:
+    """Wait for the prompt to be read, and keep its KV meanwhile."""
+    done = asyncio.ensure_future(prefill.expect("done", key))
+    try:
+        while not (await asyncio.wait((done,), timeout=_RENEW_S))[0]:
+            await prefill.send(renew_lease=pb.RenewLease(key=key, lease_id=lease_id))
+        return await done
+    finally:
+        done.cancel()
 
 
 def _spec(prefill: pb.Hello, decode: pb.Hello, num_tokens: int, deadline: float) -> pb.RequestSpec:
