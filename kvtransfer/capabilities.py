@@ -1,8 +1,8 @@
-"""What each transport can do, best first."""
+"""The capabilities of each transport, best first."""
 
 from dataclasses import dataclass
 
-HOST, DEVICE = "host", "device"  # where a pool lies
+HOST, DEVICE = "host", "device"  # the memory of a pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Whose KV may feed whom: the numerics class and the layout of both sides decide, nothing else.
+"""Decide whether one worker's KV may feed another: by the numerics class and the layout of both, nothing else.
 
 exact     the same numerics class: every bit as if the taker had computed it; block sizes may differ
 mixed     the same model, the taker's form equal or lossier, any tensor-parallel degree, other kernels
@@ -12,14 +12,15 @@ EXACT, MIXED = "exact", "mixed"
 
 
 def converts(source_form: str, taker_form: str) -> bool:
-    """A copy feeds the same or a lossier form, never a finer one."""
+    """Return whether a copy may change form so: the same or a lossier form, never a finer one."""
     return source_form == taker_form or KV_FORMS[source_form].lossiness < KV_FORMS[taker_form].lossiness
 
 
 def relation(
     source: KVLayout, source_numerics: str, taker: KVLayout, taker_numerics: str, *, is_strict: bool = False
 ) -> str:
-    """EXACT or MIXED for two workers; layouts are those of the whole model. Raises LayoutMismatch, both printed."""
+    """Return EXACT or MIXED for two workers; layouts are those of the whole model. Raises LayoutMismatch, which prints
+    both."""
     reason = _reason(source, source_numerics, taker, taker_numerics, is_strict)
     if reason:
         ours, theirs = f"{source} as {source_numerics}", f"{taker} as {taker_numerics}"
@@ -43,7 +44,7 @@ def _reason(source: KVLayout, source_numerics: str, taker: KVLayout, taker_numer
 
 
 def gives(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[str]:
-    """Words for what a worker's KV is: it may feed whoever has one of them among what it `takes`. Opaque to others."""
+    """Return words that describe a worker's KV: it may feed any worker that `takes` one of them. Opaque to others."""
     words = [f"{_shape(layout)} class {numerics}"]
     if not is_strict:
         words.append(_general(layout, numerics, tuple(group.form for group in layout.groups)))
@@ -51,7 +52,7 @@ def gives(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[s
 
 
 def takes(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[str]:
-    """Words for the KV that a worker can be fed with."""
+    """Return words for the KV that a worker can be fed with."""
     words = [f"{_shape(layout)} class {numerics}"]
     if not is_strict:
         forms = [tuple(form for form in KV_FORMS if converts(form, group.form)) for group in layout.groups]

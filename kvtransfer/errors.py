@@ -38,7 +38,7 @@ class DigestMismatch(KVError):
 
 
 class StaleBlocks(KVError):
-    """Blocks were given to somebody else, or their process was started anew, while they were read or written."""
+    """Blocks were reused, or their process restarted, while they were read or written."""
 
     status = "stale_blocks"
 
@@ -50,19 +50,19 @@ class ProtocolError(KVError):
 
 
 class TransferFailed(KVError):
-    """The transfer cannot go on for a reason that is neither side's bytes."""
+    """The transfer cannot continue, for a reason that is neither side's bytes."""
 
     status = "internal"
 
 
 class PeerLost(TransferFailed):
-    """The line broke, or nothing was heard on it for too long. The same ticket may be used to go on."""
+    """The line broke, or nothing was heard on it for too long. The same ticket may be used to continue."""
 
     status = "peer_lost"
 
 
 class TransportBroken(PeerLost):
-    """`transport` does not work between these two, whatever they said; another one may."""
+    """`transport` does not work between these two, although both offer it; another one may."""
 
     def __init__(self, transport: str, message: str):
         super().__init__(message)
@@ -70,7 +70,7 @@ class TransportBroken(PeerLost):
 
 
 class TransferTimedOut(TransferFailed):
-    """The time that the caller gave is over."""
+    """The caller's deadline has passed."""
 
     status = "deadline_exceeded"
 
@@ -85,5 +85,5 @@ _BY_STATUS = {
 
 
 def from_status(status: str, message: str) -> KVError:
-    """The error that the other side's End speaks of."""
+    """Return the error that the other side's End names."""
     return _BY_STATUS.get(status, TransferFailed)(f"the other side ended with {status}: {message}")

@@ -1,4 +1,4 @@
-"""How KV lies in a worker's pool, and when two workers' KV may feed each other. Plain Python, no protobuf.
+"""The layout of KV in a worker's pool, and when two workers' KV may feed each other. Plain Python, no protobuf.
 
 Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after the other within a block, scales of a
 quantized form at the end of the same block.

@@ -19,7 +19,8 @@ FORMAT_VERSION = b"baton-span-1"
 
 
 def model_identity(config: bytes, weight_manifest: bytes, tokenizer: bytes) -> ModelIdentity:
-    """Digest (32 bytes) of what makes KV of two workers interchangeable: config, weights, tokenizer."""
+    """Return the digest (32 bytes) of config, weights and tokenizer: KV is interchangeable between workers that agree
+    in it."""
     digest = hashlib.sha256()
     for part in (config, weight_manifest, tokenizer):
         digest.update(hashlib.sha256(part).digest())
@@ -27,29 +28,29 @@ def model_identity(config: bytes, weight_manifest: bytes, tokenizer: bytes) -> M
 
 
 def root_hash(identity: ModelIdentity, adapter: str = "") -> SpanHash:
-    """The parent of the first span of every public prefix of this model."""
+    """Return the parent of the first span of every public prefix of this model."""
     return SpanHash(hashlib.sha256(FORMAT_VERSION + identity + adapter.encode()).digest())
 
 
 def tenant_salt(cluster_secret: bytes, tenant: str) -> bytes:
-    """The tenant's 32-byte salt, HMAC(cluster secret, tenant). Only gateways know the secret."""
+    """Return the tenant's 32-byte salt, HMAC(cluster secret, tenant). Only gateways have the secret."""
     return hmac.digest(cluster_secret, tenant.encode(), "sha256")
 
 
 def salted(parent: SpanHash, salt: bytes) -> SpanHash:
-    """The parent of the first private span: from here on two tenants never share a name."""
+    """Return the parent of the first private span: from here on two tenants never share a name."""
     return SpanHash(hashlib.sha256(parent + salt).digest())
 
 
 def span_hash(parent: SpanHash, token_ids: Sequence[int]) -> SpanHash:
-    """SHA-256(parent, 64 token ids as little-endian uint32)."""
+    """Return SHA-256(parent, 64 token ids as little-endian uint32). Raises ValueError for another number of ids."""
     if len(token_ids) != SPAN_TOKENS:
         raise ValueError(f"a span is {SPAN_TOKENS} tokens, got {len(token_ids)}")
     return SpanHash(hashlib.sha256(parent + struct.pack(f"<{SPAN_TOKENS}I", *token_ids)).digest())
 
 
 def chain_hashes(parent: SpanHash, token_ids: Sequence[int]) -> list[SpanHash]:
-    """Hashes of the full spans of `token_ids`, each the parent of the next; the tail has none."""
+    """Return the hashes of the full spans of `token_ids`, each the parent of the next; the tail has none."""
     hashes: list[SpanHash] = []
     for begin in range(0, len(token_ids) - SPAN_TOKENS + 1, SPAN_TOKENS):
         parent = span_hash(parent, token_ids[begin : begin + SPAN_TOKENS])
@@ -58,7 +59,7 @@ def chain_hashes(parent: SpanHash, token_ids: Sequence[int]) -> list[SpanHash]:
 
 
 def num_matched_spans(hashes: Iterable[SpanHash], known: Container[SpanHash]) -> int:
-    """Length of the longest run of leading `hashes` that `known` contains."""
+    """Return the length of the longest run of leading `hashes` that `known` contains."""
     count = 0
     for value in hashes:
         if value not in known:

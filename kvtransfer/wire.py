@@ -158,7 +158,7 @@ def _check_counts(proto: kv_pb2.KVHandle, layout: KVLayout) -> None:
     if not len(proto.block_ids) == len(proto.generations) == num_blocks:
         raise ProtocolError(f"{len(proto.block_ids)} blocks, {len(proto.generations)} generations, {num_blocks} needed")
     if len(set(proto.block_ids)) != num_blocks:
-        raise ProtocolError("a block stands twice in the handle")
+        raise ProtocolError("the handle names a block twice")
     if any(len(name) != HASH_BYTES for name in (*proto.span_hashes, proto.chain_parent)):
         raise ProtocolError(f"a span hash that has not {HASH_BYTES} bytes")
     if len(proto.lease_id) != ID_BYTES or not proto.source_instance:

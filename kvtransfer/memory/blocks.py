@@ -22,7 +22,7 @@ STAGING_BYTES = 256 << 10  # stays in the second-level cache
 # is Python, 2 MiB 3.5 GB/s, as fast as memory).
 CHUNK_BYTES = 2 << 20
 _MAX_GROUP = 64  # buffers in one system call
-_RUN_BYTES = 32 << 10  # neighbours that make so much on average are copied run by run, others gathered
+_RUN_BYTES = 32 << 10  # neighbours that average this much are copied run by run, others gathered
 
 Staged = list[np.ndarray]  # one array per plane
 
@@ -52,14 +52,14 @@ class Piece(NamedTuple):
 
 
 def check_movable(layout: KVLayout) -> None:
-    """Raises LayoutMismatch for a layout that this build cannot move."""
+    """Raise LayoutMismatch for a layout that this build cannot move."""
     sizes = {group.block_size for group in layout.groups}
     if layout.version != LAYOUT_VERSION or len(sizes) != 1 or any(group.kind != "paged" for group in layout.groups):
         raise LayoutMismatch(f"only paged groups of one block size can be moved, not {layout}")
 
 
 def pieces_of(moved: Range, block_size: int) -> list[Piece]:
-    """A range as at most three pieces: the rest of a block, whole blocks, the beginning of a block."""
+    """Split a range into at most three pieces: the rest of a block, whole blocks, the beginning of a block."""
     pieces, token = [], moved.token_begin
     if token % block_size and token < moved.token_end:
         block = token // block_size
@@ -76,8 +76,9 @@ def pieces_of(moved: Range, block_size: int) -> list[Piece]:
 
 
 def selections(num_bytes: int, *ids: np.ndarray) -> Iterator[tuple[int, int, list]]:
-    """Cuts blocks of `num_bytes` each into (begin, end, one selector per array of `ids`): slices where neighbours in
-    every array make long runs (numpy copies them without Python per block), elsewhere index arrays that fit a cache."""
+    """Cut blocks of `num_bytes` each, int64 ids [n] in each array of `ids`, into (begin, end, one selector per array):
+    slices where neighbours in every array make long runs (numpy copies them without Python per block), elsewhere index
+    arrays that fit a cache."""
     count = len(ids[0])
     breaks = np.zeros(max(0, count - 1), bool)
     for array in ids:
@@ -109,25 +110,25 @@ class BlockMemory:
         self.blocks = flat[: self.num_blocks * layout.block_bytes].reshape(self.num_blocks, layout.block_bytes)
 
     def check_ids(self, block_ids: Sequence[int]) -> np.ndarray:
-        """As an int64 array. Raises ProtocolError for a block that is not in this pool."""
+        """Return the ids as int64 [n]. Raises ProtocolError for a block that is not in this pool."""
         array = np.asarray(block_ids, np.int64)
         if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= self.num_blocks)):
             raise ProtocolError(f"block ids beyond a pool of {self.num_blocks} blocks")
         return array
 
     def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
-        """Before `view` [block, ...] of the blocks is read to be sent or shared."""
+        """Prepare `view` [block, ...] for blocks `ids`, int64 [n], to be read, before they are sent or shared."""
 
     def flush(self, view: np.ndarray, ids: np.ndarray) -> None:
-        """After it was written and what was written is verified."""
+        """Pass on blocks `ids`, int64 [n], of `view` [block, ...] after they were written and verified."""
 
     def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
-        """Before the bytes themselves are looked at, wherever they came from."""
+        """Make the bytes of blocks `ids`, int64 [n], of `view` [block, ...] readable here, wherever they came from."""
 
 
 class Cells:
-    """A box of a pool. Block ids are int64 arrays, one per block position; ranges count layers as the whole model does
-    and are cut by the callers so that every position is in the array."""
+    """A box of a pool. Block ids are int64 arrays, one per block position; ranges count the layers of the whole model,
+    and callers cut them so that every position is in the array."""
 
     def __init__(self, memory: BlockMemory, box: Box, first_layer: int):
         """`box` in the numbers of the pool; `first_layer`: what the whole model calls its first layer."""
@@ -153,38 +154,41 @@ class Cells:
 
     @property
     def layer_bytes(self) -> int:
-        """One token of one layer: K and V of all heads, with scales."""
+        """Return the bytes of one token of one layer: K and V of all heads, with scales."""
         return 2 * self.num_heads * sum(plane.shape[-1] for plane in self.planes)
 
     def num_bytes(self, moved: Range) -> int:
-        """What the rows of a range take in this form: valid rows only."""
+        """Return the bytes of the valid rows of a range in this form."""
         return moved.num_tokens * (moved.layer_end - moved.layer_begin) * self.layer_bytes
 
     def each(self, ids: np.ndarray, moved: Range, do: Callable[[np.ndarray, np.ndarray], None]) -> None:
-        """`do(view [block, ...], which blocks of it)` over all bytes of the range, and no others."""
+        """Call `do(view [block, ...], ids of its blocks int64 [n])` over all bytes of the range, and no others; `ids`:
+        one per block position of the prompt."""
         for piece in pieces_of(moved, self.block_size):
             for view in self.views(piece, moved, self.is_whole):
                 do(view, ids[piece.block_begin : piece.block_end])
 
     def layers(self, moved: Range) -> slice:
-        """The range's layers in the second axis of a plane."""
+        """Return the range's layers in the second axis of a plane."""
         return slice(2 * (moved.layer_begin - self.first_layer), 2 * (moved.layer_end - self.first_layer))
 
     def has_all_layers(self, moved: Range) -> bool:
         return moved.layer_end - moved.layer_begin == self.num_layers
 
     def views(self, piece: Piece, moved: Range, in_blocks: bool) -> list[np.ndarray]:
-        """The piece's rows, blocks first; with `in_blocks` whole blocks of all layers are one array of bytes."""
+        """Return the piece's rows, uint8 [block, layer x k|v, head, row, bytes] per plane; with `in_blocks` whole
+        blocks of all layers are one array [block, bytes]."""
         if in_blocks and self.has_all_layers(moved) and piece.row_end - piece.row_begin == self.block_size:
             return [self.memory.blocks]
         return [plane[:, self.layers(moved), :, piece.row_begin : piece.row_end] for plane in self.planes]
 
     def matches(self, other: "Cells") -> bool:
-        """Blocks of one can be copied to the other's as they are."""
+        """Return whether blocks of one can be copied to the other's unchanged."""
         return (self.form, self.block_size) == (other.form, other.block_size)
 
     def copy_from(self, source: "Cells", own_ids: np.ndarray, source_ids: np.ndarray, moved: Range) -> None:
-        """The range's rows out of `source`, which matches."""
+        """Copy the range's rows out of `source`, which matches; both ids int64, one per block position of the
+        prompt."""
         in_blocks = self.is_whole and source.is_whole
         for piece in pieces_of(moved, self.block_size):
             ours, theirs = (ids[piece.block_begin : piece.block_end] for ids in (own_ids, source_ids))
@@ -199,16 +203,20 @@ class Cells:
     # ---- staged: the same for every block size ----
 
     def stage(self, moved: Range) -> Staged:
-        """Room for the range's rows."""
+        """Allocate room for the range's rows, uint8 [layer x k|v, head, token, bytes] per plane."""
         layers, tokens = moved.layer_end - moved.layer_begin, moved.num_tokens
         return [np.empty((2 * layers, self.num_heads, tokens, plane.shape[-1]), np.uint8) for plane in self.planes]
 
     def gather(self, ids: np.ndarray, moved: Range, staged: Staged) -> Staged:
+        """Copy the range's rows of blocks `ids`, int64, one per block position, into `staged` [layer x k|v, head,
+        token, bytes], and return it."""
         for view, selector, run in self._staged_runs(ids, moved, staged):
             run[...] = view[selector]
         return staged
 
     def scatter(self, ids: np.ndarray, moved: Range, staged: Staged) -> None:
+        """Copy `staged` [layer x k|v, head, token, bytes] to the range's rows of blocks `ids`, int64, one per block
+        position."""
         for view, selector, run in self._staged_runs(ids, moved, staged):
             view[selector] = run
 
@@ -229,8 +237,9 @@ class Cells:
     # ---- what travels ----
 
     def outgoing(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
-        """The range in wire order, in groups of buffers. With `in_blocks` (both sides keep the same blocks, whole)
-        whole blocks go as they lie; the rest is staged."""
+        """Yield the range in wire order, in groups of buffers; `ids`: int64 [n], one per block position. With
+        `in_blocks` (both sides keep the same blocks, whole) whole blocks are sent from where they are; the rest is
+        staged."""
         for part, selectors in self._wire(ids, moved, in_blocks):
             if part is None:
                 yield [memoryview(self.memory.blocks[selector]).cast("B") for selector in selectors]
@@ -240,8 +249,8 @@ class Cells:
                 yield [memoryview(flat)]
 
     def incoming(self, ids: np.ndarray, moved: Range, in_blocks: bool) -> Iterator[list[memoryview]]:
-        """Groups of buffers to be filled, the wire order of `outgoing`; what was filled is in its place as soon as the
-        next group is asked for."""
+        """Yield groups of buffers to fill, in the wire order of `outgoing`; `ids`: int64 [n], one per block position. A
+        group is in its place as soon as the next one is asked for."""
         for part, selectors in self._wire(ids, moved, in_blocks):
             if part is not None:
                 flat, staged = self._flat(part)
@@ -303,7 +312,8 @@ def _runs(*views: np.ndarray) -> list[np.ndarray]:
 
 
 def flat_staged(shape: tuple[int, int, int], row_bytes: Sequence[int]) -> tuple[np.ndarray, Staged]:
-    """A buffer for the planes of `shape` [layer x k|v, head, token] one after the other, and its views."""
+    """Allocate one buffer uint8 [bytes] for the planes of `shape` [layer x k|v, head, token] one after the other, with
+    `row_bytes` each, and return it with their views [layer x k|v, head, token, bytes]."""
     sizes = [int(np.prod(shape)) * each for each in row_bytes]
     flat = np.empty(sum(sizes), np.uint8)
     ends = np.cumsum(sizes).tolist()
@@ -311,8 +321,8 @@ def flat_staged(shape: tuple[int, int, int], row_bytes: Sequence[int]) -> tuple[
 
 
 def chunks(moved: Range, layer_bytes: int) -> Iterator[Range]:
-    """The range in parts of about CHUNK_BYTES, spans times layers, where one token of one layer has `layer_bytes`:
-    the order in which staged rows travel, the same for both sides."""
+    """Split the range into parts of about CHUNK_BYTES, spans times layers, where one token of one layer has
+    `layer_bytes`: the order in which staged rows travel, the same for both sides."""
     layers = max(1, CHUNK_BYTES // (SPAN_TOKENS * layer_bytes))
     spans = max(1, layers // max(1, moved.layer_end - moved.layer_begin))
     for token in range(moved.token_begin, moved.token_end, spans * SPAN_TOKENS):

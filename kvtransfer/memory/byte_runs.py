@@ -1,4 +1,4 @@
-"""What a range is, as bytes of two pools of one layout: neighbours merged, so that an engine which moves runs of bytes
+"""A range as runs of bytes of two pools of one layout: neighbours merged, so that an engine which moves runs of bytes
 gets few of them. Computed in numpy, no Python per block."""
 
 import numpy as np
@@ -12,8 +12,8 @@ SOURCE, OWN, WIDTH, PITCH, HEIGHT = range(5)  # columns of an array of runs
 
 
 def merged_runs(layout: KVLayout, source_ids: np.ndarray, own_ids: np.ndarray, moved: Range) -> np.ndarray:
-    """int64 [n, 5]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height` places that
-    are `pitch` bytes apart in both. Ids: one per block position of the prompt."""
+    """Return int64 [n, 5]: byte offsets in the source's pool and in one's own, `width` bytes at each of `height` places
+    that are `pitch` bytes apart in both. Both ids int64 [m], one per block position of the prompt."""
     found = [np.empty((0, 5), np.int64)]
     for piece in pieces_of(moved, layout.block_size):
         strips = np.array(_strips(layout, moved, piece.row_begin, piece.row_end), np.int64).reshape(-1, 4)
@@ -27,14 +27,15 @@ def merged_runs(layout: KVLayout, source_ids: np.ndarray, own_ids: np.ndarray, m
 
 
 def check_within(runs: np.ndarray, num_bytes: int) -> None:
-    """Raises ProtocolError for runs that leave a source's pool of `num_bytes`."""
+    """Raise ProtocolError if `runs`, int64 [n, 5] of merged_runs, leave a source's pool of `num_bytes`."""
     ends = runs[:, SOURCE] + (runs[:, HEIGHT] - 1) * runs[:, PITCH] + runs[:, WIDTH]
     if len(runs) and (runs[:, SOURCE].min() < 0 or ends.max() > num_bytes):
         raise ProtocolError(f"block ids beyond a pool of {num_bytes} bytes")
 
 
 def single_rows(runs: np.ndarray) -> np.ndarray:
-    """int64 [m, 3]: source offset, own offset, bytes, one per place, for engines that know no pitch."""
+    """Return int64 [m, 3]: source offset, own offset, bytes, one per place of `runs` [n, 5], for engines that take no
+    pitch."""
     steps = np.arange(runs[:, HEIGHT].sum()) - np.repeat(np.cumsum(runs[:, HEIGHT]) - runs[:, HEIGHT], runs[:, HEIGHT])
     repeated = np.repeat(runs, runs[:, HEIGHT], axis=0)
     offsets = [repeated[:, column] + steps * repeated[:, PITCH] for column in (SOURCE, OWN)]

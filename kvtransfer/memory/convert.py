@@ -1,11 +1,11 @@
-"""How a range comes from a source's pool into a taker's that keeps KV in other blocks or in another form.
+"""Move a range from a source's pool into a taker's that keeps KV in other blocks or in another form.
 
                           same form                              a lossier one on the taker's side
     the taker reads       source ─ copy ─► pool ─ digest          source ─ gather ─ digest ─ encode ─► pool
     the source sends      pool ─ digest ─ send ─► pool ─ digest   pool ─ gather ─ encode ─ digest ─ send ─► pool ─ digest
 
-What is digested is what travelled. Where the taker reads, that is the source's form, and the taker encodes what it has
-digested: one copy of the encoded rows would otherwise have to lie in memory that both sides map. Where the source
+The digests are of the bytes that travelled. Where the taker reads, that is the source's form, and the taker encodes
+what it has digested: one copy of the encoded rows would otherwise need memory that both sides map. Where the source
 sends, it encodes first, so that fewer bytes travel. The functions that encode come from the worker.
 """
 
@@ -34,13 +34,14 @@ class Encoded(NamedTuple):
 
 
 def row_sizes(group: KVGroup) -> list[int]:
-    """Bytes of one token of one head in each plane."""
+    """Return the bytes of one token of one head in each plane."""
     return [size for size in (group.row_bytes, group.row_scale_bytes) if size]
 
 
 def convert(staged: Staged, source_form: str, group: KVGroup, codec: Codec | None) -> tuple[np.ndarray, Staged]:
-    """Staged rows in the form of `group`: (flat buffer, staged). Raises LayoutMismatch without a codec,
-    TransferFailed for one that answers with other sizes than its form has."""
+    """Convert staged rows [layer x k|v, head, token, bytes] to the form of `group`: (flat buffer uint8 [bytes], its
+    planes, staged likewise). Raises LayoutMismatch without a codec, TransferFailed for one that answers with other
+    sizes than its form has."""
     if codec is None:
         raise LayoutMismatch(f"the source keeps {source_form}, the taker {group.form}: no codec was given to convert")
     shape = staged[0].shape[:3]
@@ -58,7 +59,8 @@ def convert(staged: Staged, source_form: str, group: KVGroup, codec: Codec | Non
 
 
 def encode(cells: Cells, ids: np.ndarray, moved: Range, group: KVGroup, codec: Codec | None) -> list[Encoded]:
-    """The range out of the source's pool in the taker's form, in the order in which it is sent."""
+    """Encode the range out of the source's pool in the taker's form, in the order in which it is sent; `ids`: int64
+    [n], one per block position. Raises what `convert` raises."""
     parts = []
     for part in chunks(moved, 2 * cells.num_heads * sum(row_sizes(group))):
         staged = cells.gather(ids, part, cells.stage(part))
@@ -70,7 +72,8 @@ def read(
     taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range, digests: Digests,
     codec: Codec | None,
 ) -> np.ndarray:  # fmt: skip
-    """The range out of memory that the taker maps, into its pool: digests of what was read."""
+    """Copy the range out of memory that the taker maps into its pool, and return the digests [spans, cells, ...] of
+    what was read; both ids int64 [n], one per block position. Raises what `convert` raises."""
     if taker.matches(source):
         return digests.copied(taker, source, own_ids, source_ids, moved)
     if taker.form == source.form:

@@ -1,5 +1,5 @@
 """A pool in GPU memory that another process can open: an allocation of its own, since a handle of torch's caching
-allocator would open the whole segment with everything that lies in it."""
+allocator would open the whole segment with everything in it."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What a (layer, k|v, kv head, 64 tokens) cell must add up to, in the form in which it travels.
+"""Digests of (layer, k|v, kv head, 64 tokens) cells, in the form in which they travel.
 
     sum    = sum over the cell's words of word * weight[index of the word in the cell]      mod 2^64
     digest = mix(sum + mix(seed of the span + number of the (layer, k|v, kv head) in the whole model))
@@ -29,7 +29,7 @@ _SCALE_WEIGHTS = 1 << 32  # word indexes of scales start here
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64 over uint64: a bijection that spreads every bit over all."""
+    """Apply the finalizer of splitmix64 to uint64 of any shape [...]: a bijection that spreads every bit over all."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -38,14 +38,14 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def weights(num_words: int, first: int = 0) -> np.ndarray:
-    """Odd uint64 weights of the words `first` to `first + num_words` of a cell."""
+    """Return the odd weights of the words `first` to `first + num_words` of a cell, uint64 [num_words], read-only."""
     table = mix64(np.arange(first, first + num_words, dtype=np.uint64)) | np.uint64(1)
     table.flags.writeable = False
     return table
 
 
 def span_names(span_hashes: Sequence[bytes], chain_parent: bytes, num_tokens: int) -> list[bytes]:
-    """32 bytes for each span; the tail's come from the name of the span before it and the tail's length."""
+    """Return 32 bytes for each span; the tail's come from the name of the span before it and the tail's length."""
     names = list(span_hashes)
     if tail := num_tokens % SPAN_TOKENS:
         names.append(hashlib.sha256(b"baton-tail-1" + chain_parent + struct.pack("<I", tail)).digest())
@@ -53,7 +53,8 @@ def span_names(span_hashes: Sequence[bytes], chain_parent: bytes, num_tokens: in
 
 
 def cell_numbers(layout: KVLayout, box: Box, moved: Range) -> np.ndarray:
-    """uint64, one per (layer, k|v, kv head) of the range in this box of the whole model `layout`, in that order."""
+    """Return the numbers uint64 [cells] of the range in this box of the whole model `layout`: one per (layer, k|v, kv
+    head), in that order."""
     group = layout.groups[box.group]
     before = sum(2 * each.num_layers * each.num_kv_heads for each in layout.groups[: box.group])
     first = layout.first_layer(box.group)
@@ -63,12 +64,12 @@ def cell_numbers(layout: KVLayout, box: Box, moved: Range) -> np.ndarray:
 
 
 def num_spans(moved: Range) -> int:
-    """Spans that a range touches."""
+    """Return how many spans a range touches."""
     return -(-moved.token_end // SPAN_TOKENS) - moved.token_begin // SPAN_TOKENS
 
 
 class Digests:
-    """Of one dialogue: the digests of its ranges, which begin and end on spans or at the prompt's end."""
+    """The digests of one dialogue's ranges, which begin and end on spans or at the prompt's end."""
 
     cell_bytes: int  # one digest
 
@@ -79,22 +80,25 @@ class Digests:
         self._names = names
 
     def of_pool(self, cells: Cells, ids: np.ndarray, moved: Range) -> np.ndarray:
-        """[spans, cells] of what lies in a pool."""
+        """Return the digests [spans, cells, ...] of a range in a pool; `ids`: int64 [n], one per block position of the
+        prompt. Raises NotImplementedError here: each kind has its own."""
         raise NotImplementedError
 
     def of_staged(self, staged: Staged, moved: Range) -> np.ndarray:
-        """The same of rows that are staged."""
+        """Return the digests [spans, cells, ...] of a range staged as [layer x k|v, head, token, bytes]. Raises
+        NotImplementedError here: each kind has its own."""
         raise NotImplementedError
 
     def copied(
         self, taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range
     ) -> np.ndarray:
-        """Copies between cells that match, and the digests of what was copied."""
+        """Copy between cells that match, both ids int64 [n], and return the digests [spans, cells, ...] of what was
+        copied."""
         taker.copy_from(source, own_ids, source_ids, moved)
         return self.of_pool(taker, own_ids, moved)
 
     def of_parts(self, moved: Range, parts: Iterable[tuple[Range, Staged]]) -> np.ndarray:
-        """The same of a range that is staged in parts of whole spans and layers."""
+        """Return the digests [spans, cells, ...] of a range staged in parts of whole spans and layers."""
         found = self.empty(moved)
         for part, staged in parts:
             span = (part.token_begin - moved.token_begin) // SPAN_TOKENS
@@ -104,16 +108,22 @@ class Digests:
         return found
 
     def empty(self, moved: Range) -> np.ndarray:
+        """Allocate room for the range's digests [spans, cells, ...]. Raises NotImplementedError here: each kind has its
+        own."""
         raise NotImplementedError
 
     def write(self, digests: np.ndarray, ready: kv_pb2.Ready) -> None:
+        """Write digests [spans, cells, ...] into a Ready frame. Raises NotImplementedError here: each kind has its
+        own."""
         raise NotImplementedError
 
     def read(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
-        """Raises DigestMismatch unless there is one for each cell: what comes without is as wrong as what differs."""
+        """Return the digests [spans, cells, ...] that a Ready frame carries. Raises DigestMismatch unless there is one
+        for each cell: a missing digest counts as a wrong one."""
         raise NotImplementedError
 
     def shape(self, moved: Range) -> tuple[int, int]:
+        """Return the numbers of spans and of cells in a range."""
         return num_spans(moved), len(cell_numbers(self._layout, self._box, moved))
 
     def _names_of(self, moved: Range) -> Sequence[bytes]:
@@ -122,30 +132,38 @@ class Digests:
 
 
 class Sums(Digests):
-    """uint64."""
+    """Weighted sums, uint64 [spans, cells]."""
 
     cell_bytes = 8
 
     def of_pool(self, cells: Cells, ids: np.ndarray, moved: Range) -> np.ndarray:
+        """Return the digests uint64 [spans, cells] of a range in a pool; `ids`: int64 [n], one per block position."""
         return self._mixed(cell_sums(cells, ids, moved), moved)
 
     def copied(
         self, taker: Cells, source: Cells, own_ids: np.ndarray, source_ids: np.ndarray, moved: Range
     ) -> np.ndarray:
+        """Copy between cells that match, both ids int64 [n], and return the digests uint64 [spans, cells]: with
+        kernels, in one pass."""
         if taker.memory.kernels is None:
             return super().copied(taker, source, own_ids, source_ids, moved)
         return self._mixed(cell_sums(source, source_ids, moved, taker, own_ids), moved)
 
     def of_staged(self, staged: Staged, moved: Range) -> np.ndarray:
+        """Return the digests uint64 [spans, cells] of a range staged as [layer x k|v, head, token, bytes]."""
         return self._mixed(staged_sums(staged, moved.num_tokens), moved)
 
     def empty(self, moved: Range) -> np.ndarray:
+        """Allocate room for the range's digests, uint64 [spans, cells]."""
         return np.empty(self.shape(moved), np.uint64)
 
     def write(self, digests: np.ndarray, ready: kv_pb2.Ready) -> None:
+        """Write digests uint64 [spans, cells] into a Ready frame, in that order."""
         ready.digests.extend(digests.ravel().tolist())
 
     def read(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
+        """Return the digests uint64 [spans, cells] of a Ready frame. Raises DigestMismatch for another number of
+        them."""
         shape = self.shape(moved)
         if len(ready.digests) != shape[0] * shape[1]:
             raise DigestMismatch(f"{len(ready.digests)} digests for {shape[0]} spans of {shape[1]} cells")
@@ -157,16 +175,19 @@ class Sums(Digests):
 
 
 class Hashes(Digests):
-    """SHA-256, uint8 [..., 32]."""
+    """SHA-256, uint8 [spans, cells, 32]."""
 
     cell_bytes = 32
 
     def of_pool(self, cells: Cells, ids: np.ndarray, moved: Range) -> np.ndarray:
+        """Return the digests uint8 [spans, cells, 32] of a range in a pool; `ids`: int64 [n], one per block
+        position."""
         cells.each(ids, moved, cells.memory.expose)
         parts = cells.chunks(moved)
         return self.of_parts(moved, ((part, cells.gather(ids, part, cells.stage(part))) for part in parts))
 
     def of_staged(self, staged: Staged, moved: Range) -> np.ndarray:
+        """Return the digests uint8 [spans, cells, 32] of a range staged as [layer x k|v, head, token, bytes]."""
         numbers = cell_numbers(self._layout, self._box, moved).tolist()
         found = self.empty(moved)
         for span, name in enumerate(self._names_of(moved)):
@@ -180,12 +201,16 @@ class Hashes(Digests):
         return found
 
     def empty(self, moved: Range) -> np.ndarray:
+        """Allocate room for the range's digests, uint8 [spans, cells, 32]."""
         return np.empty((*self.shape(moved), self.cell_bytes), np.uint8)
 
     def write(self, digests: np.ndarray, ready: kv_pb2.Ready) -> None:
+        """Write digests uint8 [spans, cells, 32] into a Ready frame, in that order."""
         ready.hashes = digests.tobytes()
 
     def read(self, ready: kv_pb2.Ready, moved: Range) -> np.ndarray:
+        """Return the digests uint8 [spans, cells, 32] of a Ready frame. Raises DigestMismatch for another number of
+        them."""
         shape = (*self.shape(moved), self.cell_bytes)
         if len(ready.hashes) != int(np.prod(shape)):
             raise DigestMismatch(f"{len(ready.hashes)} bytes of digests for {shape[0]} spans of {shape[1]} cells")
@@ -196,7 +221,8 @@ KINDS: dict[str, type[Digests]] = {"sum": Sums, "sha256": Hashes}
 
 
 def make_digests(kind: str, layout: KVLayout, box: Box, names: Sequence[bytes]) -> Digests:
-    """Raises ProtocolError for a kind that this build does not know: nothing is taken undigested."""
+    """Return the digests of `kind`. Raises ProtocolError for a kind that this build does not have: nothing is taken
+    without a digest."""
     if kind not in KINDS:
         raise ProtocolError(f"digest {kind!r}: one of {', '.join(KINDS)}")
     return KINDS[kind](layout, box, names)
@@ -206,7 +232,8 @@ def make_digests(kind: str, layout: KVLayout, box: Box, names: Sequence[bytes]) 
 
 
 def staged_sums(staged: Staged, num_tokens: int) -> np.ndarray:
-    """uint64 [spans, cells] of staged rows that begin on a span."""
+    """Return the sums uint64 [spans, cells] of rows staged as [layer x k|v, head, token, bytes], the first token of
+    which begins a span."""
     whole = num_tokens // SPAN_TOKENS
     cells = staged[0].shape[0] * staged[0].shape[1]
     sums = np.zeros((-(-num_tokens // SPAN_TOKENS), cells), np.uint64)
@@ -225,8 +252,8 @@ def staged_sums(staged: Staged, num_tokens: int) -> np.ndarray:
 def cell_sums(
     cells: Cells, ids: np.ndarray, moved: Range, taker: Cells | None = None, taker_ids: np.ndarray | None = None
 ) -> np.ndarray:
-    """uint64 [spans that the range touches, cells of its layers]: the parts of the sums that lie in the range. With a
-    `taker` that matches, what was summed is what was copied there."""
+    """Return uint64 [spans that the range touches, cells of its layers]: the parts of the sums within the range. Both
+    ids int64 [n], one per block position. With a `taker` that matches, the bytes summed are also copied there."""
     rows = cells.layers(moved)
     kernels = (cells if taker is None else taker).memory.kernels
     sums = np.zeros((num_spans(moved), (rows.stop - rows.start) * cells.num_heads), np.uint64)
@@ -300,6 +327,6 @@ def _words(plane: np.ndarray, piece: Piece, unit: int) -> np.ndarray:
 
 
 def word_of(row_bytes: int) -> tuple[np.dtype, int]:
-    """The widest little-endian unsigned word that divides a row, and how many make a row."""
+    """Return the widest little-endian unsigned word that divides a row, and how many make a row."""
     size = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
     return np.dtype(f"<u{size}"), row_bytes // size

@@ -1,5 +1,5 @@
-"""One worker's pool as the transports know it. Where it lies on a GPU, the host memory that goes with it is a mirror:
-the same blocks at the same places, copied only as they cross to or from another worker.
+"""One worker's pool as the transports see it. For a pool on a GPU, the host memory that belongs to it is a mirror: the
+same blocks at the same places, copied only as they cross to or from another worker.
 
     transports    source                                     taker
     of the host   device ─ refresh ─► mirror ─ digest ─►     mirror ─ digest ─ flush ─► device
@@ -20,10 +20,10 @@ from kvtransfer.memory.device_memory import DeviceRegion
 
 
 class BytePlaces(NamedTuple):
-    """Where in a pool the bytes [block, ..., bytes] of a view lie."""
+    """The places in a pool of the bytes [block, ..., bytes] of a view."""
 
     offset: int  # of the first one of block 0
-    counts: tuple[int, ...]  # without blocks; the last: bytes that lie side by side
+    counts: tuple[int, ...]  # without blocks; the last: bytes side by side
     strides: tuple[int, ...]  # bytes, from block to block on, all but the last
 
 
@@ -34,8 +34,8 @@ Copy = Callable[[BytePlaces, np.ndarray], None]  # which blocks
 
 
 class DevicePool(NamedTuple):
-    """A pool on a GPU, and what its worker does with it. The functions are called in threads and return when what they
-    do has passed on the GPU."""
+    """A pool on a GPU, and its worker's functions on it. They are called in threads and return when their work has
+    completed on the GPU."""
 
     region: DeviceRegion
     sums: DeviceSums
@@ -51,50 +51,58 @@ class _Mirrored(BlockMemory):
         self.device = device
 
     def places(self, view: np.ndarray) -> BytePlaces:
-        """Of a view whose last axis has no gaps."""
+        """Return the places of a view [block, ..., bytes] whose last axis has no gaps."""
         offset = view.ctypes.data - self.blocks.ctypes.data
         return BytePlaces(offset, (*view.shape[1:-1], view.shape[-1] * view.itemsize), view.strides[:-1])
 
 
 class Mirror(_Mirrored):
-    """Host memory that stands for a pool on a GPU."""
+    """Host memory that mirrors a pool on a GPU."""
 
     def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
+        """Copy blocks `ids`, int64 [n], of `view` [block, ...] from the device to the mirror."""
         self.device.copy_out(self.places(view), ids)
 
     def flush(self, view: np.ndarray, ids: np.ndarray) -> None:
+        """Copy blocks `ids`, int64 [n], of `view` [block, ...] from the mirror to the device."""
         self.device.copy_in(self.places(view), ids)
 
 
 class OnDevice(_Mirrored):
-    """The pool on the GPU itself. `blocks`, its mirror, says where what lies, and holds it after `expose` alone."""
+    """The pool on the GPU itself. `blocks`, its mirror, gives the places of the bytes, and holds the bytes after
+    `expose` alone."""
 
     def word_sums(
         self, words: np.ndarray, ids: np.ndarray, table: np.ndarray, starts: np.ndarray, to: None, to_ids: None
     ) -> np.ndarray:  # fmt: skip
+        """Sum words [block, row, head, unit, word] on the device: uint64 [len(ids), unit, row, head], as
+        MemoryKernels.word_sums without a target."""
         return self.device.sums(self.places(words), words.itemsize, ids, table, starts)
 
     def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
+        """Copy blocks `ids`, int64 [n], of `view` [block, ...] from the device to the mirror."""
         self.device.copy_out(self.places(view), ids)
 
 
 class Pools(NamedTuple):
-    """`device`: None where the pool lies in host memory."""
+    """A pool by its kinds of memory. `device`: None where the pool is in host memory."""
 
     host: BlockMemory
     device: OnDevice | None
 
     @classmethod
     def of(cls, memory, layout: KVLayout, device: DevicePool | None, kernels: MemoryKernels | None = None) -> "Pools":
-        """`layout`: of the pool; `kernels`: of its host memory. Raises LayoutMismatch for one that cannot be moved."""
+        """Describe a pool of `layout`; `kernels`: of its host memory. Raises LayoutMismatch for a layout that cannot be
+        moved."""
         if device is None:
             return cls(BlockMemory(memory, layout, kernels), None)
         return cls(Mirror(memory, layout, device, kernels), OnDevice(memory, layout, device))
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """What transports must be able to move between."""
+        """Return the kinds of memory that transports must be able to move between."""
         return (HOST,) if self.device is None else (HOST, DEVICE)
 
     def used_by(self, transport: str) -> BlockMemory:
+        """Return the memory that a transport moves."""
         return self.host if HOST in CAPABILITIES[transport].memory else self.device

@@ -72,7 +72,7 @@ class Cursor:
         return Range(self.token, token_end, self.layer, min(ready, self.layer + step))
 
     def take(self, moved: Range) -> None:
-        """Goes on by `moved`. Raises ProtocolError unless it follows what came before."""
+        """Advance by `moved`. Raises ProtocolError unless it follows what came before."""
         if self.token_end > self.token:
             follows = moved[:3] == (self.token, self.token_end, self.layer)
         else:

@@ -54,7 +54,7 @@ class FetchReport:
 
 class Fetcher:
     """`memory`: the pool that is written into. `layout`: of the whole model, which the ranks of this taker hold as
-    `shards`; the pool is that of `rank`. `device`: the pool where it lies on a GPU, `memory` then being its mirror.
+    `shards`; the pool is that of `rank`. `device`: the pool where it is on a GPU, `memory` then being its mirror.
     `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
     forms are taken. `kernels`: over the pool in host memory; without them numpy.
 

@@ -1,4 +1,4 @@
-"""Leases: blocks kept for whoever has a ticket, with an end that always comes and is told exactly once.
+"""Leases: blocks kept for the holder of a ticket, with an end that always comes and is reported exactly once.
 
     grant ──► alive ── advance(token, layer) ... finish ──┐
                 │  renew: until the first Want the gateway, then the takers' dialogues
@@ -35,7 +35,7 @@ class Watermark(NamedTuple):
 
 
 class Fetch:
-    """What one ticket's taker has come to. `num_shares` dialogues, one per rank and box, known from the first Want."""
+    """The progress of one ticket's taker. `num_shares` dialogues, one per rank and box, known from the first Want."""
 
     def __init__(self):
         self.num_shares = 0
@@ -76,7 +76,7 @@ class Lease:
 
     @property
     def is_complete(self) -> bool:
-        """Every layer of every token is written."""
+        """Return whether every layer of every token is written."""
         return self.watermark.full_token == self.num_tokens
 
     @property
@@ -84,13 +84,13 @@ class Lease:
         return any(fetch.is_done for fetch in self.fetches.values())
 
     def add_fetch(self, fetch_id: bytes) -> None:
-        """A ticket was minted. Raises ValueError beyond MAX_FETCHES."""
+        """Add the fetch of a new ticket. Raises ValueError beyond MAX_FETCHES."""
         if len(self.fetches) >= MAX_FETCHES:
             raise ValueError(f"a lease has at most {MAX_FETCHES} tickets")
         self.fetches[fetch_id] = Fetch()
 
     def begin(self, fetch_id: bytes, share: int, num_shares: int) -> Fetch:
-        """A dialogue of this fetch opens. Raises TicketRefused for one that is over, ProtocolError for shares that
+        """Open a dialogue of this fetch. Raises TicketRefused for a fetch that is over, ProtocolError for shares that
         contradict each other."""
         fetch = self.fetches.get(fetch_id)
         if fetch is None or fetch.is_done:
@@ -102,8 +102,9 @@ class Lease:
         return fetch
 
     def advance(self, upto_token: int, upto_layer: int | None = None) -> None:
-        """KV is written below `upto_token` in all layers below `upto_layer` (None: all). What does not fill a span
-        waits for the rest of it, except at the end. Raises ValueError for a watermark that goes back or out."""
+        """Set the watermark: KV is written below `upto_token` in all layers below `upto_layer` (None: all). Tokens that
+        do not fill a span wait for the rest of it, except at the end. Raises ValueError for a watermark that goes back
+        or out."""
         layer = self.num_layers if upto_layer is None else upto_layer
         if not 0 <= upto_token <= self.num_tokens or not 0 <= layer <= self.num_layers:
             size = f"{self.num_tokens} tokens, {self.num_layers} layers"
@@ -126,7 +127,7 @@ class Lease:
         self.changed.set()
 
     def check_alive(self) -> None:
-        """Raises TransferCancelled or LeaseExpired."""
+        """Raise TransferCancelled or LeaseExpired if the lease has ended."""
         if self.ending == CANCELLED:
             raise TransferCancelled("the source's request was cancelled")
         if self.ending:
@@ -153,8 +154,8 @@ class LeaseTable:
         self, key: Hashable, *, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
         span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, lease_id: bytes | None = None,
     ) -> Lease:  # fmt: skip
-        """`lease_id`: given where the ranks of one source lease their parts under one name. Raises ValueError while
-        `key` or the name has a lease."""
+        """Grant a lease for `key`; `lease_id`: given where the ranks of one source lease their parts under one name.
+        Raises ValueError while `key` or the name has a lease."""
         lease_id = lease_id or secrets.token_bytes(16)
         if key in self._by_key or lease_id in self._by_id:
             raise ValueError(f"{key} has a lease already")
@@ -164,7 +165,8 @@ class LeaseTable:
         return lease
 
     def find(self, lease_id: bytes) -> Lease:
-        """Raises LeaseExpired for a lease that has ended or never was; one past its deadline ends here."""
+        """Return a lease; one past its deadline ends here. Raises LeaseExpired for a lease that has ended or never
+        was."""
         lease = self._by_id.get(lease_id)
         if lease is not None and lease.deadline <= self._clock():
             self._expire(lease)
@@ -177,7 +179,7 @@ class LeaseTable:
         return self._by_key.get(key)
 
     def renew(self, lease_id: bytes) -> bool:
-        """The lease lives its ttl from now; False where it has ended."""
+        """Extend the lease by its ttl from now; False where it has ended."""
         try:
             lease = self.find(lease_id)
         except KVError:
@@ -186,7 +188,8 @@ class LeaseTable:
         return True
 
     def finish(self, key: Hashable) -> None:
-        """The prefill is complete. Taken and no longer awaited the lease ends; a key without a lease is no fault."""
+        """Mark the prefill complete. A lease that is taken and no longer awaited ends; a key without a lease is no
+        fault."""
         if lease := self._by_key.get(key):
             if lease.watermark.full_token < lease.num_tokens:
                 lease.advance(lease.num_tokens)
@@ -194,17 +197,17 @@ class LeaseTable:
             self._release_if_done(lease)
 
     def confirm(self, lease: Lease, fetch: Fetch, share: int) -> None:
-        """A taker has verified everything of one share."""
+        """Note that a taker has verified everything of one share."""
         fetch.confirmed.add(share)
         self._release_if_done(lease)
 
     def leave(self, lease: Lease, fetch: Fetch) -> None:
-        """A dialogue is over, however."""
+        """Note that a dialogue has ended, for whatever reason."""
         fetch.num_open -= 1
         self._release_if_done(lease)
 
     def withdraw(self, lease_id: bytes, fetch_id: bytes) -> None:
-        """A ticket serves no more, and nobody waits for its taker. Idempotent."""
+        """Withdraw a ticket: it opens no dialogue, and its taker is not waited for. Idempotent."""
         lease = self._by_id.get(lease_id)
         if lease is not None and (fetch := lease.fetches.pop(fetch_id, None)):
             fetch.is_withdrawn = True
@@ -212,12 +215,12 @@ class LeaseTable:
             self._release_if_done(lease)
 
     def cancel(self, key: Hashable) -> None:
-        """Idempotent."""
+        """Cancel the lease of `key`, if any. Idempotent."""
         if lease := self._by_key.get(key):
             self._end(lease, CANCELLED)
 
     def expire(self) -> int:
-        """Ends the leases past their deadline; how many of them nobody has taken."""
+        """End the leases past their deadline; return how many of them were not taken."""
         now = self._clock()
         late = [lease for lease in self._by_id.values() if lease.deadline <= now]
         for lease in late:
@@ -225,7 +228,7 @@ class LeaseTable:
         return sum(lease.ending == EXPIRED for lease in late)
 
     def close(self) -> None:
-        """Cancels all."""
+        """Cancel all leases."""
         for lease in list(self._by_id.values()):
             self._end(lease, CANCELLED)
 

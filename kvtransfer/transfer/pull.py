@@ -62,7 +62,7 @@ class Shelter:
             raise TransferFailed(f"the destination set {len(blocks)} blocks aside for {upto_token} tokens")
         known = min(len(blocks), len(self._blocks))
         if blocks[:known] != self._blocks[:known]:
-            raise StaleBlocks("the destination has given blocks of this fetch to somebody else")
+            raise StaleBlocks("the destination has given blocks of this fetch to another request")
         if len(blocks) > known:
             self._blocks = blocks
             self.ids = self._memory.check_ids([block.block_id for block in blocks])
@@ -160,7 +160,7 @@ class Pull:
         try:
             await self._line.send(end_frame(exc.status, str(exc)))
         except KVError:
-            pass  # nobody listens any more
+            pass  # the other side has gone
 
     async def _listen(self) -> None:
         """Until the last Confirm."""
@@ -185,7 +185,7 @@ class Pull:
         self.last_ready = time.monotonic()
         digests = self._digests.read(ready, moved)
         if list(ready.generations) != [block.generation for block in self._source_blocks(moved)]:
-            raise StaleBlocks("the source has given blocks of this handle to somebody else")
+            raise StaleBlocks("the source has given blocks of this handle to another request")
         num_bytes = self._cells.num_bytes(moved)
         if ready.payload_bytes != (num_bytes if self._sends else 0):
             raise ProtocolError(f"{ready.payload_bytes} bytes follow {moved}, which has {num_bytes}")

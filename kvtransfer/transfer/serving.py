@@ -49,7 +49,7 @@ class Shelf:
 
     pools: Pools
     layout: KVLayout  # of the whole model
-    shard: Shard  # what of it lies in `pools`
+    shard: Shard  # the part of it in `pools`
     numerics_class: str
     codec: Codec | None
     leases: LeaseTable
@@ -103,7 +103,7 @@ class Serving:
             await self._line.send(end_frame(exc.status, str(exc)))
             await self._line.drain()
         except KVError:
-            pass  # nobody listens any more
+            pass  # the other side has gone
 
     async def _serve(self) -> None:
         want = await self._first()
@@ -137,8 +137,8 @@ class Serving:
         return frame.want
 
     async def _take_over(self, earlier: "Serving") -> None:
-        """From a dialogue of the same ticket and share, whose taker has come back before its line was seen to break.
-        Raises TicketRefused where that taker is still heard: then this is somebody who has overheard the ticket."""
+        """Take over from a dialogue of the same ticket and share, whose taker has come back before its line was seen to
+        break. Raises TicketRefused where that taker is still heard: then the ticket was overheard."""
         earlier._heard.clear()
         waits = [asyncio.ensure_future(event.wait()) for event in (earlier._heard, earlier._over)]
         try:
@@ -279,7 +279,7 @@ class Serving:
         blocks = lease.blocks[moved.token_begin // size : -(-moved.token_end // size)]
         generations = [self._shelf.generations(block.block_id) for block in blocks]
         if generations != [block.generation for block in blocks]:
-            raise StaleBlocks("the source has given blocks of this lease to somebody else")
+            raise StaleBlocks("the source has given blocks of this lease to another request")
         return generations
 
     async def _reply(self) -> None:

@@ -43,8 +43,8 @@ class Offer(NamedTuple):
 
 class Source:
     """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
-    cannot (then there is no shm). `device`: the pool where it lies on a GPU, `memory` then being its mirror.
-    `layout`: of the whole model; what of it lies in this pool is `shard`, all of it where that is empty.
+    cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror.
+    `layout`: of the whole model; the part of it in this pool is `shard`, all of it where that is empty.
     `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
     the same form are served. `kernels`: over the pool in host memory; without them numpy. All methods belong to the event loop that `start` ran in.

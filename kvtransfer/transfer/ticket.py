@@ -20,7 +20,7 @@ class TicketMint:
         self._key = key or secrets.token_bytes(32)
 
     def mint(self, lease_id: bytes, taker_instance: bytes, taker_epoch: int, fetch_id: bytes | None = None) -> bytes:
-        """A ticket of its own fetch id; the same taker may show it again to go on after a broken line."""
+        """A ticket of its own fetch id; the same taker may show it again to continue after a broken line."""
         ticket = kv_pb2.Ticket(
             lease_id=lease_id, taker_instance=taker_instance, taker_epoch=taker_epoch,
             fetch_id=fetch_id or secrets.token_bytes(16),

@@ -68,8 +68,9 @@ class Copier:
         self.runtime.destroy_stream(self.stream)
 
     async def copy(self, source: int, runs: np.ndarray, within_s: float) -> None:
-        """`source`: address of the source's pool here; `runs` as in runs.merged_runs. Raises PeerLost when the copies
-        have not passed in time. A copy cannot be stopped: however this ends, it has passed, or the GPU is lost."""
+        """Copy runs of the source's pool into one's own. `source`: its address here; `runs`: int64 [n, 5] of
+        byte_runs.merged_runs. Raises PeerLost when the copies have not completed in `within_s`. A copy cannot be
+        stopped: however this ends, it has completed, or the GPU is lost."""
         runtime = self.runtime
         runtime.set_device(self.region.device)
         event = runtime.make_event()
@@ -116,6 +117,8 @@ class _CudaTakerLine(MappedLine):
             raise TransportBroken("cuda_ipc", f"the source's GPU memory cannot be opened here: {exc}") from exc
 
     async def read(self, runs: np.ndarray) -> None:
+        """Copy `runs`, int64 [n, 5] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
+        memory or for runs beyond it, PeerLost as Copier.copy."""
         if not self._source:
             raise ProtocolError("Ready before the source has shared its memory")
         check_within(runs, self._mapping.num_bytes)

@@ -115,7 +115,7 @@ class Dialer:
         self, memory: BlockMemory, device: DeviceRegion | None, socket_folder: Path | None = None,
         security: grpc_stream.Security = grpc_stream.OPEN,
     ):  # fmt: skip
-        """`memory`: the pool that is written into; `device`: where it lies on a GPU too."""
+        """`memory`: the pool that is written into; `device`: its place where it is on a GPU too."""
         self._security = security
         self._memory = memory
         self._device = device

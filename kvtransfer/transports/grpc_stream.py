@@ -50,7 +50,7 @@ _SERVER_OPTIONS = (
     ("grpc.http2.lookahead_bytes", 4 * MAX_TAKER_FRAME_BYTES),
     ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),
-    # A process that stands still is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
+    # A process that hangs is noticed after the ping's timeout; that of keepalive itself has no effect in 1.85.
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 3000),
     ("grpc.server_handshake_timeout_ms", 5000),  # gRPC's own is 120 s
@@ -112,6 +112,8 @@ class GrpcLine:
                         await self._put(b"".join((_PAYLOAD, buffer[begin : begin + CHUNK_BYTES])))
 
     async def receive(self) -> kv_pb2.KVFrame:
+        """Return the next frame. Raises ProtocolError for a frame of another length than its message, PeerLost when the
+        line breaks."""
         message = await self._next()
         length = frame_length(message[:HEADER_BYTES], self._max_frame_bytes)
         if length != len(message) - HEADER_BYTES:
@@ -119,6 +121,8 @@ class GrpcLine:
         return decode_frame(message[HEADER_BYTES:])
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
+        """Fill the groups of buffers with the next bytes. Raises ProtocolError for more bytes than announced, PeerLost
+        when the line breaks, or the error that the source's End carries."""
         chunk = memoryview(b"")
         for group in groups:
             for buffer in group:
@@ -133,7 +137,7 @@ class GrpcLine:
             raise ProtocolError(f"{len(chunk)} bytes more than were announced")
 
     async def _next_chunk(self) -> memoryview:
-        """Raises what the source says instead when it cannot go on."""
+        """Return the next bytes. Raises the source's own error when it cannot continue."""
         message = await self._next()
         if message[:1] == _PAYLOAD:
             return memoryview(message)[1:]
@@ -218,7 +222,7 @@ class GrpcLine:
         self._incoming.put_nowait(None)  # a taker that has closed its half may still be spoken to
 
     async def _write(self) -> None:
-        """Messages are taken from the queue even when the line is lost: nobody may wait for room for ever."""
+        """Take messages from the queue even when the line is lost, so that no sender waits for room for ever."""
         while True:
             message = await self._outgoing.get()
             try:

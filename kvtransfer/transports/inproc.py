@@ -42,6 +42,7 @@ class InprocLine:
             self._peer.source_memory = self._own_memory
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
+        """Give a copy of the frame to the peer. Raises PeerLost when the line is closed."""
         if self._peer is None:
             raise PeerLost("the line was closed")
         copied = kv_pb2.KVFrame()
@@ -49,6 +50,7 @@ class InprocLine:
         self._peer._frames.put_nowait(copied)
 
     async def receive(self) -> kv_pb2.KVFrame:
+        """Return the next frame. Raises PeerLost when the other side is silent too long or has closed the line."""
         try:
             async with asyncio.timeout(self._silence_s):
                 frame = await self._frames.get()
@@ -59,6 +61,7 @@ class InprocLine:
         return frame
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
+        """Raise ProtocolError: the taker reads, no bytes follow a frame."""
         raise ProtocolError("nothing follows a frame where the taker reads")
 
     async def drain(self) -> None:
@@ -79,7 +82,7 @@ def is_here(address: str) -> bool:
 
 
 async def connect(address: str) -> InprocLine:
-    """Raises PeerLost."""
+    """Connect to a listener of this event loop. Raises PeerLost when it is not there."""
     listener = _listeners.get(address)
     if listener is None:
         raise PeerLost("the source is not in this process any more")

@@ -38,7 +38,7 @@ class NixlListener:
         return line
 
     async def _progress(self) -> None:
-        """As long as somebody may be reading: a taker whose line broke still waits for what it had begun."""
+        """Make progress as long as a taker may be reading: one whose line broke still waits for what it had begun."""
         last = time.monotonic()
         while self._lines or time.monotonic() - last < SILENCE_S:
             last = time.monotonic() if self._lines else last
@@ -87,6 +87,8 @@ class _NixlTakerLine(MappedLine):
         self._peer, self._mapping = self._agent.open_peer(mapping.access), mapping
 
     async def read(self, runs: np.ndarray) -> None:
+        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
+        memory or for runs beyond it, PeerLost as NixlAgent.read."""
         if self._peer is None:
             raise ProtocolError("Ready before the source has shared its memory")
         mapping = self._mapping

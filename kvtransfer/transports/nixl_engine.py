@@ -105,8 +105,9 @@ class NixlAgent:
             pass  # it has gone already
 
     async def read(self, peer: str, peer_base: int, peer_kind: str, runs: np.ndarray, within_s: float) -> None:
-        """`runs` as in runs.merged_runs. Raises PeerLost. When it is cancelled the transfer is still awaited: no byte
-        lands once it has raised, unless the peer had to be dropped, whose connection then ends with it."""
+        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, from a peer. Raises PeerLost. When it is cancelled the
+        transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped, whose
+        connection then ends with it."""
         moving = asyncio.ensure_future(self._read(peer, peer_base, peer_kind, runs, within_s))
         try:
             await asyncio.shield(moving)

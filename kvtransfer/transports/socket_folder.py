@@ -1,5 +1,5 @@
 """Where unix sockets lie: a folder per process below a parent that all processes of a host, or containers with a
-volume in common, can see. A folder that nobody lives in any more is removed by the next process that makes one."""
+volume in common, can see. A folder that no process uses any more is removed by the next process that makes one."""
 
 import errno
 import fcntl
@@ -88,7 +88,7 @@ def _make(parent: Path) -> tuple[Path, int]:
         try:
             lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
-            continue  # swept: this process stood still for _SETTLE_S
+            continue  # swept: this process was stopped for _SETTLE_S
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), os.stat(path / _LOCK)):
@@ -132,7 +132,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _answers(path: Path) -> bool:
-    """Whether somebody listens: a folder may be older than the lock."""
+    """Return whether a process listens: a folder may be older than the lock."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setblocking(False)
         try:

@@ -59,6 +59,8 @@ class SocketLine:
             await self._send_all([data[sent:]])
 
     async def receive(self) -> kv_pb2.KVFrame:
+        """Return the next frame. Raises PeerLost when the other side is silent too long or closes, ProtocolError for a
+        bad frame."""
         try:
             async with asyncio.timeout(self._silence_s):  # in all: bytes that trickle are no frame
                 header = await self._take(HEADER_BYTES)
@@ -141,7 +143,7 @@ class SocketLine:
                 await asyncio.sleep(0)
 
     def _wake_at(self, num_bytes: int) -> None:
-        """So much is waited for before the loop hears of it: a payload is not read a packet at a time."""
+        """Wait for this many bytes before the loop is woken: a payload is not read a packet at a time."""
         if self._wakes_at != num_bytes and not self._closed:
             self._wakes_at = num_bytes
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)

@@ -1,4 +1,4 @@
-"""What a transport is, what each can do, and which one a taker and a source use.
+"""The contract of a transport, and the choice of one for a taker and a source.
 
 A transport gives both sides a Line: frames both ways, and raw bytes behind a Ready where the source is the one that
 moves them. With the others the taker reads the source's memory itself.
@@ -20,7 +20,7 @@ from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.transports import socket_folder
 from kvtransfer.transports.nixl_engine import find_package, has_rdma
 
-INLINE_BYTES = 1 << 20  # more is copied or digested in a thread, so that the event loop goes on
+INLINE_BYTES = 1 << 20  # more is copied or digested in a thread, so that the event loop keeps running
 _RATED_BYTES = 1 << 20
 _MAX_RATES = 256
 
@@ -31,26 +31,27 @@ class Line(Protocol):
     source_memory: BlockMemory | None  # taker's side: the source's pool once it is shared; None where the source sends
 
     async def share_memory(self) -> None:
-        """Source's side, after the ticket was checked: lets the taker read the pool. Raises PeerLost."""
+        """Let the taker read the pool (source's side, after the ticket was checked). Raises PeerLost."""
 
     async def send(self, frame: kv_pb2.KVFrame, payload: Iterable[list[memoryview]] = ()) -> None:
-        """One frame, whole, with the bytes behind it. Raises PeerLost, ProtocolError."""
+        """Send one frame, whole, with the bytes behind it. Raises PeerLost, ProtocolError."""
 
     async def receive(self) -> kv_pb2.KVFrame:
-        """The next frame. Raises PeerLost, ProtocolError."""
+        """Return the next frame. Raises PeerLost, ProtocolError."""
 
     async def read(self, runs: np.ndarray) -> None:
-        """Taker's side, where `reads_runs`: brings runs.merged_runs out of the source's pool into one's own. Raises
-        PeerLost, ProtocolError; however it ends, nothing of it lands afterwards."""
+        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, out of the source's pool into one's own (taker's side,
+        where `reads_runs`). Raises PeerLost, ProtocolError; however it ends, no byte arrives afterwards."""
 
     async def receive_payload(self, groups: Iterable[list[memoryview]]) -> None:
-        """Fills one group of buffers after the other with the bytes behind the frame; none lands once it has ended."""
+        """Fill one group of buffers after the other with the bytes behind the frame; none is written once it has
+        ended."""
 
     async def drain(self) -> None:
-        """After the last frame, before `close`: until the other side has read it or a second has passed."""
+        """Wait, after the last frame and before `close`, until the other side has read it or a second has passed."""
 
     def close(self) -> None:
-        """Idempotent and immediate; what was not sent is lost."""
+        """Close at once, idempotent; frames not yet sent are lost."""
 
 
 class TransportChoice(NamedTuple):
@@ -59,7 +60,8 @@ class TransportChoice(NamedTuple):
 
 
 def allowed(transports: Sequence[str] | str) -> tuple[str, ...]:
-    """`auto` means all that `auto_against` says nothing against. Raises ValueError for an unknown name."""
+    """Return the transports of these names; `auto` means all but those of `auto_against`. Raises ValueError for an
+    unknown name."""
     names = [transports] if isinstance(transports, str) else list(transports)
     unknown = [name for name in names if name != "auto" and name not in CAPABILITIES]
     if unknown or not names:
@@ -69,7 +71,8 @@ def allowed(transports: Sequence[str] | str) -> tuple[str, ...]:
 
 
 def auto_against() -> dict[str, str]:
-    """Transports that `auto` leaves out on this machine, and why. Naming one of them uses it all the same."""
+    """Return the transports that `auto` leaves out on this machine, and why. Naming one of them uses it all the
+    same."""
     if not find_package():
         return {"nixl": "not installed here"}
     if not has_rdma():
@@ -81,8 +84,8 @@ def choose(
     endpoints: Sequence[Endpoint], host_id: str, transports: Sequence[str] | str, in_process: Callable[[str], bool],
     memory: Sequence[str] = (HOST,), are_alike: bool = True, broken: Container[str] = (),
 ) -> TransportChoice:  # fmt: skip
-    """Ranks a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
-    `in_process(address)` tells whether an inproc address is this process, `are_alike` whether both pools have one
+    """Rank a source's endpoints for a taker on `host_id` that may use `transports` and keeps its pool in `memory`.
+    `in_process(address)` returns whether an inproc address is this process, `are_alike` whether both pools have one
     layout; `broken`: transports that did not work between the two. Raises TransferFailed, with the reasons, when none
     is left."""
     names, offered = allowed(transports), {endpoint.transport: endpoint for endpoint in endpoints}
@@ -116,13 +119,13 @@ def choose(
 
 
 def local_host_id(parent: Path | None = None) -> str:
-    """Equal for two processes exactly when they can meet in the folder `parent` (default: for temporary files): that
-    of one container and another differ unless both are told a folder that they share. Raises OSError."""
+    """Return an id that is equal for two processes exactly when they can meet in the folder `parent` (default: for
+    temporary files): two containers differ unless both are given a folder that they share. Raises OSError."""
     return socket_folder.host_id(parent or socket_folder.default_parent())
 
 
 class Busy:
-    """`with` it whatever moves bytes, also several at once: `seconds` of the wall clock in which something did."""
+    """A context around whatever moves bytes, also several at once: `seconds` of the wall clock in which any did."""
 
     def __init__(self):
         self.seconds = 0.0
