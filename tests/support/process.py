@@ -14,7 +14,8 @@ from tests.support.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 # Not a preexec_fn: that takes a fork, which gRPC's threads in this process would see.
-_DIE_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL", "--")
+# An interrupt counts also where the tests themselves are run in the background, which leaves it ignored.
+_DIE_WITH_PARENT = ("env", "--default-signal=INT", "setpriv", "--pdeathsig", "KILL", "--")
 
 
 class Process:
