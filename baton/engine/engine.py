@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def start_line(self) -> str:
-        """What was chosen and why, in one line."""
+        """Return the choices made at start, and why, in one line."""
         weights = self.runner.model.weights
         chosen = {"attention": self.attention_name, "linear": "+".join(weights.kernels)}
         chosen["layers"] = self.runner.model.layers_name
@@ -201,9 +201,9 @@ class Engine:
             return self._outputs
 
     def fail(self, message: str) -> list[Output]:
-        """After a step that raised: what it gave out before it did, and the keys that it computed end, `failed` where
-        there was one, `failed_together` where there were several. Where it raised over none of them every key ends.
-        Their blocks come back, the engine goes on."""
+        """Recover from a step that raised: return the outputs it had given before, and end the keys that it computed,
+        `failed` where there was one, `failed_together` where there were several. Where it computed none every key ends.
+        Their blocks come back, the engine keeps running."""
         with self._stepping:
             with suppress(Exception):  # the device is lost: then nothing computes there either
                 self.runner.launcher.wait()
@@ -277,7 +277,7 @@ class Engine:
             case Stop():
                 self._end(group, "cancelled")
             case Park():
-                if group.prefilled:  # a prompt that is being read has nothing yet that could be gone on with
+                if group.prefilled:  # a prompt that is being read has nothing yet to continue from
                     self.lifecycle.happen(group, GroupEvent.PARK)
             case Resume():
                 self.lifecycle.happen(group, GroupEvent.RESUME)

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Owns the thread that steps an engine. `on_outputs` is called on it, with the non-empty outputs of each step (and
     in mid-step with how far a held prompt is written), and must neither block nor raise; submit, start, cancel and the
-    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good; it ends the process."""
+    like wake it by themselves. `on_device_lost(reason)` is called on it when the GPU fails for good; it ends the
+    process."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class EngineLoop:
             if outputs:
                 self._on_outputs(outputs)
             elif not self.engine.launched:
-                # Nothing to compute, or all that waits lacks blocks: whoever gives some back rings.
+                # Nothing to compute, or all that waits lacks blocks: giving some back rings the bell.
                 self.engine.inbox.wait(IDLE_BEAT_S)
 
     def _step(self) -> list[Output]:

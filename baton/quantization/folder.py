@@ -1,4 +1,4 @@
-"""A model folder in the making: it stands beside its place under a hidden name and moves in when it is whole."""
+"""A model folder in the making: it is written beside its place under a hidden name, and renamed when it is whole."""
 
 import json
 import os
@@ -47,6 +47,7 @@ class FolderWriter:
         self._shards: list[list[str]] = []
 
     def add(self, tensors: dict[str, Tensor]) -> None:
+        """Hold tensors of any shape [...] by name, and write a shard when they fill one."""
         self._held |= {name: tensor.contiguous() for name, tensor in tensors.items()}
         self._held_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if self._held_bytes >= SHARD_BYTES:

@@ -1,4 +1,4 @@
-"""From a float model folder to a quantized one, a layer at a time: read, calibrated, rounded, written, dropped.
+"""Turn a float model folder into a quantized one, a layer at a time: read, calibrated, rounded, written, dropped.
 
 What is alive at once: one layer in fp32, the second moments of one stage's inputs, the calibration set's activations at
 that layer (num_tokens x (2 x hidden_size + 2 x intermediate_size) fp32 at most), and a shard of the output.
@@ -38,7 +38,7 @@ class QuantizeJob:
 
     @property
     def packed(self) -> bool:
-        """Weight-only integers lie in int32 words."""
+        """Return whether weight-only integers are stored in int32 words."""
         return self.scheme.grouped or self.scheme.name == "int8-weight-only"
 
 
@@ -56,7 +56,8 @@ def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
 
 
 def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, progress: bool = False) -> None:
-    """Write the quantized folder. `samples`: token ids of the calibration set, needed if job.scheme.calibrated.
+    """Write the quantized folder. `samples`: token ids of the calibration set, int64 [tokens] each, needed if
+    job.scheme.calibrated.
 
     `out` appears whole or not at all, whatever happens in between. Raises QuantizeError where it exists, ModelError for
     a broken model.

@@ -1,5 +1,5 @@
 """The schemes: what each does to a layer, in two passes over its stages. Folding comes first, on float weights; then
-every linear is rounded to its form, and what lies behind it is calibrated on what the rounded one puts out."""
+every linear is rounded to its form, and the ones after it are calibrated on the outputs of the rounded one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ Form = IntWeight | Fp8Weight
 
 @dataclass(frozen=True)
 class Settings:
-    """What rounding needs beside the weights."""
+    """The settings of rounding beside the weights."""
 
     group: int | None  # inputs per scale; None: the scheme has one scale a row
     dtype: torch.dtype  # of the folder's own tensors: scales and norms are stored in it

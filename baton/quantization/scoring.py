@@ -1,4 +1,4 @@
-"""How well a model predicts a text: bits per byte, perplexity, and how often it would go on like another model.
+"""Score how well a model predicts a text: bits per byte, perplexity, and how often it agrees with another model.
 
 The text goes through the engine's own path: prefill chunks in batches, KV written to a pool in its stored form and read
 back from there, so that what is measured is what is served.
@@ -26,7 +26,7 @@ MAX_WINDOW = 2048  # tokens of context that a prediction can have
 
 @dataclass(frozen=True)
 class Score:
-    """Of all tokens but the first of each text."""
+    """The predictions of all tokens but the first of each text."""
 
     nats: Tensor  # fp64 [num_tokens]: minus the log probability of each
     choices: Tensor  # int64 [num_tokens]: the most likely token at each position
@@ -45,11 +45,11 @@ class Score:
         return math.exp(self.nats.mean().item())
 
     def standard_error(self, other: "Score") -> float:
-        """Of the difference of both in bits per byte, token by token on the same text."""
+        """Return the standard error of the difference of both in bits per byte, token by token on the same text."""
         return (self.nats - other.nats).std().item() * self.num_tokens**0.5 / math.log(2) / self.num_bytes
 
     def agreement(self, other: "Score") -> float:
-        """Share of positions at which both would go on with the same token."""
+        """Return the share of positions at which both would choose the same next token."""
         return (self.choices == other.choices).double().mean().item()
 
 
@@ -61,7 +61,7 @@ def score(
     progress: bool = False,
     pool_type: type[KVPool] = KVPool,
 ) -> Score:
-    """`texts`: token ids, each with what stands before a text (its first token is given, not predicted); `num_bytes`:
+    """`texts`: token ids, each with the tokens before a text (its first token is given, not predicted); `num_bytes`:
     of what is predicted; `pool_type`: what stores KV."""
     window = min(MAX_WINDOW, model.spec.context)
     pool = pool_type(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), -(-window // BLOCK_SIZE))
@@ -79,7 +79,7 @@ def score(
 
 
 def windows(num_tokens: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, first, end): tokens [first, end) are predicted from what stands behind `begin`, every token but the first
+    """(begin, first, end): tokens [first, end) are predicted from those from `begin` on, every token but the first
     once. Windows hold `length` inputs and advance by half of that, so context is never short but at a text's start."""
     first = 1
     while first < num_tokens:

@@ -1,5 +1,5 @@
-"""How a form is written: compressed-tensors' tensors and quantization_config, which transformers and vLLM know too, and
-for int8 with bf16 columns, which nobody else stores, our own."""
+"""Write a form: compressed-tensors' tensors and quantization_config, which transformers and vLLM know too, and
+for int8 with bf16 columns, which no other project stores, our own."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ OWN_METHOD = "baton"  # quant_method of what compressed-tensors has no layout fo
 
 
 def tensors_of(module: str, form: IntWeight | Fp8Weight, dtype: torch.dtype, packed: bool) -> dict[str, Tensor]:
-    """Names and tensors of one linear. `dtype`: of scales; `packed`: weight-only integers lie in int32 words."""
+    """Return names and tensors of one linear [out, in]. `dtype`: of scales; `packed`: weight-only integers go in int32
+    words."""
     scales = {f"{module}.weight_scale": form.scales.to(dtype)}
     if isinstance(form, Fp8Weight):
         if form.input_scale is not None:

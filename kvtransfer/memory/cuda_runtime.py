@@ -105,7 +105,7 @@ class CudaRuntime:
         return text.value.decode()
 
     def reaches(self, device: int, pci_id: str) -> bool:
-        """Whether `device` can read memory of the GPU `pci_id`. False for one that this process does not see."""
+        """Return whether `device` can read memory of the GPU `pci_id`. False for one that this process does not see."""
         other, can = c_int(), c_int()
         if self._library.cudaDeviceGetByPCIBusId(byref(other), pci_id.encode()):
             return False

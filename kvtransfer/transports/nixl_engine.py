@@ -26,7 +26,7 @@ def find_package() -> str | None:
 
 
 def has_rdma() -> bool:
-    """Whether UCX finds anything better than TCP towards another machine."""
+    """Return whether UCX finds anything better than TCP towards another machine."""
     try:
         return any(_RDMA_DEVICES.iterdir())
     except OSError:

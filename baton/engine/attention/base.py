@@ -1,4 +1,4 @@
-"""What an attention backend is: it reads KV out of the pool for the queries of one step.
+"""The contract of an attention backend: it reads KV out of the pool for the queries of one step.
 
 Exact backends reduce over KV in fixed spans of absolute positions and read what was stored, the step's own chunk
 included; a query row is computed in one order, whatever rows and sequences share the step.

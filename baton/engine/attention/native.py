@@ -1,4 +1,4 @@
-"""Attention in C++ (native/attention/attention.cpp): reads the pool where it lies, in any stored form, on all
+"""Attention in C++ (native/attention/attention.cpp): reads the pool in place, in any stored form, on all
 threads."""
 
 import ctypes

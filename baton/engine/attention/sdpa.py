@@ -96,8 +96,8 @@ class SdpaAttention(Attention):
     # ---- the plan ----
 
     def _tail_is_finite(self, seq: SeqSlice, pool: KVPool) -> bool:
-        """Whether what lies behind a sequence's last token in its last block is finite: the mask gives it no weight,
-        but 0 times NaN is NaN. Looked at once per block; a sequence that has gone on by one token is as it was."""
+        """Return whether the room after a sequence's last token in its last block is finite: the mask gives it no
+        weight, but 0 times NaN is NaN. Checked once per block; one more token changes nothing."""
         known = self._before.get(id(seq.block_ids))
         same_block = (seq.kv_len - 1) % pool.block_size != 0
         if same_block and known is not None and known[1:3] == (seq.kv_len - 1, pool):
@@ -213,7 +213,7 @@ def similar(seqs: list[SeqSlice]) -> list[list[SeqSlice]]:
 
 
 def has_flash(shape: AttentionShape) -> bool:
-    """Whether torch takes its flash kernel for this shape; its other kernels promise nothing."""
+    """Return whether torch takes its flash kernel for this shape; its other kernels promise nothing."""
     operands = probe(shape, TILE[shape.dtype])
     try:
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
@@ -229,7 +229,7 @@ def safe_shapes(shape: AttentionShape) -> tuple[int, tuple[int, ...]]:
     q, k, v, mask = probe(shape, tile)
 
     def same(count: int, length: int) -> bool:
-        """Whether rows that see no further than `length` are the same in a product of that shape."""
+        """Return whether rows that see no further than `length` are the same in a product of that shape."""
         visible_rows = tile * length // KV_BLOCK
         rows = torch.arange(count) % visible_rows
         out = F.scaled_dot_product_attention(q[:, :, rows], k[:, :, :length], v[:, :, :length], mask[rows, :length])
@@ -245,7 +245,8 @@ def safe_shapes(shape: AttentionShape) -> tuple[int, tuple[int, ...]]:
 
 
 def probe(shape: AttentionShape, num_rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, mask whose sums cancel, so that another order of adding shows even after rounding to bf16.
+    """Return q [1, 2, num_rows, head_dim], k and v [1, 2, KV_BLOCK, head_dim] and mask [num_rows, KV_BLOCK] whose sums
+    cancel, so that another order of adding shows even after rounding to bf16.
 
     Row i sees the first (i + 1) / num_rows of 512 positions. Four positions in a row share their key, and so their
     weight; their values are large, small, minus large, small: what was added before is rounded at the large one's size.

@@ -1,4 +1,4 @@
-"""Attention in Triton (kernels/paged_attention.py): reads the pool where it lies, in any stored form.
+"""Attention in Triton (kernels/paged_attention.py): reads the pool in place, in any stored form.
 
 Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
 not. The fixed form cuts at fixed borders and has one tile for both, so that a row has the same bits either way; the

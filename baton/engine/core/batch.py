@@ -1,4 +1,4 @@
-"""What one step computes: the tokens of all its sequences, where their KV goes, and which rows want logits."""
+"""The inputs of one step: the tokens of all its sequences, where their KV goes, and which rows want logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class SeqSlice:
 class ForwardBatch:
     """All sequences of a step, one after the other; `seqs` cover the rows in order without gaps."""
 
-    token_ids: Tensor  # int64 [T]; on the host ~row stands for the token drawn from that row of the launch before
+    token_ids: Tensor  # int64 [T]; on the host ~row means the token drawn from that row of the launch before
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T]: block_id * block_size + offset, where each token's KV is written
     seqs: list[SeqSlice]
     logit_rows: Tensor  # int64 [R]: the rows of the batch whose logits are wanted
-    table: "SeqTable | None" = None  # what `seqs` say, where the batch stands on a GPU
+    table: "SeqTable | None" = None  # `seqs` as tensors, where the batch is on a GPU
 
 
 def known_ids(token_ids: Tensor, before: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class SeqTable:
 
     query_starts: Tensor  # int32 [S + 1]: sequence i owns the rows [query_starts[i], query_starts[i + 1])
     kv_lens: Tensor  # int32 [S]
-    block_ids: Tensor  # int32 [S, N]; what lies behind a sequence's own is 0
+    block_ids: Tensor  # int32 [S, N]; columns after a sequence's own are 0
     max_query_len: int  # bounds for launches: in a CUDA graph those of any step that it may be replayed for
     max_kv_len: int
 

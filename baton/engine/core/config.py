@@ -132,7 +132,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         if config.max_model_len is not None:
             needed = layout.num_blocks(max_model_len)
             raise ValueError(f"num_blocks {num_blocks}: one context of {max_model_len} needs {needed}")
-        max_model_len = num_blocks * config.block_size  # a request that fits alone can always go on
+        max_model_len = num_blocks * config.block_size  # a request that fits alone can always continue
     return replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
 
 

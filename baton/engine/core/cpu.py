@@ -26,12 +26,13 @@ def multiplies_bf16() -> bool:
 
 
 def compute_dtype(stored: str, why_no_kernels: str) -> str:
-    """What `dtype auto` comes to for a checkpoint of this dtype, where the native kernels are absent for some reason."""
+    """Return the dtype that `dtype auto` means for a checkpoint of this dtype, where `why_no_kernels` is why the native
+    kernels are absent, or empty."""
     return "fp32" if stored == "bf16" and why_no_kernels and not multiplies_bf16() else stored
 
 
 def lost(why_no_kernels: str, stored: str, compute: str) -> str:
-    """What a start without the native kernels says, in one line."""
+    """Return what a start without the native kernels costs, in one line."""
     wide = ", weights and KV take twice their memory" if (stored, compute) == ("bf16", "fp32") else ""
     cure = "; install g++ and start again" if "no C++ compiler" in why_no_kernels else ""
     return (

@@ -65,8 +65,8 @@ def unfit() -> str:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Returns whether a GPU fails every call of this process from now on: errors of a kernel or of the hardware stay (an
-    illegal access, an Xid, ECC), those of a single call do not."""
+    """Returns whether a GPU fails every call of this process from now on: errors of a kernel or of the hardware stay
+    (an illegal access, an Xid, ECC), those of a single call do not."""
     if device.type == "cpu":
         return False
     try:
@@ -92,7 +92,7 @@ def scope(device: torch.device) -> AbstractContextManager:
 
 
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:
-    """ValueError where weights of so many bytes, as stored, leave nothing of the share; it says what would fit."""
+    """Raise ValueError where weights of `num_bytes`, as stored, leave nothing of the share; it names what would fit."""
     share = int(memory.total * utilization)
     room = min(memory.free, share)
     if num_bytes < room:
@@ -106,8 +106,9 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
 
 
 def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes: int, least: int) -> int:
-    """Returns the blocks that fit into this process's share beside what it has and a step's own `step_bytes`; other processes
-    count only in what is free, so that two workers may share a GPU. ValueError where these are under `least`."""
+    """Returns the blocks that fit into this process's share beside what it has and a step's own `step_bytes`; other
+    processes count only in what is free, so that two workers may share a GPU. ValueError where these are under
+    `least`."""
     left = min(int(memory.total * utilization) - memory.ours, memory.free) - step_bytes
     num_blocks = left // block_bytes
     if num_blocks >= least:

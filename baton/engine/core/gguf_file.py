@@ -54,7 +54,8 @@ class GGUFFile:
         self._data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
     def expanded(self, name: str, rows: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """fp32 values of rows of a tensor. Raises ModelError for a type that gguf does not dequantize."""
+        """Return fp32 values of rows of a tensor, [rows, ...]. Raises ModelError for a type that gguf does not
+        dequantize."""
         tensor = self.tensors[name]
         try:
             return dequantize(tensor.data[rows], tensor.tensor_type)

@@ -1,4 +1,4 @@
-"""What is wrong with a model, said in one line; and files that must be JSON."""
+"""The error of a model, in one line; and files that must be JSON."""
 
 import json
 from pathlib import Path

@@ -93,7 +93,7 @@ class ModelSpec:
         return self.folder.stem if is_gguf(self.folder) else self.folder.name
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """How this model's KV lies in a pool. Windowed layers keep all tokens too."""
+        """Return the layout of this model's KV in a pool. Windowed layers keep all tokens too."""
         return KVGroup("paged", self.num_layers, self.num_kv_heads, self.head_dim, form, block_size)
 
     @classmethod

@@ -17,7 +17,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a request asks of proposers. No answer hangs on it: only its speed."""
+    """A request's wishes about proposers. They change the speed of an answer, never its tokens."""
 
     proposer: str = ""  # one that the worker runs, or off; empty: the worker's choice
     num_tokens: int | None = None  # proposed in each step; 0: none; None: as the worker does

@@ -1,4 +1,4 @@
-"""What steps take beside weights and pool, as it was seen: the most of any step so far.
+"""The memory that steps take beside weights and pool, as measured: the most of any step so far.
 
 On a CPU it is the native kernels' scratch, which they keep, and what was allocated between a step's begin and the looks
 that are taken within it, by malloc's own books: when the last layer has been left and when the logits are there. What
@@ -27,7 +27,7 @@ class HeapActivations:
         self._is_looking = False
 
     def begin(self, num_rows: int, num_logits: int) -> None:
-        """A step of so many tokens, and of so many rows of logits."""
+        """Begin a step of `num_rows` tokens and `num_logits` rows of logits."""
         self._is_looking = num_rows > _LARGER * self._num_rows or num_logits > _LARGER * self._num_logits
         if self._is_looking:
             self._num_rows, self._num_logits = max(num_rows, self._num_rows), max(num_logits, self._num_logits)

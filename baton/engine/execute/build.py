@@ -43,7 +43,8 @@ def load_parts(
     config: EngineConfig, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
     make: MakeProposers | None = None,
 ) -> EngineParts:  # fmt: skip
-    """See Engine.load. `make`: in place of the proposers that the config names."""
+    """Load the parts of Engine.load. `make`: in place of the proposers that the config names. Raises ValueError for
+    settings without effect on this device, and what reading the model raises."""
     device = find_device(config.device)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
         raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")

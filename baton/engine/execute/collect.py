@@ -66,7 +66,7 @@ class Results:
         self._over.clear()
 
     def _next_tokens(self, seq: Sequence, samples: list[Sampled]) -> TokenRun:
-        """Appends what a choice goes on by, up to the token that ends it: the samples behind that are taken out."""
+        """Append a choice's next tokens, up to the one that ends it; the samples after that are taken out."""
         first_index, finish_reason = seq.num_output, None
         for index, sample in enumerate(samples):
             finish_reason = seq.finish_reason(sample.token_id)
@@ -98,7 +98,8 @@ class Results:
         seq.group.live.remove(seq)
 
     def _first_tokens(self, trunk: Sequence, samples: list[Sampled], outputs: list[Output]) -> None:
-        """The prompt is read. A held prefill waits for its taker; any other goes on with the choices that do."""
+        """End the reading of a prompt. A held prefill waits for its taker; any other continues with its live
+        choices."""
         group = trunk.group
         firsts = tuple(self._first_token(trunk, choice, sample) for choice, sample in enumerate(samples))
         prefill_s = time.monotonic() - group.launched_at

@@ -42,7 +42,7 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def shape_for(self, batch: ForwardBatch) -> StepShape | None:
-        """Of the graph that a step runs in; None: it has none."""
+        """Return the shape of the graph that a step runs in; None: it has none."""
         seqs = batch.seqs
         width, num_tokens = seqs[0].query_len, len(batch.token_ids)
         if len(seqs) > self._sizes[-1] or num_tokens != len(seqs) * width or num_tokens != len(batch.logit_rows):
@@ -53,7 +53,8 @@ class DecodeGraphs:
         return shape if shape in self._graphs else None
 
     def run(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> Outputs:
-        """`batch` is on the host; `before`: tokens of the launch before it. The outputs last until the next run."""
+        """Replay the graph of `shape` on `batch`, made on the host; `before`: tokens int64 [R] of the launch before it.
+        Returns hidden [T, hidden_size] and logits fp32 [T, vocab_size], which last until the next run."""
         self._inputs.send_padded(batch, shape, before)
         replay, (hidden, logits) = self._graphs[shape]
         replay()
@@ -61,7 +62,7 @@ class DecodeGraphs:
         return hidden[:num_tokens], logits[:num_tokens]
 
     def replay(self, num_seqs: int) -> None:
-        """The graph of plain decode for so many sequences, as its inputs stand."""
+        """Replay the graph of plain decode for `num_seqs` sequences, on its inputs as they are."""
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
         self._graphs[self._shape(size, 1)][0]()
 
@@ -82,7 +83,8 @@ class DecodeGraphs:
 
 
 def first_step(width: int) -> ForwardBatch:
-    """One sequence of `width` tokens in block 0, on the host: before anything is served nobody's."""
+    """Return a step of one sequence of `width` tokens in block 0, on the host: a block that no request has before
+    serving."""
     block_ids = torch.zeros(width, dtype=torch.int64, device="cpu")
     rows = torch.arange(width, device="cpu")
     return ForwardBatch(torch.zeros_like(rows), rows, rows, [SeqSlice(0, width, width, block_ids)], rows)

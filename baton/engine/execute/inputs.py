@@ -1,4 +1,4 @@
-"""What a step reads, on its way to a GPU: packed on the host in pinned memory, sent by one copy that nobody waits for.
+"""Send a step's inputs to a GPU: packed on the host in pinned memory, in one copy that no thread waits for.
 
     int64   token_ids [T]   positions [T]   slots [T]   logit_rows [R]
     int32   query_starts [S + 1]   kv_lens [S]   block_ids [S, N]
@@ -53,7 +53,7 @@ class StepViews:
 
     @classmethod
     def of(cls, buffer: Tensor, shape: StepShape) -> "StepViews":
-        """buffer: uint8, at least shape.num_bytes."""
+        """Return views of `buffer`, uint8 [at least shape.num_bytes]."""
         border = 8 * shape.num_longs
         longs, ints = buffer[:border].view(torch.int64), buffer[border : shape.num_bytes].view(torch.int32)
         tokens, seqs = shape.num_tokens, shape.num_seqs
@@ -75,14 +75,14 @@ class StepInputs:
         self._target = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=device)
 
     def static(self, shape: StepShape, max_query_len: int, max_kv_len: int) -> ForwardBatch:
-        """A batch of this shape over the device's buffer: whatever is sent with the same shape stands in it."""
+        """Return a batch of this shape over the device's buffer, with the values last sent with that shape."""
         parts = StepViews.of(self._target, shape)
         table = SeqTable(parts.query_starts, parts.kv_lens, parts.block_ids, max_query_len, max_kv_len)
         return ForwardBatch(parts.token_ids, parts.positions, parts.slots, [], parts.logit_rows, table)
 
     def send(self, batch: ForwardBatch, before: Tensor | None = None) -> ForwardBatch:
-        """`batch`, made on the host, as it is. `before` int64 [R]: tokens of the launch before, on the device. The step
-        before that one must have passed."""
+        """Send `batch`, made on the host, unpadded. `before` int64 [R]: tokens of the launch before, on the device. The
+        step before that one must have passed."""
         shape = shape_of(batch.seqs, len(batch.logit_rows))
         max_query_len, max_kv_len = (max(getattr(seq, name) for seq in batch.seqs) for name in ("query_len", "kv_len"))
         self._fill(batch, shape, before)
@@ -92,7 +92,8 @@ class StepInputs:
         return ForwardBatch(sent.token_ids, sent.positions, sent.slots, seqs, sent.logit_rows, sent.table)
 
     def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
-        """`batch`, all of whose sequences have the same number of tokens and want the logits of every row, padded."""
+        """Send `batch`, all of whose sequences have the same number of tokens and want the logits of every row, padded
+        to `shape`. `before` int64 [R]: tokens of the launch before."""
         self._fill(batch, shape, before)
 
     def _fill(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None) -> None:
@@ -130,6 +131,6 @@ class StepInputs:
 
 
 def shape_of(seqs: Sequence[SeqSlice], num_rows: int) -> StepShape:
-    """Of a step as it is."""
+    """Return the shape of a step without padding."""
     num_blocks = max(len(seq.block_ids) for seq in seqs)
     return StepShape(sum(seq.query_len for seq in seqs), num_rows, len(seqs), num_blocks)

@@ -1,4 +1,5 @@
-"""How a step is computed: as it stands on a CPU; on a GPU sent there first, and as a graph where there is one."""
+"""Launch a step: directly on a CPU; on a GPU its inputs are sent there first, and it runs as a graph if there is
+one."""
 
 import logging
 from collections.abc import Callable
@@ -48,15 +49,15 @@ class Launcher:
 
     @property
     def words(self) -> str:
-        """For the engine's start line."""
+        """Return the words for the engine's start line."""
         library = native.library()
         return "on the CPU" if library is None else f"on the CPU ({library.tier.name})"
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None
     ) -> tuple[Tensor | None, Tensor]:
-        """`batch` on the host -> the hidden rows behind the logits, where they are kept, and logits fp32
-        [R, vocab_size], on the model's device."""
+        """Run `batch`, made on the host: the hidden rows [R, hidden_size] that the logits come from, where they are
+        kept, and logits fp32 [R, vocab_size], on the model's device."""
         self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
         hidden = self.model.hidden(batch, self.pool, on_layer)
         self.activations.look()
@@ -66,8 +67,8 @@ class Launcher:
         return (hidden if keeps_hidden else None), logits
 
     def launch(self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None) -> LaunchedTokens:
-        """A step whose tokens are drawn on the device; nobody waits for it. At most one launch before it has not been
-        read: `before`, where `batch` goes on from its tokens."""
+        """Launch a step whose tokens are drawn on the device, without waiting for it. At most one launch before it has
+        not been read: `before`, where `batch` continues from its tokens."""
         if before is not None:
             batch = replace(batch, token_ids=known_ids(batch.token_ids, before.drawn))
         return LaunchedTokens(draw(self.run(batch, False, None)[1]))
@@ -98,7 +99,7 @@ class LandingTokens(LaunchedTokens):
 
 class GpuLauncher(Launcher):
     """Up to two steps are in flight where the later one needs nothing of the earlier but the tokens it draws; every
-    gate of the ledger (a block sealed, announced, given back) lies behind the last write of the steps that may touch
+    gate of the ledger (a block sealed, announced, given back) comes after the last write of the steps that may touch
     the block."""
 
     def __init__(self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool):
@@ -140,7 +141,8 @@ class GpuLauncher(Launcher):
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None
     ) -> tuple[Tensor | None, Tensor]:
-        """`on_layer` is called when all is launched, as the layers pass."""
+        """Run `batch`, made on the host: hidden rows [R, hidden_size], where they are kept, and logits fp32
+        [R, vocab_size]. `on_layer` is called when all is launched, as the layers pass."""
         if self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
             hidden, logits = self._graphs.run(batch, shape)
             return (hidden.clone() if keeps_hidden else None), logits
@@ -161,7 +163,7 @@ class GpuLauncher(Launcher):
         return LandingTokens(draw(logits), self._landings[self._turn])
 
     def replay(self, num_seqs: int) -> None:
-        """The bare graph of a decode step of so many sequences, on whatever it read last; for measuring."""
+        """Replay the bare graph of a decode step of `num_seqs` sequences, on the inputs it read last; for measuring."""
         with self.place():
             self._graphs.replay(num_seqs)
         self.wait()

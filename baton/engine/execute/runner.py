@@ -2,7 +2,7 @@
 
 run             a step of any kind, to its tokens
 launch, read    a decode step whose tokens are drawn where the logits are: the next one may be launched, from tokens
-                that nobody has read yet, before this one is read
+                that were not read yet, before this one is read
 """
 
 import time
@@ -46,14 +46,14 @@ class Runner:
         self.pool = pool
         self.sampler = sampler
         self.launcher = launcher or Launcher(model, pool)
-        self.keeps_hidden = False  # somebody reads `hidden` after the step
+        self.keeps_hidden = False  # `hidden` is read after the step
         self.hidden: Tensor | None = None  # of the last step, the rows that its tokens were drawn from
 
     @torch.inference_mode()
     def run(self, slices: list[Slice], on_layer: Callable[[int], None] | None = None) -> list[Drawn]:
         """Computes the slices; `on_layer(layer)` as each layer's KV is written.
 
-        For each sequence whose last token is among them the tokens it goes on by: proposals that are right, and one
+        For each sequence whose last token is among them the tokens it continues with: proposals that are right, and one
         more. A group at the end of its prompt draws one for each choice, from the same logits.
         """
         ends = [index for index, piece in enumerate(slices) if piece.end == piece.seq.num_tokens]
@@ -70,7 +70,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, slices: list[Slice], before: Flight | None = None) -> Flight:
-        """A decode step that `can_launch`. `before`: the flight whose tokens it goes on from."""
+        """Launch a decode step that `can_launch`. `before`: the flight whose tokens it continues from."""
         launched_at = time.monotonic()
         rows = {} if before is None else {piece.seq: row for row, piece in enumerate(before.slices)}
         batch = self._batch(slices, list(range(len(slices))), rows)
@@ -153,7 +153,7 @@ class Runner:
 
 
 def can_launch(slices: list[Slice]) -> bool:
-    """Whether this is a decode step and all of its tokens are drawn where the logits are."""
+    """Return whether this is a decode step and all of its tokens are drawn where the logits are."""
     return all(
         end - begin == 1 and seq.group.prefilled and plain_row(seq.group.request, seq.choice, end) is not None
         for seq, begin, end in slices
@@ -161,7 +161,7 @@ def can_launch(slices: list[Slice]) -> bool:
 
 
 def block_table(seq: Sequence) -> Tensor:
-    """The sequence's block ids, int64. Who changes those sets it to None."""
+    """Return the sequence's block ids, int64 [blocks]. Code that changes those sets it to None."""
     if seq.block_table is None:
         seq.block_table = torch.tensor(seq.block_ids, dtype=torch.int64)
     return seq.block_table

@@ -1,5 +1,5 @@
 """A share of a GPU's multiprocessors for one engine: its kernels run on a stream of a CUDA green context, so that a
-prefill worker leaves some of them to whoever decodes beside it.
+prefill worker leaves some of them to a decode worker beside it.
 
 Kernels of two processes run at the same time only under CUDA's Multi-Process Service; without it the driver gives them
 turns, and a share takes from the one without giving to the other.

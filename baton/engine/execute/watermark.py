@@ -9,7 +9,7 @@ import torch
 from baton.engine.core.request import Key, Output, Progress
 from baton.engine.schedule.scheduler import Slice
 
-# Each report makes a range of its own to digest and confirm: a small model's layers (0.5 ms) are told in groups.
+# Each report makes a range of its own to digest and confirm: a small model's layers (0.5 ms) are reported in groups.
 MIN_INTERVAL_S = 0.002
 
 

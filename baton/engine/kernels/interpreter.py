@@ -1,6 +1,6 @@
 """Triton's interpreter (3.6.0 to 3.9.0) under numpy 2.4, mended where tests would see the machine instead of a kernel:
 `range` over a value that a kernel computed needs an index, which it takes from an array of one element, and numpy no
-longer converts that; and OpenBLAS adds up a row of a product by where it stands in the tile (seen in 0.3.31), which no
+longer converts that; and OpenBLAS adds up a row of a product by its place in the tile (seen in 0.3.31), which no
 matrix instruction does."""
 
 import numpy as np

@@ -52,7 +52,7 @@ def attend(
     before = kv_len - query_len  # tokens before the first query
     if split_len == 0:
         split_len = spread(kv_len, num_splits, LEAST_SPLIT, BLOCK_N)
-    # The tile sees [begin, end); begin lies on a border of spans.
+    # The tile sees [begin, end); begin is on a border of spans.
     end = before + tl.minimum(query_len, (first_row + BLOCK_M - 1) // GROUP + 1)
     whole = before + first_row // GROUP + 1
     begin = 0
@@ -78,7 +78,7 @@ def attend(
     if PARTIAL:
         for split in range(tl.program_id(2), (end + split_len - 1) // split_len, tl.num_programs(2)):
             first, last = tl.maximum(begin, split * split_len), tl.minimum(end, (split + 1) * split_len)
-            if first < last:  # else it lies before the window
+            if first < last:  # else it is before the window
                 maximum, total, acc = _reduce(
                     q_tile, k, v, k_scales, v_scales, table, before + tokens, whole, first, last,
                     block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,

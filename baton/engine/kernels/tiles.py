@@ -53,8 +53,8 @@ def load_rows(rows, scales, offsets, scale_offsets, seen, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def store_row(rows, scales, low, high, even, HEAD_DIM: tl.constexpr, FORM: tl.constexpr, LIMIT: tl.constexpr):
-    """Store one row, fp32, as `encode` of kv/stored_forms.py does: its elements at `even` [N] in `low`, those behind them
-    in `high`. LIMIT: what a cast saturates at; 0: it does not."""
+    """Store one row, fp32, as `encode` of kv/stored_forms.py does: its elements at `even` [N] in `low`, those behind
+    them in `high`. LIMIT: what a cast saturates at; 0: it does not."""
     mask, odd_mask = even < HEAD_DIM, even + 1 < HEAD_DIM
     if FORM == "int8":
         largest = tl.maximum(tl.max(tl.abs(low), 0), tl.max(tl.abs(high), 0))
@@ -99,7 +99,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr):
-    """fp32 -> DTYPE, half to even. fp8 takes what lies within its finite range."""
+    """Round fp32 to DTYPE, half to even. fp8 takes values within its finite range."""
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,7 +1,7 @@
-"""Who holds which block of the pool. Every block is counted once, under its strongest holder:
+"""The holder of each block of the pool. Every block is counted once, under its strongest holder:
 
     quarantined  >  fetching  >  leased  >  running  >  cached  >  free
-    a cancelled     bytes land   a taker    sequences   the        nobody
+    a cancelled     bytes land   a taker    sequences   the        none
     fetch's, until  in it        reads it   use it      prefix
     no byte can                                         cache
     land any more
@@ -67,7 +67,7 @@ class Ledger:
 
     @property
     def num_available(self) -> int:
-        """Blocks that may still be promised or taken: free or cached by nobody else, less what is reserved."""
+        """Return the blocks that may still be promised or taken: free or only cached, less those reserved."""
         return self._counts[Holder.FREE] + self._counts[Holder.CACHED] - self._reserved
 
     @property
@@ -86,7 +86,7 @@ class Ledger:
         return tuple(BlockRef(block_id, self._generations[block_id]) for block_id in block_ids)
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these only the cache holds: sharing them takes as many from `num_available`."""
+        """Return how many of these only the cache holds: sharing them takes as many from `num_available`."""
         return sum(self._words[block_id] == _WEIGHT[Holder.CACHED] for block_id in block_ids)
 
     # ---- promises ----
@@ -127,8 +127,8 @@ class Ledger:
             return block_ids
 
     def share(self, block_ids: Sequence[int], holder: Holder) -> bool:
-        """Add a holder to blocks that have one. Returns False when they are cached only and all of those are promised. Raises
-        LedgerError for a free block."""
+        """Add a holder to blocks that have one. Returns False when they are cached only and all of those are promised.
+        Raises LedgerError for a free block."""
         with self.lock:
             if self.num_idle(block_ids) > self.num_available:
                 return False
@@ -161,8 +161,8 @@ class Ledger:
             return self.cache.find(span_hashes, num_tokens)
 
     def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
-        """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the name
-        is taken: these blocks then stay private. Raises LedgerError for blocks without a holder."""
+        """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the
+        name is taken: these blocks then stay private. Raises LedgerError for blocks without a holder."""
         with self.lock:
             if any(self._words[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
                 raise LedgerError(f"seal of blocks {block_ids} that nobody holds")

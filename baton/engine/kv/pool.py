@@ -137,7 +137,8 @@ class KVPool:
         return decode(self.group.form, rows.movedim(0, 2).contiguous(), scales.movedim(0, 2), dtype)
 
     def tail_is_finite(self, block_ids: Tensor, num_tokens: int) -> bool:
-        """Whether what lies behind the last token of a sequence in its last block is free of infinities and NaN."""
+        """Return whether the room after a sequence's last token in its last block is free of infinities and NaN;
+        `block_ids`: int64 [blocks] of the sequence."""
         offset = num_tokens % self.block_size
         if offset == 0:
             return True
@@ -146,5 +147,5 @@ class KVPool:
         return math.isfinite(values.abs().amax())
 
     def copy_block(self, src: int, dst: int) -> None:
-        """Copy all layers of one block: a tail that becomes somebody's own."""
+        """Copy all layers of one block: a tail that becomes a sequence's own."""
         self.bytes[dst].copy_(self.bytes[src])

@@ -1,5 +1,5 @@
 """The local prefix cache: sealed units of KV under the hash of their last span. The ledger counts the blocks; this
-keeps the names, the order of eviction, and what changed since the index was last told.
+keeps the names, the order of eviction, and the changes since the last report to the index.
 
     unit = max(64, block_size) tokens: whole spans in whole blocks
 
@@ -18,7 +18,7 @@ from kvtransfer.naming import SPAN_TOKENS
 
 
 class Unit:
-    """Sealed blocks of one unit. Idle blocks are held by nobody but the cache."""
+    """Sealed blocks of one unit. Idle blocks are held by the cache alone."""
 
     __slots__ = ("spans", "block_ids", "num_idle")
 
@@ -39,7 +39,7 @@ class PrefixCache:
         self._unit_of: dict[int, Unit] = {}
         self._idle: OrderedDict[bytes, Unit] = OrderedDict()  # least recently used first
         self._num_units: dict[bytes, int] = {}  # that hold a span: of two spans, the first may be that of several
-        # Net changes since the last drain: never more than what was told plus what is here, so no bound is needed.
+        # Net changes since the last drain: never more than what was reported plus what is here, so no bound is needed.
         self._sealed: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
 
@@ -81,7 +81,7 @@ class PrefixCache:
         self._idle.move_to_end(unit.spans[-1])
 
     def busy(self, block_id: int) -> None:
-        """Somebody else holds the block too."""
+        """Note that a request holds the block too."""
         unit = self._unit_of[block_id]
         unit.num_idle -= 1
         if not unit.num_idle:

@@ -38,9 +38,10 @@ def encode(form: str, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(form: str, rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `encode` stored, computed in fp32 and rounded once: [..., head_dim] in `dtype`.
+    """Decode what `encode` stored, computed in fp32 and rounded once: [..., head_dim] in `dtype`.
 
-    rows uint8 [..., row_bytes], scales uint8 [..., scale bytes of a row], not looked at where a form has none.
+    rows uint8 [..., row_bytes], scales uint8 [..., scale bytes of a row], not read where a form has none. Raises
+    ValueError for an unknown form.
     """
     if form not in STORED:
         raise ValueError(f"kv form {form!r}: one of {', '.join(STORED)}")

@@ -1,4 +1,4 @@
-"""The layers of a step on a GPU, with one Triton kernel for all that lies between two products: RMSNorm and residual,
+"""The layers of a step on a GPU, with one Triton kernel for all between two products: RMSNorm and residual,
 q/k norm, rotation and the write of KV, SiLU times up."""
 
 from collections.abc import Callable, Sequence

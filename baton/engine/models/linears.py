@@ -72,7 +72,8 @@ class Linears:
         return self.make(weights, torch.cat(biases))
 
     def make(self, weights: Sequence[Weight], bias: Tensor | None = None) -> LinearKernel:
-        """A kernel for weights one above the other; several behind one where their forms do not agree."""
+        """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not
+        agree. `bias`: [sum of out]."""
         merged = merge(weights)
         biases = [None] * len(merged) if bias is None else bias.split([weight.shape[0] for weight in merged])
         kernels = [self._make(weight, part) for weight, part in zip(merged, biases, strict=True)]

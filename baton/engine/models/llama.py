@@ -49,18 +49,18 @@ class Model:
 
     @property
     def numerics(self) -> tuple[str, ...]:
-        """What the bits of KV hang on besides weights and dtypes: kernels, instruction set, rope factors."""
+        """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set, rope factors."""
         capability = instruction_set(self.device)
         attention, linears = self.attention.name, "+".join(sorted(self.weights.kernels))
         return (attention, self.layers_name, linears, capability, *self.rope.variant)
 
     @property
     def layers_name(self) -> str:
-        """What runs the layers: fused (one native call), triton or torch."""
+        """Return what runs the layers: fused (one native call), triton or torch."""
         return "torch" if self.fused is None else self.fused.name
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
-        """How this model's KV lies in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
+        """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
         return self.spec.kv_group(form, block_size)
 
     def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:

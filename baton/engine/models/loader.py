@@ -70,8 +70,8 @@ def _trim() -> None:
 
 
 def model_identity(path: str | Path) -> ModelIdentity:
-    """Digest of config.json, of every byte of the weights, and of tokenizer.json where there is one; or of a .gguf
-    file, which is all three."""
+    """Return the digest of config.json, of every byte of the weights, and of tokenizer.json where there is one; or of a
+    .gguf file, which is all three. Raises ModelError where config.json is missing."""
     folder = Path(path)
     if is_gguf(folder):
         return identity_of(b"gguf", _sha256(folder).encode(), b"")

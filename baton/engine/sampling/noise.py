@@ -1,7 +1,7 @@
 """Counter-based noise: a function of (seed, choice, position, token id) and of nothing else.
 
-Drawing a token is argmax(score + Gumbel noise), so whoever draws the token at a position, on whatever worker, alone or
-in a batch, with a draft or without, draws the same one. The bits are SplitMix64's: the generator seeded with the key of
+Drawing a token is argmax(score + Gumbel noise), so the token at a position is the same on every worker, alone or
+in a batch, with a draft or without. The bits are SplitMix64's: the generator seeded with the key of
 (seed, choice, position), at index token id. Integers wrap at 64 bits alike in Python and torch.
 """
 
@@ -24,8 +24,8 @@ def noise_key(seed: int, choice: int, position: int) -> int:
 
 
 def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
-    """Return fp64 in (0, 1), 53 bits, in the shape that `keys` [R, 1] or a scalar and int64 `token_ids` [V] or [R, V] have
-    together: [V] or [R, V]."""
+    """Return fp64 in (0, 1), 53 bits, in the shape that `keys` [R, 1] or a scalar and int64 `token_ids` [V] or [R, V]
+    have together: [V] or [R, V]."""
     x = (token_ids + 1) * _signed(GOLDEN) + keys
     x ^= _shifted(x, 30)
     x *= _signed(MIX_1)
@@ -36,7 +36,8 @@ def uniform(keys: Tensor | int, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(uniforms: Tensor) -> Tensor:
-    """Return Gumbel noise of uniforms [...], in their shape and precision. Small uniforms are the winners: that end has the resolution."""
+    """Return Gumbel noise of uniforms [...], in their shape and precision. Small uniforms are the winners: that end has
+    the resolution."""
     return torch.log1p(-uniforms).neg_().log_().neg_()
 
 

@@ -1,8 +1,8 @@
 """Tokens drawn where the logits are: one copy of token ids a step, and nothing waits for the device before it.
 
 The same draw as sampler.py's, whose words hold here: noise over the whole vocabulary in fp32, the best few compared
-again in fp64. Rows whose draw hangs on the tokens before (penalties), or that give log-probabilities too, take the other
-path, which asks the device more often.
+again in fp64. Rows whose draw depends on the tokens before (penalties), or that give log-probabilities too, take the
+other path, which asks the device more often.
 """
 
 from collections.abc import Sequence
@@ -74,12 +74,13 @@ def _biased(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
 
 
 def plain_row(request: Request, choice: int, num_tokens: int) -> SampleRow | None:
-    """What the token behind `num_tokens` is drawn with, whatever these are; None: it hangs on them."""
+    """Return what the token after `num_tokens` tokens is drawn with, whatever these are; None where it depends on
+    them."""
     banned = request.stop_token_ids if num_tokens - request.num_prompt_tokens < request.min_tokens else NO_TOKENS
     row = SampleRow(request.sampling, choice, num_tokens, (), (), banned)
     return row if is_plain(row) else None
 
 
 def is_plain(row: SampleRow) -> bool:
-    """Whether `draw` draws it."""
+    """Return whether `draw` draws it."""
     return row.params.logprobs is None and not row.params.has_penalties

@@ -10,7 +10,7 @@ from baton.sampling_params import SamplingParams
 
 
 def changes(params: SamplingParams, banned: frozenset[int]) -> bool:
-    """Whether these parameters change any logit before the temperature."""
+    """Return whether these parameters change any logit before the temperature."""
     return bool(params.has_penalties or params.logit_bias or banned)
 
 

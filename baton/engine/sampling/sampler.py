@@ -17,7 +17,7 @@ from baton.engine.sampling.penalties import changes, penalize
 from baton.sampling_params import SamplingParams
 
 # Noise over a whole vocabulary is taken in fp32 first; what comes this near to the best is compared again in fp64, so
-# that the outcome does not hang on the last bit of a vectorised logarithm.
+# that the outcome does not depend on the last bit of a vectorised logarithm.
 NEAR = 1e-3
 ROWS_AT_ONCE = 8  # of a whole vocabulary, so that the noise stays in cache
 
@@ -114,7 +114,8 @@ def draw_plain(scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
 
 
 def token_logprobs(logits: Tensor, rows: Sequence[SampleRow], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-    """Return by row index, for the rows that asked, the log-softmax of the raw logits [R, vocab_size]: chosen and best."""
+    """Return by row index, for the rows that asked, the log-softmax of the raw logits [R, vocab_size]: chosen and
+    best."""
     asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return {}

@@ -2,7 +2,7 @@
 
     admit            a decode worker's credit: its KV comes by set_aside and verified, then start or compute_rest
     submit           prefill and decode here
-    accept           a prefill held for a taker; one that fetches a prefix goes on by verified and compute_rest
+    accept           a prefill held for a taker; one that fetches a prefix continues by verified and compute_rest
     offer            a lease on what is cached
 
 Everything here is answered at once, on any thread, under the ledger's lock. What follows is in lifecycle.py.
@@ -41,8 +41,8 @@ class Admission:
     # ---- the decode side: credit first, blocks as they are announced ----
 
     def admit(self, request: Request) -> int:
-        """Promise the blocks that are missing here and those for growth, and pin the cached prefix. Returns the number of
-        cached tokens. Raises Refusal: too_long, queue_full, kv_full."""
+        """Promise the blocks that are missing here and those for growth, and pin the cached prefix. Returns the number
+        of cached tokens. Raises Refusal: too_long, queue_full, kv_full."""
         with self.ledger.lock:
             self._check(request, request.num_prompt_tokens + request.max_tokens, request.sampling.n)
             # A few more than can run: their KV arrives while others still decode.
@@ -96,8 +96,9 @@ class Admission:
     # ---- the prefill side: the whole prompt at once, leased to a taker ----
 
     def accept(self, request: Request, fetches: bool = False) -> Acceptance:
-        """Return blocks for the whole prompt of a held prefill, in its queue; one that `fetches` a prefix from elsewhere
-        waits for `compute_rest`, and what is missing is held `fetching`. Raises Refusal: too_long, queue_full, kv_full."""
+        """Return blocks for the whole prompt of a held prefill, in its queue; one that `fetches` a prefix from
+        elsewhere waits for `compute_rest`, and what is missing is held `fetching`. Raises Refusal: too_long,
+        queue_full, kv_full."""
         with self.ledger.lock:
             self._check(request, len(request.token_ids) + 1, 1)
             group = Group(request, Holder.LEASED)
@@ -163,8 +164,8 @@ class Admission:
                 self.lifecycle.inbox.post(Park(key, group.arrival))
 
     def resume(self, key: Key, deadline: float = float("inf")) -> None:
-        """Let a key that was told to park go on by a prefix hit, until `deadline` (time.monotonic()). LookupError when
-        it has ended."""
+        """Resume a parked key by a prefix hit, until `deadline` (time.monotonic()). Raises LookupError when it has
+        ended."""
         with self.ledger.lock:
             group = self.groups.get(key)
             if group is None:

@@ -9,8 +9,8 @@ _NUM_SPARE = 64  # deadlines kept of keys that have ended, and as many again as 
 
 
 class Groups(dict[Key, Group]):
-    """Guarded by the ledger's lock: who looks a group up does what follows under the same lock, unless it is the
-    loop's, which nobody else ends."""
+    """Guarded by the ledger's lock: code that looks a group up acts on it under the same lock, unless it is the
+    loop's, which only the loop ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Groups(dict[Key, Group]):
             heapq.heapify(self._deadlines)
 
     def is_due(self, now: float) -> bool:
-        """Whether a deadline has passed, perhaps that of a key which has ended."""
+        """Return whether a deadline has passed, perhaps that of a key which has ended."""
         return bool(self._deadlines) and self._deadlines[0][0] <= now
 
     def pop_expired(self, now: float) -> Group | None:

@@ -1,4 +1,4 @@
-"""What crosses into the loop: plain commands, in order, and the bell that wakes it.
+"""Messages into the loop: plain commands, in order, and the bell that wakes it.
 
 A command names its group by key and arrival: when it is obeyed, the key may have ended and come again.
 """
@@ -19,7 +19,7 @@ class Enter(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A fetched prompt goes on with these first tokens."""
+    """Continue a fetched prompt with these first tokens."""
 
     key: Key
     arrival: int
@@ -41,7 +41,7 @@ class Park(NamedTuple):
 
 
 class Resume(NamedTuple):
-    """A parked group goes on, by a prefix hit."""
+    """Continue a parked group, by a prefix hit."""
 
     key: Key
     arrival: int

@@ -77,9 +77,11 @@ class GroupLifecycle:
         """Do nothing: the event has no meaning in this state, or has happened already."""
 
     def refuse_late(self, group: Group, subject: object) -> None:
+        """Raise LookupError: the key is not admitted here, or has ended."""
         raise LookupError(f"{group.key} is not admitted here, or ended")
 
     def refuse_in_use(self, group: Group, subject: object) -> None:
+        """Raise ValueError: the key is in use."""
         raise ValueError(f"{group.key} is in use")
 
     # ---- opening ----
@@ -102,7 +104,8 @@ class GroupLifecycle:
         group.fetch_settled = False
 
     def set_aside(self, group: Group, upto_token: int) -> None:
-        """Blocks for tokens [0, upto_token): the cached ones, then new ones, held `fetching`. Refusal: kv_full."""
+        """Take blocks for tokens [0, upto_token): the cached ones, then new ones, held `fetching`. Raises Refusal
+        (kv_full) where too few are left, ValueError beyond the prompt."""
         trunk = group.trunk
         if upto_token > trunk.num_tokens:
             raise ValueError(f"{group.key}: set_aside up to {upto_token} of {trunk.num_tokens} tokens")
@@ -115,7 +118,8 @@ class GroupLifecycle:
             group.fetch_settled = False
 
     def verify(self, group: Group, upto_token: int) -> None:
-        """Tokens [0, upto_token) are confirmed: fetching -> running, whole units enter the prefix cache."""
+        """Confirm tokens [0, upto_token): fetching -> running, whole units enter the prefix cache. Raises ValueError
+        beyond the blocks set aside."""
         trunk = group.trunk
         whole = upto_token >= trunk.num_tokens
         num_owned = self.layout.num_blocks(upto_token) if whole else upto_token // self.layout.block_size
@@ -128,13 +132,14 @@ class GroupLifecycle:
             trunk.seal(self.ledger)
 
     def start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
+        """Let a fetched prompt decode from its first tokens. Raises ValueError before its last block is verified."""
         if group.trunk.num_computed < group.trunk.num_tokens:
             raise ValueError(f"{group.key}: start before the last block was verified")
         group.started()
         self.inbox.post(Start(group.key, group.arrival, tuple(first_tokens)))
 
     def compute_rest(self, group: Group, subject: object) -> None:
-        """What no fetch has brought is computed here. Refusal: kv_full."""
+        """Compute here what no fetch has brought. Raises Refusal (kv_full) where too few blocks are left."""
         if group.is_held:
             block_ids = group.trunk.block_ids
             self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)

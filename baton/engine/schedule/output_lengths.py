@@ -13,7 +13,7 @@ class OutputLengths:
         self._expected = float(FIRST_GUESS_TOKENS)
 
     def observe(self, num_output: int) -> None:
-        """Add an output of so many tokens."""
+        """Add an output of `num_output` tokens."""
         self._expected += AVERAGE_WEIGHT * (num_output - self._expected)
 
     def expected_left(self, request: Request, num_output: int) -> int:

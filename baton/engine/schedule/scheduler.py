@@ -5,7 +5,7 @@
     waiting ──┘          enters in rank order as far as sequences and blocks allow
 
 Rank is priority, then arrival, then choice. Parking gives a sequence's blocks back (whole units stay in the cache) and
-keeps its token record; it waits in its old rank and goes on by a prefix hit, recomputing what was evicted.
+keeps its token record; it waits in its old rank and continues by a prefix hit, recomputing what was evicted.
 
 Rank is among the sequences of one tenant. Tenants take turns to have their prompts read and to enter, and where one
 waits that has less than its part of the sequences or blocks, what others have beyond theirs parks. No tenant makes one
@@ -81,7 +81,7 @@ class Scheduler:
                 self._tenants -= Counter((seq.group.tenant,))
 
     def schedule(self) -> list[Slice]:
-        """The next step's slices; none when nothing can go on."""
+        """Return the next step's slices; none when nothing can run."""
         batch: list[Slice] = []
         self._held = self._blocks() if len(self._tenants) > 1 else {}
         self._make_way()
@@ -119,8 +119,8 @@ class Scheduler:
 
     def _schedule_prefill(self, batch: list[Slice]) -> None:
         """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time.
-        Where tenants share, those who have saved turns have the step to themselves, if any of them can go on, and all
-        others take short ones, for somebody may come meanwhile."""
+        Where tenants share, those who have saved turns have the step to themselves, if any of them can run, and all
+        others take short ones, for a request may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in self.running:
@@ -157,8 +157,8 @@ class Scheduler:
         return len(batch) > num_slices
 
     def _join(self, seq: Sequence, blocked: set[bytes]) -> bool:
-        """From those who wait to those who run, if there is a place and all its blocks. Behind one that lacks blocks only
-        those of its tenant go on that take none from it: they will give theirs back."""
+        """Move a waiting sequence to the running ones, if there is a place and all its blocks. Behind one that lacks
+        blocks only those of its tenant run that take none from it: they will give theirs back."""
         tenant = seq.group.tenant
         if len(self.running) >= self.config.max_num_seqs:
             return False
@@ -203,8 +203,8 @@ class Scheduler:
         return True
 
     def room_for_draft(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of so many proposals behind its last token a sequence has blocks for. It takes more from its
-        promise, or if every other that runs could still grow: nobody parks for a guess."""
+        """Return how many of `num_tokens` proposals after its last token a sequence has blocks for. It takes more from
+        its promise, or if every other that runs could still grow: no sequence parks for a guess."""
         missing = self.layout.num_blocks(seq.num_tokens + num_tokens) - len(seq.block_ids)
         if missing > 0:
             unpromised = missing - seq.reserve
@@ -338,8 +338,8 @@ class Scheduler:
     # ---- choices ----
 
     def fork(self, trunk: Sequence, first_tokens: list[FirstToken], copy_block: Callable[[int, int], None]) -> None:
-        """From the prompt to the choices that go on (at least one), each with its first token. They share the full
-        blocks; the tail is copied. A choice that finds no block for its tail starts parked."""
+        """Fork the prompt into its live choices (at least one), each with its first token. They share the full blocks;
+        the tail is copied. A choice that finds no block for its tail starts parked."""
         group, prompt = trunk.group, list(trunk.token_ids)
         others = [
             Sequence(group, first.choice, [*prompt, first.token_id], list(trunk.hashes)) for first in first_tokens[1:]

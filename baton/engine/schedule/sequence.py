@@ -20,7 +20,7 @@ class Sequence:
         KV          |========= num_computed =========|           remaining = 1 while decoding, more before
         blocks      |=====|=====|=====|=====|=====|==   |        num_sealed units of them are named in the cache
 
-    Before its first token a group has one sequence, the trunk; then the trunk becomes the first choice that goes on.
+    Before its first token a group has one sequence, the trunk; then the trunk becomes the first live choice.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class Sequence:
 
     @property
     def is_full(self) -> bool:
-        """Whether its next token is its last whichever it is."""
+        """Return whether its next token is its last whichever it is."""
         return self.num_output + 1 >= self.group.request.max_tokens
 
 
@@ -120,7 +120,7 @@ class Group:
     """All choices of one key: they share the prompt's blocks and end together, once.
 
     `state` and, until the loop has the group, its trunk are guarded by the ledger's lock; in WAITING and RUNNING the
-    sequences belong to the loop alone. One that parks stays in its group, whose other choices may go on.
+    sequences belong to the loop alone. One that parks stays in its group, whose other choices may continue.
     """
 
     def __init__(self, request: Request, holder: Holder):
@@ -129,7 +129,7 @@ class Group:
         self.tenant = request.tenant_mark
         self.holder = holder  # of its blocks: RUNNING, or LEASED for a held prefill
         self.state = GroupState.NEW  # set by GroupLifecycle.happen alone
-        self.deadline = request.deadline  # whoever resumes a parked group brings another
+        self.deadline = request.deadline  # a resume of a parked group brings another
         # Without a name for every span there is none for the next: such a request stays out of the prefix cache.
         num_spans = len(request.token_ids) // SPAN_TOKENS
         self.is_named = len(request.span_hashes) == num_spans and request.chain_parent != NO_PARENT

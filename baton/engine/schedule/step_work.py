@@ -1,4 +1,4 @@
-"""What the steps of an engine come to, counted from their slices: how often weights are read, how much is computed."""
+"""The work of an engine's steps, counted from their slices: how often weights are read, how much is computed."""
 
 import time
 from collections import deque

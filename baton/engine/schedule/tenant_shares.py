@@ -15,7 +15,7 @@ from baton.fairness import has_room
 from kvtransfer.layout import KVLayout
 
 _OWED_S = 0.5  # after a refusal; gateways ask again within 20 ms
-_SPARE_SHARE = 8  # one in so many blocks, and at most those of one context, is kept for a tenant that may come
+_SPARE_SHARE = 8  # one in this many blocks, and at most those of one context, is kept for a tenant that may come
 
 
 def num_blocks(seqs: Iterable[Sequence]) -> int:
@@ -32,7 +32,7 @@ class Shares:
         self._owed: dict[bytes, tuple[int, float]] = {}  # tenant -> blocks, until when
 
     def has_choices(self, request: Request, most: int, num_taken: int) -> bool:
-        """Whether its choices may be admitted beside `num_taken` that are."""
+        """Return whether its choices may be admitted beside `num_taken` that are."""
         own = Counter[bytes]()
         if num_taken + request.sampling.n > most:
             for group in self._groups.values():
@@ -41,7 +41,7 @@ class Shares:
         return self._has_room(request, most, num_taken, own, request.sampling.n)
 
     def has_waiting(self, request: Request, most: int, num_taken: int, num_tokens: int) -> bool:
-        """Whether so many tokens of its prompt may wait beside `num_taken` that do."""
+        """Return whether `num_tokens` of its prompt may wait beside `num_taken` that do."""
         own = Counter[bytes]()
         if num_taken + num_tokens > most:
             for group in self._groups.values():
@@ -50,13 +50,14 @@ class Shares:
         return self._has_room(request, most, num_taken, own, num_tokens)
 
     def has_blocks(self, request: Request, num: int) -> bool:
-        """Whether it may take so many more: a tenant that has its part leaves those that others are owed, and a few."""
+        """Return whether it may take `num` more: a tenant that has its part leaves those that others are owed, and a
+        few."""
         tenant = request.tenant_mark
         num_left = sum(owed for other, owed in self.owed().items() if other != tenant) + (self._spare if tenant else 0)
         return not num_left or self._ledger.num_available >= num + num_left or self._is_part(tenant, num)
 
     def refused(self, request: Request, num: int) -> bool:
-        """It lacks so many blocks. Whether it is owed them."""
+        """Note that it lacks `num` blocks, and return whether it is owed them."""
         if not self._is_part(request.tenant_mark, num):
             return False
         self._owed[request.tenant_mark] = num, time.monotonic() + _OWED_S
@@ -68,7 +69,7 @@ class Shares:
 
     @property
     def is_short(self) -> bool:
-        """Somebody may be owed blocks."""
+        """Return whether a tenant may be owed blocks."""
         return bool(self._owed)
 
     def owed(self) -> dict[bytes, int]:
@@ -84,8 +85,8 @@ class Shares:
         return not mine or has_room(most, num_taken, mine, num, len(own))
 
     def _is_part(self, tenant: bytes, num: int) -> bool:
-        """Whether all that it then had would be its part, with one more tenant where it is alone. The first request of a
-        tenant is, however large it is."""
+        """Return whether all that it then had would be its part, with one more tenant where it is alone. The first
+        request of a tenant is, however large it is."""
         held = Counter[bytes]()
         for group in self._groups.values():
             held[group.tenant] += num_blocks(group.live)

@@ -38,7 +38,7 @@ class IntWeight:
 
         w[o, i] = scales[o, i // group] * q[o, i] + offsets[o, i // group]
 
-    q is signed: [-128, 127] at 8 bits, [-8, 7] at 4. `order` tells which input column stands where in q (act-order):
+    q is signed: [-128, 127] at 8 bits, [-8, 7] at 4. `order` gives the input column of each column of q (act-order):
     column j of q multiplies input order[j]; None is the identity.
     """
 

@@ -1,7 +1,7 @@
 """One decoder layer in fp32 that a calibration set runs through, stage by stage, while its weights are replaced.
 
-The engine's own layers hold merged products behind kernels; here every linear stands alone, in the names of the
-folder, and what it reads can be seen before it is applied.
+The engine's own layers hold merged products behind kernels; here every linear is separate, in the names of the
+folder, and its inputs can be seen before it is applied.
 """
 
 from collections.abc import Callable, Iterator
@@ -107,6 +107,7 @@ class Block:
         return [x + self.apply(DOWN, h) for x, h in zip(samples, _consumed(inputs), strict=True)]
 
     def apply(self, name: str, x: Tensor) -> Tensor:
+        """Apply linear `name` to x [tokens, in]: [tokens, out]."""
         return F.linear(x, self.weights[name], self.biases.get(name))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:

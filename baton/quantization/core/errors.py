@@ -1,4 +1,4 @@
-"""What quantizing and scoring refuse."""
+"""The errors of quantizing and scoring."""
 
 
 class QuantizeError(Exception):

@@ -1,6 +1,6 @@
 """The integers that a weight is rounded to: one scale for every row and group of inputs, no zero points.
 
-With zero points plain rounding would lose less at 4 bits, but transformers (5.23) does not load packed ones unless told
+With zero points plain rounding would lose less at 4 bits, but transformers (5.23) does not load packed ones unless set
 to expand them, and every kernel pays for them.
 """
 
@@ -27,13 +27,14 @@ class Grid:
         return _round(weight.unflatten(1, (-1, self.group)), self.scales, self.bits).flatten(1)
 
     def round_column(self, column: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """One input's weights [out] -> q and what it stands for, [out] both."""
+        """Round one input's weights fp32 [out]: q and the values it represents, fp32 [out] both."""
         scales = self.scales[:, index // self.group]
         half = 2 ** (self.bits - 1)
         q = torch.round(column / scales).clamp_(-half, half - 1)
         return q, q * scales
 
     def form(self, q: Tensor) -> IntWeight:
+        """Return the weight form of q, whole numbers [out, in]."""
         q = q.to(torch.int8)
         values = pack_int4(q) if self.bits == 4 else q
         return IntWeight(self.bits, values, self.scales, self.group)
@@ -61,7 +62,7 @@ def fit(weight: Tensor, bits: int, group: int, dtype: torch.dtype, importance: T
 
 
 def dequantize(grid: Grid, weight: Tensor) -> Tensor:
-    """What plain rounding on a grid makes of a weight, fp32 [out, in]."""
+    """Return a weight fp32 [out, in] after plain rounding on a grid."""
     return (grid.round(weight).unflatten(1, (-1, grid.group)) * grid.scales.unsqueeze(2)).flatten(1)
 
 

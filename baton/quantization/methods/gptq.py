@@ -7,7 +7,7 @@ from torch import Tensor
 from baton.quantization.core.grid import Grid
 
 DAMPING = 0.01  # of the mean diagonal: keeps the factorization stable where inputs are nearly dependent
-COLUMNS = 128  # rounded before what lies behind them is brought up to date
+COLUMNS = 128  # rounded before the columns after them are brought up to date
 
 
 def round_compensated(weight: Tensor, moment: Tensor, grid: Grid) -> Tensor:

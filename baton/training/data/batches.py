@@ -1,4 +1,4 @@
-"""Batches: windows of the token stream, each a pure function of its number, so that a resumed run goes on exactly."""
+"""Batches: windows of the token stream, each a pure function of its number, so that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _GOLDEN = 0.6180339887498949
 
 
 def pack(tokenizer: Tokenizer, documents: Iterable[Document]) -> np.ndarray:
-    """All documents as one array of token ids, each after an end-of-text token where the tokenizer has one."""
+    """Return all documents as one array of token ids uint32 [tokens], each after an end-of-text token where the
+    tokenizer has one."""
     separator = [] if (end := tokenizer.token_to_id(END_OF_TEXT)) is None else [end]
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
     ids = [token_id for encoding in encodings for token_id in (*separator, *encoding.ids)]
@@ -39,7 +40,7 @@ class Batches:
 
     @property
     def num_tokens(self) -> int:
-        """Of all text, tests included."""
+        """Return the tokens of all text, tests included."""
         return len(self._library) + len(self._tests)
 
     def draw(self, first_token: int, num_tokens: int, length: int) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ def _is_test(path: str) -> bool:
 
 
 def _tests_held_out(path: str) -> bool:
-    """Whether a test file belongs to a held-out module: test_json/test_decode.py to json/decoder.py."""
+    """Return whether a test file belongs to a held-out module: test_json/test_decode.py to json/decoder.py."""
     names = {f"test_{part}" for module in HELD_OUT for part in module.removesuffix(".py").split("/")}
     parts = path.removesuffix(".py").split("/")
     return any(part in names or part.startswith(tuple(f"{name}_" for name in names)) for part in parts)

@@ -1,4 +1,4 @@
-"""An EAGLE-style draft in training: its own output takes the place of hidden states that nobody has computed yet."""
+"""An EAGLE-style draft in training: its own output takes the place of hidden states that are not computed yet."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class EagleDraft(nn.Module):
             self.norm.weight.fill_(scale)
 
     def guesses(self, target: FrozenTarget, features: Tensor, token_ids: Tensor) -> Iterator[Tensor]:
-        """For each drafted token its logits [batch, places, vocab_size]: the i-th at place p stands for what follows
+        """Yield for each drafted token its logits [batch, places, vocab_size]: the i-th at place p is for the token after
         token p + i.
 
         `features` [batch, length, hidden_size]: the target's, at the first of `token_ids` [batch, length + 1].

@@ -1,4 +1,4 @@
-"""Training of heads: a frozen target, a text, and a module whose every step is held against what the target says."""
+"""Training of heads: a frozen target, a text, and a module whose every step is compared with the target's own."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def heads_loss(heads: Heads, target: FrozenTarget) -> Loss:
 @torch.no_grad()
 @torch.autocast("cpu", torch.bfloat16)
 def agreement(heads: Heads, target: FrozenTarget, inputs: Tensor, targets: Tensor) -> list[float]:
-    """For each step the share of places at which the likeliest token is the target's; [batch, length] a text and the
-    same one token on."""
+    """Return for each step the share of places at which the likeliest token is the target's; [batch, length] a text and
+    the same one token on."""
     same = [0.0] * heads.num_steps
     for token_ids, last in zip(inputs.split(1), targets[:, -1:].split(1), strict=True):
         features = target.features(token_ids)

@@ -16,12 +16,12 @@ BLOCK_SIZE = 32
 
 
 class FrozenTarget:
-    """What is fixed while a draft learns: hidden states of a text, the embedding and the output matrix."""
+    """The fixed part while a draft learns: hidden states of a text, the embedding and the output matrix."""
 
     def __init__(self, folder: Path, max_length: int, max_tokens: int) -> None:
         """Tokens of the longest window, and of the largest batch.  Raises ModelError naming the file at fault."""
         num_blocks = max_tokens // max_length * -(-max_length // BLOCK_SIZE)
-        # Nothing hangs on exact bits here, and the fast kernels are.
+        # Exact bits do not matter here, so the kernels are the fast ones.
         config = EngineConfig(
             folder, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_model_len=max_length, batch_invariant=False
         )
@@ -66,5 +66,5 @@ class FrozenTarget:
 
     @torch.no_grad()
     def distribution(self, features: Tensor) -> Tensor:
-        """What the target would go on with, fp32 [..., vocab_size]."""
+        """Return the target's distribution of the next token, fp32 [..., vocab_size]."""
         return self.logits(features).float().softmax(dim=-1)

@@ -80,7 +80,8 @@ def total_bits(model: Llama, texts: Iterable[Tensor]) -> float:
 
 @torch.inference_mode()
 def agreement(target: Llama, draft: Llama, texts: Iterable[Tensor]) -> float:
-    """Share of positions at which both models, having read the same text, would go on with the same token."""
+    """Return the share of positions at which both models, given the same text, would choose the same next token.
+    `texts`: token ids, int64 [tokens] each."""
     same = total = 0
     for window, num_scored in _windows(texts, target.config.max_length):
         choices = [model(window[None, :-1])[0, -num_scored:].argmax(-1) for model in (target, draft)]
@@ -111,7 +112,7 @@ def select_heads(documents: Iterable[Document], count: int) -> list[FunctionHead
 
 @torch.inference_mode()
 def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> Completion:
-    """What the model writes, greedily, after the last 512 tokens up to the head; at most 256 tokens."""
+    """Return the text that the model writes, greedily, after the last 512 tokens up to the head; at most 256 tokens."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     prompt_ids = tokenizer.encode(head.text).ids[-PROMPT_TOKENS:]
     cache, written_ids, newest = model.new_cache(), [], prompt_ids
@@ -125,7 +126,7 @@ def complete(model: Llama, tokenizer: Tokenizer, head: FunctionHead) -> Completi
 
 
 def judge(completion: str, definition: str) -> str:
-    """Whether the completed function is Python: "parsed", "wrong", or "unfinished" if no whole statement was written.
+    """Judge whether the completed function is Python: "parsed", "wrong", or "unfinished" if no whole statement was written.
 
     The text is cut where the function ends, or else at its last whole statement.
     """
@@ -142,7 +143,7 @@ def judge(completion: str, definition: str) -> str:
 def cut_function(text: str) -> str:
     """Cut after the function that opens `text`; if it does not end, before its last statement, which may be half.
 
-    An indented function is returned below an `if True:`, so that it parses as it stands.
+    An indented function is returned below an `if True:`, so that it parses unchanged.
     """
     lines = text.splitlines(keepends=True)
     indent = len(lines[0]) - len(lines[0].lstrip())

@@ -34,6 +34,7 @@ class Fp32RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return x [..., hidden_size], normed."""
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
@@ -44,7 +45,7 @@ class Past:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the newest; returns all."""
+        """Append k and v [batch, kv_heads, new, head_dim]; returns all so far, [batch, kv_heads, length, head_dim]."""
         if self.length:
             k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
         self.k, self.v, self.length = k, v, k.shape[2]
@@ -64,6 +65,7 @@ class CausalAttention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
+        """Attend: x [batch, length, hidden_size], cos and sin [length, head_dim] -> [batch, length, hidden_size]."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is not None:
@@ -88,6 +90,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return down(silu(gate(x)) * up(x)), x and result [batch, length, hidden_size]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -102,6 +105,8 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past | None = None) -> Tensor:
+        """Return the residual stream after the layer: x [batch, length, hidden_size], cos and sin [length, head_dim] ->
+        [batch, length, hidden_size]."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -117,6 +122,8 @@ class Decoder(nn.Module):
         self.norm = Fp32RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, token_ids: Tensor, cache: list[Past] | None = None) -> Tensor:
+        """Return the normed hidden states [batch, length, hidden_size] of token ids [batch, length]; with a cache they
+        continue it."""
         x = self.embed_tokens(token_ids)
         first = cache[0].length if cache else 0
         cos, sin = rotary_table(self.config, first, token_ids.shape[1], x.dtype)

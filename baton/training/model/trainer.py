@@ -26,7 +26,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How one model is trained.
+    """The plan for training one model.
 
     Progress runs from 0 to 1 and is the larger of minutes spent and tokens read over their budgets; learning rates
     and window lengths follow it.
@@ -150,7 +150,8 @@ class Trainer:
 
 
 def next_token_loss(model: Llama) -> Loss:
-    """Cross entropy against the next token, matrices in bf16."""
+    """Return a loss, inputs and targets int64 [batch, length] -> scalar: cross entropy against the next token, matrices
+    in bf16."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -161,7 +162,8 @@ def next_token_loss(model: Llama) -> Loss:
 
 
 def distillation_loss(model: Llama, teacher: Llama) -> Loss:
-    """Cross entropy against the teacher's distribution at every position of the text."""
+    """Return a loss, inputs and targets int64 [batch, length] -> scalar: cross entropy against the teacher's
+    distribution at every position of the text."""
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

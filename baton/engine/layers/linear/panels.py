@@ -53,7 +53,7 @@ class Panels:
 
     @property
     def is_dense(self) -> bool:
-        """Whether they hold the weight's own values, so that `rows` gives them back."""
+        """Return whether they hold the weight's own values, so that `rows` gives them back."""
         return self.kind in (BF16, F32)
 
     def rows(self, indices: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class TinyGemm:
 
 
 def fits(num_out: int, num_in: int, group: int, dtype: torch.dtype) -> bool:
-    """Whether it takes a weight of this shape, computing in `dtype`."""
+    """Return whether it takes a weight of this shape, computing in `dtype`."""
     whole = num_out % OUT_MULTIPLE == 0 and num_in % IN_MULTIPLE == 0
     return whole and group in GROUPS and dtype == torch.bfloat16
 

@@ -151,7 +151,7 @@ class GpuLinear(LinearKernel):
         return [*first, (32, "tile16"), (128, "tile64"), (math.inf, "tile128")]
 
     def fits(self, path: str, num_rows: int) -> bool:
-        """Whether a path takes so many rows."""
+        """Return whether a path takes `num_rows` rows."""
         return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
 
     def _tiled(self, x: Tensor, tile: int) -> Tensor:

@@ -37,7 +37,7 @@ DECIDED_FOR = 4  # steps of a batch: for 64 sequences the width takes 0.1 to 0.2
 PLAIN_INTERVAL = 256  # verifying steps after which plain ones are measured again
 PLAIN_RUN = 6  # running
 COLD = 2  # plain steps that are not measured: after a draft the demo model's take 1.23, 1.10, 1.03 times as long
-PLAIN_SAMPLE = 8  # where all are plain one of so many is measured
+PLAIN_SAMPLE = 8  # where all are plain one of this many is measured
 FIXED_INTERVAL = 16  # verifying steps before the first such run, where every request has a width of its own
 EXCESS_STEP = 0.03
 REFILL_FORGET = 0.9
@@ -123,23 +123,23 @@ class Controller:
         return lately.rate(PRIOR_ACCEPTANCE) if lately is not None else PRIOR_ACCEPTANCE
 
     def begin(self, num_seqs: int) -> None:
-        """A step of so many decoding sequences is planned."""
+        """Begin to plan a step of `num_seqs` decoding sequences."""
         self.step += 1
         self.plan = DraftPlan(num_seqs)
 
     def wants_plain(self, num_seqs: int, is_free: bool = True) -> bool:
-        """Whether this step should be plain, to be measured. `is_free`: somebody's width is to be decided from it."""
+        """Return whether this step should be plain, to be measured. `is_free`: a width is to be decided from it."""
         is_known = self.costs.plain_s(num_seqs) is not None
         if self._since_plain >= (PLAIN_INTERVAL if is_known else FIXED_INTERVAL) or (is_free and not is_known):
             self._plain_left = PLAIN_RUN
         return self._plain_left > 0
 
     def is_resting(self, name: str, num_seqs: int) -> bool:
-        """Of every step: whether a proposer is off, and not to be asked now."""
+        """Return, for every step, whether a proposer is off, and not to be asked now."""
         return self._standings[name].is_resting(self.step, num_seqs)
 
     def wants_time(self, num_seqs: int) -> bool:
-        """Of a plain step that nobody is asked in: whether to measure it. The clock takes as long as the rest."""
+        """Return whether to measure a plain step in which no proposer is asked. The clock takes as long as the rest."""
         return self.step % PLAIN_SAMPLE == 0 or self.costs.plain_s(num_seqs) is None or self._plain_left > 0
 
     def passed_plainly(self) -> None:
@@ -157,8 +157,9 @@ class Controller:
         num_reads: float = 0.0,
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
-        `own`: their acceptance; `limits`: what they have room for; `is_drafted`: so many proposals are there, and what
-        they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to make."""
+        `own`: their acceptance; `limits`: what they have room for; `is_drafted`: that many proposals are there, and
+        what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
+        make."""
         plain_s = self.costs.plain_s(num_seqs)
         if plain_s is None or not own:
             return [0] * len(own)
@@ -204,7 +205,7 @@ class Controller:
                 standing.passed(spent - 1 - gained, num_proposed > 0)
 
     def judged(self, name: str, acceptance: AcceptanceRate, num_proposed: int, num_accepted: int) -> None:
-        """What became of a sequence's proposals; `acceptance` is its own."""
+        """Note how many of a sequence's proposals were accepted; `acceptance` is its own."""
         acceptance.add(num_proposed, num_accepted)
         self.lately.setdefault(name, AcceptanceRate()).add(num_proposed, num_accepted, LATELY_FORGET)
 
@@ -284,7 +285,7 @@ class Controller:
         return widths
 
     def _price(self, name: str, num: int, width: int, plain_s: float, is_drafted: bool) -> float:
-        """Plain steps that a try with so many sequences takes beyond one."""
+        """Return the plain steps that a try with `num` sequences takes beyond one."""
         if not self._is_known(name, is_drafted):
             return 0.5 + 0.1 * num * width
         draft_s = 0.0 if is_drafted else self.costs.draft_s(name, num, width)

@@ -1,4 +1,4 @@
-"""What steps and drafts take, as measured lately."""
+"""The times of steps and drafts, as measured lately."""
 
 from collections import deque
 
@@ -33,8 +33,8 @@ class Typical:
 
 class Curve:
     """Seconds by size, through what is typical of each: kernels take rows in tiles, so that the fifth may be dear and
-    the sixth free. A straight line, least squares, behind the sizes that were measured and above SMALL. Of what is more
-    than twice the largest size so far it says nothing: whoever grows, grows by as much and looks again."""
+    the sixth free. A straight line, least squares, behind the sizes that were measured and above SMALL. Beyond twice
+    the largest size so far it gives no value: a batch that grows, grows by as much and looks again."""
 
     __slots__ = ("count", "largest", "slope", "_base", "_small", "_sizes")
 
@@ -140,7 +140,7 @@ class Costs:
         return _nearest(self.extra, 1) is not None
 
     def is_known(self, name: str) -> bool:
-        """Whether extra_s and draft_s can be told."""
+        """Return whether extra_s and draft_s are known."""
         return self.extra_is_known and _nearest(self.drafts.get(name, {}), 1) is not None
 
     def extra_s(self, num_seqs: int, num_proposals: int) -> float:

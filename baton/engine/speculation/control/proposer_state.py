@@ -5,7 +5,7 @@ from baton.engine.speculation.control.acceptance import AcceptanceRate
 ALLOWANCE = 0.004  # of the time of plain steps, for trying what does not pay as far as is known
 FIRST_ALLOWANCE = 12.0  # plain steps; nor is more ever saved up
 DISTURBED = 2.0  # plain steps: what a try took beyond that was no fault of it
-TRIAL_WIDTHS = (2, 1, 4)  # in turn: of one width alone no slope can be told
+TRIAL_WIDTHS = (2, 1, 4)  # in turn: one width alone gives no slope
 LOOK_INTERVAL = 16  # steps between two looks at what is off: sequences come and go
 VAIN_LOOKS = 16  # in a row, after which what costs next to nothing (2 % of the demo model's step) is off too,
 VAIN_INTERVAL = 4  # and looked at again, in a small batch: of 16 sequences a look takes 2 to 3 % of a step
@@ -15,8 +15,8 @@ PROBES = 3
 
 
 class ProposerState:
-    """Of one proposer: whether it is off, its allowance in plain steps, and the try that goes on. A try lasts for some
-    steps in which something was proposed: a model may have a prompt to read first."""
+    """The state of one proposer: whether it is off, its allowance in plain steps, and the current try. A try lasts for
+    some steps in which something was proposed: a model may have a prompt to read first."""
 
     __slots__ = (
         "allowance", "earned_at", "num_tried", "num_to_try", "tried", "num_vain", "rests_until", "bucket", "decided_at",
@@ -27,7 +27,7 @@ class ProposerState:
         self.allowance = FIRST_ALLOWANCE
         self.earned_at = 0  # step
         self.num_tried = 0  # steps
-        self.num_to_try = 0  # steps of the try that goes on
+        self.num_to_try = 0  # steps of the current try
         self.tried: list[AcceptanceRate] = []  # whose sequences it is tried with
         self.num_vain = 0  # looks in a row that came to nothing
         self.rests_until = self.bucket = 0  # step; of the batch for which it was found to be off
@@ -42,7 +42,7 @@ class ProposerState:
         return step < self.rests_until and self.bucket == num_seqs.bit_length() and not self.is_trying
 
     def off(self, step: int, num_seqs: int, is_quick: bool) -> None:
-        """Nothing comes of it in this step: it rests, or does after so many of these in a row."""
+        """Note that it brings nothing in this step: it rests, or does after some of these in a row."""
         self.num_vain += 1
         if not is_quick or self.num_vain >= VAIN_LOOKS:
             interval = VAIN_INTERVAL if is_quick and num_seqs <= SMALL_BATCH else LOOK_INTERVAL
@@ -73,7 +73,7 @@ class ProposerState:
         return self.allowance > max(0.0, num_plain_steps)
 
     def passed(self, lost: float, has_proposed: bool) -> None:
-        """A step of the try lost so many plain steps, or gained."""
+        """Note that a step of the try lost `lost` plain steps, or gained them (negative)."""
         self.allowance = min(self.allowance - min(lost, DISTURBED), FIRST_ALLOWANCE)
         self.num_tried += has_proposed
         self.num_to_try -= has_proposed

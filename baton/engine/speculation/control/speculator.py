@@ -1,4 +1,4 @@
-"""Who proposes for which sequence of a step, and what became of it.
+"""Choose the proposer for each sequence of a step, and judge its proposals.
 
     draft      before a step: proposals are put behind the last tokens of its decoding sequences (Sequence.draft_ids)
     measure    it has been computed: what it cost
@@ -36,7 +36,7 @@ class Track:
     acceptance: AcceptanceRate
     draftee: Draftee | None = None  # once it is asked
     unverified: Seq[int] = ()  # proposals that were not taken up: they are judged by what came
-    unverified_at: int = 0  # behind so many tokens
+    unverified_at: int = 0  # after this many tokens
 
     def judge(self) -> tuple[int, int]:
         """(num_proposed, num_accepted) of what was not taken up, as far as its tokens have come."""
@@ -64,7 +64,7 @@ class Speculator:
         num_draft_tokens: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """`num_draft_tokens`: always so many, whether it pays or not; None: as many as pay."""
+        """`num_draft_tokens`: always this many, whether it pays or not; None: as many as pay."""
         proposers = list(proposers)
         self.proposers = {proposer.name: proposer for proposer in proposers}
         self.controller = Controller()
@@ -92,7 +92,7 @@ class Speculator:
 
     @property
     def start_words(self) -> str:
-        """For the engine's start line; empty: it does not speculate."""
+        """Return the words for the engine's start line; empty: it does not speculate."""
         if not self.proposers:
             return ""
         width = "as many tokens as pay" if self._num_draft_tokens is None else f"{self._num_draft_tokens} tokens a step"
@@ -100,7 +100,7 @@ class Speculator:
 
     @property
     def wants_hidden(self) -> bool:
-        """Whether a proposer with open sequences reads the hidden states of this step."""
+        """Return whether a proposer with open sequences reads the hidden states of this step."""
         return any(proposer.wants_hidden and self._num_open[name] for name, proposer in self.proposers.items())
 
     # ---- before a step ----
@@ -136,7 +136,7 @@ class Speculator:
             self._begun_at, self._draft_s, self._is_timed = self._clock(), 0.0, True
 
     def _change(self, decoding: list[Sequence]) -> None:
-        """Others decode than in the step before: whoever does not is closed."""
+        """Note that others decode than in the step before, and close those that do not."""
         before, now = set(self._decoding), set(decoding)
         self.controller.refill.changed(len(now - before), len(before - now), len(now))
         for name, tracks in self._tracks.items():
@@ -157,7 +157,7 @@ class Speculator:
             self._change([])
 
     def _suits(self, seq: Sequence, name: str) -> bool:
-        """Whether this proposer is to guess for the sequence rather than the last one."""
+        """Return whether this proposer is to guess for the sequence rather than the last one."""
         if name in (self._last, seq.group.request.speculation.proposer):
             return True
         return self._rate(name, seq) > self._rate(self._last, seq) - WORSE
@@ -212,7 +212,7 @@ class Speculator:
         return drafts
 
     def _drafts(self, proposer: Proposer, seqs: list[Sequence], widths: list[int], budget: int) -> list[list[int]]:
-        """What it proposes for each of them, at most so many tokens; nothing where the width is 0."""
+        """Return what it proposes for each of them, at most its width in tokens; nothing where that is 0."""
         drafts: list[list[int]] = [[] for _ in seqs]
         wanted = [index for index, width in enumerate(widths) if width > 0]
         if not wanted:
@@ -250,7 +250,8 @@ class Speculator:
             self._num_open[proposer.name] -= 1
 
     def _rest(self, proposer: Proposer) -> None:
-        """Nobody wants it now. What follows the target's hidden states would have to be told of every step."""
+        """Close a proposer that is not wanted now: one that follows the target's hidden states would need every
+        step."""
         if proposer.wants_hidden and self._num_open[proposer.name]:
             for track in self._tracks[proposer.name].values():
                 self._close(proposer, track)
@@ -322,8 +323,9 @@ class Speculator:
         return [(group, sum(counts) / len(counts), spent_s) for group, counts in made.items()]
 
     def advance(self, drawn: list[Drawn], hidden: Tensor | None) -> None:
-        """Its results are collected: what ended behind a token has been cut out of `drawn`. `hidden`: the rows that
-        it was drawn from."""
+        """Judge the proposals of a step and pass its results to the proposers; tokens after a sequence's end have been
+        cut out of `drawn`. `hidden` [>= rows, hidden_size]: the rows that it was drawn from; None where no proposer
+        wants them."""
         self._advance_s = 0.0
         if not self._decoding or not (self._proposers_of or self.wants_hidden):
             return
@@ -336,7 +338,7 @@ class Speculator:
                 self.counts[name].add(len(draft_ids), num_accepted)
                 self.controller.judged(name, self._tracks[name][seq].acceptance, len(draft_ids), num_accepted)
                 seq.draft_ids = []
-            if seq.block_ids:  # it goes on
+            if seq.block_ids:  # it continues
                 for other, steps in advances.items():
                     if (track := self._tracks[other].get(seq)) is not None and track.draftee is not None:
                         num_proposed = len(draft_ids) if other == name else 0

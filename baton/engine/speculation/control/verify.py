@@ -19,7 +19,7 @@ from baton.engine.schedule.sequence import Sequence
 
 
 def verify(sampler: Sampler, logits: Tensor, seqs: Seq[Sequence], first_rows: Seq[int]) -> list[list[Sampled]]:
-    """For each sequence the tokens it goes on with: the accepted proposals and one more.
+    """Return for each sequence the tokens it continues with: the accepted proposals and one more.
 
     `logits` fp32 [R, vocab_size]; a sequence has 1 + len(draft_ids) rows from its first one on.
     """
@@ -36,12 +36,12 @@ def verify(sampler: Sampler, logits: Tensor, seqs: Seq[Sequence], first_rows: Se
 
 
 def num_right(samples: Seq[Sampled], draft_ids: Seq[int]) -> int:
-    """How many of the proposals are among the tokens that a sequence goes on with."""
+    """Return how many of the proposals are among the tokens that a sequence continues with."""
     return sum(sample.token_id == draft_id for sample, draft_id in zip(samples, draft_ids, strict=False))
 
 
 def _is_cheap(request: Request) -> bool:
-    """Whether a row costs less than a call of its own: no filter that sorts, no history to count."""
+    """Return whether a row costs less than a call of its own: no filter that sorts, no history to count."""
     params = request.sampling
     return not params.has_filters and not changes(params, request.stop_token_ids if request.min_tokens else NO_TOKENS)
 

@@ -1,7 +1,7 @@
 """A smaller model of the same vocabulary proposes, token by token, all sequences in one batch.
 
 It reads tokens only, so nothing of it crosses a handoff: its KV of a prompt is computed here, chunk by chunk, in what
-the steps leave over, and lies in a small pool of its own. Its first pass of a step reads what the target drew last
+the steps leave over, and is kept in a small pool of its own. Its first pass of a step reads what the target drew last
 beside anything else it lacks; each further pass reads the token that it has just proposed.
 
 What it reads of a sequence begins at most WINDOW_TOKENS back, at its position 0: an answer does not pay for a long
@@ -172,7 +172,8 @@ class DraftModel(Proposer):
         return draftee.state.lack(token_ids)
 
     def _take(self, reading: Reading, num_tokens: int) -> bool:
-        """Blocks for so many of its positions; False where the pool has none left: then nothing is proposed."""
+        """Take blocks for `num_tokens` of its positions; False where the pool has none left: then nothing is
+        proposed."""
         missing = -(-num_tokens // BLOCK_SIZE) - len(reading.block_ids)
         if missing > len(self._free):
             return False

@@ -1,4 +1,4 @@
-"""How a draft draws its tokens: as the target would with the same logits, noise and history."""
+"""Draw a draft's tokens: as the target would with the same logits, noise and history."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from baton.sampling_params import SamplingParams
 
 
 def draw(sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: Sequence[Sequence[int]]) -> list[int]:
-    """One token per row of a draft's own logits fp32 [R, vocab_size]: row i goes on after draftees[i].token_ids and
+    """Draw one token per row of a draft's own logits fp32 [R, vocab_size]: row i follows draftees[i].token_ids and
     drafts[i], what was proposed for it so far."""
     if all(is_argmax(draftee.request) for draftee in draftees):
         return logits.argmax(dim=1).tolist()
@@ -26,11 +26,11 @@ def draw(sampler: Sampler, logits: Tensor, draftees: Sequence[Draftee], drafts: 
 
 @lru_cache(maxsize=1024)
 def _silent(params: SamplingParams) -> SamplingParams:
-    """Without logprobs: nobody reads a draft's."""
+    """Return the parameters without logprobs: a draft's are not read."""
     return replace(params, logprobs=None)
 
 
 def is_argmax(request: Request) -> bool:
-    """Whether its next token is the likeliest one, and nothing else comes into it."""
+    """Return whether its next token is the likeliest one, and nothing else comes into it."""
     params = request.sampling
     return params.is_greedy and not (params.has_penalties or params.logit_bias or request.min_tokens)

@@ -1,4 +1,4 @@
-"""An EAGLE-style draft (Li et al., arXiv 2401.15077): one decoder layer that goes on from the target's hidden states.
+"""An EAGLE-style draft (Li et al., arXiv 2401.15077): one decoder layer on the target's hidden states.
 
     x_p = project([norm(e_p+1) ; norm(f_p)])      e_p+1: embedding of the token after position p
     f_p+1 = norm(layer(x_p, before p))            f_p: the target's last hidden state at p, normed; beyond the last
@@ -44,10 +44,10 @@ WINDOW = 256  # rows that the layer may look back; a slot has room for twice as 
 
 @dataclass(slots=True)
 class Context:
-    """What is kept of one sequence."""
+    """The state kept of one sequence."""
 
     slot: int
-    num_rows: int = 0  # whose K and V lie in the slot
+    num_rows: int = 0  # whose K and V are in the slot
     pending: list[tuple[Tensor, int]] = field(default_factory=list)  # rows [n, hidden_size], position of the first
 
     @property
@@ -136,6 +136,7 @@ class Eagle(Proposer):
             draftee.state = None
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
+        """Keep the rows of `hidden` [>= rows, hidden_size] at accepted positions, until the next proposal."""
         index = [row for a in advances for row in range(a.first_row, a.first_row + a.num_accepted + 1)]
         kept = hidden[torch.tensor(index)].split([advance.num_accepted + 1 for advance in advances])
         for (draftee, _, num_accepted, _), rows in zip(advances, kept, strict=True):

@@ -52,7 +52,7 @@ class HeadsFolder:
         return folder
 
     def read(self, name: str, *shape: int) -> Tensor:
-        """A tensor of this shape, fp32. Raises ModelError where it is missing or shaped otherwise."""
+        """Return a tensor fp32 [*shape]. Raises ModelError where it is missing or has another shape."""
         return self.weights.read(name, shape).float()
 
     def count(self, key: str) -> int:

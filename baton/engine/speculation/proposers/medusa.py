@@ -31,7 +31,7 @@ from baton.protocol import MAX_DRAFT_TOKENS
 
 
 class Blocks(NamedTuple):
-    """What the heads do not share."""
+    """The weights of each head."""
 
     skip: Tensor  # L [num_heads, hidden_size, 2 * hidden_size]
     enter: Tensor  # W, as L
@@ -84,6 +84,7 @@ class Medusa(Proposer):
         return drafts
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
+        """Keep the row of `hidden` [>= rows, hidden_size] that each sequence's last token was drawn from."""
         last_rows = hidden[torch.tensor([advance.first_row + advance.num_accepted for advance in advances])]
         for advance, row in zip(advances, last_rows.unbind(), strict=True):
             advance.draftee.state = row

@@ -34,7 +34,7 @@ class _Draft(ctypes.Structure):
 
 
 class EntryLayer(NamedTuple):
-    """What stands before a layer that goes on from its target's hidden rows."""
+    """The parts before a layer that continues from its target's hidden rows."""
 
     project: PackedLinear
     embedding_norm: Tensor
@@ -72,7 +72,7 @@ class Passes:
 
     @staticmethod
     def fit(model: Model, layers: object) -> bool:
-        """Whether everything that a pass is made of is native."""
+        """Return whether everything that a pass is made of is native."""
         table = model.embedding
         in_dtype = isinstance(table, Embedding) and table.weight.dtype == model.dtype and table.weight.is_contiguous()
         return (

@@ -89,7 +89,7 @@ class NgramProposer(Proposer):
         begin, length = index.find(token_ids)
         if begin < 0:
             return []
-        # A long match is likely to go on for long. What repeats itself within the proposal is unrolled.
+        # A long match is likely to continue for long. What repeats itself within the proposal is unrolled.
         num_tokens = min(num_tokens, 2 * length)
         draft = token_ids[begin : begin + num_tokens]
         while len(draft) < num_tokens:

@@ -1,16 +1,16 @@
-"""What guesses a sequence's next tokens. Read this first.
+"""The contract of a proposer, which guesses a sequence's next tokens. Read this first.
 
     open       a sequence decodes here: a Draftee is made for it
     prepare    tokens of the step's budget that are left over: catch up with prompts, chunk by chunk
-    propose    for every sequence of the step that may speculate at most so many tokens, all sequences in one call
+    propose    for every sequence of the step that may speculate some tokens, all sequences in one call
     advance    the step has passed: what was accepted, and the target's hidden states of it
     close      the sequence ended, was cancelled or parked: all that is kept of it goes
 
 A proposal is only a guess: the target draws its own token at every proposed position, and a proposal counts when it is
-that token. So a proposer may be wrong, short or silent, never harmful: no answer hangs on it, and none is refused
+that token. So a proposer may be wrong, short or silent, never harmful: no answer depends on it, and none is refused
 because of it. A sequence that parks is closed and comes back as another Draftee with all of its tokens.
 
-A proposer belongs to the loop's thread. Its memory is its own and is sized when it is made: none of it lies in the
+A proposer belongs to the loop's thread. Its memory is its own and is sized when it is made: none of it is in the
 target's KV pool. Nothing of it crosses a handoff. It is made by
 
     load(folder: Path, model: Model, config: EngineConfig) -> Proposer
@@ -41,11 +41,11 @@ class Draftee:
 
 
 class DraftRequest(NamedTuple):
-    """Proposal j stands at position len(draftee.token_ids) + j; its noise has the key
+    """Proposal j is at position len(draftee.token_ids) + j; its noise has the key
     noise_key(request.sampling.seed, draftee.choice, that position): drawing.draw does it."""
 
     draftee: Draftee
-    num_tokens: int  # at most so many, at least 1
+    num_tokens: int  # at most, and at least 1
 
 
 class Advance(NamedTuple):
@@ -85,10 +85,10 @@ class Proposer(ABC):
 
     @abstractmethod
     def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        """For each ask the next token ids, best guess, in order: from none to ask.num_tokens of them."""
+        """Return for each ask the next token ids, best guess, in order: from none to ask.num_tokens of them."""
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
-        """After every decode step, for each open sequence in it that goes on, whether it was asked for or not.
+        """Follow a decode step, for each open sequence in it that continues, whether it was asked for or not.
 
         `hidden`: [>= rows, hidden_size] in the compute dtype, the target's last layer before its final norm, where
         wants_hidden is set; else None. Only rows of decode steps on this worker are ever given, never those of a

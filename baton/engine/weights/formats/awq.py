@@ -33,6 +33,7 @@ class AWQFormat(Format):
         return f"{module}.qweight"
 
     def quantized(self, module: str, out_features: int, in_features: int) -> IntWeight:
+        """Read a module of 4-bit words, [out_features, in_features]. Raises ModelError where its tensors do not fit."""
         group = in_features if self._group == -1 else self._group
         num_groups = self.num_groups(module, in_features, group)
         if out_features % PER_WORD:

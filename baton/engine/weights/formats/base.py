@@ -1,4 +1,4 @@
-"""What a format is: it reads the tensors of one module, as its publisher stored them, into a weight form."""
+"""The contract of a format: read the tensors of one module, as its publisher stored them, into a weight form."""
 
 import re
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ CONFIG = "config.json"
 
 
 class WeightSource(ABC):
-    """Where a model's weights come from, by the names that Hugging Face gives them."""
+    """The source of a model's weights, by the names that Hugging Face gives them."""
 
     name: str  # gptq, gguf, ...
 
@@ -31,22 +31,25 @@ class WeightSource(ABC):
 
     @abstractmethod
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
-        """The weight of a linear module. Raises ModelError with file and tensor name."""
+        """Return the weight [out_features, in_features] of a linear module. Raises ModelError with file and tensor
+        name."""
 
     @abstractmethod
     def tensor(self, name: str, *shape: int) -> Tensor:
-        """A norm, a bias or a table in the compute dtype. Raises ModelError with file and tensor name."""
+        """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and tensor
+        name."""
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
-        """int64 [T] -> [T, hidden_size] in the compute dtype."""
+        """Return the embedding: int64 [T] -> [T, hidden_size] in the compute dtype."""
         return Embedding(self.tensor(f"{EMBED}.weight", vocab_size, hidden_size))
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """The output head of a model that has none of its own: what `embedding` returned, read as a linear weight."""
+        """Return the output head [vocab_size, hidden_size] of a model that has none of its own: the table that
+        `embedding` returned, as a linear weight."""
         return DenseWeight(embedding.weight)
 
     def release(self) -> None:
-        """All is read: pages of mapped files need not stay in memory."""
+        """Release pages of mapped files: all is read."""
 
     def note(self, what: str) -> None:
         self.notes[what] = self.notes.get(what, 0) + 1
@@ -70,6 +73,8 @@ class DenseFormat(WeightSource):
         return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))
 
     def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape or
+        type."""
         return self.tensors.read(name, shape).to(self.dtype)
 
 
@@ -87,7 +92,8 @@ class Format(DenseFormat):
         return super().linear(module, out_features, in_features)
 
     def is_quantized(self, module: str) -> bool:
-        """Whether the config lists the module as quantized. The head is what its tensors say: configs are silent."""
+        """Return whether the config lists the module as quantized. For the head its tensors decide: configs do not list
+        it."""
         return module != HEAD or self.marker(module) in self.tensors
 
     @abstractmethod
@@ -96,12 +102,13 @@ class Format(DenseFormat):
 
     @abstractmethod
     def quantized(self, module: str, out_features: int, in_features: int) -> Weight:
-        """Read a quantized module."""
+        """Read a quantized module, [out_features, in_features]. Raises ModelError where its tensors or the config do
+        not fit."""
 
     # ---- what readers need ----
 
     def scales(self, name: str, shape: tuple[int, ...] | None) -> Tensor:
-        """fp32 scales of this shape; ModelError where one is not finite."""
+        """Return fp32 scales [*shape] (None: any shape). Raises ModelError where one is not finite."""
         kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
         values = self.tensors.read(name, shape, kinds).float()
         if not torch.isfinite(values).all():
@@ -116,14 +123,15 @@ class Format(DenseFormat):
         return ModelError(f"{self.tensors.folder / CONFIG}: quantization_config: {what}")
 
     def num_groups(self, module: str, in_features: int, group: int) -> int:
+        """Return the groups of `group` inputs. Raises ModelError where they do not divide the inputs."""
         if in_features % group:
             raise self.wrong(f"{module}.weight", f"has {in_features} inputs, groups of {group} do not divide them")
         return in_features // group
 
 
 def listed(module: str, patterns: list[str] | None) -> bool:
-    """Whether a list of modules names this one: `re:` and a regular expression from its start, or whole parts of its
-    dotted name (`lm_head`, `model.layers.0.self_attn`, `down_proj`)."""
+    """Return whether a list of modules names this one: `re:` and a regular expression from its start, or whole parts of
+    its dotted name (`lm_head`, `model.layers.0.self_attn`, `down_proj`)."""
     for pattern in patterns or ():
         if pattern.startswith("re:"):
             if re.match(pattern.removeprefix("re:"), module):

@@ -41,6 +41,8 @@ class CompressedTensorsFormat(Format):
         return f"{module}.weight_scale"
 
     def quantized(self, module: str, out_features: int, in_features: int) -> Weight:
+        """Read a module by its scheme, [out_features, in_features]. Raises ModelError for a strategy or tensors that
+        are not supported."""
         scheme, shape = self._scheme(module), (out_features, in_features)
         weights, activations = scheme["weights"], scheme.get("input_activations")
         if weights.get("strategy") not in GROUPED:
@@ -92,7 +94,7 @@ class CompressedTensorsFormat(Format):
         return self.scales(name, shape)
 
     def _groups(self, module: str, in_features: int) -> Tensor:
-        """-1 stands for: no order was given."""
+        """Return the group of each input, int32 or int64 [in]; -1: no order was given."""
         return self.tensors.read(f"{module}.weight_g_idx", (in_features,), (torch.int32, torch.int64))
 
     def _zeros(self, module: str, bits: int, shape: tuple[int, int], packed: bool) -> Tensor:

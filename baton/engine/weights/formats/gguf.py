@@ -49,6 +49,8 @@ class GGUFFormat(WeightSource):
         return self._file.path.stat().st_size
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        """Return the weight [out_features, in_features]. Raises ModelError where it is missing, has another shape, or
+        holds scales that are not finite."""
         name = self._name(f"{module}.weight", (out_features, in_features))
         tensor, rows = self._file.tensors[name], self._rows(name, out_features)
         if (read := READERS.get(tensor.tensor_type)) is None:
@@ -61,6 +63,7 @@ class GGUFFormat(WeightSource):
         return weight
 
     def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape."""
         stored = self._name(name, shape)
         return self._expanded(stored, self._rows(stored, shape[0])).to(self._dtype)
 
@@ -68,6 +71,8 @@ class GGUFFormat(WeightSource):
         self._file.release()
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
+        """Return the embedding: int64 [T] -> [T, hidden_size] in the compute dtype; a quantized table is expanded row
+        by row."""
         if self._file.tensors[EMBEDDING].tensor_type in PLAIN:
             return super().embedding(vocab_size, hidden_size)
         self._name(f"{EMBED}.weight", (vocab_size, hidden_size))
@@ -75,6 +80,8 @@ class GGUFFormat(WeightSource):
         return MappedEmbedding(self._file, self._dtype)
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
+        """Return the head [vocab_size, hidden_size]: the quantized table itself where the embedding expands it row by
+        row."""
         if isinstance(embedding, MappedEmbedding):
             return self.linear(EMBED, vocab_size, hidden_size)
         return super().tied_head(embedding, vocab_size, hidden_size)

@@ -39,6 +39,8 @@ class GPTQFormat(Format):
         return f"{module}.qweight"
 
     def quantized(self, module: str, out_features: int, in_features: int) -> IntWeight:
+        """Read a module of 4 or 8 bits, [out_features, in_features]. Raises ModelError where its tensors or the config
+        do not fit."""
         override = self._override(module)
         bits, group, sym = override.get("bits", self.config["bits"]), override.get("group_size", self._group), self._sym
         if bits not in (4, 8):
@@ -80,7 +82,8 @@ class GPTQFormat(Format):
 
 
 def group_order(source: Format, name: str, in_features: int, group: int) -> Tensor | None:
-    """The order of act-order (desc_act) from the group of each input, int32 [in]: inputs of one group side by side."""
+    """Return the order of act-order (desc_act) from the group of each input, int64 [in]: inputs of one group side by
+    side; None where they are so already. Raises ModelError where a group has another number of inputs."""
     groups = source.tensors.read(name, (in_features,), (torch.int32, torch.int64)).long()
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order], torch.arange(in_features) // group):

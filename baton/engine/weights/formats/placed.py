@@ -1,4 +1,4 @@
-"""A source whose weights stand on a device: each is moved as it is read."""
+"""A source whose weights are on a device: each is moved as it is read."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -31,16 +31,18 @@ class PlacedSource(WeightSource):
         return placed(self._source.linear(module, out_features, in_features), self._device)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return the tensor [*shape] on the device. Raises ModelError as the source does."""
         return self._source.tensor(name, *shape).to(self._device)
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
-        """A table that its format expands row by row, on the CPU, is expanded once: a GPU cannot read the file."""
+        """Return the embedding on the device: int64 [T] -> [T, hidden_size]. A table that its format expands row by
+        row, on the CPU, is expanded once: a GPU cannot read the file."""
         found = self._read = self._source.embedding(vocab_size, hidden_size)
         table = found.weight if isinstance(found, Embedding) else found(torch.arange(vocab_size))
         return Embedding(table.to(self._device))
 
     def tied_head(self, embedding: Callable[[Tensor], Tensor], vocab_size: int, hidden_size: int) -> Weight:
-        """`embedding`: what this source returned last."""
+        """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last."""
         return placed(self._source.tied_head(self._read, vocab_size, hidden_size), self._device)
 
     def release(self) -> None:

@@ -56,7 +56,7 @@ def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: in
 
 
 def quantization_config(folder: Path) -> dict | None:
-    """What the folder says of its quantization; None: nothing."""
+    """Return the folder's quantization_config; None: it has none. Raises ModelError where that is not an object."""
     path = folder / "config.json"
     found = read_json(path)
     config = found.get("quantization_config") or found.get("compression_config")

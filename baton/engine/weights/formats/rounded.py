@@ -28,6 +28,8 @@ class RoundedFormat(DenseFormat):
         self._round_head = ROUNDINGS["int8-weight-only"] if name.startswith("int4") else self._round
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
+        """Read and round a weight [out_features, in_features]. Raises ModelError where it is missing or cannot be
+        rounded."""
         weight = self.tensors.read(f"{module}.weight", (out_features, in_features))
         try:
             return (self._round_head if module == HEAD else self._round)(weight)

@@ -36,7 +36,8 @@ class Weights:
         return self._files[name][0] if name in self._files else self._source
 
     def read(self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
-        """A tensor as stored, of this shape (None: any) and one of these dtypes. Raises ModelError."""
+        """Return a tensor as stored, [*shape] (None: any shape), of one of these dtypes. Raises ModelError where it is
+        missing or differs."""
         if name not in self._files:
             raise ModelError(f"{self._source}: tensor {name} is missing")
         path, file = self._files[name]
