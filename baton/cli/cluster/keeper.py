@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Mapping
 
 from baton.service.progress import PREFIX
 
@@ -45,10 +46,18 @@ class Keeper:
     """One program. `await started` gives the fields of its first `ready key=value ...` line, or raises StartError."""
 
     def __init__(
-        self, name: str, argv: list[str], *, pause_s: float = 0.5, max_pause_s: float = 30.0, settled_s: float = 60.0
+        self,
+        name: str,
+        argv: list[str],
+        env: Mapping[str, str] | None = None,
+        *,
+        pause_s: float = 0.5,
+        max_pause_s: float = 30.0,
+        settled_s: float = 60.0,
     ):
-        """A program that ran for `settled_s` is started again after `pause_s`; each earlier death doubles the pause."""
-        self.name, self.argv = name, argv
+        """A program that ran for `settled_s` is started again after `pause_s`; each earlier death doubles the pause.
+        `env`: variables beside those of this process."""
+        self.name, self.argv, self.env = name, argv, dict(env or {})
         self._pause_s, self._max_pause_s, self._settled_s = pause_s, max_pause_s, settled_s
         self.started: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda future: future.cancelled() or future.exception())  # may go unread
@@ -92,7 +101,7 @@ class Keeper:
 
     async def _run(self) -> str:
         """One life; returns how it ended, in words. Raises OSError when it does not come to one."""
-        self._child = await _Child.spawn(self.argv)
+        self._child = await _Child.spawn(self.argv, self.env)
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)
         return await self._live(self._child)
@@ -127,14 +136,14 @@ class _Child:
         self._timer = asyncio.get_running_loop().call_later(_HOLD_S, self.release)
 
     @classmethod
-    async def spawn(cls, argv: list[str]) -> _Child:
+    async def spawn(cls, argv: list[str], env: Mapping[str, str]) -> _Child:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-IS", "-c", _DIE_WITH_PARENT, str(os.getpid())),
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
             limit=_LINE_BYTES,
         )

@@ -6,10 +6,11 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.cli.cluster.gpus import GpuShare, deal_gpus, visible_gpus
 from baton.cli.cluster.keeper import Keeper
 from baton.protocol import ROLES
 
@@ -36,7 +37,7 @@ class PortError(Exception):
 
 @dataclass(frozen=True)
 class StackPlan:
-    """What to run. `worker_options` are flags by role, `gateway_options` flags of the gateway."""
+    """What to run. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles` take no GPU."""
 
     model: Path
     listen: str = "127.0.0.1:0"
@@ -44,6 +45,7 @@ class StackPlan:
     worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
     gateway_options: Sequence[str] = ()
     num_gateways: int = 1
+    cpu_roles: Collection[str] = ()
 
 
 class Stack:
@@ -57,17 +59,23 @@ class Stack:
 
     async def start(self) -> dict[str, str]:
         """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
-        `gateways`, the addresses of all where there are several. Raises PortError, or keeper.StartError when a process
+        `gateways`, the addresses of all where there are several, and `gpus`, used of those there are. Raises PortError, or keeper.StartError when a process
         ends before it was ready."""
         plan = self._plan
         listens = [self._reserve(plan.listen)]
         listens += [self._reserve(f"{plan.listen.rpartition(':')[0]}:0") for _ in range(plan.num_gateways - 1)]
         addresses = {role: [self._reserve("127.0.0.1:0") for _ in range(plan.num_workers[role])] for role in ROLES}
-        self._workers = [Keeper(name, argv) for name, argv in self._worker_programs(addresses)]
+        gpus = visible_gpus()
+        shares = deal_gpus(gpus, sum(plan.num_workers[role] for role in ROLES if role not in plan.cpu_roles))
+        self._workers = [Keeper(*program) for program in self._worker_programs(addresses, iter(shares))]
         self._gateways = [Keeper(*self._gateway_program(n, listen, addresses)) for n, listen in enumerate(listens)]
         await self._all_or_first_failure()
-        fields = self._gateways[0].started.result()
-        return {**fields, "gateways": ",".join(listens)} if len(listens) > 1 else fields
+        fields = dict(self._gateways[0].started.result())
+        if shares:
+            fields["gpus"] = f"{min(len(gpus), len(shares))}/{len(gpus)}"
+        if len(listens) > 1:
+            fields["gateways"] = ",".join(listens)
+        return fields
 
     async def drain(self) -> bool:
         """Gateways first, so that running streams end well, then the workers. False when one had to be killed."""
@@ -94,12 +102,17 @@ class Stack:
                 await self.kill()
                 raise error
 
-    def _worker_programs(self, addresses: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    def _worker_programs(
+        self, addresses: Mapping[str, list[str]], shares: Iterator[GpuShare]
+    ) -> Iterator[tuple[str, list[str], dict[str, str]]]:
         for role in ROLES:
             options = self._plan.worker_options.get(role, ())
             for index, address in enumerate(addresses[role]):
                 argv = [sys.executable, "-m", f"{role}_worker", "--model", str(self._plan.model), "--listen", address]
-                yield f"{role} worker {index}", [*argv, *options]
+                share = None if role in self._plan.cpu_roles else next(shares, None)
+                if share is not None and share.num_workers > 1:
+                    argv += ["--workers-per-gpu", str(share.num_workers)]
+                yield f"{role} worker {index}", [*argv, *options], share.env if share else {}
 
     def _gateway_program(self, number: int, listen: str, addresses: Mapping[str, list[str]]) -> tuple[str, list[str]]:
         argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]

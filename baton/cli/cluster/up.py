@@ -91,9 +91,9 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
         gateway = {**_gateway_files(settings.certs), **gateway}
     gateway_options = to_argv(GatewaySettings, {**gateway, **given(GatewaySettings, args, "gateway.")})
     num_workers = {role: getattr(settings, role) for role in ROLES}
-    values = _worker_values(args, num_workers, model, settings.certs)
+    values, cpu_roles = _worker_values(args, num_workers, model, settings.certs)
     worker_options = {role: to_argv(WorkerSettings, values[role]) for role in ROLES}
-    return StackPlan(model, settings.listen, num_workers, worker_options, gateway_options, settings.gateways)
+    return StackPlan(model, settings.listen, num_workers, worker_options, gateway_options, settings.gateways, cpu_roles)
 
 
 def _gateway_files(certs: Path) -> dict[str, object]:
@@ -114,8 +114,9 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
 
 def _worker_values(
     args: argparse.Namespace, num_workers: dict[str, int], model: Path, certs: Path | None
-) -> dict[str, dict[str, object]]:
-    """The worker options that were given, by role, and its threads; each role's together are checked as its worker would."""
+) -> tuple[dict[str, dict[str, object]], list[str]]:
+    """Return the worker options that were given, by role, with its threads, each role's checked as its worker would; and
+    the roles that compute on the CPU. Raises SettingsError."""
     both = {name: value for name, value in given(WorkerSettings, args).items() if name not in _NOT_OPTIONS}
     own = {role: given(WorkerSettings, args, f"{role}.") for role in ROLES}
     for role in ROLES:
@@ -129,7 +130,8 @@ def _worker_values(
     values = {role: {**files[role], **both, **own[role]} for role in ROLES}
     settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
     threads = divide_cores(num_workers, {role: settings[role].engine.threads for role in ROLES})
-    return {role: {**values[role], "threads": threads[role]} for role in ROLES}
+    cpu_roles = [role for role in ROLES if settings[role].engine.device == "cpu"]
+    return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles
 
 
 async def _serve(stack: Stack) -> int:

@@ -67,6 +67,7 @@ class EngineConfig:
     device: str = _knob("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
     # None: device.UTILIZATION
     gpu_memory_utilization: float | None = _knob("fraction of GPU memory for weights and KV; needs a GPU", None)
+    workers_per_gpu: int = _knob("workers that share the GPU: each takes so small a part of its memory by default", 1)
     cuda_graphs: bool = _knob("run decode steps as CUDA graphs on a GPU", True)  # where the kernels allow it
     sm_share: float | None = _knob(  # sm_partition.py
         "fraction of the GPU's multiprocessors for this worker (default: all); needs a GPU", None
@@ -78,7 +79,7 @@ class EngineConfig:
                 raise ValueError(f"{name} {getattr(self, name)!r}: one of {', '.join(known)}")
         if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
             raise ValueError(f"block_size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
-        for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads"):
+        for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads", "workers_per_gpu"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} {value}: must be at least 1")
         if self.device not in DEVICES:

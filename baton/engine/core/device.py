@@ -35,7 +35,8 @@ class Memory:
 
 def memory_share(config: EngineConfig) -> float:
     """Return the share of a GPU's memory that the engine may use, weights included."""
-    return UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
+    given = config.gpu_memory_utilization
+    return UTILIZATION / config.workers_per_gpu if given is None else given
 
 
 def find_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ import time
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
+import grpc
 import pytest
 import yaml
 
@@ -19,6 +20,7 @@ from tests.test_monitoring import ALL_RULES, DASHBOARDS, DEPLOY, panels
 pytestmark = pytest.mark.long
 SCRAPE_S = 1
 LOAD_S = 12
+NUM_WATCHES = 40  # more than one caller may have open
 _PORT = "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])"
 
 
@@ -58,9 +60,19 @@ def config(stack) -> dict:
     return made
 
 
+def watch_health_too_often(target: str) -> None:
+    """Until the guard denies a call: a panel shows how many there were."""
+    with grpc.insecure_channel(target) as channel:
+        watches = [channel.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(NUM_WATCHES)]
+        deadline = time.monotonic() + patience(10)
+        while not any(watch.done() for watch in watches):
+            assert time.monotonic() < deadline, "nothing was denied"
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def prometheus(stack, client, prompts, tmp_path_factory):
-    """After some load; the session's stack has run other tests before."""
+    """After some load."""
     assert shutil.which("prometheus"), "prometheus is missing: install Debian's package prometheus"
     folder = tmp_path_factory.mktemp("prometheus")
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config(stack)))
@@ -72,6 +84,7 @@ def prometheus(stack, client, prompts, tmp_path_factory):
     process, server = Process("prometheus", argv, folder), Prometheus(port)
     try:
         server.until(lambda: len(server.query("up == 1")) == len(stack.processes))
+        watch_health_too_often(stack.target)
         ends_at, shared = time.monotonic() + LOAD_S, prompts(128)
         while time.monotonic() < ends_at:
             client.generate(shared + prompts(100), temperature=0.0, max_tokens=40, ignore_eos=True)

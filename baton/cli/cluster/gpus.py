@@ -1,0 +1,47 @@
+"""Deal the GPUs of this machine out to the workers of one `baton up`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class GpuShare(NamedTuple):
+    """What one worker sees: its own GPU first, the others behind it, for copies between them; and with how many workers
+    it shares its own."""
+
+    visible: tuple[str, ...]
+    num_workers: int
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {VISIBLE: ",".join(self.visible)}
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """Return the GPUs by the names that CUDA_VISIBLE_DEVICES has for them; without it, one for each /dev/nvidiaN.
+
+    The driver is not asked: that would take a second, and memory of each GPU."""
+    named = os.environ.get(VISIBLE)
+    if named is None:
+        return [str(index) for index in range(len(list(devices.glob("nvidia[0-9]*"))))]
+    found: list[str] = []
+    for name in (part.strip() for part in named.split(",")):
+        if name in ("", "-1"):
+            break  # CUDA reads no further
+        found.append(name)
+    return found
+
+
+def deal_gpus(gpus: Sequence[str], num_workers: int) -> list[GpuShare]:
+    """Return a share for each worker, in turn; none where there is no GPU."""
+    if not gpus:
+        return []
+    shares: list[GpuShare] = []
+    for index in range(num_workers):
+        own = index % len(gpus)
+        sharing = len(range(own, num_workers, len(gpus)))
+        shares.append(GpuShare((*gpus[own:], *gpus[:own]), sharing))
+    return shares
