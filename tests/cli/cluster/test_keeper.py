@@ -189,11 +189,11 @@ asyncio.run(main())
 async def test_a_start_that_the_system_refuses_is_tried_again(capfd, monkeypatch):
     spawn, refused = keeper_module._Child.spawn, []
 
-    async def refuse(argv):
+    async def refuse(*spawned):
         if len(refused) < 3 and keeper.started.done():
-            refused.append(argv)
+            refused.append(spawned)
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-        return await spawn(argv)
+        return await spawn(*spawned)
 
     monkeypatch.setattr(keeper_module._Child, "spawn", refuse)
     keeper = Keeper("worker", program(READY + "time.sleep(60)"), pause_s=0.01)
