@@ -14,7 +14,9 @@ from baton.service.net.server import ListenError, split_address
 
 _MAX_HEAD_BYTES = 8192
 _TIMEOUT_S = 5.0
-_MAX_CONNECTIONS = 64
+# The loop accepts a whole backlog (100) in one pass before it reads a byte: with 64, a request that had been sent was
+# among the oldest connections and closed unread. 512 descriptors are few beside the limit that a process starts with.
+_MAX_CONNECTIONS = 512
 _REASONS = {
     200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 421: "Misdirected Request",
     503: "Service Unavailable",
@@ -70,7 +72,7 @@ class Admin:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if (
             len(self._open) >= _MAX_CONNECTIONS
-        ):  # a request that comes at once is answered, however many connections are silent
+        ):  # a request that comes at once is answered beside any number of silent ones
             oldest = next(iter(self._open))
             del self._open[oldest]
             oldest.transport.abort()
