@@ -25,14 +25,18 @@ def stack(run_stack):
         yield stack
 
 
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+"""A process that ends refuses new calls, and its server cancels the one that is open."""
+
+
 def ask_to_drain(target: str, **fields) -> grpc.StatusCode | None:
-    """What it says; None: it is gone already, or begins anew."""
+    """Return the answer's status; None if the process is gone already or starts anew."""
     with grpc.insecure_channel(target) as channel:
         try:
             worker_pb2_grpc.WorkerStub(channel).Drain(pb.DrainRequest(**fields), timeout=10)
             return grpc.StatusCode.OK
         except grpc.RpcError as error:
-            return None if error.code() is grpc.StatusCode.UNAVAILABLE else error.code()
+            return None if error.code() in GONE else error.code()
 
 
 @pytest.mark.parametrize("num_rounds", [2, pytest.param(6, marks=pytest.mark.long)])
@@ -110,7 +114,6 @@ def await_anew(target: str, epoch: int, role: str) -> None:
                 assert list(hello.roles) == [role]
                 return
         except grpc.RpcError as error:  # it went while it was asked, or is not back yet
-            codes = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-            assert error.code() in codes, error
+            assert error.code() in (*GONE, grpc.StatusCode.DEADLINE_EXCEEDED), error
         assert time.monotonic() < deadline, f"{target} did not come back"
         time.sleep(0.05)
