@@ -27,6 +27,7 @@ _ANSWER_S = 3.0
 _REQUEST_S = 10.0
 _HANDOFF_S = 6.0
 _MEASURING_S = 12.0  # from the start on; what would begin later is left out, so that all ends within 30 s
+_LIMIT_S = 28.0  # of everything
 _NUM_PINGS = 5
 _NUM_RUNS = 3
 _COPY_BYTES = 64 << 20
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """0 a request works, 1 it does not, 2 wrong use."""
     report = Findings(args.json)
     try:
-        asyncio.run(_examine(args, read_access(args), report))
+        asyncio.run(_examine_within_limit(args, read_access(args), report))
     except KeyboardInterrupt:
         return 1
     except SettingsError as error:
@@ -73,6 +74,16 @@ def run(args: argparse.Namespace) -> int:
         return 2
     report.close()
     return 0 if report.request_works else 1
+
+
+async def _examine_within_limit(args: argparse.Namespace, access: Access, report: Findings) -> None:
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            await _examine(args, access, report)
+    except TimeoutError:
+        report.warn(
+            "doctor", "-", f"stopped after {_LIMIT_S:.0f} s, before all parts were checked", "see what answered"
+        )
 
 
 async def _examine(args: argparse.Namespace, access: Access, report: Findings) -> None:
@@ -161,21 +172,23 @@ async def _collector(url: str, report: Findings) -> None:
 
 
 async def _workers(channels: _Channels, found: Found, report: Findings) -> dict[str, pb.Hello]:
-    """What each worker says of itself, by address; those that say nothing are failures."""
+    """Return the Hello of each worker that answers, by address; all are asked at once. The others are warnings."""
     hellos: dict[str, pb.Hello] = {}
-    for role, addresses in (("prefill", found.prefill), ("decode", found.decode)):
-        for address in addresses:
-            try:
-                hello, offset_s, round_trip_s = await _describe(channels.to(address))
-            except grpc.aio.AioRpcError as error:
-                report.warn(role, address, *_unreachable(error, f"{role} worker", f"--{role}-workers"))
-                continue
-            if role not in hello.roles:
-                report.warn(role, address, f"is a {'/'.join(hello.roles)} worker", f"take it out of --{role}-workers")
-                continue
-            hellos[address] = hello
-            clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
-            report.say(role, address, f"{_described(hello)}; {clock}")
+    asked = [*(("prefill", address) for address in found.prefill), *(("decode", address) for address in found.decode)]
+    answers = await asyncio.gather(*(_describe(channels.to(address)) for _, address in asked), return_exceptions=True)
+    for (role, address), answer in zip(asked, answers, strict=True):
+        if isinstance(answer, grpc.aio.AioRpcError):
+            report.warn(role, address, *_unreachable(answer, f"{role} worker", f"--{role}-workers"))
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        hello, offset_s, round_trip_s = answer
+        if role not in hello.roles:
+            report.warn(role, address, f"is a {'/'.join(hello.roles)} worker", f"take it out of --{role}-workers")
+            continue
+        hellos[address] = hello
+        clock = f"clock {1e3 * offset_s:+.1f} ms (round trip {1e3 * round_trip_s:.1f} ms)"
+        report.say(role, address, f"{_described(hello)}; {clock}")
     if not found.decode:
         report.warn("decode", "-", "no decode worker is known", "give --target or --decode-workers")
     return hellos

@@ -16,6 +16,7 @@ from baton.v1 import kv_pb2, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 from kvtransfer.naming import HASH_BYTES, SpanHash, chain_hashes
 
+_GREETING_S = 5.0
 _MOST_TOKENS = 2048
 _MEASURED_S = 0.5  # of reading a prompt
 _RENEW_S = 0.3  # of a lease of 5 s, or less where an operator says so
@@ -45,7 +46,12 @@ class Session:
         self._call = self._stub.Session()
         hello = pb.Hello(protocol_min=PROTOCOL, protocol_max=PROTOCOL, instance=secrets.token_bytes(INSTANCE_BYTES))
         await self._call.write(pb.Command(hello=hello))
-        self.hello = (await self._read()).hello
+        try:
+            async with asyncio.timeout(_GREETING_S):
+                self.hello = (await self._read()).hello
+        except TimeoutError:
+            self._call.cancel()
+            raise HandoverFailed(f"{self.address} opens a session but does not answer its Hello") from None
         return self
 
     async def __aexit__(self, *exc) -> None:

@@ -3,9 +3,14 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
+from baton.v1 import worker_pb2 as pb
+from baton.v1 import worker_pb2_grpc
 from tests.support.models import make_model
 from tests.support.stack import Stack
 
@@ -121,6 +126,34 @@ def test_a_prefill_slower_than_the_lease_is_no_fault(model, tmp_path):
         stack.prefill[0].arm("engine.step=sleep:0.2")
         status, output = doctor("--target", stack.target)
     assert status == 0 and "WARN" not in output, output
+
+
+class Silent(worker_pb2_grpc.WorkerServicer):
+    """Describes itself, but greets nobody."""
+
+    def __init__(self):
+        self.over = threading.Event()
+
+    def Describe(self, request, context):
+        return pb.Hello(roles=["prefill", "decode"], epoch=1)
+
+    def Session(self, request_iterator, context):
+        self.over.wait(60)
+        return iter(())
+
+
+def test_a_worker_that_answers_no_hello_is_named():
+    server, silent = grpc.server(ThreadPoolExecutor(4)), Silent()
+    worker_pb2_grpc.add_WorkerServicer_to_server(silent, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        status, output = doctor("--prefill-workers", address, "--decode-workers", address)
+    finally:
+        silent.over.set()
+        server.stop(0)
+    assert status == 1
+    assert f"{address} opens a session but does not answer its Hello" in fault(output)
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "host:port", "127.0.0.1:99999"])
