@@ -21,6 +21,7 @@ from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 _MAX_IDLE = 8
 _IDLE_S = 60.0
+_BACKLOG_FULL_S = 0.01  # between two tries to connect
 
 
 class ShmListener:
@@ -143,13 +144,22 @@ async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayo
     return _ReadingLine(await reached(address, parent), mappings, layout)
 
 
+async def _connect(sock: socket.socket, path: str) -> None:
+    """Connect, and wait while the listener's backlog is full: a unix socket says EAGAIN then, and no poll waits for room."""
+    while True:
+        try:
+            return sock.connect(path)
+        except BlockingIOError:
+            await asyncio.sleep(_BACKLOG_FULL_S)
+
+
 async def reached(address: str, parent: Path) -> socket.socket:
     """Raises PeerLost."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         async with asyncio.timeout(CONNECT_S):
-            await asyncio.get_running_loop().sock_connect(sock, socket_path(parent, address))
+            await _connect(sock, socket_path(parent, address))
             check_peer(sock)
     except (OSError, ValueError, TimeoutError) as exc:
         sock.close()

@@ -9,7 +9,7 @@ import pytest
 from kvtransfer.errors import TransferFailed
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source
-from kvtransfer.transports import socket_folder
+from kvtransfer.transports import shm, socket_folder
 from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.transport import local_host_id
 from tests.support.kvtransfer.rig import NUMERICS, running
@@ -94,3 +94,21 @@ def test_two_folders_are_two_hosts(tmp_path):
             rig.source.cancel("k")
 
     asyncio.run(main())
+
+
+async def test_a_taker_waits_while_the_backlog_is_full(tmp_path):
+    """A unix socket answers EAGAIN then, which asyncio takes for a connection on its way."""
+    folder = socket_folder.SocketFolder(tmp_path)
+    crowd = []
+    with folder.bind() as listening:
+        listening.listen(0)
+        crowd.append(await shm.reached(folder.address, tmp_path))
+        taker = asyncio.create_task(shm.reached(folder.address, tmp_path))
+        await asyncio.sleep(0.05)
+        assert not taker.done()
+        crowd.append(listening.accept()[0])
+        connected = await asyncio.wait_for(taker, 5)
+        assert connected.getpeername() == str(tmp_path / folder.address)
+        for sock in (*crowd, connected):
+            sock.close()
+    folder.remove()

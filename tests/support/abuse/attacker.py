@@ -159,7 +159,8 @@ class Attack:
                 host, port = self._order["address"].rsplit(":", 1)
                 where = (self._order["source"], 0)
                 return (await loop.create_connection(make, host, int(port), local_addr=where, **named))[1]
-        except (ConnectionResetError, TimeoutError):  # there are too many, or it took longer than a handshake may
+        except (ConnectionResetError, TimeoutError, BlockingIOError):
+            # There are too many, or it took longer than a handshake may. EAGAIN: a unix socket's backlog is full.
             self.outcomes["turned away"] += 1
         except OSError as error:
             self.outcomes[f"not connected: {type(error).__name__}"] += 1
