@@ -59,7 +59,7 @@ class WheelForMachine(bdist_wheel):
 
 
 class Binary(Distribution):
-    """Of one architecture, where libraries are in it."""
+    """A distribution for one architecture if libraries are in it."""
 
     def has_ext_modules(self):
         return MACHINE is not None

@@ -39,7 +39,7 @@ _TIMED = ("sleep", "skew")
 
 
 class FailpointError(RuntimeError):
-    """What the action `fail` raises."""
+    """Raised by the action `fail`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def parse(text: str) -> dict[str, _Armed]:
 
 
 class _Board:
-    """What is armed now, and how often each place was passed."""
+    """Hold the armed failpoints, and count how often each was passed."""
 
     def __init__(self, text: str):
         self._path = Path(text[1:]) if text.startswith("@") else None

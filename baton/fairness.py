@@ -1,4 +1,4 @@
-"""How those who share one thing get equal parts of it: whose turn it is, and who has room where all is taken."""
+"""Share one resource equally: take turns, and keep room for those that hold less than their part."""
 
 import math
 from collections.abc import Collection, Container, Hashable
@@ -8,8 +8,9 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 def has_room(most: float, taken: float, own: float, more: float, num_sharing: int) -> bool:
-    """Whether one who has `own` of what is `taken` may have `more` of it: as long as there is some, and up to its part of
-    `most` also where others have taken everything. `num_sharing`: how many have any of it, and the one who asks."""
+    """Return whether one who has `own` of what is `taken` may have `more` of it: as long as there is some, and up to
+    its part of `most` also where others have taken everything. `num_sharing`: how many have any of it, and the one who
+    asks."""
     return taken + more <= most or (own + more) * num_sharing <= most
 
 
@@ -27,7 +28,7 @@ class RoundRobin(Generic[Who]):
         self._waiting: set[Who] = set()
 
     def has_saved(self, who: Who) -> bool:
-        """Whether it has more than a turn."""
+        """Return whether it has more than a turn."""
         return self._left.get(who, self._most_saved) > self._quantum
 
     def wait(self, waiting: Collection[Who]) -> None:

@@ -22,7 +22,7 @@ _INTEGERS, _FLOATS, _BOOL = frozenset((0, 1, 2, 3, 4, 5, 10, 11)), frozenset((6,
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model is a .gguf file, by its name."""
+    """Return whether a model is a .gguf file, by its name."""
     return path.suffix == ".gguf"
 
 
@@ -43,7 +43,7 @@ class _Value(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a value must be: one of `scalars`, or an array of `items`."""
+    """The type that a value must have: one of `scalars`, or an array of `items`."""
 
     name: str
     scalars: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""What gateways, workers and operators' commands must agree on, beside the .proto files. Plain Python."""
+"""Define what gateways, workers and operators' commands must agree on, beside the .proto files. Plain Python."""
 
 PROTOCOL = 1  # the one version that this build speaks
 INSTANCE_BYTES = 16  # of the random name that a process has for one start

@@ -48,8 +48,8 @@ SHIFT = SamplingRange(_is_shift, f"must be {-_MAX_SHIFT:g} to {_MAX_SHIFT:g}")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are drawn. Nothing is unset any more; temperature 0 is greedy. Raises ValueError for
-    a number beyond its range."""
+    """Parameters by which the tokens of one request are drawn. Every default is resolved; temperature 0 is greedy.
+    Raises ValueError for a number beyond its range."""
 
     temperature: float = field(
         default=0.0, metadata=_within(lambda v: v == 0 or _MIN_SCALE <= v <= _MAX_SCALE, f"must be 0, or {_SCALE}")
@@ -78,12 +78,12 @@ class SamplingParams:
 
     @property
     def has_filters(self) -> bool:
-        """Whether tokens are taken out before one is drawn."""
+        """Return whether tokens are taken out before one is drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens so far change what is drawn next."""
+        """Return whether the tokens so far change what is drawn next."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

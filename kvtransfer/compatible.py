@@ -68,13 +68,13 @@ def _general(layout: KVLayout, numerics: str, forms: tuple[str, ...]) -> str:
 
 
 def _shape(layout: KVLayout) -> str:
-    """What no conversion changes."""
+    """Describe what no conversion changes."""
     groups = (f"{g.kind}:{g.num_layers}x{g.num_kv_heads}x{g.head_dim}" for g in layout.groups)
     return f"v{layout.version} {'+'.join(groups)}"
 
 
 def _identity(numerics: str) -> str:
-    """Of the model; a class that cannot be read is like none but itself."""
+    """Return the model identity of a numerics class; a class that cannot be read matches only itself."""
     try:
         return NumericsClass.parse(numerics).identity
     except ValueError:

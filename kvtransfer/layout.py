@@ -15,7 +15,8 @@ LAYOUT_VERSION = 1
 
 
 class KVForm(NamedTuple):
-    """How a row of KV, one token of one head, is stored (baton/engine/kv/stored_forms.py encodes and decodes it)."""
+    """Describe how a row of KV, one token of one head, is stored (baton/engine/kv/stored_forms.py encodes and decodes
+    it)."""
 
     element: str  # torch's name of what the elements are stored in
     bits: int  # of an element
@@ -97,7 +98,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Of a whole model, or of the pool that holds one rank's shard of it."""
+    """Describe the KV of a whole model, or of the pool that holds one rank's shard of it."""
 
     groups: tuple[KVGroup, ...]
     version: int = LAYOUT_VERSION
@@ -154,7 +155,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank of a source holds: the layers and heads of a group, and where it is reached."""
+    """Describe what one rank of a source holds: the layers and heads of a group, and its address."""
 
     group: int
     layers: range

@@ -43,7 +43,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Taker:
-    """What a taker says of itself when a source makes it an offer."""
+    """Describe a taker to a source that makes it an offer."""
 
     instance: bytes
     epoch: int

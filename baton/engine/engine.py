@@ -104,7 +104,8 @@ class Engine:
 
     @property
     def numerics_class(self) -> NumericsClass:
-        """What KV of this engine may feed: the kernels are part of it, each adds in an order of its own."""
+        """Return the class of engines that KV of this one may feed. The kernels are part of it: each adds in an order
+        of its own."""
         return NumericsClass(
             identity=self.model_identity.hex(),
             weights=self.weight_form,
@@ -255,7 +256,7 @@ class Engine:
         self._rate.add(sum(len(samples) for _, samples in drawn))
 
     def _obey(self, command: Command) -> None:
-        """What fails here is the fault of one key, and ends that."""
+        """Obey a command. An exception ends the command's key and nothing else."""
         if isinstance(command, RequestEnded):
             self._outputs.append(command)
             return

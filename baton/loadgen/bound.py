@@ -1,4 +1,4 @@
-"""What bounds a run as its client saw it: the sender itself, or where the answered requests spent their time."""
+"""Name the bottleneck of a run as its client saw it: the sender itself, or where answered requests spent their time."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ class Outcome:
 
     @property
     def lag_s(self) -> float:
-        """How late it was sent."""
+        """Return how many seconds after its planned time the request was sent."""
         return self.sent_s - self.intended_s
 
     @property

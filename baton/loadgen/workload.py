@@ -1,4 +1,5 @@
-"""What is sent and when: jobs from a trace or drawn, with prompts that share what the trace says they share."""
+"""Plan requests and their times: jobs from a trace or drawn, with prompts that share the prefixes that the trace
+names."""
 
 import hashlib
 import math

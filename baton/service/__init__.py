@@ -1,4 +1,4 @@
-"""What makes an object a process: settings, errors, logs and clocks."""
+"""Make an object a process: settings, errors, logs and clocks."""
 
 import os
 

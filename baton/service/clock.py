@@ -23,14 +23,14 @@ def now() -> float:
 
 
 class Offset(NamedTuple):
-    """How far another clock is ahead of ours, in seconds, and by how much that may be wrong."""
+    """Seconds by which another clock is ahead of ours, and the error of that."""
 
     offset_s: float
     error_s: float
 
     @property
     def correction_s(self) -> float:
-        """What is to be taken off the other's stamps: nothing where the two may be one clock."""
+        """Return the seconds to subtract from the other's stamps: 0 where the two may be one clock."""
         return self.offset_s if abs(self.offset_s) > self.error_s else 0.0
 
 
@@ -44,7 +44,7 @@ class _Exchange(NamedTuple):
 
 
 class ClockComparison:
-    """Of one peer."""
+    """Compare our clock with that of one peer."""
 
     def __init__(self) -> None:
         self._exchanges: deque[_Exchange] = deque(maxlen=_KEPT)
@@ -68,7 +68,7 @@ class ClockComparison:
         return min((each.aged(now_ns) for each in self._exchanges), key=lambda each: each.error_s, default=None)
 
     def is_due(self, at: float) -> bool:
-        """Whether another exchange is to be begun at `at` (monotonic); True begins it."""
+        """Return whether another exchange is to be begun at `at` (monotonic); True begins it."""
         interval_s = BEAT_INTERVAL_S if len(self._exchanges) == _KEPT else FIRST_INTERVAL_S
         if at - self._beat_at < interval_s:
             return False

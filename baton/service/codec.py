@@ -13,7 +13,7 @@ def key_from_proto(key: pb.Key) -> tuple[str, int]:
 
 
 def key_to_proto(key: tuple[str, int]) -> pb.Key:
-    """Of (request_id, attempt)."""
+    """Return the message of a key (request_id, attempt)."""
     return pb.Key(request_id=key[0], attempt=key[1])
 
 

@@ -1,4 +1,4 @@
-"""What a start is at, where that takes longer: one line on stderr, `starting: decode worker: importing torch`."""
+"""Report the phase of a slow start: one line on stderr, `starting: decode worker: importing torch`."""
 
 import sys
 import threading

@@ -18,7 +18,8 @@ class Slo(NamedTuple):
         return ",".join(f"{name}={1e3 * value:g}ms" for name, value in parts)
 
     def missed(self, ttft_s: float, tpot_s: float | None, e2e_s: float) -> list[str]:
-        """Which of ttft, tpot and e2e. `tpot_s` None: an answer of one token has none, and cannot miss it."""
+        """Return which of ttft, tpot and e2e were missed. `tpot_s` None: an answer of one token has none, and cannot
+        miss it."""
         measured = {"ttft": ttft_s, "tpot": tpot_s, "e2e": e2e_s}
         bounds = zip(self, measured.items(), strict=True)
         return [name for bound, (name, value) in bounds if bound is not None and value is not None and value > bound]

@@ -28,7 +28,7 @@ class Interference:
 
 
 def has_mps() -> bool:
-    """Whether the Multi-Process Service runs here."""
+    """Return whether the Multi-Process Service runs here."""
     return os.path.exists(os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control"))
 
 

@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Whether every choice is finished."""
+        """Return whether every choice is finished."""
         for choice in self.choices:
             if not choice.finish_reason:
                 return False
@@ -57,12 +57,12 @@ class Answer:
 
     @property
     def ended_here(self) -> bool:
-        """Whether a stop string has ended a choice, which workers do not know."""
+        """Return whether a stop string has ended a choice, which workers do not know."""
         return any(choice.ended_here for choice in self.choices)
 
     @property
     def begun(self) -> bool:
-        """Whether there is any token."""
+        """Return whether there is any token."""
         return any(choice.token_ids for choice in self.choices)
 
     @property

@@ -50,12 +50,12 @@ class Choice:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self.finish_reason != 0
 
     @property
     def has_pending(self) -> bool:
-        """Whether tokens, or its end, wait to be sent."""
+        """Return whether tokens, or its end, wait to be sent."""
         return self.num_pending != 0 or (self.finish_reason != 0 and self._decoder is not None)
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:

@@ -54,12 +54,12 @@ class Attempt:
 
     @property
     def has_lease(self) -> bool:
-        """Whether the prefill worker keeps KV that is not fetched yet."""
+        """Return whether the prefill worker keeps KV that is not fetched yet."""
         return bool(self._lease_id) and not self.is_fetched
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether the source of an unfinished fetch may be gone."""
+        """Return whether the source of an unfinished fetch may be gone."""
         return self.doubt_until is not None and not self.is_fetched
 
     def admit(self, link: WorkerLink) -> None:

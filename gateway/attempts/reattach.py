@@ -41,7 +41,7 @@ class Reattach:
 
     @property
     def is_over(self) -> bool:
-        """Whether no worker is left to answer."""
+        """Return whether no worker is left to answer."""
         return not self._legs
 
     def ask(self, links: Iterable[WorkerLink], num_received: int) -> None:

@@ -32,7 +32,7 @@ class RequestRouter:
 
     @property
     def may_read_where_it_decodes(self) -> bool:
-        """Whether the prompt needs no prefill worker."""
+        """Return whether the prompt needs no prefill worker."""
         return self._router.may_read_where_it_decodes
 
     def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
@@ -49,15 +49,16 @@ class RequestRouter:
         return self._router.holder_for(reader, self._matches, self._failed - self._leaving)
 
     def is_usable(self, link: WorkerLink) -> bool:
-        """Whether this worker serves and has not refused."""
+        """Return whether this worker serves and has not refused."""
         return link.serving and link.worker_id not in self._refused
 
     def has_untried(self, role: str) -> bool:
-        """Whether a worker serves in this role that could hold the request and has neither refused nor failed it."""
+        """Return whether a worker serves in this role that could hold the request and has neither refused nor failed
+        it."""
         return self._has_other(role, self._failed | self._refused)
 
     def has_another(self, role: str, than: bytes = b"") -> bool:
-        """Whether a worker other than `than` serves in this role that could hold the request."""
+        """Return whether a worker other than `than` serves in this role that could hold the request."""
         return self._has_other(role, frozenset((than,)))
 
     def _has_other(self, role: str, avoid: Set[bytes]) -> bool:

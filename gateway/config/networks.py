@@ -29,7 +29,7 @@ class Networks:
 
 
 def _is_own(address: _Address) -> bool:
-    """Whether an address is one of this host: only to those can a socket be bound."""
+    """Return whether an address is one of this host: only to those can a socket be bound."""
     if address.is_unspecified or address.is_multicast:
         return False
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6

@@ -120,5 +120,5 @@ class GatewaySettings(Exposure):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether clients can only come from this host."""
+        """Return whether clients can only come from this host."""
         return is_loopback(self.listen)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def is_name(address: str) -> bool:
-    """Whether the host of HOST:PORT has to be looked up."""
+    """Return whether the host of HOST:PORT has to be looked up."""
     try:
         ipaddress.ip_address(_split(address)[0])
     except ValueError:

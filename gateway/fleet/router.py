@@ -54,7 +54,7 @@ class Router:
 
     @property
     def may_read_where_it_decodes(self) -> bool:
-        """Whether a prompt needs no prefill worker."""
+        """Return whether a prompt needs no prefill worker."""
         return self._split != "always"
 
     def prefill_s(self, num_tokens: int) -> float:
@@ -62,7 +62,7 @@ class Router:
         return self._rates.pace(now()).prefill_s(num_tokens)
 
     def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
-        """Whether a worker of this role serves that can hold the request and is not in `avoid`."""
+        """Return whether a worker of this role serves that can hold the request and is not in `avoid`."""
         can_hold, unwanted = CAN_HOLD[role], avoid | self._candidates.set_aside()
         return any(
             can_hold(request, link.limits) and link.worker_id not in unwanted for link in self._candidates.serving(role)
@@ -108,7 +108,7 @@ class Router:
         return best and holders[best.name]
 
     def any_pair(self) -> bool:
-        """Whether some decode worker can take KV from some prefill worker.
+        """Return whether some decode worker can take KV from some prefill worker.
 
         It is asked after every report of every worker, and computed only when other workers serve."""
         if self._pairs[0] != self._candidates.num_changes:

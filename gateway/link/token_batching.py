@@ -85,7 +85,7 @@ class MessageTurns:
         self._every = 1 + int(LONGEST_S / max(self._step_s, 0.001)) if self._batching.is_busy else 1
 
     def is_of(self, place: int) -> bool:
-        """Whether it is the turn of `place`, any number that is the same at every step."""
+        """Return whether it is the turn of `place`, any number that is the same at every step."""
         return (self._number + place) % self._every == 0
 
     def end(self, due: Sequence[EventSink], held: Sequence[EventSink]) -> None:

@@ -1,4 +1,4 @@
-"""Whether a worker is asked: one that leaves requests without an answer looks idle, and would draw all of them.
+"""Stop sending requests to a worker that leaves them without an answer: it looks idle, and would attract all of them.
 
     new ─ work ─► closed ─ two failures in a row ─► open ─ pause over: one request at a time ─ work ─► closed
      └─ a failure ─► open                             ▲                                      └ a failure ─┐
@@ -16,7 +16,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # what a probe costs is one reques
 
 
 class BreakerState(Enum):
-    """Whether a worker gets requests."""
+    """States of a breaker: a closed one lets requests through, an open one none."""
 
     NEW = "new"  # nothing is known of it: a request at a time, where others are proven
     CLOSED = "closed"
@@ -57,8 +57,8 @@ class WorkerBreaker:
         return True
 
     def takes(self, at: float, num_asked: int, are_others_proven: bool) -> bool:
-        """Whether to ask this worker for one more request, while it has `num_asked`. A stack whose workers are all new
-        begins at full speed."""
+        """Return whether to ask this worker for one more request, while it has `num_asked`. A stack whose workers are
+        all new begins at full speed."""
         if self.state is BreakerState.OPEN:
             return at >= self.retry_at and not num_asked
         return self.state is BreakerState.CLOSED or not num_asked or not are_others_proven

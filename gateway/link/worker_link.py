@@ -95,7 +95,7 @@ class WorkerLink:
 
     @property
     def serving(self) -> bool:
-        """Whether it takes requests."""
+        """Return whether it takes requests."""
         return self.state is LinkState.SERVING
 
     @property

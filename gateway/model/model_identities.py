@@ -32,7 +32,7 @@ class ModelIdentities:
         return self._path is not None
 
     def lists(self, identity: bytes) -> bool:
-        """Whether workers of this model may serve, by the operator's list."""
+        """Return whether workers of this model may serve, by the operator's list."""
         return not self._listed or identity in self._listed
 
     def read_again(self) -> bool:

@@ -103,12 +103,12 @@ class AttemptFailures:
 
 
 def is_draining(message: object) -> bool:
-    """Whether a worker has ended the request because it drains."""
+    """Return whether a worker has ended the request because it drains."""
     return isinstance(message, pb.Ended) and message.reason == "DRAINING"
 
 
 def _is_fault(occurred: Occurrence, error: BatonError) -> bool:
-    """Whether the worker is at fault whatever the request: no answer, or an end without a reason."""
+    """Return whether the worker is at fault whatever the request: no answer, or an end without a reason."""
     message = occurred.message
     if isinstance(message, pb.Ended):
         is_own = error.code in _FAULTY_CODES and error.reason != "STEP_FAILED"  # that may be the request's

@@ -170,7 +170,7 @@ class RequestMachine:
             self.happen(RequestEvent.SILENCE)
 
     def _is_another_there(self) -> bool:
-        """Whether a worker could take the request from the one that does not answer."""
+        """Return whether a worker could take the request from the one that does not answer."""
         router, attempt = self.request.router, self.request.attempt
         if self.state is RequestState.ADMITTING:
             return router.has_another("decode", than=attempt.decode.worker_id)

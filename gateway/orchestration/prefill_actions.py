@@ -164,7 +164,8 @@ def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused
 
 
 def _is_rest_short(request: RequestContext) -> bool:
-    """Whether a draining worker holds nearly all of the prompt: the decode worker pulls that, and reads the rest."""
+    """Return whether a draining worker holds nearly all of the prompt: the decode worker pulls that, and reads the
+    rest."""
     if request.record.num_attempts == 1:
         return False
     attempt, router = request.attempt, request.router

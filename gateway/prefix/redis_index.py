@@ -72,7 +72,8 @@ class _Worker:
         self.refreshed_at = at
 
     def may_write(self, at: float) -> bool:
-        """Whether its slot may be written now: other gateways retire the slot of a worker that is silent for longer."""
+        """Return whether its slot may be written now: other gateways retire the slot of a worker that is silent for
+        longer."""
         has_slot = self.slot is not None and not self.is_given_up
         return self.is_ours and has_slot and at - self.held_at < GIVE_UP_S
 
@@ -338,5 +339,5 @@ def _writer_name(worker: bytes) -> bytes:
 
 
 def _is_of_the_key(error: Exception) -> bool:
-    """Whether an error is of one key, such as a value that is no bit string: other spans are still written."""
+    """Return whether an error is of one key, such as a value that is no bit string: other spans are still written."""
     return isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")

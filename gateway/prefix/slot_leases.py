@@ -41,7 +41,8 @@ class SlotLeases:
         return at - self._read_at < KNOWN_S
 
     def may_be_looked_up(self, at: float) -> bool:
-        """Whether the slots that were read last may be used: they are valid for all spans that have not expired."""
+        """Return whether the slots that were read last may be used: they are valid for all spans that have not
+        expired."""
         return bool(self.places.mask) and at - self._read_at < KV_TTL_S
 
     async def read(self, at: float) -> None:

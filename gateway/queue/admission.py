@@ -154,7 +154,7 @@ class WaitingLine:
         self._served_at = 0.0  # the last time, or since when the line has stood
 
     def is_open_to(self, tenant: str) -> bool:
-        """Whether no request of this tenant waits here."""
+        """Return whether no request of this tenant waits here."""
         return tenant not in self._queues
 
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ class WaitingLine:
         return place
 
     def is_first(self, place: Place) -> bool:
-        """Whether this place is next."""
+        """Return whether this place is next."""
         return self._first() is place
 
     def refused(self, place: Place) -> None:

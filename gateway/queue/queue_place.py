@@ -20,7 +20,7 @@ class QueuePlace:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has waited for `max_wait_s`."""
+        """Return whether it has waited for `max_wait_s`."""
         return now() >= self._until
 
     @property

@@ -34,7 +34,7 @@ class Quota(NamedTuple):
 
     @property
     def is_bounded(self) -> bool:
-        """Whether anything is bounded."""
+        """Return whether anything is bounded."""
         return self.tokens_per_s is not None or self.concurrent_requests is not None
 
 
@@ -102,7 +102,7 @@ class Usage:
         return sum(counts.num_running for counts, _ in self.elsewhere.values())
 
     def is_idle(self, at: float) -> bool:
-        """Whether it has all that it may have."""
+        """Return whether it has all that it may have."""
         is_full = self.quota.tokens_per_s is None or self.balance(at) >= self.quota.burst_tokens
         return not self.num_running and is_full
 

@@ -146,14 +146,14 @@ def shortlist(
 
 
 def can_prefill(request: RoutingRequest, limits: WorkerLimits) -> bool:
-    """Whether a prefill worker can read the prompt and draw one token. How long the answer gets concerns its taker
-    only."""
+    """Return whether a prefill worker can read the prompt and draw one token. How long the answer gets concerns its
+    taker only."""
     return request.num_tokens < limits.max_model_len
 
 
 def can_decode(request: RoutingRequest, limits: WorkerLimits) -> bool:
-    """Whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and behind
-    the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
+    """Return whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and
+    behind the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
     if request.max_len > limits.max_model_len:
         return False
     if not limits.num_blocks or not limits.block_size:
@@ -214,7 +214,7 @@ def choose_holder(reader: Candidate, holders: Iterable[Candidate]) -> Candidate 
 
 
 def compatible(source: Candidate, taker: Candidate) -> bool:
-    """Whether KV of one can feed the other, converted if their forms differ, over a common transport."""
+    """Return whether KV of one can feed the other, converted if their forms differ, over a common transport."""
     if source.kv_gives.isdisjoint(taker.kv_takes) or source.name == taker.name:
         return False
     shared = source.transports & taker.transports

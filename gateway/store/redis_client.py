@@ -86,7 +86,7 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
 
 
 def cancelled() -> bool:
-    """Whether this task is to end: redis-py 8.1 at times returns normally from a command that was cancelled."""
+    """Return whether this task is to end: redis-py 8.1 at times returns normally from a command that was cancelled."""
     return asyncio.current_task().cancelling() > 0
 
 

@@ -33,5 +33,5 @@ class ControlTokens:
         return found
 
     def may_begin_in(self, text: str) -> bool:
-        """Whether `text` spells one, or could do so together with what follows."""
+        """Return whether `text` spells one, or could do so together with what follows."""
         return text[-1:] in self._first or bool(self._heads.find_matches_as_indexes(text))

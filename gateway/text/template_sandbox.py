@@ -56,7 +56,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def variables(**values) -> dict:
-        """Of one rendering: its work is counted with them."""
+        """Return the variables of one rendering, with a budget that counts its work."""
         return {**values, _WORK: RenderBudget()}
 
     def add_filter(self, name: str, function) -> None:

@@ -75,11 +75,12 @@ class Tokenizer:
         return self._encode_around(text, of_template)
 
     def can_fit(self, num_chars: int, num_tokens: int) -> bool:
-        """Whether a text of `num_chars` characters could have as few tokens as `num_tokens`, without encoding it."""
+        """Return whether a text of `num_chars` characters could have as few tokens as `num_tokens`, without encoding
+        it."""
         return num_chars <= num_tokens * self._chars_per_token
 
     def may_spell_control(self, text: str) -> bool:
-        """Whether `text` spells a control token, or could do so together with what follows it."""
+        """Return whether `text` spells a control token, or could do so together with what follows it."""
         return self._found.may_begin_in(text)
 
     def _spells_control(self, text: str) -> bool:

@@ -84,7 +84,7 @@ class CudaRuntime:
         self._call("cudaFree", address)
 
     def handle_of(self, address: int) -> bytes:
-        """What another process opens this allocation with."""
+        """Return the handle by which another process opens this allocation."""
         handle = IpcHandle()
         self._call("cudaIpcGetMemHandle", byref(handle), address)
         return bytes(handle)

@@ -1,4 +1,4 @@
-"""Who pulls what from whom, when source and taker are cut into ranks differently.
+"""Plan which ranks of a taker pull what from which ranks of a source, when the two are cut differently.
 
     source   rank 0: heads 0-3   rank 1: heads 4-7                     parts of the handle
     taker    rank 0: heads 0-1   rank 1: 2-3   rank 2: 4-5   rank 3: 6-7
@@ -30,7 +30,7 @@ class Share(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan(parts: tuple[Part, ...], shards: tuple[Shard, ...], rank: int) -> tuple[Share, ...]:
-    """What `rank` of a taker cut into `shards` pulls. Raises LayoutMismatch when the parts lack something of it."""
+    """Return what `rank` of a taker cut into `shards` pulls. Raises LayoutMismatch when the parts lack some of it."""
     crossings = [
         (each, part, box) for each, shard in enumerate(shards) for held in shard for part, box in _cross(held, parts)
     ]

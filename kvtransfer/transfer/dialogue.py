@@ -32,10 +32,9 @@ MAX_RANGE_TOKENS = 8192  # its generations and digests fit a frame however small
 
 
 class Cursor:
-    """How far a dialogue has come: all its layers of the tokens below `token`, and those below `layer` of the tokens
-    up to `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few
-    layers at a time over one stretch of tokens until it has them all. `layers`: the dialogue's, counted as in the whole
-    model."""
+    """Position of a dialogue: all its layers of the tokens below `token`, and those below `layer` of the tokens up to
+    `token_end`. Ranges follow each other without gap or overlap: along the tokens with all layers, or a few layers at a
+    time over one stretch of tokens until it has them all. `layers`: the dialogue's, counted as in the whole model."""
 
     def __init__(self, token_begin: int, num_tokens: int, layers: range):
         """Raises ProtocolError when `token_begin` is not the end of a span or of the prompt."""

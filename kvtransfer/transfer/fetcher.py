@@ -88,7 +88,7 @@ class Fetcher:
         self._rates = TransferRates()
 
     def taker(self, num_cached_tokens: int = 0) -> Taker:
-        """What a source needs to know to make an offer."""
+        """Return what a source needs to make an offer."""
         return Taker(
             self._instance, self._epoch, self._layout, self._numerics_class, num_cached_tokens, self._transports,
             self._host_id,
@@ -174,8 +174,8 @@ class Fetcher:
         return {transport for name, transport in self._broken if name == source}
 
     def _without(self, choice: TransportChoice, source: bytes, exc: TransportBroken) -> TransportChoice:
-        """What is left when the transport that was used does not work with this source, now and in later fetches.
-        Raises `exc` when nothing is."""
+        """Return the choice left after the used transport failed with this source, now and in later fetches. Raises
+        `exc` when none is left."""
         transport = exc.transport
         self._broken[source, transport] = None
         if len(self._broken) > _MAX_BROKEN:

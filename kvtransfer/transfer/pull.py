@@ -31,7 +31,7 @@ _MAX_WAITING = 4  # ranges in place or announced, not yet digested
 
 
 class Destination(Protocol):
-    """Where a fetch puts KV: the blocks of one request in the taker's pool. Called in the event loop."""
+    """Receive the KV of a fetch: the blocks of one request in the taker's pool. Called in the event loop."""
 
     num_cached_tokens: int  # verified there already, so the fetch begins here; a multiple of 64
 
@@ -44,7 +44,7 @@ class Destination(Protocol):
 
 
 class Shelter:
-    """Where the shares of one fetch land: `destination` hears of what all of them have."""
+    """Join the shares of one fetch: `destination` is called with what all of them have."""
 
     def __init__(self, memory: BlockMemory, destination: Destination, num_shares: int):
         self.num_cached_tokens = destination.num_cached_tokens
@@ -75,7 +75,7 @@ class Shelter:
 
 
 class Pull:
-    """What one share of a fetch has achieved; `run` may be called again with a new line after the last was lost."""
+    """Fetch one share; `run` may be called again with a new line after the last was lost."""
 
     def __init__(
         self, pools: Pools, layout: KVLayout, shard: Shard, handle: KVHandle, share: Share, index: int,
@@ -117,7 +117,7 @@ class Pull:
 
     @property
     def source_layout(self) -> KVLayout:
-        """Of the pool of the rank that is pulled from."""
+        """Return the layout of the pool of the rank that is pulled from."""
         return self._handle.layout.cut(self._source_shard)
 
     @property

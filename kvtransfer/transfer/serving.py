@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shelf:
-    """What every dialogue of a source needs of it."""
+    """Hold what every dialogue of a source needs of it."""
 
     pools: Pools
     layout: KVLayout  # of the whole model
@@ -163,7 +163,8 @@ class Serving:
         return lease
 
     def _prepare(self, lease: Lease, want: kv_pb2.Want) -> None:
-        """What the taker asks for, checked. Raises LayoutMismatch, ProtocolError, before anything is allocated."""
+        """Check and store what the taker asks for. Raises LayoutMismatch, ProtocolError, before anything is
+        allocated."""
         shelf, taker = self._shelf, layout_from_proto(want.layout)
         if want.transport != self._transport:
             raise ProtocolError(f"Want for {want.transport} on a {self._transport} line")
@@ -228,7 +229,7 @@ class Serving:
         return rows * sum(row_sizes(self._wire))
 
     def _token_cost(self) -> int:
-        """Of all layers of one token, in bytes of a range: so that its digests fit into a frame too."""
+        """Return the bytes of all layers of one token in a range, raised so that its digests fit into a frame too."""
         one = Range(0, 1, self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
         digests = self._digests.shape(one)[1] * self._digests.cell_bytes
         return max(1, self._wire_bytes(one), digests * MAX_RANGE_BYTES // (SPAN_TOKENS * MAX_FRAME_BYTES // 2))
@@ -273,7 +274,8 @@ class Serving:
         return digests, self._cells.outgoing(self._ids, moved, self._in_blocks) if self._sends else ()
 
     def _generations(self, lease: Lease, moved: Range) -> list[int]:
-        """Of the blocks that the range touches, now. Raises StaleBlocks unless they are those of the lease."""
+        """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
+        lease."""
         lease.check_alive()
         size = self._shelf.layout.block_size
         blocks = lease.blocks[moved.token_begin // size : -(-moved.token_end // size)]
@@ -283,6 +285,6 @@ class Serving:
         return generations
 
     async def _reply(self) -> None:
-        """What answers the taker waits for the payload under way; reading and renewing must not."""
+        """Send the answers to the taker: they wait for the payload under way, reading and renewing must not."""
         while True:
             await self._line.send(await self._replies.get())

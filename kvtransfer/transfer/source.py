@@ -164,7 +164,7 @@ class Source:
 
     @property
     def num_connections(self) -> int:
-        """Of all transports, strangers included."""
+        """Return the number of connections of all transports, unauthenticated ones included."""
         return sum(map(len, self._connections.values()))
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may pull a lease: tickets that only the source's process can mint and check."""
+"""Authorize the pull of a lease: tickets that only the source's process can mint and check."""
 
 import hmac
 import secrets

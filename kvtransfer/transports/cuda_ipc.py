@@ -54,8 +54,8 @@ class _CudaSourceLine(SocketLine):
 
 
 class Copier:
-    """What a taker keeps from one fetch to the next: a stream of its own, so that copies wait for no kernel, and the
-    allocations of its sources."""
+    """Keep a taker's resources from one fetch to the next: a stream of its own, so that copies wait for no kernel, and
+    the allocations of its sources."""
 
     def __init__(self, region: DeviceRegion):
         self.region = region

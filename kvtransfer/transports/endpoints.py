@@ -1,4 +1,4 @@
-"""Where a source is reached and how a taker gets there: one place that knows every transport by name."""
+"""Address a source, and open a line to it: one place that knows every transport by name."""
 
 import asyncio
 import functools

@@ -63,7 +63,7 @@ _SERVER_OPTIONS = (
 
 
 class Security(NamedTuple):
-    """Of the streams. In plain text and open to everybody who has a ticket, unless something is given."""
+    """Credentials of the streams. Without any: plain text, and open to all that have a ticket."""
 
     server: grpc.ServerCredentials | None = None
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
@@ -182,7 +182,7 @@ class GrpcLine:
             await self._call.end()
 
     def _lose(self, why: str) -> None:
-        """Who waits for a message, or waits to send one, learns of it."""
+        """Wake readers and writers of this stream with the reason of its loss."""
         self._lost = self._lost or why
         self._incoming.put_nowait(None)
         self._room.release()

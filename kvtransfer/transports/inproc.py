@@ -65,7 +65,7 @@ class InprocLine:
         raise ProtocolError("nothing follows a frame where the taker reads")
 
     async def drain(self) -> None:
-        """What was sent is with the other side already."""
+        """Return at once: what was sent is with the other side already."""
 
     def close(self) -> None:
         peer, self._peer = self._peer, None

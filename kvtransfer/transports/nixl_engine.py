@@ -69,7 +69,7 @@ class NixlAgent:
             agent.deregister_memory(self._registered)
 
     def progress(self) -> None:
-        """What a source has to do for those that read it where the network is emulated."""
+        """Serve reads of this source's memory where the network is emulated."""
         self._agent.get_new_notifs()
 
     def open_peer(self, metadata: bytes) -> str:

@@ -1,5 +1,5 @@
-"""Where unix sockets lie: a folder per process below a parent that all processes of a host, or containers with a
-volume in common, can see. A folder that no process uses any more is removed by the next process that makes one."""
+"""Make the folder of this process's unix sockets, below a parent that all processes of a host, or containers that share
+a volume, can see. A folder that no process uses any more is removed by the next process that makes one."""
 
 import errno
 import fcntl

@@ -115,7 +115,7 @@ class SocketLine:
                 await asyncio.sleep(0)
 
     async def _take(self, num_bytes: int) -> bytes:
-        """Of what has come; as much as there is of what follows is read with it."""
+        """Return the next `num_bytes`, read together with as much as has arrived of what follows."""
         while len(self._ahead) < num_bytes:
             count = await self._retry(self._receive_once, False, [self._scratch])
             if count == 0:
@@ -193,7 +193,7 @@ class SocketLine:
 
 
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What remains of `buffers` behind the first `count` bytes."""
+    """Return what remains of `buffers` behind the first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]

@@ -144,7 +144,7 @@ class Busy:
 
 
 class TransferRates:
-    """What transfers have reached, per source and transport: a running figure, newer ones counting more."""
+    """Measure the throughput of transfers by source and transport: a running figure, newer ones counting more."""
 
     _WEIGHT = 0.3  # of the newest: one slow transfer does not hide the others, three do
 

@@ -174,7 +174,7 @@ class _Bench:
         return summary, ran, sorted(steps, key=lambda step: step["rate"])
 
     def _step(self, rate: float, number: int) -> tuple[dict, Ran]:
-        """Of a sweep: prompts of its own, or it would find those of the last one in the cache."""
+        """Run one step of a sweep, with prompts of its own: those of the last step would be found in the cache."""
         self._plan = replace(self._plan, seed=self._seed + 2 + number)
         num = min(self._args.num_requests or _NUM_REQUESTS, max(_LEAST_REQUESTS, round(_SWEEP_STEP_S * rate)))
         return self._measure(self._drawn(rate, num), f"sweep, {self._args.arrivals} arrivals, {rate:.3g} requests/s")

@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class DemoError(Exception):
-    """What was shown is not what was promised."""
+    """Raised when the demo did not show what it promised."""
 
 
 async def _run(model: Path, prompt: str, max_tokens: int) -> None:

@@ -317,7 +317,7 @@ def _described(hello: pb.Hello) -> str:
 
 
 def _context(limits: pb.Limits) -> str:
-    """How long a sequence may become there, and why no longer."""
+    """Describe the longest sequence that a worker takes, and what limits it."""
     if limits.max_model_len >= limits.model_context:
         return str(limits.max_model_len)
     is_pool = limits.max_model_len == limits.num_blocks * limits.block_size

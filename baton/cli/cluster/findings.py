@@ -1,4 +1,4 @@
-"""What `baton doctor` found, line by line as it comes, or as one JSON document at the end."""
+"""Print the findings of `baton doctor`: line by line as they come, or as one JSON document at the end."""
 
 import json
 import sys

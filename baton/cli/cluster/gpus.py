@@ -9,8 +9,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class GpuShare(NamedTuple):
-    """What one worker sees: its own GPU first, the others behind it, for copies between them; and with how many workers
-    it shares its own."""
+    """The GPUs that one worker sees: its own first, the others behind it for copies between them; and how many workers
+    share its own."""
 
     visible: tuple[str, ...]
     num_workers: int

@@ -37,7 +37,8 @@ class PortError(Exception):
 
 @dataclass(frozen=True)
 class StackPlan:
-    """What to run. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles` take no GPU."""
+    """Describe a stack to run. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles`
+    take no GPU."""
 
     model: Path
     listen: str = "127.0.0.1:0"

@@ -113,7 +113,7 @@ def _worker(view: pb.WorkerView) -> str:
 
 
 def _breaker(view: pb.WorkerView) -> str:
-    """Why it is not asked like the others, or nothing."""
+    """Describe why requests avoid the worker; empty if they do not."""
     if view.breaker == "open":
         when = f"in {view.breaker_retry_s:.0f} s" if view.breaker_retry_s else "with the next request"
         return f"set aside: it left requests unanswered; asked again {when}"
@@ -121,7 +121,7 @@ def _breaker(view: pb.WorkerView) -> str:
 
 
 def _clock(view: pb.WorkerView) -> str:
-    """How far it is ahead of the gateway's, and by how much that may be wrong."""
+    """Describe how far the worker's clock is ahead of the gateway's, and the error of that estimate."""
     if not view.HasField("clock_offset_s"):
         return "-"
     return f"{1e3 * view.clock_offset_s:+.1f} ± {1e3 * view.clock_error_s:.1f} ms"

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_use(args: argparse.Namespace) -> str | None:
-    """Why these arguments will not do; a finished model is never overwritten."""
+    """Return why these arguments are refused, or None; a finished model is never overwritten."""
     unfinished = (args.out / ".training").exists()
     if args.quick and args.minutes:
         return "--quick has its own length; give it or --minutes"

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wrong_use(args: argparse.Namespace) -> str | None:
-    """Why these arguments will not do; finished heads are never overwritten."""
+    """Return why these arguments are refused, or None; finished heads are never overwritten."""
     unfinished = (args.out / ".training").exists()
     if unfinished and not args.resume:
         return f"{args.out} holds an unfinished run; add --resume, or choose another --out"

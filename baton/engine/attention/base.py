@@ -52,17 +52,17 @@ class Attention(ABC):
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
-        """Why there is no such backend for this model on this machine; "": there is."""
+        """Return why the backend cannot serve this model on this machine; "" if it can."""
         return ""
 
     @classmethod
     def avoid(cls, shape: AttentionShape) -> str:
-        """Why it is taken only where it is asked for by name; "": it may be chosen."""
+        """Return why the backend is used only if it is asked for by name; "" if `auto` may choose it."""
         return ""
 
     @abstractmethod
     def plan(self, batch: ForwardBatch, pool: KVPool) -> Any:
-        """What all layers of this step share: block tables, masks."""
+        """Return the data that all layers of this step share: block tables, masks."""
 
     @abstractmethod
     def __call__(self, plan: Any, layer: int, q: Tensor, out: Tensor) -> None:
@@ -80,7 +80,7 @@ def visible(query_positions: Tensor, key_positions: Tensor, window: int | None) 
 
 
 def unfit_cuda(device: torch.device, least: tuple[int, int], below: tuple[int, int] | None = None) -> str:
-    """Why `device` is no CUDA device with a compute capability from `least` to `below`; "": it is."""
+    """Return why `device` is no CUDA device of a compute capability from `least` to below `below`; "" if it is one."""
     if device.type != "cuda":
         return "needs a CUDA device"
     capability = torch.cuda.get_device_capability(device)

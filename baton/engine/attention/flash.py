@@ -156,7 +156,7 @@ def load(name: str) -> ModuleType:
 
 
 def missing(name: str, extra: str = "") -> str:
-    """Why a module is not there; "": it is."""
+    """Return why a module cannot be imported; "" if it can."""
     try:
         load(name)
     except ModuleNotFoundError:

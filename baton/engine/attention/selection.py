@@ -1,4 +1,4 @@
-"""Which attention backend a model gets, and why the others were passed over."""
+"""Choose the attention backend of a model, and name the reasons against the others."""
 
 from baton.engine.attention.base import Attention, AttentionShape
 from baton.engine.attention.flash import FlashAttention2, FlashAttention3

@@ -43,7 +43,7 @@ def lost(why_no_kernels: str, stored: str, compute: str) -> str:
 
 @cache
 def _fields() -> dict[str, str]:
-    """Of the first processor."""
+    """Read the fields of the first processor from /proc/cpuinfo."""
     try:
         lines = CPUINFO.read_text().split("\n\n")[0].splitlines()
     except OSError:

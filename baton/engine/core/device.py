@@ -18,8 +18,8 @@ SMALLER = {"fp8": 0.53, "int8": 0.53, "int4-g128": 0.31}
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of one GPU, in bytes. `free`: to anybody, what this process has cached counted as free. `ours`: what this process
-    has, whatever others on the same GPU take."""
+    """Memory of one GPU, in bytes. `free`: available to any process, what this one has cached counted as free. `ours`:
+    used by this process, without that of others on the same GPU."""
 
     total: int
     free: int
@@ -54,7 +54,7 @@ def find_device(name: str) -> torch.device:
 
 
 def unfit() -> str:
-    """Why this process cannot compute on a GPU; empty: it can."""
+    """Return why this process cannot compute on a GPU; "" if it can."""
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         return f"torch {torch.__version__} ({built}) sees no CUDA device"
@@ -78,8 +78,8 @@ def is_lost(device: torch.device) -> bool:
 
 
 def instruction_set(device: torch.device) -> str:
-    """What kernels are compiled for: two of them add in different orders. On a CPU torch's and how the native ones
-    multiply."""
+    """Return the instruction set that kernels are compiled for, since two of them add in different orders. For a CPU:
+    torch's, and how the native kernels multiply."""
     if device.type == "cpu":
         library = native.library()
         of_torch = torch.backends.cpu.get_cpu_capability().lower()

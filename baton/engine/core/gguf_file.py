@@ -80,8 +80,8 @@ def _mapped(data: np.memmap, name: str, info: TensorInfo) -> GGUFTensor:
 
 
 def config_of(file: GGUFFile) -> dict:
-    """What config.json would say. Raises ValueError or KeyError, as reading a config.json does, and GGUFError for a
-    value of the wrong kind."""
+    """Return the config.json that a GGUF file's metadata amount to. Raises ValueError or KeyError, as reading a
+    config.json does, and GGUFError for a value of the wrong kind."""
     arch = file.metadata("general.architecture", TEXT)
     if arch not in ARCHITECTURES:
         raise ValueError(f"architecture {arch!r} is not supported, one of {', '.join(ARCHITECTURES)}")

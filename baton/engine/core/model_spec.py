@@ -1,4 +1,4 @@
-"""What a model says of itself before any weight is read: config.json and generation_config.json, or GGUF metadata."""
+"""Read what a model declares before any weight is read: config.json and generation_config.json, or GGUF metadata."""
 
 import math
 from dataclasses import dataclass, field
@@ -85,7 +85,8 @@ class ModelSpec:
 
     @property
     def longest_context(self) -> int:
-        """What may be asked for. More than `context` for longrope only, which then takes its long factors."""
+        """Return the longest context that may be asked for: more than `context` for longrope only, which then takes its
+        long factors."""
         return max(self.rope.context, self.rope.max_position_embeddings)
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine is put together from, read from a model folder onto its device."""
+"""Put an engine's parts together, read from a model folder onto its device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

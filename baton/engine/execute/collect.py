@@ -1,4 +1,4 @@
-"""What a step gives out: progress of held prefills, first tokens, runs of tokens, endings."""
+"""Collect the outputs of a step: progress of held prefills, first tokens, runs of tokens, endings."""
 
 import time
 from collections.abc import Set

@@ -27,7 +27,7 @@ Draw = Callable[[Tensor], Tensor]  # logits fp32 [R, vocab_size] -> token ids in
 
 
 class LaunchedTokens:
-    """What a launch draws."""
+    """The tokens that a launch draws."""
 
     def __init__(self, drawn: Tensor):
         self.drawn = drawn  # int64 [R], on the device
@@ -74,7 +74,7 @@ class Launcher:
         return LaunchedTokens(draw(self.run(batch, False, None)[1]))
 
     def place(self) -> AbstractContextManager:
-        """Where all of a step runs, its sampling and copies too."""
+        """Enter the stream in which all of a step runs, its sampling and copies too."""
         return nullcontext()
 
     def wait(self) -> None:
@@ -180,7 +180,7 @@ class GpuLauncher(Launcher):
 
 
 def step_bytes(model: Model, config: EngineConfig) -> int:
-    """What the largest step takes beside weights and pool: one is run, in a pool of its own."""
+    """Measure the memory that the largest step takes beside weights and pool: run one, in a pool of its own."""
     device, block_size = model.device, config.block_size
     num_tokens = min(config.max_num_batched_tokens, config.max_model_len)
     layout = KVLayout((model.kv_group(config.kv_dtype, block_size),))

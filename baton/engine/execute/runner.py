@@ -98,7 +98,8 @@ class Runner:
         return [(seq, [next(drawn) for _ in range(count)]) for seq, count in zip(seqs, counts, strict=True)]
 
     def _verified(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
-        """Of a decoding sequence a row for its last token and one for each proposal behind it."""
+        """Draw for all sequences of a step with proposals. A decoding one has a row of `logits` for its last token and
+        one for each proposal."""
         first_rows, num_rows = {}, 0
         for seq in seqs:
             first_rows[seq] = num_rows
@@ -168,7 +169,7 @@ def block_table(seq: Sequence) -> Tensor:
 
 
 def chunk_slots(block_ids: list[int], begin: int, end: int, block_size: int) -> list[int]:
-    """Where the KV of tokens [begin, end) goes, block by block."""
+    """Return the slots that the KV of tokens [begin, end) is written to."""
     slots: list[int] = []
     for index in range(begin // block_size, -(-end // block_size)):
         first = index * block_size

@@ -38,7 +38,7 @@ class Partition:
 
 
 def unavailable() -> str:
-    """Why torch cannot make green contexts; "": it can."""
+    """Return why torch cannot make green contexts; "" if it can."""
     try:
         from torch.cuda import green_contexts
     except ImportError:

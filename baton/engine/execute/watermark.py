@@ -1,4 +1,4 @@
-"""How far a held prompt's KV is written while the step that completes it still computes."""
+"""Announce how far a held prompt's KV is written while the step that completes it still computes."""
 
 import time
 from collections.abc import Callable

@@ -7,7 +7,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # as Triton itself read
 
 
 def unavailable(device: str) -> str:
-    """Why there are no Triton kernels on `device` (cuda | cpu); "": there are."""
+    """Return why there are no Triton kernels on `device` (cuda | cpu); "" if there are."""
     if device != "cuda" and not INTERPRETED:
         return "needs a CUDA device"
     return "" if importlib.util.find_spec("triton") else "triton is not installed: pip install 'baton[gpu]'"

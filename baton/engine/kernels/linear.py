@@ -117,7 +117,7 @@ def _finish(
     total, scales, bias, x_scales, rows, outs, row_mask, out_mask,
     KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """What is left when all inputs are summed."""
+    """Apply scales and bias, and store, once all inputs are summed."""
     if KIND != "dense" and not GROUPED:
         total = total * tl.load(scales + outs, mask=out_mask, other=0.0)[None, :]
     if KIND == "w8a8":

@@ -1,4 +1,4 @@
-"""What happens to a row between two products: residual and RMSNorm in one pass, SiLU times up in another. A row is a
+"""Compute on rows between two products: residual and RMSNorm in one pass, SiLU times up in another. A row is a
 program's own, so its bits do not depend on others. The torch twins are layers/norm.py and layers/activation.py."""
 
 import torch

@@ -1,4 +1,4 @@
-"""What the kernels share: reading and writing rows of the pool in any stored form, rounding, and products.
+"""Share code among the kernels: read and write rows of the pool in any stored form, round, and multiply.
 
 Triton's interpreter (3.6.0) multiplies bf16 matrices wrongly, truncates where a GPU rounds fp32 to bf16, and loses a
 carry where it rounds to fp8. INTERPRETED is the one switch for that: products are done in fp32 there, of operands that

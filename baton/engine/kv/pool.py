@@ -62,7 +62,7 @@ class KVPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What rows are decoded to without loss."""
+        """Return the dtype that rows are decoded to without loss."""
         return self.blocks.dtype if self._is_plain else torch.float32
 
     @property

@@ -31,7 +31,7 @@ class PackedEmbedding:
 
 
 def tied(embedding, head: LinearKernel):
-    """What looks up tokens where `head` was made of the table of `embedding`: whichever of the two needs no copy."""
+    """Return the lookup of tokens for a `head` made of the table of `embedding`: whichever of the two needs no copy."""
     if isinstance(embedding, Embedding) and isinstance(head, PackedLinear) and head.panels.is_dense:
         return PackedEmbedding(head.panels)
     return embedding

@@ -75,7 +75,7 @@ def frequencies(spec: RopeSpec, head_dim: int, positions: Tensor, max_model_len:
 
 
 def attention_scale(spec: RopeSpec) -> float:
-    """What yarn and longrope multiply cosines and sines by, to keep the attention's entropy."""
+    """Return the factor of cosines and sines in yarn and longrope, which keeps the attention's entropy."""
     parameters = spec.parameters
     if spec.kind not in ("yarn", "longrope"):
         return 1.0

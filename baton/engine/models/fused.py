@@ -81,7 +81,7 @@ class FusedLayers:
 
     @property
     def address(self) -> int:
-        """Of the model's struct, for native code that runs the layers."""
+        """Return the address of the model's struct, for native code that runs the layers."""
         return ctypes.addressof(self._model)
 
     @property
@@ -90,7 +90,7 @@ class FusedLayers:
 
     @staticmethod
     def unfit(spec: ModelSpec, layers: Sequence[Layer], attention: Attention) -> str:
-        """Why a model's layers cannot be run this way; "": they can."""
+        """Return why a model's layers cannot be run this way; "" if they can."""
         if not isinstance(attention, NativeAttention):
             return f"attention is {attention.name}"
         for layer in layers:
@@ -138,7 +138,7 @@ class FusedLayers:
 def fuse(
     spec: ModelSpec, layers: Sequence[Layer], attention: Attention, rope: Rope
 ) -> tuple[FusedLayers | GpuLayers | None, dict[str, str]]:
-    """What runs these layers better than torch, None where nothing does; and why not another."""
+    """Return what runs these layers faster than torch, or None; and the reason against each other way."""
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
         return FusedLayers(spec, layers, attention, rope), {"torch": "fused was chosen"}
@@ -154,7 +154,7 @@ def _parts(layer: Layer) -> list:
 
 
 def _address(part) -> int | None:
-    """Of a norm's weight, or of a linear kernel's struct."""
+    """Return the address of a norm's weight, or of a linear kernel's struct."""
     if part is None:
         return None
     return part.address if isinstance(part, PackedLinear) else part.weight.data_ptr()

@@ -30,7 +30,7 @@ class GpuLayers:
 
     @staticmethod
     def unfit(layers: Sequence[Layer], attention: Attention) -> str:
-        """Why a model's layers cannot be run this way; "": they can."""
+        """Return why a model's layers cannot be run this way; "" if they can."""
         if reason := kernels.unavailable(attention.shape.device.type):
             return reason
         for layer in layers:

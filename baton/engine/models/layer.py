@@ -1,4 +1,4 @@
-"""What a decoder layer is made of."""
+"""Hold the modules of one decoder layer."""
 
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ Make = Callable[[Weight, Tensor | None], LinearKernel]  # (weight, bias) -> kern
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """What the linear weights of a loaded model came to."""
+    """The forms, kernels and sizes of a loaded model's linear weights."""
 
     form: str  # of all that differ, the one of most weights first: "int4-g32-asym+int8-g16"
     kernels: tuple[str, ...]  # names, the one of most weights first
@@ -41,7 +41,7 @@ class Linears:
         self._num_bytes = 0
 
     def report(self) -> WeightReport:
-        """Of all that was made."""
+        """Return the report of all linear layers made so far."""
         forms, kernels = ([name for name, _ in counter.most_common()] for counter in (self._forms, self._kernels))
         notes = tuple(f"{count} x {what}" for what, count in self._source.notes.items())
         return WeightReport("+".join(forms), tuple(kernels), self._num_bytes, self._source.file_bytes, notes)

@@ -62,8 +62,8 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
 
 
 def _trim() -> None:
-    """What reading and packing left with the allocator goes back to the system, weight by weight (seen at the end of
-    loading: 81 MiB of a 121 MiB file)."""
+    """Return to the system what reading and packing left with the allocator, weight by weight (at the end of loading it
+    was 81 MiB of a 121 MiB file)."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc's
         libc.malloc_trim(0)

@@ -34,7 +34,7 @@ class NativeLibrary:
 
     @property
     def products(self) -> str:
-        """How its kernels multiply floating point: tiers that do it alike give the same bits."""
+        """Return how the tier's kernels multiply floating point: tiers that do it alike give the same bits."""
         return self.function("baton_products", restype=ctypes.c_char_p)().decode()
 
 
@@ -63,7 +63,7 @@ def library() -> NativeLibrary | None:
 
 
 def reason() -> str:
-    """Why there is no library; empty when there is one."""
+    """Return why there is no library; "" if there is one."""
     return _load()[1]
 
 

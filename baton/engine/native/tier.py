@@ -1,4 +1,5 @@
-"""Which instructions the native kernels are compiled for: the best tier that the processor has, or that BATON_ISA allows."""
+"""Select the instructions that native kernels are compiled for: the best tier that the processor has, or that BATON_ISA
+allows."""
 
 import os
 import platform
@@ -75,6 +76,6 @@ def available() -> list[Tier]:
 
 
 def missing() -> str:
-    """Why this machine has no tier, where it has none."""
+    """Return why this machine has no tier; "" if it has one."""
     lowest = next(iter(tiers_for(platform.machine())), None)
     return f"this processor has no {lowest}" if lowest else f"there are no kernels for {platform.machine()}"

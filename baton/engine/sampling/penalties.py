@@ -1,4 +1,4 @@
-"""What changes logits before a temperature does, in this order: repetition penalty (prompt and output), presence and
+"""Change logits before a temperature does, in this order: repetition penalty (prompt and output), presence and
 frequency penalties (output only), logit bias, and the ban on ending before min_tokens."""
 
 from collections.abc import Sequence

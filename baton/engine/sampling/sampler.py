@@ -24,7 +24,8 @@ ROWS_AT_ONCE = 8  # of a whole vocabulary, so that the noise stays in cache
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """What one row of logits is drawn with. `position`: index in the whole sequence of the token being drawn."""
+    """Parameters that one row of logits is drawn with. `position`: index in the whole sequence of the token being
+    drawn."""
 
     params: SamplingParams
     choice: int
@@ -40,7 +41,8 @@ NO_TOKENS: frozenset[int] = frozenset()
 def sample_row(
     request: Request, params: SamplingParams, choice: int, token_ids: list[int], draft_ids: Sequence[int] = ()
 ) -> SampleRow:
-    """What the token after token_ids + draft_ids is drawn with. `params`: request.sampling, or it without logprobs."""
+    """Return the parameters of the token after token_ids + draft_ids. `params`: request.sampling, or it without
+    logprobs."""
     num_tokens, border = len(token_ids) + len(draft_ids), request.num_prompt_tokens
     banned = request.stop_token_ids if num_tokens - border < request.min_tokens else NO_TOKENS
     if not params.has_penalties:

@@ -25,7 +25,7 @@ CHUNKS_WAITING = 2  # held prefills accepted beyond what runs, in chunks
 
 
 class Admission:
-    """What other threads ask of an engine. Thread-safe: every method takes the ledger's lock."""
+    """Requests of other threads to an engine. Thread-safe: every method takes the ledger's lock."""
 
     def __init__(
         self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths
@@ -204,7 +204,7 @@ class Admission:
             raise Refusal("too_long", retry_after_s=0.0)
 
     def _kv_full(self, request: Request, num_blocks: int) -> Refusal:
-        """Who is owed them may ask again soon."""
+        """Return the refusal for a full pool. A tenant to whom blocks are owed may retry after 20 ms."""
         if not self.shares.refused(request, num_blocks):
             return Refusal("kv_full")
         self.lifecycle.inbox.ring()

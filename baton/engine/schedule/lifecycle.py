@@ -19,7 +19,7 @@ from kvtransfer.layout import KVLayout
 
 
 class Ending(NamedTuple):
-    """Why a group ends, in the words of RequestEnded."""
+    """The end of a group, in the words of RequestEnded."""
 
     error: str = ""
     message: str = ""
@@ -221,7 +221,7 @@ class GroupLifecycle:
             self.num_choices -= group.request.sampling.n
 
     def _drop_unverified(self, group: Group) -> None:
-        """What a fetch left unfinished goes back and is promised again; what it brought stays."""
+        """Give back the blocks of an unfinished fetch and promise them again; verified ones stay."""
         trunk = group.trunk
         num_missing = len(trunk.block_ids) - group.num_owned
         self._give_back_fetching(group)

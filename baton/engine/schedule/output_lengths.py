@@ -1,4 +1,4 @@
-"""How long outputs are: what the growth of a sequence is reserved from."""
+"""Estimate how long outputs are: the growth of a sequence is reserved from that."""
 
 from baton.engine.core.request import Request
 

@@ -1,4 +1,4 @@
-"""Which sequences the next step computes: continuous batching with chunked prefill, two policies one after the other.
+"""Select the sequences of the next step: continuous batching with chunked prefill, two policies one after the other.
 
     running   decode     one token each, first in rank first; out of blocks: the last in rank parks
     running   prefill    the rest of the step's tokens, in chunks that end on spans except the last
@@ -229,8 +229,8 @@ class Scheduler:
         return self._take(seq, missing)
 
     def _fits(self, seq: Sequence, missing: int, more: int = 0) -> bool:
-        """What was promised always does; else one unit must be left to grow in, or the next step would park again.
-        `more`: blocks beyond those that are there now."""
+        """Return whether `missing` blocks can be taken. Promised ones always can; others must leave one unit to grow
+        in, or the next step would park again. `more`: blocks that are about to be freed."""
         unpromised = missing - seq.reserve
         margin = self.ledger.cache.blocks_per_unit if self.running else 0
         return unpromised <= 0 or unpromised + margin <= self.ledger.num_available + more
@@ -290,7 +290,7 @@ class Scheduler:
         return held
 
     def _part(self, num_tenants: int) -> int:
-        """Of the sequences that run."""
+        """Return a tenant's part of the sequences that run."""
         return max(1, self.config.max_num_seqs // num_tenants)
 
     def _starving(self) -> dict[bytes, Sequence]:
@@ -304,8 +304,8 @@ class Scheduler:
         return starving
 
     def _make_way(self) -> None:
-        """Where tenants wait, here or at the door, that have less than their part, others park what they have beyond
-        theirs: a place for each, and the blocks that it lacks. Before the step is chosen: what is in it stays."""
+        """Park sequences of tenants above their part, for tenants below theirs that wait here or for admission: a slot
+        for each, and the blocks that it lacks. Called before the step is chosen: what is in it stays."""
         if not (self._held or self.shares.is_short):
             return
         with self.ledger.lock:

@@ -1,4 +1,4 @@
-"""What the loop keeps of a request: one group per key, one sequence per choice. Mutable, and plain Python."""
+"""Keep the loop's state of a request: one group per key, one sequence per choice. Mutable, and plain Python."""
 
 import time
 from itertools import count
@@ -83,7 +83,7 @@ class Sequence:
             self.block_ids, self.reserve, self.num_computed, self.num_sealed, self.block_table = [], 0, 0, 0, None
 
     def finish_reason(self, token_id: int) -> FinishReason | None:
-        """Why the choice ends if `token_id` comes next, or None."""
+        """Return the reason why the choice ends if `token_id` comes next, or None."""
         request = self.group.request
         if token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens:
             return FinishReason.STOP
@@ -96,7 +96,7 @@ class Sequence:
 
 
 class DraftCounts:
-    """What was proposed and accepted, by position behind the last token. Of one request, or of all there were."""
+    """Count proposed and accepted tokens by position behind the last token, of one request or of all."""
 
     __slots__ = ("num_drafts", "proposed", "accepted")
 

@@ -1,4 +1,4 @@
-"""What a group of sequences may be doing in the engine, and what may happen to it. What follows is in lifecycle.py.
+"""Define the states of a group of sequences in the engine, and its events. lifecycle.py has the transitions.
 
     new ─ admit ──────────► fetching ─ start, compute rest ─► waiting ─ launch, join ─► running ──► finished
      ├─── accept prefix ───►┘                                    ▲                     │   │  ▲

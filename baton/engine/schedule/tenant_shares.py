@@ -1,6 +1,6 @@
-"""What the tenants of one engine hold, and what each may have more. Who is alone may have everything; who has less than
-its part finds room where others have taken it all, and is owed the blocks that it lacks: those of the loop that have
-more than theirs park for it (scheduler.py)."""
+"""Count what the tenants of one engine hold, and bound what each may take more. A lone tenant may have everything. One
+with less than its part finds room where others have taken it all, and is owed the blocks that it lacks: sequences of
+tenants above their part park for it (scheduler.py)."""
 
 import time
 from collections import Counter

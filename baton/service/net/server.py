@@ -1,4 +1,4 @@
-"""What makes an object a gRPC process: server options, a port or one clear line, health, reflection, signals."""
+"""Run an object as a gRPC process: server options, a port or one clear line, health, reflection, signals."""
 
 from __future__ import annotations
 

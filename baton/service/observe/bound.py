@@ -1,4 +1,4 @@
-"""What bounds a run, in one sentence: where requests spent their time, and the one lever to try."""
+"""Name what bounds a run, in one sentence: where requests spent their time, and the one lever to try."""
 
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -129,7 +129,7 @@ class Count:
 
 
 def num_tasks() -> int:
-    """Of the event loop that asks; 0 where there is none."""
+    """Return the number of tasks of the running event loop; 0 without one."""
     try:
         return len(asyncio.all_tasks())
     except RuntimeError:

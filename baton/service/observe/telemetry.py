@@ -101,7 +101,7 @@ def setup(service_name: str, endpoint: str | None = None) -> bool:
 
 
 def enabled() -> bool:
-    """Whether spans are sent."""
+    """Return whether spans are sent."""
     return _sender is not None
 
 

@@ -1,1 +1,1 @@
-"""Who may call what: certificates by role, credentials, call slots, and what is open beyond this host."""
+"""Decide which calls are allowed: certificates by role, credentials, call slots, and what is open beyond this host."""

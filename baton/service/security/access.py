@@ -1,4 +1,4 @@
-"""How a caller reaches a server: whom it trusts, what it shows of itself."""
+"""Settings by which a caller reaches a server: trusted authorities, its own certificate or key."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _OTHERS = _Kind(16)  # what operators ask, reflection
 
 
 class CallSlots:
-    """Of one server. Belongs to its event loop.
+    """Bound the open calls of one server. Belongs to its event loop.
 
     `max_calls`: of all tenants together, to the methods of Inference. One tenant alone may have all of them; another that
     comes gets its share even then."""
@@ -104,7 +104,7 @@ class CallSlots:
         return has_room(self._max_calls, self._of_tenants.total(), num_open, 1, num_tenants)
 
     def _counted(self, place: "CallSlot") -> Iterator[tuple[Counter, Hashable]]:
-        """Where, and by what."""
+        """Yield the counters that hold this call, each with its key."""
         yield self._num_open, place.key
         if place.key[0] == _INFERENCE:
             yield self._of_tenants, place.key[1]
@@ -128,7 +128,7 @@ class CallSlots:
 
 
 class CallSlot:
-    """Of one call, in `with`: left at the end."""
+    """Hold the slot of one call, as a context manager."""
 
     __slots__ = ("key", "host", "entered_at", "_places", "_task", "_error", "_is_left")
 

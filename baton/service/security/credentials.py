@@ -1,4 +1,4 @@
-"""Who a client is: keys that are stored as hashes, or tokens that an identity provider has signed.
+"""Authenticate clients: by keys that are stored as hashes, or tokens that an identity provider has signed.
 
     [keys.k4f1c2d3]                      # the id, which is part of the key itself: baton.k4f1c2d3.<43 characters>
     tenant = "acme"
@@ -109,7 +109,8 @@ class Credentials:
         self._looked_at = time.monotonic()
 
     def tenant(self, bearer: str) -> str:
-        """Whose credential it is. Raises Unauthenticated, in the same words whatever is wrong with an unknown one."""
+        """Return the tenant of a credential. Raises Unauthenticated, in the same words for every fault of an unknown
+        one."""
         self._look_again()
         if len(bearer) > _MAX_BEARER_CHARS:
             raise _unknown()

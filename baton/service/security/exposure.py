@@ -1,4 +1,4 @@
-"""What may be reached from beyond this host, and how it is protected: settings that gateways and workers share."""
+"""Settings of gateways and workers about ports that are reachable from beyond this host, and their protection."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,6 @@ class Exposure:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether HOST:PORT is reached from this host alone."""
+    """Return whether HOST:PORT is reached from this host alone."""
     host = address.rpartition(":")[0].strip("[]")
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -1,5 +1,5 @@
-"""Who may call what: one table for all servers, and the interceptor that holds calls to it and to call_slots.py's
-bounds.
+"""Allow or refuse calls: one table for all servers, and the interceptor that enforces it and the bounds of
+call_slots.py.
 
 Nothing is allowed that does not stand in the table. A caller is a tenant by its credential, or has the roles of its
 certificate. A server with neither certificates nor credentials, which settings permit on loopback only, is open:
@@ -56,7 +56,7 @@ _tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant", default=
 
 
 def tenant() -> str:
-    """Of the call that runs here, by its credential; `default` where there are none."""
+    """Return the tenant of the current call, by its credential; `default` where none are configured."""
     return _tenant.get()
 
 
@@ -85,7 +85,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
     def _tenant(self, metadata, allowed: frozenset[str]) -> str | None:
-        """Of the bearer's credential; None: it shows none. Raises Unauthenticated where one is asked for."""
+        """Return the tenant of the bearer's credential; None without one. Raises Unauthenticated where one is
+        required."""
         shown = [value for key, value in metadata or () if key == "authorization"]
         if not shown or self._credentials is None:
             return None

@@ -10,7 +10,7 @@ MAX_HELD = 1024  # calls; beyond them all are refused at once
 
 
 class Refusals:
-    """Of one server. Belongs to its event loop."""
+    """Count the refusals of one server. Belongs to its event loop."""
 
     def __init__(self) -> None:
         self._due: dict[str, float] = {}  # tenant -> when its next one would be due, were there no burst

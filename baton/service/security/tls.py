@@ -84,7 +84,7 @@ class _Contents:
 
 
 class _Files:
-    """What was in them when they last belonged together."""
+    """The contents of the files when they last matched each other."""
 
     def __init__(self, tls: Tls):
         self._tls = tls

@@ -78,7 +78,7 @@ class Corpus:
         return self.library + self.tests
 
     def manifest(self) -> dict:
-        """What was read, as plain values: Python version and, for each list, files, bytes and SHA-256."""
+        """Return a manifest of what was read: Python version and, for each list, files, bytes and SHA-256."""
         lists = {"library": self.library, "tests": self.tests, "held_out": self.held_out}
         return {
             "python": platform.python_version(),

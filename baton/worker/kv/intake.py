@@ -65,7 +65,7 @@ class Intake:
 
     @property
     def num_fetches(self) -> int:
-        """Whose bytes may still land."""
+        """Return the number of fetches whose bytes may still be written to the pool."""
         return len(self._fetching)
 
     def begin(

@@ -109,5 +109,5 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
 
 def _words(error: Exception) -> str:
-    """Why a session is over. What gRPC raises when it writes to a peer that has left names only its own objects."""
+    """Describe why a session ended. The error of a write to a peer that has left names gRPC's own objects only."""
     return "hung up" if type(error).__module__.startswith("grpc") else f"{type(error).__name__}: {error}"

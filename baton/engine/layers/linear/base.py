@@ -1,4 +1,4 @@
-"""What applies a linear weight. A `LinearKernel` owns the arithmetic of one weight form, and says whether rows are
+"""Apply a linear weight. A `LinearKernel` owns the arithmetic of one weight form, and declares whether rows are
 independent of what shares their batch."""
 
 from abc import ABC, abstractmethod

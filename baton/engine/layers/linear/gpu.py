@@ -1,4 +1,4 @@
-"""Which kernel applies a weight on a GPU, and why not another."""
+"""Choose the kernel that applies a weight on a GPU, and name the reasons against the others."""
 
 import torch
 from torch import Tensor

@@ -46,7 +46,7 @@ def _apply():
 
 
 def unavailable() -> str:
-    """Why this machine has no native linear kernels; empty where it has them."""
+    """Return why this machine has no native linear kernels; "" if it has them."""
     return native.reason()
 
 
@@ -107,5 +107,5 @@ class PackedLinear(LinearKernel):
 
 
 def refusal(weight: Weight, dtype: torch.dtype) -> str:
-    """Why there is no native kernel for this weight here; empty where there is one."""
+    """Return why there is no native kernel for this weight here; "" if there is one."""
     return unavailable() or refusal_of_form(weight, dtype)

@@ -63,7 +63,7 @@ class Panels:
 
 
 def refusal(weight: Weight, dtype: torch.dtype) -> str:
-    """Why the native kernels cannot apply this weight in this compute dtype; empty where they can."""
+    """Return why the native kernels cannot apply this weight in this compute dtype; "" if they can."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"computes in fp32 and bf16, not in {dtype}"
     if isinstance(weight, Fp8Weight):

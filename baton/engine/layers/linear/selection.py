@@ -1,4 +1,4 @@
-"""Which kernel applies a weight, and why not another."""
+"""Choose the kernel that applies a weight, and name the reasons against the others."""
 
 import torch
 from torch import Tensor

@@ -88,7 +88,7 @@ class GpuLinear(LinearKernel):
 
     @property
     def key(self) -> str:
-        """What a measured table is by."""
+        """Return the name under which a measured table is kept."""
         weight, grouped = self._weight, f"g{self._weight.group}" if self._weight.is_grouped else ""
         offsets = "" if weight.offsets is None else "asym"
         dtype = str(self._dtype).removeprefix("torch.")
@@ -142,7 +142,7 @@ class GpuLinear(LinearKernel):
         return paths
 
     def _unmeasured(self) -> list[tuple[float, str]]:
-        """Where nothing was measured."""
+        """Return the table of paths to use when none was measured."""
         if self.batch_invariant:
             return [(math.inf, f"tile{EXACT_TILE}")]
         if "cublas" in self.paths:
@@ -217,7 +217,8 @@ class GpuLinear(LinearKernel):
         )  # fmt: skip
 
     def _activated(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the weight is multiplied with: x as it is; int8 and its scales; or rounded to e4m3 and back."""
+        """Return the input as the weight is multiplied with it: x as it is; int8 and its scales; or rounded to e4m3 and
+        back."""
         if self._weight.kind == "w8a8":
             values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
             scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
@@ -229,7 +230,7 @@ class GpuLinear(LinearKernel):
 
 
 def refusal(weight: Weight, dtype: torch.dtype) -> str:
-    """Why the kernels cannot apply a weight in this compute dtype; empty where they can."""
+    """Return why the kernels cannot apply a weight in this compute dtype; "" if they can."""
     if dtype not in DTYPES:
         return f"computes in bf16, fp16 and fp32, not in {dtype}"
     if isinstance(weight, DenseWeight):
@@ -283,6 +284,6 @@ def packed_by(values: Tensor, num_in: int, block: int) -> Tensor:
 
 
 def levels_of(packed: Tensor, block: int) -> Tensor:
-    """What `packed_by` packed: q + 8, uint8 [out, in], zeros behind the last column."""
+    """Return the levels that `packed_by` packed: q + 8, uint8 [out, in], zeros behind the last column."""
     halves = packed.unflatten(1, (-1, block // 2))
     return torch.cat((halves & 15, halves >> 4), dim=2).flatten(1)

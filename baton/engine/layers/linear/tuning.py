@@ -1,5 +1,5 @@
-"""Which path of a GPU kernel is fastest for how many rows: measured once per device, software and weight shape, and
-kept in a file."""
+"""Choose the fastest path of a GPU kernel for each number of rows: measured once per device, software and weight shape,
+and kept in a file."""
 
 import hashlib
 import json

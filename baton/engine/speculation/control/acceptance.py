@@ -1,4 +1,4 @@
-"""How often proposals are right."""
+"""Estimate how often proposals are right."""
 
 import math
 
@@ -9,7 +9,7 @@ FADE = 0.995  # of a sequence's own, per step in which others are asked and it i
 
 
 class AcceptanceRate:
-    """Of one sequence, or of all that a proposer served: the chance that a proposal is right if those before are."""
+    """Chance that a proposal is right if those before it are, for one sequence or for all that a proposer served."""
 
     __slots__ = ("accepted", "trials")
 
@@ -17,7 +17,7 @@ class AcceptanceRate:
         self.accepted = self.trials = 0.0
 
     def add(self, num_proposed: int, num_accepted: int, forget: float = ACCEPT_FORGET) -> None:
-        """Of the proposals behind the first wrong one nothing is known."""
+        """Count one verified run. Proposals behind the first wrong one count for nothing."""
         self.accepted = forget * self.accepted + num_accepted
         self.trials = forget * self.trials + min(num_accepted + 1, num_proposed)
 

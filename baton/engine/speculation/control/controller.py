@@ -1,4 +1,4 @@
-"""How many tokens are proposed for whom: what it is expected to bring against what it costs, both as measured.
+"""Decide how many tokens are proposed for each sequence: expected gain against cost, both measured.
 
     brings   a proposal at position j of a sequence is right with about a^j, where a is the sequence's own acceptance,
              forgetting; a sequence that is new begins with what its proposer had lately
@@ -44,9 +44,9 @@ REFILL_FORGET = 0.9
 
 
 class Account:
-    """Of the steps that one proposer was asked in: time over what was foreseen, the median, followed step by step.
-    Tokens are not in it: who is thought too good is on, and found out by its acceptance; here that would count against
-    it for good."""
+    """Running median of actual over predicted step time, for the steps of one proposer. Tokens are not counted: a
+    proposer rated too high stays on and is corrected by its acceptance; counted here that would turn it off for
+    good."""
 
     __slots__ = ("excess",)
 
@@ -62,8 +62,8 @@ class Account:
 
 
 class Refill:
-    """Whether the places of sequences that end are filled again while others decode: 1 under a steady load, 0 where a
-    batch is worked off to its end. Then a sequence that is done early leaves a step that is hardly cheaper."""
+    """Estimate whether sequences that end are replaced while others decode: 1 under a steady load, 0 where a batch is
+    worked off to its end. Then a sequence that ends early leaves a step that is hardly cheaper."""
 
     __slots__ = ("rate", "vacant")
 
@@ -84,7 +84,7 @@ class Refill:
 
 
 class DraftPlan:
-    """What a step is foreseen to come to, proposer after proposer."""
+    """Predicted time and tokens of a step, proposer after proposer."""
 
     __slots__ = ("num_seqs", "tokens", "num_proposals", "draft_s", "is_known")
 
@@ -149,7 +149,7 @@ class Controller:
         self._plain_left = max(0, self._plain_left - 1)
 
     def found_nothing(self, name: str) -> None:
-        """Of a proposer that is asked first and decided about when its proposals are there: there are none."""
+        """Record that a proposer which runs before it is decided about proposed nothing."""
         self._standings[name].off(self.step, self.plan.num_seqs, True)
 
     def widths(

@@ -73,7 +73,8 @@ class Curve:
         self._small = self._steps([(int(size), typical.value) for size, typical in known if size <= SMALL])
 
     def _steps(self, known: list[tuple[int, float]]) -> list[float]:
-        """Of the sizes up to the last one that is known: straight from one to the next, and never less for more."""
+        """Return the cost of each size up to the last known: linear between two known sizes, and never less for a
+        larger one."""
         if not known:
             return []
         size, seconds = 0, max(0.0, min(self._base, known[0][1]))

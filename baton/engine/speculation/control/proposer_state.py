@@ -1,4 +1,4 @@
-"""Whether a proposer is on: what it may lose by tries, and when it is looked at again."""
+"""Keep whether a proposer is on: what its trials may cost, and when it is tried again."""
 
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 
@@ -64,7 +64,7 @@ class ProposerState:
 
     @property
     def width(self) -> int:
-        """Of the try."""
+        """Return the width of the current trial."""
         return TRIAL_WIDTHS[self.num_tried % len(TRIAL_WIDTHS)]
 
     def can_pay(self, step: int, num_plain_steps: float) -> bool:

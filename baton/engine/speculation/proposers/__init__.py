@@ -1,1 +1,1 @@
-"""What guesses the next tokens: prompt lookup, a draft model, Medusa and EAGLE heads. Read proposer first."""
+"""Guess the next tokens: prompt lookup, a draft model, Medusa and EAGLE heads. Read proposer first."""

@@ -267,7 +267,7 @@ def check_fit(folder: Path, draft: ModelSpec, target_folder: Path, target: Model
 
 
 def num_parameters(spec: ModelSpec) -> int:
-    """Of embeddings and projections."""
+    """Return the number of parameters in embeddings and projections."""
     heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
     return spec.num_layers * layer + (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size

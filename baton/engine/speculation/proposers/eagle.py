@@ -223,7 +223,7 @@ class Eagle(Proposer):
         return x[last_rows], q[last_rows]
 
     def _make_room(self, context: Context, num_new: int) -> None:
-        """Where the slot is full the window moves down in it."""
+        """Move the window down in its slot if the slot is full."""
         if context.num_rows + num_new > 2 * WINDOW:
             kept = min(WINDOW, context.num_rows)
             own = self._kv[context.slot]

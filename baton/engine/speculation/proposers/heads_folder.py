@@ -18,7 +18,7 @@ LEAST_LIKENESS = 0.9  # cosine; the same model in four bits is above 0.98, anoth
 
 @dataclass(frozen=True, slots=True)
 class HeadsFolder:
-    """What was found in a folder, checked against the target it is to serve."""
+    """Describe the heads found in a folder, checked against the target that they are to serve."""
 
     path: Path
     config: dict

@@ -43,7 +43,7 @@ class EntryLayer(NamedTuple):
 
 
 class Lack(NamedTuple):
-    """What is to be read of one sequence. Its K and V lie in blocks in the order of its rows."""
+    """The tokens of one sequence that the draft has not read. Its K and V are in blocks in the order of its rows."""
 
     num_tokens: int  # at least one
     num_rows: int  # once they are read

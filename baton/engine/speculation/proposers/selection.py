@@ -1,4 +1,4 @@
-"""Which proposers an engine runs. What does not fit is refused here, before any request."""
+"""Choose the proposers that an engine runs. Those that do not fit are refused here, before any request."""
 
 from pathlib import Path
 

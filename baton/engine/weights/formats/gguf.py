@@ -111,7 +111,7 @@ class GGUFFormat(WeightSource):
         return stored
 
     def _rows(self, name: str, num_rows: int) -> Tensor | None:
-        """Which stored row is the model's row; None: the same."""
+        """Return the stored row of each row of the model; None if they are the same."""
         num_heads = self._heads.get(name.split(".")[2]) if name.startswith("blk.") else None
         if num_heads is None:
             return None

@@ -67,7 +67,7 @@ class GPTQFormat(Format):
         return IntWeight(bits, pack_int4(q) if bits == 4 else q, scales, group, offsets, order)
 
     def _override(self, module: str) -> dict | None:
-        """What GPTQModel's `dynamic` says of a module: None, it is left out; {}, nothing."""
+        """Return the entry of GPTQModel's `dynamic` for a module: None if it is left out, {} if there is none."""
         for pattern, values in (self.config.get("dynamic") or {}).items():
             if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
                 return None if pattern.startswith("-:") else values

@@ -1,4 +1,4 @@
-"""Which format a model is in: the file's type, or quantization_config of its config.json."""
+"""Recognize the format of a model: by the file's type, or quantization_config of its config.json."""
 
 from pathlib import Path
 
