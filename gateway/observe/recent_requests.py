@@ -12,6 +12,12 @@ from gateway.request.timing import breakdown, timing
 NUM_KEPT = 500  # ended requests, about 1 KB each
 _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
 _BOUND_WINDOW_S = 60.0  # up to the last end
+# The phase (of timing.PHASES) in which a request is, by what its record says; the decode worker fetches while the prompt
+# is being read.
+PHASE_OF = {
+    "tokenizing": "tokenize", "awaiting credit": "admit", "admitting": "admit", "awaiting prefill": "prefill_queue",
+    "prefilling": "prefill_queue", "fetching": "prefill", "decoding": "decode", "ending": "decode", "attaching": "attach",
+}  # fmt: skip
 
 
 class RecentRequests:
@@ -74,7 +80,7 @@ def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -
     view = pb.RequestView(
         request_id=record.checked.request_id if record.checked else "",
         trace_id=f"{record.context.trace_id:032x}",
-        phase=record.phase,
+        phase=PHASE_OF[record.phase],
         outcome=how[0],
         reason=how[1],
         age_s=at - record.stamps.received,

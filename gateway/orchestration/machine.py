@@ -51,6 +51,7 @@ class RequestMachine:
                 self._on_silence(now() - until)
             self._receive_all(entry)
             if self.error is None:
+                request.note_output()
                 await request.answer.flush()
         if self.error is not None:
             raise self.error

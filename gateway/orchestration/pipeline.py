@@ -100,7 +100,8 @@ class Pipeline:
         finally:
             machine.close()
             self.running.pop(checked.key_id, None)
-            self._note_output(request.answer, record)
+            request.note_output()
+            self._note_end(request.answer, record)
 
     async def _prepare(
         self,
@@ -135,9 +136,8 @@ class Pipeline:
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
 
-    def _note_output(self, answer: Answer, record: RequestRecord) -> None:
+    def _note_end(self, answer: Answer, record: RequestRecord) -> None:
         """Keep what the answer has come to."""
-        record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
         record.finish_reasons = answer.finish_reasons
         if answer.finished:
             self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)

@@ -86,6 +86,11 @@ class RequestContext:
         """ROOM has come out of the mailbox."""
         self._is_room_called = False
 
+    def note_output(self) -> None:
+        """Record how many tokens there are, for those who watch the request while it runs, and for its report."""
+        record, answer = self.record, self.answer
+        record.num_output_tokens, record.num_longest_output = answer.num_output_tokens, answer.num_longest
+
     def release(self) -> None:
         """Leave the line and close all legs. Idempotent."""
         self.place.leave(served=False)

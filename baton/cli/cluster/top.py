@@ -8,6 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
+from collections import Counter
 
 import grpc
 
@@ -21,6 +22,7 @@ from baton.v1 import fleet_pb2_grpc
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 _CLEAR = "\x1b[H\x1b[2J"
+_OUTCOMES = ("ok", "cancelled", "refused", "failed")
 _HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 
 
@@ -86,9 +88,10 @@ def frame(target: str, workers: pb.ListWorkersResponse, requests: pb.ListRequest
 
 def _latencies(requests: pb.ListRequestsResponse) -> list[str]:
     answered = [each.timing for each in requests.recent if each.outcome == "ok"]
-    failed = sum(each.outcome != "ok" for each in requests.recent)
+    counts = Counter(each.outcome for each in requests.recent)
+    ended = ", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES if counts[outcome])
     lines = [
-        f"{requests.num_running} running, {requests.num_waiting} waiting; of the last {len(requests.recent)} {failed} failed"
+        f"{requests.num_running} running, {requests.num_waiting} waiting; of the last {len(requests.recent)}: {ended or 'none'}"
     ]
     for name, values in (
         ("TTFT", [timing.ttft_s for timing in answered]),

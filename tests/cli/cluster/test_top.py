@@ -29,19 +29,19 @@ def view(**fields) -> pb.RequestView:
 def test_a_frame(workers, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     requests = pb.ListRequestsResponse(
-        running=[view(request_id="slowest", phase="decoding", age_s=7.5, prompt_tokens=80, output_tokens=4)],
-        recent=[view(outcome="ok"), view(outcome="failed")],
+        running=[view(request_id="slowest", phase="decode", age_s=7.5, prompt_tokens=80, output_tokens=4)],
+        recent=[view(outcome="ok"), view(outcome="failed"), view(outcome="refused"), view(outcome="refused")],
         num_running=1,
         uptime_s=60,
         bound="Bound by queue: requests wait.",
     )
     text = frame("door:1", workers, requests, "4.0 requests/s")
     assert "baton door:1  ready" in text and "4.0 requests/s" in text
-    assert "TTFT  p50    250.0 ms" in text and "TPOT  p50     20.0 ms" in text and "of the last 2 1 failed" in text
+    assert "TTFT  p50    250.0 ms" in text and "TPOT  p50     20.0 ms" in text and "of the last 4: 1 ok, 2 refused, 1 failed" in text
     worker = next(line for line in text.splitlines() if "decode 10.0.0.1" in line)
     assert worker.split()[2:] == ["serving", "3", "1", "250", "50%", "30%", "20%", "+1500.0", "±", "0.4", "ms"]
     assert text.splitlines()[-1] == "Bound by queue: requests wait."
-    assert "slowest" in text and "decoding" in text and "7.50s" in text
+    assert "slowest" in text and "decode" in text and "7.50s" in text
 
 
 def test_a_narrow_terminal(workers, monkeypatch):

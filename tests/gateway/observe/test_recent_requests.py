@@ -6,6 +6,8 @@ from baton.service.errors import Overloaded
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe import recent_requests
 from gateway.observe.recent_requests import RecentRequests
+from gateway.orchestration.states import RequestState
+from gateway.request.timing import PHASES
 from tests.support.gateway.records import ANSWERED, record
 
 ALL = pb.ListRequestsRequest()
@@ -17,7 +19,7 @@ def test_running_then_ended():
     kept.began(second)
     listed = kept.listed(ALL, num_waiting=1)
     assert (listed.num_running, listed.num_waiting, listed.num_ended) == (2, 1, 0)
-    assert [view.phase for view in listed.running] == ["tokenizing"] * 2 and not listed.recent
+    assert [view.phase for view in listed.running] == ["tokenize"] * 2 and not listed.recent
     kept.ended(first, None)
     kept.ended(second, Overloaded("full", 1.0, reason="QUEUE_WAIT"))
     listed = kept.listed(ALL, num_waiting=0)
@@ -35,6 +37,12 @@ def test_only_the_last_are_kept(monkeypatch):
     listed = kept.listed(pb.ListRequestsRequest(max_recent=10_000), 0)
     assert len(listed.recent) == recent_requests.NUM_KEPT and listed.num_ended == recent_requests.NUM_KEPT + 50
     assert len(kept.listed(pb.ListRequestsRequest(max_recent=3), 0).recent) == 3
+
+
+def test_every_state_has_its_phase():
+    states = {state.value for state in RequestState} - {"ended"}
+    assert states | {record().phase} == recent_requests.PHASE_OF.keys()
+    assert set(recent_requests.PHASE_OF.values()) - {"attach"} <= set(PHASES)
 
 
 def test_no_content():

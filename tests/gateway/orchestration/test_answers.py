@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 import gateway.orchestration.pipeline
+from baton.v1 import fleet_pb2
 from baton.v1 import inference_pb2 as pb
 from gateway.orchestration.machine import RequestMachine
 from tests.support.client import make_request, read_error
@@ -41,6 +42,21 @@ async def test_split(cluster):
         assert c.decode[0].kinds()[:3] == ["admit", "fetch", "start"]
         assert c.prefill[0].kinds()[0] == "prefill"
         await c.idle()
+
+
+async def test_what_operators_see_of_a_running_request(cluster):
+    async with cluster() as c:
+        c.prefill[0].hold("prefill"), c.decode[0].hold("decode")
+        answer = asyncio.create_task(generate(c, max_tokens=12))
+        await c.until(lambda: "prefill" in c.prefill[0].kinds() and "fetch" in c.decode[0].kinds())
+        (seen,) = c.gateway.recent.listed(fleet_pb2.ListRequestsRequest(), 0).running
+        assert (seen.phase, seen.prompt_tokens, seen.output_tokens) == ("prefill", 300, 0)
+        c.prefill[0].release("prefill")
+        await c.until(lambda: "start" in c.decode[0].kinds())
+        (seen,) = c.gateway.recent.listed(fleet_pb2.ListRequestsRequest(), 0).running
+        assert (seen.phase, seen.output_tokens) == ("decode", 1)
+        c.decode[0].release("decode")
+        assert len(ids_of(await answer)) == 12
 
 
 async def test_what_has_ended_waits_for_no_collector(cluster, monkeypatch):
