@@ -168,7 +168,8 @@ FOLDERS = {
         ".": "",
         "client": "",
         "models": "",
-        "cluster": "",
+        "launch": "",
+        "cluster": "launch",
     },
 }
 

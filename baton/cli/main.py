@@ -5,13 +5,16 @@ Exit status: 0 done, 1 failed, 2 wrong use.
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import sys
 from importlib import import_module
 
 from baton.service.settings import add_version, make_parser
 
 COMMANDS = {  # and where each is below baton.cli
-    "up": "cluster.up", "certs": "cluster.certs", "generate": "client.generate", "quantize": "models.quantize",
+    "up": "cluster.up", "config": "cluster.config", "certs": "cluster.certs",
+    "generate": "client.generate", "quantize": "models.quantize",
     "eval": "models.eval", "bench": "client.bench", "top": "cluster.top", "doctor": "cluster.doctor",
     "drain": "cluster.drain", "train-demo": "models.train_demo", "train-draft": "models.train_draft",
 }  # fmt: skip
@@ -26,8 +29,17 @@ def main(argv: list[str] | None = None) -> int:
         import_module(f"baton.cli.{COMMANDS[name]}").add_parser(subparsers)
     for subparser in subparsers.choices.values():
         add_version(subparser)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        subparser = subparsers.choices[argv[0]]
+        subparser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest_flag(unknown[0], subparser)}")
     return args.run(args)
+
+
+def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    nearest = difflib.get_close_matches(word.partition("=")[0], flags, 1, 0.6)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
 if __name__ == "__main__":

@@ -57,14 +57,17 @@ def add_flags(
     *,
     skip: tuple[str, ...] = (),
     hidden: bool = False,
+    shown: Collection[str] | None = None,
+    names_variable: bool = False,
 ) -> None:
-    """A flag for each field of `cls` but `skip`, `--PREFIXfield-name`; what is not given leaves no trace in the
-    namespace. `hidden` flags are not in the help."""
+    """Add a flag for each field of `cls` but `skip`, `--PREFIXfield-name`; what is not given leaves no trace in the
+    namespace. `hidden` flags, or all but those of `shown`, are not in the help."""
     for field, kind in flat_fields(cls).values():
         if field.name in skip:
             continue
         shared: dict[str, typing.Any] = {"dest": prefix + field.name, "default": argparse.SUPPRESS}
-        shared["help"] = argparse.SUPPRESS if hidden else _help(field)
+        is_hidden = hidden or (shown is not None and field.name not in shown)
+        shared["help"] = argparse.SUPPRESS if is_hidden else _help(field, names_variable)
         flag = f"--{prefix}{_dashed(field.name)}"
         if kind is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
@@ -73,11 +76,11 @@ def add_flags(
             parser.add_argument(flag, metavar=metavar, **shared)
 
 
-def _help(field: dataclasses.Field) -> str:
+def _help(field: dataclasses.Field, names_variable: bool) -> str:
     default, help = field.default, field.metadata.get("help", "").replace("%", "%%")
-    if default in (dataclasses.MISSING, None, ()):
-        return help
-    return f"{help} (default: {','.join(default) if isinstance(default, tuple) else default})"
+    if default not in (dataclasses.MISSING, None, ()):
+        help += f" (default: {','.join(default) if isinstance(default, tuple) else default})"
+    return f"{help} [{variable(field.name)}]" if names_variable else help
 
 
 def load_settings(
@@ -88,17 +91,44 @@ def load_settings(
     defaults: Mapping[str, object] | None = None,
 ) -> T:
     """Build `cls` from `defaults` (a role's own) < `file` (TOML) < `env` < `flags`. Raises SettingsError."""
-    values = dict(defaults or {})
-    values.update(_from_file(cls, file))
-    values.update(_from_env(cls, os.environ if env is None else env))
-    values.update(given(cls, flags))
+    sourced = sourced_settings(cls, flags, env, file, defaults)
     for field, _ in flat_fields(cls).values():
-        if field.name not in values and field.default is dataclasses.MISSING:
-            raise SettingsError(f"--{_dashed(field.name)} is missing")
+        if field.name not in sourced and field.default is dataclasses.MISSING:
+            raise SettingsError(f"{_flag(field.name)} is missing")
     try:
-        return make_settings(cls, values)
+        return make_settings(cls, {name: each.value for name, each in sourced.items()})
     except ValueError as error:
-        raise SettingsError(str(error)) from None
+        raise SettingsError(name_sources(str(error), sourced)) from None
+
+
+class Sourced(typing.NamedTuple):
+    """A value and where it was set: a flag, a variable, `FILE: key`, or `default of the role`."""
+
+    value: object
+    source: str
+
+
+def sourced_settings(
+    cls: type,
+    flags: argparse.Namespace | Mapping[str, object],
+    env: Mapping[str, str] | None = None,
+    file: Path | str | None = None,
+    defaults: Mapping[str, object] | None = None,
+) -> dict[str, Sourced]:
+    """Return what is set, by field; what is not has its field's default. Raises SettingsError."""
+    sourced = {name: Sourced(value, "default of the role") for name, value in (defaults or {}).items()}
+    if file is not None:
+        sourced |= from_table(cls, read_table(file), file)
+    from_env = _from_env(cls, os.environ if env is None else env)
+    sourced |= {name: Sourced(value, variable(name)) for name, value in from_env.items()}
+    return sourced | {name: Sourced(value, _flag(name)) for name, value in given(cls, flags).items()}
+
+
+def name_sources(message: str, sourced: Mapping[str, Sourced]) -> str:
+    """Add to an error that names flags where those were set that were not given as flags."""
+    named = [name for name in sourced if re.search(rf"{_flag(name)}(?![\w-])", message)]
+    told = [f"{_flag(name)} is set by {sourced[name].source}" for name in named if sourced[name].source != _flag(name)]
+    return f"{message} ({', '.join(told)})" if told else message
 
 
 def make_settings(cls: type[T], values: Mapping[str, object]) -> T:
@@ -125,7 +155,7 @@ def given(cls: type, flags: argparse.Namespace | Mapping[str, object], prefix: s
     """The fields of `cls` that were given as flags, parsed. Raises SettingsError."""
     flags = vars(flags) if isinstance(flags, argparse.Namespace) else flags
     return {
-        name: _parse(field, kind, flags[prefix + name], f"--{prefix}{_dashed(name)}")
+        name: _parse(field, kind, flags[prefix + name], _flag(prefix + name))
         for name, (field, kind) in flat_fields(cls).items()
         if prefix + name in flags
     }
@@ -143,22 +173,27 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
     return argv
 
 
-def _from_file(cls: type, file: Path | str | None) -> dict[str, object]:
-    if file is None:
-        return {}
+def read_table(file: Path | str) -> dict[str, Any]:
+    """Return a TOML file's content. Raises SettingsError."""
     try:
-        table = tomllib.loads(Path(file).read_text())
+        return tomllib.loads(Path(file).read_text())
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror}") from None
     except ValueError as error:
         raise SettingsError(f"{file}: not TOML: {error}") from None
-    fields, values = flat_fields(cls), {}
+
+
+def from_table(
+    cls: type, table: Mapping[str, object], where: Path | str, skip: Collection[str] = ()
+) -> dict[str, Sourced]:
+    """Return the fields of `cls` but `skip` that a table of a TOML file sets; `where` names it. Raises SettingsError."""
+    fields = {name: field for name, field in flat_fields(cls).items() if name not in skip}
+    values = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in fields:
-            raise SettingsError(f"{file}: unknown setting {key!r}{_nearest(name, fields)}")
-        field, kind = fields[name]
-        values[name] = _parse(field, kind, value, f"{file}: {key}")
+            raise SettingsError(f"{where}: unknown setting {key!r}{_nearest(name, fields)}")
+        values[name] = Sourced(_parse(*fields[name], value, f"{where}: {key}"), f"{where}: {key}")
     return values
 
 
@@ -172,13 +207,22 @@ def _from_env(cls: type, env: Mapping[str, str]) -> dict[str, object]:
         if name in fields:
             values[name] = _parse(*fields[name], env[key], key)
         elif nearest := difflib.get_close_matches(name, fields, 1, 0.85):
-            raise SettingsError(f"unknown setting {key}; did you mean {_ENV}{nearest[0].upper()}?")
+            raise SettingsError(f"unknown setting {key}; did you mean {variable(nearest[0])}?")
     return values
 
 
 def _nearest(name: str, fields: Mapping[str, object]) -> str:
     nearest = difflib.get_close_matches(name, fields, 1, 0.6)
     return f"; did you mean {nearest[0]}?" if nearest else f"; known are {', '.join(fields)}"
+
+
+def flat_values(settings: Any) -> dict[str, object]:
+    """Return the value of each field of a settings object; those of a nested dataclass in its place."""
+    found: dict[str, object] = {}
+    for field, kind in _own_fields(type(settings)):
+        value = getattr(settings, field.name)
+        found |= flat_values(value) if _is_nested(kind) else {field.name: value}
+    return found
 
 
 def flat_fields(cls: type) -> dict[str, tuple[dataclasses.Field, Any]]:
@@ -249,3 +293,12 @@ def _parse_bool(value: object, where: str) -> bool:
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
+
+
+def _flag(name: str) -> str:
+    return f"--{_dashed(name)}"
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of a field."""
+    return f"{_ENV}{name.upper()}"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import grpc
 
-from baton.cli.cluster.keeper import StartError
-from baton.cli.cluster.stack import SHIPPED_MODEL, PortError, Stack, StackPlan, divide_cores
+from baton.cli.launch.keeper import StartError
+from baton.cli.launch.stack import SHIPPED_MODEL, PortError, Stack, StackPlan, divide_cores
 from baton.protocol import ROLES
 from baton.service.errors import from_rpc_error
 from baton.service.settings import make_parser, to_argv

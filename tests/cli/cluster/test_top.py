@@ -37,7 +37,11 @@ def test_a_frame(workers, monkeypatch):
     )
     text = frame("door:1", workers, requests, "4.0 requests/s")
     assert "baton door:1  ready" in text and "4.0 requests/s" in text
-    assert "TTFT  p50    250.0 ms" in text and "TPOT  p50     20.0 ms" in text and "of the last 4: 1 ok, 2 refused, 1 failed" in text
+    assert (
+        "TTFT  p50    250.0 ms" in text
+        and "TPOT  p50     20.0 ms" in text
+        and "of the last 4: 1 ok, 2 refused, 1 failed" in text
+    )
     worker = next(line for line in text.splitlines() if "decode 10.0.0.1" in line)
     assert worker.split()[2:] == ["serving", "3", "1", "250", "50%", "30%", "20%", "+1500.0", "±", "0.4", "ms"]
     assert text.splitlines()[-1] == "Bound by queue: requests wait."

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from baton.cli.cluster import up
-from baton.cli.cluster.keeper import StartError
+from baton.cli.launch.keeper import StartError
 from baton.service.settings import SettingsError, make_parser
 from tests.support.pace import patience
 from tests.support.process import ROOT
@@ -51,7 +51,7 @@ def folder(tmp_path) -> Path:
     for name in ("gateway", "prefill_worker", "decode_worker"):
         package = tmp_path / name
         package.mkdir()
-        (package / "__init__.py").touch()
+        (package / "__init__.py").write_text(f"__path__.append({str(ROOT / name)!r})\n")  # only __main__ is another
         (package / "__main__.py").write_text(WORKER)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.cli.cluster import stack as stacks
-from baton.cli.cluster.gpus import VISIBLE, deal_gpus, visible_gpus
-from baton.cli.cluster.stack import Stack, StackPlan
+from baton.cli.launch import stack as stacks
+from baton.cli.launch.gpus import VISIBLE, deal_gpus, visible_gpus
+from baton.cli.launch.stack import Stack, StackPlan
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import UTILIZATION, memory_share
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli.cluster.gpus import GpuShare, deal_gpus, visible_gpus
-from baton.cli.cluster.keeper import Keeper
+from baton.cli.launch.gpus import GpuShare, deal_gpus, visible_gpus
+from baton.cli.launch.keeper import Keeper
 from baton.protocol import ROLES
 
 GATEWAY_DRAIN_S, WORKER_DRAIN_S = 40.0, 15.0  # longer than they give themselves: only what hangs is killed
@@ -109,7 +109,9 @@ class Stack:
         for role in ROLES:
             options = self._plan.worker_options.get(role, ())
             for index, address in enumerate(addresses[role]):
+                # --admin: BATON_ADMIN is the gateway's
                 argv = [sys.executable, "-m", f"{role}_worker", "--model", str(self._plan.model), "--listen", address]
+                argv += ["--admin", "127.0.0.1:0"]
                 share = None if role in self._plan.cpu_roles else next(shares, None)
                 if share is not None and share.num_workers > 1:
                     argv += ["--workers-per-gpu", str(share.num_workers)]

@@ -1,0 +1,99 @@
+"""`baton config`: the settings that `baton up` would run with, and where each was set, as a file for `--config`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve
+from baton.protocol import ROLES
+from baton.service.settings import SettingsError, flat_values, load_settings, variable
+from baton.worker.settings import WorkerSettings
+from gateway.config.settings import GatewaySettings
+
+_VALUE_WIDTH = 44
+Values = Mapping[str, tuple[object, str]]
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "config",
+        help="print the settings in force, and where each was set",
+        description="Takes the flags of `baton up`, and prints what it would run with, as TOML for `baton up --config`. "
+        "A file is overridden by BATON_ variables, these by flags.",
+        usage="baton config [OPTION of baton up ...]",
+        epilog="example:\n  BATON_BLOCK_SIZE=64 baton config --decode 2 > baton.toml && baton up --config baton.toml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_up_flags(parser, is_short=True)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0, or 2 for wrong use."""
+    try:
+        print("\n".join(_lines(resolve(args), vars(args))))
+    except SettingsError as error:
+        print(f"baton config: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
+    workers = {role: _worker_values(found, role, flags) for role in ROLES}
+    common = {name: each for name, each in workers["prefill"].items() if workers["decode"][name] == each}
+    yield from _section(_with_sources(flat_values(found.up), UpSettings, "", found, flags))
+    yield ""
+    yield from _section(common)
+    for role in ROLES:
+        if own := {name: each for name, each in workers[role].items() if name not in common}:
+            yield f"\n[{role}_worker]"
+            yield from _section(own)
+    settings = load_settings(GatewaySettings, {"model": found.model, **found.gateway})
+    yield "\n[gateway]"
+    yield from _section(_with_sources(flat_values(settings), GatewaySettings, "gateway.", found, flags))
+
+
+def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> Values:
+    settings = load_settings(WorkerSettings, found.workers[role], defaults={"model": found.model})
+    both = _with_sources(flat_values(settings), WorkerSettings, "", found, flags)
+    own = _with_sources(flat_values(settings), WorkerSettings, f"{role}.", found, flags)
+    values = {name: own[name] if own[name][1] != "default" else each for name, each in both.items()}
+    if values["threads"][1] == "default" and values["threads"][0] is not None:
+        values["threads"] = (values["threads"][0], "the cores, divided among the workers")
+    return values
+
+
+def _with_sources(
+    values: Mapping[str, object], cls: type, prefix: str, found: Resolved, flags: Mapping[str, object]
+) -> Values:
+    """Return each value with where it was set."""
+    sourced = {}
+    for name in options_of(cls):
+        flag = prefix + name
+        if flag in flags:
+            source = f"--{flag.replace('_', '-')}"
+        elif variable(name) in os.environ:
+            source = variable(name)
+        else:
+            source = found.sources.get(flag, "default")
+        sourced[name] = (values[name], source)
+    return sourced
+
+
+def _section(values: Values) -> Iterator[str]:
+    for name, (value, source) in values.items():
+        setting = f"# {name} is not set" if value is None else f"{name} = {_toml(value)}"
+        yield f"{setting:{_VALUE_WIDTH}} # {source}"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(str(value) if isinstance(value, Path) else value, ensure_ascii=False)

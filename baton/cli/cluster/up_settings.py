@@ -1,0 +1,202 @@
+"""The settings of `baton up`: from flags, variables and a file to what each process of the stack is told."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
+from baton.cli.launch.keeper import StartError
+from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
+from baton.gguf import is_gguf
+from baton.protocol import ROLES
+from baton.service.settings import (
+    SettingsError,
+    Sourced,
+    add_flags,
+    flat_fields,
+    from_table,
+    given,
+    load_settings,
+    name_sources,
+    option,
+    read_table,
+    to_argv,
+    variable,
+)
+from baton.worker.settings import WorkerSettings
+from gateway.config.settings import GatewaySettings
+
+# What `baton up` sets itself.
+_NOT_OPTIONS = ("model", "listen", "admin", "gateways")
+_NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", "redis", "admin")
+_SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "draft_model", "device", "threads")
+
+
+@dataclass(frozen=True)
+class UpSettings:
+    """Settings of `baton up` itself; worker options come beside them."""
+
+    model: Path | None = option("model folder or .gguf file (default: the shipped one)", None, metavar="DIR|FILE")
+    listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
+    prefill: int = option("number of prefill workers", 1, metavar="N")
+    decode: int = option("number of decode workers", 1, metavar="N")
+    gateways: int = option(
+        "number of gateways; those beyond the first at ports that the system chooses", 1, metavar="N"
+    )
+    redis: str | None = option("prefix index in Redis (default: embedded)", None, metavar="URL")
+    admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
+    certs: Path | None = option("TLS and credentials of this folder, which `baton certs` wrote", None, metavar="DIR")
+
+    def __post_init__(self) -> None:
+        if self.prefill < 0:
+            raise ValueError(f"--prefill {self.prefill}: must not be negative")
+        if self.decode < 1:
+            raise ValueError(f"--decode {self.decode}: at least one decode worker is needed")
+        if self.gateways < 1:
+            raise ValueError(f"--gateways {self.gateways}: at least one is needed")
+
+
+# Tables of the file, the prefix of the flags that say the same, and what they set.
+_TABLES = {
+    "prefill_worker": ("prefill.", WorkerSettings, _NOT_OPTIONS),
+    "decode_worker": ("decode.", WorkerSettings, _NOT_OPTIONS),
+    "gateway": ("gateway.", GatewaySettings, _NOT_GATEWAY_OPTIONS),
+}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`workers`: values by role that were set, checked as the worker would; `gateway`: those of the gateway; `sources`:
+    where a value was set that is no flag's, by the flag's name; `cpu_roles` compute on the CPU."""
+
+    up: UpSettings
+    model: Path
+    num_workers: dict[str, int]
+    workers: dict[str, dict[str, object]]
+    gateway: dict[str, object]
+    cpu_roles: list[str]
+    sources: dict[str, str]
+
+
+def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
+    """Add the flags of `baton up`. `is_short`: the help names only those that matter most."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML, as `baton config` prints them")
+    add_flags(parser, UpSettings, names_variable=not is_short)
+    shown = _SHORT if is_short else None
+    workers = parser.add_argument_group("worker options", "Of both roles; --prefill.OPTION and --decode.OPTION of one.")
+    add_flags(workers, WorkerSettings, skip=_NOT_OPTIONS, shown=shown, names_variable=not is_short)
+    for role in ROLES:
+        add_flags(parser, WorkerSettings, f"{role}.", skip=_NOT_OPTIONS, hidden=True)
+    gateway = parser if is_short else parser.add_argument_group("gateway options")
+    add_flags(
+        gateway, GatewaySettings, "gateway.", skip=_NOT_GATEWAY_OPTIONS, hidden=is_short, names_variable=not is_short
+    )
+
+
+def options_of(cls: type) -> list[str]:
+    """Return the fields of UpSettings, WorkerSettings or GatewaySettings that `baton up` lets one set."""
+    skip = {WorkerSettings: _NOT_OPTIONS, GatewaySettings: _NOT_GATEWAY_OPTIONS}.get(cls, ())
+    return [name for name in flat_fields(cls) if name not in skip]
+
+
+def make_plan(args: argparse.Namespace) -> StackPlan:
+    """Check all that can be checked before a process is started. Raises SettingsError or StartError."""
+    found = resolve(args)
+    wanted = found.model if is_gguf(found.model) else found.model / "config.json"
+    if not wanted.is_file():
+        what = "give --model DIR" if found.up.model is None else "is it a model folder?"
+        raise StartError(f"{wanted} does not exist; {what}", 1)
+    return StackPlan(
+        found.model,
+        found.up.listen,
+        found.num_workers,
+        {role: to_argv(WorkerSettings, values) for role, values in found.workers.items()},
+        to_argv(GatewaySettings, found.gateway),
+        found.up.gateways,
+        found.cpu_roles,
+    )
+
+
+def resolve(args: argparse.Namespace) -> Resolved:
+    """Join file, variables and flags: file < variables < flags. Raises SettingsError."""
+    from_file = _from_file(args)
+    flags = {**{name: each.value for name, each in from_file.items()}, **vars(args)}
+    try:
+        settings = load_settings(UpSettings, flags)
+        model = settings.model or SHIPPED_MODEL
+        gateway = {name: value for name in ("redis", "admin") if (value := getattr(settings, name))}
+        if settings.certs:
+            gateway = {**_gateway_files(settings.certs), **gateway}
+        gateway |= given(GatewaySettings, flags, "gateway.")
+        num_workers = {role: getattr(settings, role) for role in ROLES}
+        workers, cpu_roles = _worker_values(flags, num_workers, model, settings.certs)
+    except SettingsError as error:
+        raise SettingsError(
+            name_sources(str(error), {name.rpartition(".")[2]: each for name, each in from_file.items()})
+        ) from None
+    sources = {name: each.source for name, each in from_file.items() if name not in vars(args)}
+    return Resolved(settings, model, num_workers, workers, gateway, cpu_roles, sources)
+
+
+def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
+    """Return what the file of --config sets, by the name of the flag that would, and no variable or flag does. Raises
+    SettingsError."""
+    if args.config is None:
+        return {}
+    table, found = read_table(args.config), {}
+    for name, (prefix, cls, skip) in _TABLES.items():
+        section = table.pop(name, {})
+        if not isinstance(section, dict):
+            raise SettingsError(f"{args.config}: {name} is a table, [{name}]")
+        for field, each in from_table(cls, section, f"{args.config}: [{name}]", skip).items():
+            found[prefix + field] = each
+    own = {key: table.pop(key) for key in list(table) if key.replace("-", "_") in flat_fields(UpSettings)}
+    found |= from_table(UpSettings, own, args.config) | from_table(WorkerSettings, table, args.config, _NOT_OPTIONS)
+
+    def is_overridden(name: str) -> bool:
+        bare = name.rpartition(".")[2]
+        return variable(bare) in os.environ or (bare in vars(args) and not name.startswith("gateway."))
+
+    return {name: each for name, each in found.items() if not is_overridden(name)}
+
+
+def _gateway_files(certs: Path) -> dict[str, object]:
+    files = {"credentials": certs / CREDENTIALS, "cluster_secret": certs / SECRET, "fleet_listen": "127.0.0.1:0"}
+    return {**_tls_files(certs, "gateway"), **files}
+
+
+def _tls_files(certs: Path, role: str) -> dict[str, Path]:
+    """Raises SettingsError."""
+    files = {"tls_cert": certs / f"{role}.crt", "tls_key": certs / f"{role}.key", "tls_ca": certs / CA_CERT}
+    for path in files.values():
+        if not path.is_file():
+            raise SettingsError(
+                f"--certs {certs}: {path.name} is not there; `baton certs --out DIR` writes such a folder"
+            )
+    return files
+
+
+def _worker_values(
+    flags: Mapping[str, object], num_workers: dict[str, int], model: Path, certs: Path | None
+) -> tuple[dict[str, dict[str, object]], list[str]]:
+    """Return the worker options that were given, by role, with its threads, each role's checked as its worker would; and
+    the roles that compute on the CPU. Raises SettingsError."""
+    both = given(WorkerSettings, {name: value for name, value in flags.items() if name not in _NOT_OPTIONS})
+    own = {role: given(WorkerSettings, flags, f"{role}.") for role in ROLES}
+    for role in ROLES:
+        if own[role] and not num_workers[role]:
+            raise SettingsError(f"--{role}.{next(iter(own[role])).replace('_', '-')} has no effect with --{role} 0")
+    for name in both:
+        if all(name in own[role] for role in ROLES):
+            flag = name.replace("_", "-")
+            raise SettingsError(f"--{flag} has no effect beside --prefill.{flag} and --decode.{flag}")
+    files = {role: _tls_files(certs, role) if certs else {} for role in ROLES}
+    values = {role: {**files[role], **both, **own[role]} for role in ROLES}
+    settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
+    threads = divide_cores(num_workers, {role: settings[role].engine.threads for role in ROLES})
+    cpu_roles = [role for role in ROLES if settings[role].engine.device == "cpu"]
+    return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles

@@ -1,0 +1,1 @@
+"""Start a stack as child processes of this one, deal GPUs and cores out to them, and keep them running."""

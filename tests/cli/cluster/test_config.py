@@ -1,0 +1,131 @@
+"""`baton config`, and the file that `baton up --config` reads: file < variables < flags, and where a value was set."""
+
+import argparse
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from baton.cli.cluster.up_settings import add_up_flags, make_plan
+from baton.cli.launch.stack import StackPlan
+from baton.cli.main import main
+from baton.service.settings import SettingsError
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path, monkeypatch) -> Path:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path / "m"
+
+
+def plan(*argv: str, file: str = "") -> StackPlan:
+    Path("up.toml").write_text(file)
+    parser = argparse.ArgumentParser()
+    add_up_flags(parser, is_short=True)
+    return make_plan(parser.parse_args(["--model", "m", "--config", "up.toml", *argv]))
+
+
+def printed(capsys, *argv: str) -> str:
+    assert main(["config", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def line_of(text: str, name: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"{name} =")]
+    return line
+
+
+def test_a_file_says_what_flags_say(model):
+    file = """
+        decode = 2
+        block-size = 16
+        [prefill_worker]
+        threads = 3
+        [gateway]
+        split = "never"
+    """
+    made = plan(file=file)
+    assert made.num_workers == {"prefill": 1, "decode": 2}
+    assert "--block-size=16" in made.worker_options["decode"] and "--threads=3" in made.worker_options["prefill"]
+    assert "--split=never" in made.gateway_options
+
+
+def test_variables_and_flags_win(monkeypatch):
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "64")  # the processes inherit it
+    made = plan("--threads", "2", "--decode", "3", file="decode = 2\nblock_size = 16\n[prefill_worker]\nthreads = 5\n")
+    assert made.num_workers["decode"] == 3
+    assert not any(option.startswith("--block-size") for option in made.worker_options["prefill"])
+    assert "--threads=2" in made.worker_options["prefill"]
+
+
+def test_what_is_printed_is_a_file_that_says_the_same(model, capsys, monkeypatch):
+    monkeypatch.setenv("BATON_MAX_NUM_SEQS", "7")
+    flags = [
+        "--model",
+        "m",
+        "--decode",
+        "2",
+        "--decode.kv-dtype",
+        "int8",
+        "--gateway.split",
+        "always",
+        "--transports",
+        "shm,tcp",
+    ]
+    text = printed(capsys, *flags)
+    assert line_of(text, "max_num_seqs").endswith("# BATON_MAX_NUM_SEQS") and "= 7 " in line_of(text, "max_num_seqs")
+    assert line_of(text, "decode").split("#")[1:] == [" --decode"] and line_of(text, "prefill").endswith("# default")
+    assert tomllib.loads(text)["decode_worker"] == {"kv_dtype": "int8"}
+    monkeypatch.delenv("BATON_MAX_NUM_SEQS")
+    Path("printed.toml").write_text(text)
+    again = printed(capsys, "--config", "printed.toml")
+    assert tomllib.loads(again) == tomllib.loads(text)
+    assert line_of(again, "split").endswith("# printed.toml: [gateway]: split")
+
+
+@pytest.mark.parametrize(
+    "file, words",
+    [
+        ("decoed = 2", ["up.toml", "decoed"]),
+        ("[gateway]\nsplitt = 'never'", ["up.toml: [gateway]", "splitt", "split"]),
+        ("gateway = 1", ["up.toml", "[gateway]"]),
+        ("decode = 0", ["--decode", "up.toml: decode"]),
+        ("block_size = 33", ["--block-size 33", "up.toml: block_size"]),
+        ("[decode_worker]\nblock_size = 33", ["--block-size 33", "up.toml: [decode_worker]: block_size"]),
+        ("= 2", ["up.toml", "TOML"]),
+    ],
+)
+def test_a_wrong_file_is_named(file, words):
+    with pytest.raises(SettingsError) as raised:
+        plan(file=file)
+    assert "\n" not in str(raised.value)
+    for word in words:
+        assert word in str(raised.value)
+
+
+def test_a_wrong_variable_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("BATON_BLOCK_SIZE", "33")
+    assert main(["config", "--model", "m"]) == 2
+    assert "--block-size is set by BATON_BLOCK_SIZE" in capsys.readouterr().err
+
+
+def test_a_mistyped_flag_gets_its_nearest_and_the_usage_of_its_command(capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["up", "--prefil", "2"])
+    told = capsys.readouterr().err
+    assert raised.value.code == 2 and told.startswith("usage: baton up ")
+    assert "unrecognized arguments: --prefil 2; did you mean --prefill?" in told
+
+
+def test_help_fits_one_screen_and_help_all_has_every_flag(capsys):
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as raised:
+            main(["up", flag])
+        assert raised.value.code == 0
+    short, full = (part for part in capsys.readouterr().out.split("usage: baton up")[1:])
+    assert len(short.splitlines()) <= 60 and "--speculator" in short and "--lease-ttl-s" not in short
+    assert "examples:" in short and "--help-all" in short
+    assert "--lease-ttl-s" in full and "[BATON_LEASE_TTL_S]" in full and "--gateway.max-queue-wait-s" in full
