@@ -33,7 +33,7 @@ from gateway.config.settings import GatewaySettings
 # What `baton up` sets itself.
 _NOT_OPTIONS = ("model", "listen", "admin", "gateways")
 _NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", "redis", "admin")
-_SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "draft_model", "device", "threads")
+_SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "device", "threads")
 
 
 @dataclass(frozen=True)
