@@ -122,21 +122,29 @@ class Engine:
 
     @property
     def start_line(self) -> str:
-        """Return the choices made at start, and why, in one line."""
-        weights = self.runner.model.weights
-        chosen = {"attention": self.attention_name, "linear": "+".join(weights.kernels)}
-        chosen["layers"] = self.runner.model.layers_name
-        reasons = {
-            kind: ", ".join(f"not {other}: {why}" for other, why in passed_over.items())
-            for kind, passed_over in self.runner.model.reasons.items()
-        }
-        backends = "; ".join(f"{kind} {name} ({reasons[kind]})" for kind, name in chosen.items())
+        """Return the choices made at start, in one line."""
+        backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
         mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
         return (
-            f"model {self.spec.name} {self.spec.family} {self.runner.launcher.words}, weights {weights}, {self.config.dtype}, "
-            f"kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of {self.layout.block_size} tokens "
-            f"({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
+            f"model {self.spec.name} {self.spec.family} {self.runner.launcher.words}, weights {self.runner.model.weights}, "
+            f"{self.config.dtype}, kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of "
+            f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
         )
+
+    @property
+    def start_details(self) -> list[str]:
+        """Return a line for each kind of kernel: the one that was chosen, and why each other was not."""
+        return [
+            f"{kind} {name}: "
+            + ", ".join(f"not {other}: {why}" for other, why in self.runner.model.reasons[kind].items())
+            for kind, name in self._backends.items()
+        ]
+
+    @property
+    def _backends(self) -> dict[str, str]:
+        model = self.runner.model
+        linear = "+".join(model.weights.kernels)
+        return {"attention": self.attention_name, "linear": linear, "layers": model.layers_name}
 
     # ---- for a program that runs the engine alone; workers ask `admission`, which offers more ----
 

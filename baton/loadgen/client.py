@@ -10,6 +10,7 @@ from baton.loadgen.outcome import Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, prompt_ids
 from baton.service.errors import from_rpc_error
+from baton.service.net.client import explain_failure
 from baton.service.observe.phases import PHASES
 from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
@@ -31,7 +32,7 @@ async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoR
         try:
             return await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5, metadata=access.metadata)
         except grpc.aio.AioRpcError as error:
-            raise Unreachable(f"{target}: {error.code().name}: {error.details()}") from None
+            raise Unreachable(explain_failure(target, error.code(), error.details(), access)) from None
 
 
 class Sender:

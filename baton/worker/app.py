@@ -196,6 +196,8 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         digest = tokenizer_digest(settings.engine.model)
         engine = await asyncio.to_thread(load_engine, settings.engine, memory)
     log.info("%s", engine.start_line)
+    for line in engine.start_details:
+        log.debug("%s", line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
     held, context = engine.config.max_model_len, engine.spec.context

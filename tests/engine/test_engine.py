@@ -151,7 +151,9 @@ def test_load_says_what_it_chose(folder):
     engine = load(folder, dtype="auto", num_blocks=None, max_num_seqs=4)
     assert engine.config.dtype == engine.config.kv_dtype == "fp32"
     assert engine.config.max_model_len == 512 and engine.num_blocks == 4 * 32
-    assert re.search(r"attention \w+ \(not \w+: .+\); linear \w+ \(not \w+: .+\)", engine.start_line)
+    assert re.search(r"; attention \w+, linear \w+, layers \w+$", engine.start_line) and len(engine.start_line) < 300
+    kinds = [re.match(r"(\w+) \w+: not \w+: .+", line)[1] for line in engine.start_details]
+    assert kinds == ["attention", "linear", "layers"]
     assert "128 blocks of 16 tokens" in engine.start_line and "\n" not in engine.start_line
     assert NumericsClass.parse(str(engine.numerics_class)).compute == "fp32"
     assert str(load(folder).numerics_class) == str(engine.numerics_class)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from baton.service.errors import from_rpc_error
+from baton.service.net.client import explain_failure
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.settings import SettingsError
 from baton.v1 import inference_pb2 as pb
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             _print_json(stream) if args.json else _print_text(stream)
         except grpc.RpcError as call:
             error = from_rpc_error(call)
-            return _fail(f"{args.target}: {error.code.name}: {error.message}", 1)
+            return _fail(explain_failure(args.target, error.code, error.message, access), 1)
         except KeyboardInterrupt:
             stream.cancel()
             return _fail("interrupted", 1)

@@ -67,6 +67,14 @@ def run(args: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     print(args.out)
+    if not args.renew:
+        host = args.host[0] if args.host else "localhost"
+        print(
+            "next:\n"
+            f"  baton up --certs {args.out} --listen 0.0.0.0:50051\n"
+            f'  baton generate "Hello" --target {host}:50051 --tls-ca {args.out / CA_CERT} --api-key-file {args.out / API_KEY}',
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -10,8 +10,7 @@ import time
 import grpc
 
 from baton.protocol import ROLES
-from baton.service.logs import printable
-from baton.service.net.client import open_channel
+from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
@@ -33,7 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "drain",
         help="empty a worker, and end it or change its role",
         description="Requests on the worker continue for the grace period, then move to other workers. "
-        "Returns when the worker is gone, or serves in its next role.",
+        "Returns when the worker is gone, or serves in its next role. What keeps the worker running (`baton up`, compose) "
+        "starts it again.",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
@@ -65,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"baton drain: {args.target}: {error}", file=sys.stderr)
         return 1
     except grpc.aio.AioRpcError as error:
-        print(f"baton drain: {args.target}: {error.code().name}: {printable(str(error.details()))}", file=sys.stderr)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            told = f"{args.target} is no worker: give the gRPC address of one, as `baton top` lists them"
+        else:
+            told = explain_failure(args.target, error.code(), error.details(), read_access(args))
+        print(f"baton drain: {told}", file=sys.stderr)
         return 2 if error.code() is grpc.StatusCode.INVALID_ARGUMENT else 1
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import grpc
 
 from baton.loadgen.summary import percentile
 from baton.service.logs import printable
-from baton.service.net.client import open_channel
+from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2 as pb
@@ -37,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 looked, or stopped by Ctrl-C; 1 no gateway answers."""
+    """Return 0 after a look, Ctrl-C or the reader's end, 1 if no gateway answers, 2 for wrong use."""
     if not 0 < args.interval <= 3600:
         print(f"baton top: --interval {args.interval}: must be above 0 and at most 3600", file=sys.stderr)
         return 2
@@ -49,8 +50,12 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print()
     except grpc.aio.AioRpcError as error:
-        print(f"baton top: {args.target}: {error.code().name}: {printable(str(error.details()))}", file=sys.stderr)
+        told = explain_failure(args.target, error.code(), error.details(), read_access(args))
+        print(f"baton top: {told}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # of `baton top | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 0
     return 0
 
 

@@ -1,8 +1,12 @@
 """Channels to other processes of the cluster."""
 
+import socket
+import ssl
+
 import grpc
 
-from baton.service.net.server import MAX_MESSAGE_BYTES
+from baton.service.logs import printable
+from baton.service.net.server import MAX_MESSAGE_BYTES, ListenError, split_address
 from baton.service.security.access import Access
 from baton.service.security.tls import GATEWAY_NAME
 
@@ -20,9 +24,45 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
+_PROBE_S = 2.0
 
 
 def open_channel(target: str, access: Access = Access(), name: str = GATEWAY_NAME) -> grpc.aio.Channel:
     """A channel to `host:port`; it connects at the first call, and reconnects by itself within 2 s, with the
     certificates that were there when it was opened. `name`: as Access.channel. Raises OSError."""
     return access.channel(target, _OPTIONS, name)
+
+
+def explain_failure(target: str, code: grpc.StatusCode, details: str | None, access: Access) -> str:
+    """Return one line for people about a call to `target` that failed: what to do if nothing listens there or TLS is
+    spoken on one side only, else the status. Takes up to 4 s."""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        spoken = _probe(target)
+        if spoken == "nothing":
+            return f"nothing listens at {target}: is `baton up` running?"
+        if spoken == "TLS" and access.tls_ca is None:
+            return f"{target} speaks TLS: give --tls-ca with the certificate of its authority"
+        if spoken == "plain text" and access.tls_ca is not None:
+            return f"{target} speaks no TLS: leave --tls-ca out, or correct the address"
+    if code is grpc.StatusCode.UNAUTHENTICATED and access.tls_cert is not None:
+        return (
+            f"{target} does not look at certificates: clients' keys count there (--api-key-file); "
+            "operators' certificates count at the address that `baton up` calls fleet="
+        )
+    return f"{target}: {code.name}: {printable(str(details))}"
+
+
+def _probe(target: str) -> str:
+    """Return what is spoken there: TLS, plain text or nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection(split_address(target), timeout=_PROBE_S) as sock:
+            try:
+                with context.wrap_socket(sock):
+                    return "TLS"
+            except OSError:  # also of a server that waits for the rest of something else
+                return "plain text"
+    except (OSError, ListenError, ValueError):
+        return "nothing"

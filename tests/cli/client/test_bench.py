@@ -99,5 +99,5 @@ def test_values_that_are_none(arguments, capsys):
 
 def test_nobody_there(capsys, tmp_path):
     assert bench("--target", "127.0.0.1:9", "--out", str(tmp_path / "o")) == 1
-    assert "127.0.0.1:9: UNAVAILABLE" in capsys.readouterr().err
+    assert "nothing listens at 127.0.0.1:9" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

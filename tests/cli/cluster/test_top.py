@@ -68,5 +68,5 @@ def test_a_fleet_that_is_not_ready(workers):
 
 def test_nobody_there(capsys):
     assert main(["top", "--target", "127.0.0.1:9", "--once"]) == 1
-    assert "127.0.0.1:9: UNAVAILABLE" in capsys.readouterr().err
+    assert "nothing listens at 127.0.0.1:9" in capsys.readouterr().err
     assert main(["top", "--interval", "0"]) == 2
