@@ -4,52 +4,53 @@ import math
 from collections.abc import Collection, Container, Hashable
 from typing import Generic, TypeVar
 
-Who = TypeVar("Who", bound=Hashable)
+Tenant = TypeVar("Tenant", bound=Hashable)
 
 
 def has_room(most: float, taken: float, own: float, more: float, num_sharing: int) -> bool:
-    """Return whether one who has `own` of what is `taken` may have `more` of it: as long as there is some, and up to
-    its part of `most` also where others have taken everything. `num_sharing`: how many have any of it, and the one who
-    asks."""
+    """Return whether a tenant with `own` of what is `taken` may have `more`: as long as there is some, and up to its
+    part of `most` also where others have taken everything. `num_sharing`: the tenants with any of it, this one
+    included."""
     return taken + more <= most or (own + more) * num_sharing <= most
 
 
-class RoundRobin(Generic[Who]):
+class RoundRobin(Generic[Tenant]):
     """Turns by deficit round robin (Shreedhar and Varghese, Efficient Fair Queueing Using Deficit Round Robin, SIGCOMM
-    1995): whose turn comes may use a quantum more, and it ends when that is used. What one costs need not be known
-    before: who has used more than it had waits for more turns (Adiseshu, Parulkar and Varghese, SIGCOMM 1996). Who is
-    away saves what its turns would have given it, up to a bound, and who has saved most goes first: one who seldom comes
-    is served at once and in one piece, whatever others have waiting."""
+    1995): the tenant whose turn it is may use a quantum more, and its turn ends when that is used. A cost need not be
+    known before: a tenant that used more than it had waits for more turns (Adiseshu, Parulkar and Varghese, SIGCOMM
+    1996). A tenant that is away saves the quanta of its turns, up to a bound, and the one with the most saved comes
+    first: one with few requests is served at once and in one piece, however much others have waiting."""
 
     def __init__(self, quantum: float, most_saved: float):
         self._quantum, self._most_saved = quantum, most_saved
-        # What each has left, in order of their turns; the first has its turn. Who is not here has saved all it may.
-        self._left: dict[Who, float] = {}
-        self._waiting: set[Who] = set()
+        # Credits, in order of turns; the first has its turn. A tenant that is missing here has saved all it may.
+        self._left: dict[Tenant, float] = {}
+        self._waiting: set[Tenant] = set()
 
-    def has_saved(self, who: Who) -> bool:
+    def has_saved(self, tenant: Tenant) -> bool:
         """Return whether it has more than a turn."""
-        return self._left.get(who, self._most_saved) > self._quantum
+        return self._left.get(tenant, self._most_saved) > self._quantum
 
-    def wait(self, waiting: Collection[Who]) -> None:
-        """Set who waits from now on; all others are away. Where none waits there is enough for all, and counts restart."""
+    def wait(self, waiting: Collection[Tenant]) -> None:
+        """Set the tenants that wait from now on; all others are away. Without any, credits restart."""
         self._waiting = set(waiting)
         if not self._waiting:
             self._left.clear()
-        for who in waiting:
-            self._left.setdefault(who, self._most_saved)
+        for tenant in waiting:
+            self._left.setdefault(tenant, self._most_saved)
 
-    def next(self, among: Container[Who]) -> Who | None:
-        """Return whose turn it is of those that wait and are `among` them, the same until it is charged; None without one."""
-        ring = [who for who in self._left if who in self._waiting and who in among]
+    def next(self, among: Container[Tenant]) -> Tenant | None:
+        """Return whose turn it is of those that wait and are `among` them, the same until it is charged; None without
+        one."""
+        ring = [tenant for tenant in self._left if tenant in self._waiting and tenant in among]
         if not ring:
             return None
         if self.has_saved(most := max(ring, key=self._left.__getitem__)):
             return most
         # Laps in which none would have anything left, at once.
-        num_laps = max(0, math.floor(min(-self._left[who] for who in ring) / self._quantum))
-        for who in ring:
-            self._left[who] += num_laps * self._quantum
+        num_laps = max(0, math.floor(min(-self._left[tenant] for tenant in ring) / self._quantum))
+        for tenant in ring:
+            self._left[tenant] += num_laps * self._quantum
         num_given = num_laps
         while self._left[ring[0]] <= 0:
             ring.append(ring.pop(0))
@@ -60,15 +61,15 @@ class RoundRobin(Generic[Who]):
         self._save(num_given * self._quantum)
         return ring[0]
 
-    def charge(self, who: Who, cost: float) -> None:
-        """Charge what it has used. Does nothing for one that does not wait."""
-        if who in self._waiting:
-            self._left[who] -= cost
+    def charge(self, tenant: Tenant, cost: float) -> None:
+        """Charge `cost` to a tenant. Does nothing for one that does not wait."""
+        if tenant in self._waiting:
+            self._left[tenant] -= cost
 
     def _save(self, given: float) -> None:
-        """Those who are away, as much as each of those who are not was given."""
+        """Credit the tenants that are away with as much as each of the others was given."""
         if given:
-            for who in self._left.keys() - self._waiting:
-                self._left[who] += given
-                if self._left[who] >= self._most_saved:
-                    del self._left[who]
+            for tenant in self._left.keys() - self._waiting:
+                self._left[tenant] += given
+                if self._left[tenant] >= self._most_saved:
+                    del self._left[tenant]

@@ -1,4 +1,4 @@
-"""The header of a .gguf file: metadata and where the tensors lie. Plain Python, for gateway, worker and engine alike.
+"""The header of a .gguf file: metadata and offsets of the tensors. Plain Python, for gateway, worker and engine alike.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's reader makes a numpy array of
 every word of the vocabulary (128k tokens, 280k merges on a busy machine: 39 s and 617 MB, here 0.1 s and 8 MB); here an

@@ -1,4 +1,4 @@
-"""Why the linear kernels are C++: python bench/compiled.py [--quick] [--json FILE].
+"""Compare torch.compile's linear kernels with ours in C++: python bench/compiled.py [--quick] [--json FILE].
 
 A matrix times a vector as torch.compile makes it beside ours, as decoding one sequence needs it. Nothing holds
 generated code to one order of sums for one row and for many, which the exact mode needs besides.

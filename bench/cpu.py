@@ -205,7 +205,7 @@ class Bench:
 
 
 def gemv_bytes_per_s() -> float:
-    """Of an int8 product whose weights are larger than any cache."""
+    """Measure bytes per second of an int8 product whose weights are larger than any cache."""
     num_out, num_in = 65536, 4096
     values = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8)
     make, _ = choose("auto", True, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What batch invariance costs on this CPU: python bench/exact.py [--quick] [--json FILE].
+"""Measure the cost of batch invariance on this CPU: python bench/exact.py [--quick] [--json FILE].
 
 The same bare engine, model and attention, with the exact linear kernel and with the fast one, in turn.
 """

@@ -1,4 +1,4 @@
-"""What speculation costs when acceptance is given: python bench/forced.py [--quick] [--json FILE].
+"""Measure the cost of speculation at given acceptance: python bench/forced.py [--quick] [--json FILE].
 
 The proposer knows the answers and tells each token of them with a given probability, at no cost of its own; so what is
 measured is verification, by acceptance, width and batch. On a CUDA device with Llama-3.1-8B's shape and random weights,

@@ -1,9 +1,9 @@
-"""What the gateway itself costs: python bench/gateway.py [--quick] [--json FILE] [--only PART ...].
+"""Measure the cost of the gateway itself: python bench/gateway.py [--quick] [--json FILE] [--only PART ...].
 
-Real gateways between real gRPC clients and a worker that computes nothing (processes/stub_worker.py). The gateway has one
-core, worker and clients another one. Prompts are 256 token ids. A token's way is measured from the step that made it to
-the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes ready messages, as many
-and as large (processes/loadgen_stub.py): what this machine takes for the gRPC alone.
+Real gateways between real gRPC clients and a worker that computes nothing (processes/stub_worker.py). The gateway has
+one core, worker and clients another one. Prompts are 256 token ids. A token's way is measured from the step that made
+it to the client that reads it. `against` is a bare grpc.aio server in the gateway's place that writes ready messages,
+as many and as large (processes/loadgen_stub.py): what this machine takes for the gRPC alone.
 """
 
 if not __package__:  # started by its path
@@ -116,7 +116,7 @@ def clients(targets: Sequence[str], what: str, number: float, seconds: float, ou
 
 
 def seen(process: subprocess.Popen) -> dict:
-    """What the clients say at their end."""
+    """Return the clients' report at their end."""
     out, _ = process.communicate(timeout=1800)
     found = json.loads(out.splitlines()[-1])
     if found["failed"]:

@@ -195,7 +195,7 @@ async def after_a_flush(report: Report, server: RedisServer, num_workers: int, n
 
 
 async def of_the_dead(report: Report, server: RedisServer) -> None:
-    """A worker that began anew has another epoch: its old entries, whose slot is given up, name no worker."""
+    """A worker that restarted has another epoch: its old entries, whose slot is given up, name no worker."""
     async with gateway(server, 2) as index:
         hashes = [b"d%015d" % i + bytes(16) for i in range(RUN)]
         index.apply(worker(1), pb.BlockEvents(seq=0, snapshot=True, sealed=hashes))

@@ -1,4 +1,4 @@
-"""What the load generator itself can send: python bench/loadgen.py [--quick] [--json FILE].
+"""Measure how much the load generator itself can send: python bench/loadgen.py [--quick] [--json FILE].
 
 Against a stub that answers every call with eight messages from a process on another core; the sender, and the bare
 grpc.aio loop that it is measured against, have one core to themselves and take turns on it.

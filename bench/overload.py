@@ -2,13 +2,13 @@
 
 An open loop (Poisson) against a real local stack, one prefill and one decode worker with the demo model. Requests name
 the class `standard`; goodput counts answers within it. The peak is the best of a ladder of rates; 2 x and 5 x are
-multiples of the rate at which it was reached. Then two tenants, one of whom sends 50 times what the other does, each with the
-same quota. Then a quiet tenant beside one that floods, in each of the ways of processes/flood.py, with quotas and without: its first
-tokens beside the flood over those alone, which are taken before and after. Then a canary beside each abuse of each port
-(arms/overload_abuse.py).
-Overloaded workers leave one core to the gateway and the load generator: who is refused by a gateway that shares its cores with
-engines waits for their turn (p99 of 30 to 120 ms were seen on two cores). "limit" of a refusal is how late the load
-generator itself was when it sent: what this machine did to any process.
+multiples of the rate at which it was reached. Then two tenants, one of whom sends 50 times what the other does, each
+with the same quota. Then a quiet tenant beside one that floods, in each of the ways of processes/flood.py, with quotas
+and without: its first tokens beside the flood over those alone, which are taken before and after. Then a canary beside
+each abuse of each port (arms/overload_abuse.py).
+Overloaded workers leave one core to the gateway and the load generator: a client that is refused by a gateway that
+shares its cores with engines waits for their turn (p99 of 30 to 120 ms were seen on two cores). "limit" of a refusal is
+how late the load generator itself was when it sent: what this machine did to any process.
 """
 
 if not __package__:  # started by its path
@@ -202,8 +202,8 @@ def pin(pid: int, cores: Sequence[int]) -> None:
 
 
 def spread(stack: Stack) -> None:
-    """The prefill worker has a core to itself, the decode worker the next, everybody else the others; of two cores the
-    gateway, the decode worker and those who send share one."""
+    """Pin the prefill worker to a core of its own, the decode worker to the next, all else to the others; of two cores
+    the gateway, the decode worker and the senders share one."""
     rest = CORES[:-2] or CORES[:1]
     for processes, cores in (
         (stack.prefill, CORES[-1:]),

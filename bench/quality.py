@@ -1,8 +1,9 @@
-"""What quantization costs: python bench/quality.py [--quick] [--json FILE].
+"""Measure the quality cost of quantization: python bench/quality.py [--quick] [--json FILE].
 
 Every scheme on the demo model, and every form of KV: bits per byte on the held-out modules and top-1 agreement with
 the bf16 model through the engine, and the bytes of the weights. Deterministic, so instead of A/A rows each figure comes
-with the standard error of its difference to bf16, token by token. bench/lib/quality_table.py makes the docs' table of it.
+with the standard error of its difference to bf16, token by token. bench/lib/quality_table.py makes the docs' table of
+it.
 """
 
 if not __package__:  # started by its path
@@ -70,7 +71,7 @@ class PerToken(KVPool):
 
 
 def _int4(x: Tensor) -> Tensor:
-    """What is left of fp32 [..., row] with one scale a row."""
+    """Return fp32 [..., row] rounded to int4 and back, with one scale a row."""
     return kv_quant.decode("int4", *kv_quant.encode("int4", x.float()), x.dtype)
 
 

@@ -3,8 +3,8 @@
 Replays a trace (default: the small one of this folder) over 8 to 1,000 workers, half of which prefill, as fast and in
 as many copies as would keep half of the prefill workers busy if nothing were cached; see routing_fleet.py for what is
 modelled. The routing function, the rates that it learns and the shortlists are the gateway's own. Hit rates are shares
-of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers, which every
-request reaches at no cost; for comparison also against one as large as those of all workers, and (limit) against
+of all prompt tokens that no worker computed, against one LRU cache as large as those of all prefill workers, which
+every request reaches at no cost; for comparison also against one as large as those of all workers, and (limit) against
 one without end.
 """
 
@@ -147,8 +147,8 @@ def _goodput(requests: Sequence[Request]) -> float:
 
 
 def costs(report: Report, num_requests: int) -> None:
-    """What a request asks of the index and of `Registry.route`, in fleets of all sizes: all workers hold the first span
-    of its prompt of 125, and eight of them ever more of it."""
+    """Measure the cost of a request to the index and to `Registry.route`, in fleets of all sizes: all workers hold the
+    first span of its prompt of 125, and eight of them ever more of it."""
     medians = {}
     for num_workers in SIZES:
         registry, seconds = _registry(num_workers), []

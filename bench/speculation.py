@@ -1,4 +1,4 @@
-"""What speculation brings on this machine: python bench/speculation.py [--quick] [--json FILE].
+"""Measure the gain of speculation on this machine: python bench/speculation.py [--quick] [--json FILE].
 
 Bare engines of one model, plain and with each proposer, on three texts, in turn; every comparison has an A/A pair,
 plain against plain, beside it. Speed is that of decoding: output tokens over the time after the last prompt was read.
@@ -47,7 +47,7 @@ WARM_ROUNDS = 8  # of a text
 FIXED_WIDTH = 4  # of the acceptance rows
 PROMPT, OUTPUT = 256, 128  # tokens
 EDIT_EVERY = 16  # tokens of the passage between two edits
-REPEATED = 0.7  # share of an edit task's answer that must lie in its prompt
+REPEATED = 0.7  # share of an edit task's answer that must be in its prompt
 
 
 # ---- engines ----
@@ -102,7 +102,7 @@ class Arm:
         return self.runs[-1]
 
     def useful_share(self) -> float:
-        """Of its decoding time what is spent on verifying and drafting; the rest is what keeps it from its ideal."""
+        """Return the share of decoding time spent on verifying and drafting; the rest keeps it from its ideal."""
         return statistics.median((run.verify_s + run.draft_s) / run.decoded.decode_s for run in self.runs)
 
 
@@ -200,7 +200,8 @@ def compare(report: Report, arms: dict[str, Arm], texts: Texts, text: str, num_r
 def rounds(
     arms: dict[str, Arm], prompts: Callable[[int], list[list[int]]], num_output: int, num_rounds: int
 ) -> dict[str, list[Decoded]]:
-    """Of each arm, the same prompts for all in each round; "plain again" runs at the other end of it than "plain"."""
+    """Run rounds of each arm, the same prompts for all in each; "plain again" runs at the other end of a round than
+    "plain"."""
 
     def once(arm: Arm) -> Callable[[], Decoded]:
         numbers = itertools.count()

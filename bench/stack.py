@@ -223,7 +223,8 @@ def _log_normal_lengths(rng: random.Random) -> tuple[int, int]:
 
 
 def gateway_rows(report: Report, stack: Stack) -> None:
-    """What is imported, resident memory after the load above, and how soon it is ready when its workers are."""
+    """Measure the gateway's imports, its resident memory after the load above, and its time to ready after its
+    workers."""
     code = "import sys, gateway.__main__; print(sum(name.split('.')[0] == 'torch' for name in sys.modules))"
     num_torch = int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
     report.add("gateway: torch modules imported", num_torch, "modules", goal="value <= 0")

@@ -1,7 +1,7 @@
-"""What being seen costs: python bench/telemetry.py [--quick] [--json FILE].
+"""Measure the cost of telemetry: python bench/telemetry.py [--quick] [--json FILE].
 
-Stacks of one gateway and one decode worker that differ in where their spans and metrics go: nowhere (twice: the A/A row), to a
-collector that takes them, to a closed port, and to one that accepts and never answers. All run at once, and
+Stacks of one gateway and one decode worker that differ in where their spans and metrics go: nowhere (twice: the A/A
+row), to a collector that takes them, to a closed port, and to one that accepts and never answers. All run at once, and
 take turns request by request; workers have one core, everything else the other. /metrics and the log line are always
 on: the last rows are what they take, after the last token.
 """
@@ -132,7 +132,7 @@ def _quick(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def after_the_last_token(report: Report, num_requests: int) -> None:
-    """What the gateway does for a request that has ended: its metrics, its log line."""
+    """Measure the gateway's work for a request that has ended: its metrics, its log line."""
     meters = GatewayMeters("tiny", BUILT_IN)
     ended = record(**ANSWERED)
     for name, work in (("metrics", meters.ended), ("log line, without its writing", access_log.line)):
@@ -148,7 +148,7 @@ def main() -> int:
         arms = Arms(Path(name), exits, runner)
         traced_or_not(report, arms, 15 if arguments.quick else 110)
         arms.close()
-        time.sleep(3)  # a process sends what it has within a second
+        time.sleep(3)  # a process sends its spans within a second
         report.add("spans that the collector received", arms.num_spans, "spans", goal="value >= 1")
     after_the_last_token(report, 500 if arguments.quick else 5000)
     return finish(arguments, report)

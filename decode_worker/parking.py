@@ -5,7 +5,7 @@
                         └─ window over ─► ended
 
 The loop computes nothing for it and it holds no block: whole units stay in the prefix cache, to be found again or to be
-evicted. What it has put out is in its token record.
+evicted. Its output so far is in its token record.
 """
 
 import time

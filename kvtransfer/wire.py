@@ -1,4 +1,4 @@
-"""Between plain values and bytes: handles, takers and frames. Whatever comes in is untrusted: any fault is a KVError.
+"""Between plain values and bytes: handles, takers and frames. Input is untrusted: any fault in it is a KVError.
 
 A frame is an 8-byte header (magic, version, reserved, length) and a KVFrame; raw KV bytes may follow a Ready.
 """

@@ -1,5 +1,4 @@
-"""What holds for all tests: how long one may take, and a table at the end of the faults that were made and what came of
-them."""
+"""Rules for all tests: a time limit, and a table at the end of the injected faults and their outcomes."""
 
 import json
 import sys

@@ -309,7 +309,7 @@ def test_the_users_of_containers_read_what_they_are_shown(tmp_path):
     made.chmod(0o711)
 
     def refusal(name: str, uid: int, groups: list[int]) -> str:
-        """Why cat does not read the file; empty: it does."""
+        """Return why cat does not read the file; empty if it does."""
         # Not subprocess's `user`: that takes a fork, where children of a process with gRPC's threads die of SIGSEGV.
         groups_flag = f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups"
         argv = ["setpriv", f"--reuid={uid}", "--regid=1", groups_flag, "cat", name]

@@ -1,4 +1,4 @@
-"""What docs/ copies from the code is equal to it."""
+"""Copies of the code in docs/ are equal to it."""
 
 import re
 from functools import partial

@@ -170,7 +170,8 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """AssertionError unless every block is held by exactly those who say so. Waits for the step in flight."""
+        """Raise AssertionError unless every block is held by exactly its known holders. Waits for the step in
+        flight."""
         with self._stepping, self.ledger.lock:
             self.ledger.check_integrity()
             self.ledger.check_holders(self.lifecycle.holdings())

@@ -51,7 +51,7 @@ def _activations(form: IntWeight | Fp8Weight, number: str) -> dict | None:
 
 
 def _words(form: IntWeight) -> Tensor:
-    """int32 [out, ceil(in * bits / 32)], low bits first, biased by half the range: 4 bits lie as in the form."""
+    """int32 [out, ceil(in * bits / 32)], low bits first, biased by half the range: 4 bits are in the form's order."""
     octets = form.values if form.bits == 4 else form.values.view(torch.uint8) ^ 128
     return torch.nn.functional.pad(octets, (0, -octets.shape[1] % 4)).view(torch.int32)
 

@@ -31,7 +31,7 @@ def num_lost() -> int:
 
 
 def fields(**values: object) -> str:
-    """`key=value key=value`. Values come from anywhere: with spaces or quotes they stand in quotes, what does not print
+    """`key=value key=value`. Values come from anywhere: with spaces or quotes they are quoted, what does not print
     is escaped, and beyond 1,000 characters they are cut."""
     return " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
 
@@ -66,7 +66,8 @@ def _quoted(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """The same on one line, what does not print escaped: nothing in it ends a line, colours a terminal or turns the direction of what follows."""
+    """The same on one line, what does not print escaped: nothing in it ends a line, colours a terminal or turns the
+    direction of what follows."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -255,7 +255,7 @@ def _plain(hint: Any) -> Any:
 
 def _parse(field: dataclasses.Field, kind: Any, value: object, where: str) -> object:
     if value in (None, "auto") and field.default is None and kind in (int, float):
-        return None  # nothing is said
+        return None  # not set
     if kind in (int, float, str, Path) and not isinstance(value, bool):
         parsed = _parse_scalar(kind, value, where)
     elif kind is bool:

@@ -67,7 +67,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Nothing new from now on, what runs ends or moves; then the process goes, or begins anew in another role.
+        """Refuse new requests, end or move those that run; then exit, or restart in another role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,7 +185,7 @@ class Worker(object):
 
 
 class RegistrationStub(object):
-    """Served by gateways: a worker says where it can be dialled, again within every ttl_s that it is told.
+    """Served by gateways: a worker says where it can be dialled, again within each ttl_s of the answer.
     """
 
     def __init__(self, channel):
@@ -202,7 +202,7 @@ class RegistrationStub(object):
 
 
 class RegistrationServicer(object):
-    """Served by gateways: a worker says where it can be dialled, again within every ttl_s that it is told.
+    """Served by gateways: a worker says where it can be dialled, again within each ttl_s of the answer.
     """
 
     def Register(self, request, context):
@@ -228,7 +228,7 @@ def add_RegistrationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Registration(object):
-    """Served by gateways: a worker says where it can be dialled, again within every ttl_s that it is told.
+    """Served by gateways: a worker says where it can be dialled, again within each ttl_s of the answer.
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""What benches compare: engines of ours, peers, simulated fleets."""
+"""Arms that benches compare: engines of ours, peers, simulated fleets."""

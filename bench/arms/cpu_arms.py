@@ -1,4 +1,4 @@
-"""What bench/cpu.py measures: a whole engine of ours with random weights of one form. Answers in seconds."""
+"""Arms of bench/cpu.py: a whole engine of ours with random weights of one form. Answers in seconds."""
 
 import statistics
 import time
@@ -58,7 +58,7 @@ class RandomSource(WeightSource):
 
     @property
     def file_bytes(self) -> int:
-        """What a file would hold: the values, and fp16 scales."""
+        """Return the bytes of a file with the values and fp16 scales."""
         return self._stored
 
     def tensor(self, name: str, *size: int) -> Tensor:
@@ -98,7 +98,7 @@ def make_spec(num_layers: int, hidden_size: int, ffn_size: int, vocab_size: int)
 
 
 def linear_weights(spec: ModelSpec, head: bool) -> int:
-    """What a token is multiplied by; `head`: one of which logits are wanted."""
+    """Return the number of weights that a token is multiplied by; `head`: its logits are wanted, too."""
     attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim  # q and output; k and v
     layers = spec.num_layers * spec.hidden_size * (attention + 3 * spec.intermediate_size)
     return layers + head * spec.hidden_size * spec.vocab_size

@@ -1,4 +1,4 @@
-"""What bench/gpu.py measures: an engine of ours with random weights of the Llama-3.1-8B shape. Answers in seconds."""
+"""Arms of bench/gpu.py: an engine of ours with random weights of the Llama-3.1-8B shape. Answers in seconds."""
 
 import gc
 import math
@@ -38,7 +38,7 @@ FORMS = ("bf16", "int4-g128", "fp8", "int8")
 
 
 class RandomSource(WeightSource):
-    """Random weights of one form, made where they are to stand; the head of a quantized model stays in bf16."""
+    """Random weights of one form, made on their device; the head of a quantized model stays in bf16."""
 
     name = "random"
     file_bytes = 0
@@ -141,7 +141,8 @@ class Ours:
         return seconds
 
     def steps_s(self, batch_size: int, num_prompt: int, num_steps: int, least_steps: int = 3) -> list[float]:
-        """Of each step in which every sequence decodes, around the given context; the first ones are left out."""
+        """Return the seconds of each step in which every sequence decodes, around the given context, without the first
+        ones."""
         num_output = num_steps + least_steps + self.num_prefill_steps(batch_size, num_prompt) + 2
         for _ in range(batch_size):
             self.engine.submit(self.request(self.ids(num_prompt), num_output))
@@ -209,7 +210,8 @@ class Ours:
 
 
 def prefill_flops(num_tokens: int, sizes: tuple[int, ...] = LLAMA_8B) -> float:
-    """Of one prompt: projections of every token, the head of the last one, the causal half of attention."""
+    """Return the FLOPs of one prompt: projections of every token, the head of the last one, the causal half of
+    attention."""
     num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, vocab = sizes
     layer = hidden * (2 * num_heads + 2 * num_kv_heads) * head_dim + 3 * hidden * inner
     attention = 4 * num_layers * num_heads * head_dim * num_tokens**2 / 2

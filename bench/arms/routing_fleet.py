@@ -3,7 +3,7 @@
 Modelled: prompts one after the other on a prefill worker, and in chunks between steps on a decode worker; steps that
 take longer the more sequences run; an LRU prefix cache on every worker; KV that moves while a prompt is read, one
 transfer at a time into and out of a worker; a queue in front of decode workers that are full. Not modelled: failures,
-how attention grows with the context, and reports that are late (the gateway sees what it has sent itself).
+how attention grows with the context, and reports that are late (the gateway counts what it sent itself).
 """
 
 import heapq
@@ -34,7 +34,7 @@ _WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp"])
 
 
 class Machine(NamedTuple):
-    """What a worker can do; about an 8B model with KV in 8 bits on a large GPU."""
+    """Speeds and sizes of a worker; about an 8B model with KV in 8 bits on a large GPU."""
 
     prompt_s: float = 0.01
     token_s: float = 1 / 20_000
@@ -86,7 +86,7 @@ class Index:
 
 
 class Worker:
-    """What both roles have: a cache, a link to the network, and how fast it has been."""
+    """State of a worker in either role: a cache, a link to the network, and its measured speed."""
 
     def __init__(self, number: int, name: str, machine: Machine, index: Index, fleet: WorkerRates):
         self.number, self.name, self.machine = number, name, machine
@@ -290,7 +290,7 @@ class Fleet:
         self._at(now + seconds, done)
 
     def _move(self, source: Worker, taker: Worker, num_bytes: float, now: float) -> float:
-        """When it is there."""
+        """Move KV, and return when it arrives."""
         begin = max(now, source.out_free_s, taker.in_free_s)
         source.out_free_s = taker.in_free_s = end = begin + num_bytes * self._machine.byte_s
         return end
@@ -316,7 +316,7 @@ class Fleet:
         self._plan(worker, now)
 
     def _plan(self, worker: DecodeWorker, now: float) -> None:
-        """When the next thing happens there, as it is now."""
+        """Schedule the worker's next event, as known now."""
         steps_per_s, tokens_per_s = worker.speeds()
         times = []
         if worker.ends:
@@ -354,8 +354,8 @@ class Fleet:
 
 
 def oracle_hits(entries: Sequence[TraceEntry], cached_tokens: int | None) -> int:
-    """Prompt tokens that one LRU cache of `cached_tokens` tokens, which every request reaches at no cost, would have had; None:
-    a cache without end. Each prompt is there as soon as it has come."""
+    """Prompt tokens that one LRU cache of `cached_tokens` tokens, which every request reaches at no cost, would have
+    had; None: a cache without end. Each prompt is there as soon as it has come."""
     blocks: OrderedDict[int, None] = OrderedDict()
     num_hits = 0
     for entry in entries:

@@ -24,7 +24,7 @@ IDLE_S = 0.0005  # between two looks at the clock while no request has arrived
 
 @dataclass(frozen=True)
 class Technique:
-    """What one rung changes: options of the engine, or rules of submitting."""
+    """Options of the engine, or rules of submitting, that one rung changes."""
 
     name: str
     options: dict[str, object] = field(default_factory=dict)

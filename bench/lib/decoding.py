@@ -27,7 +27,7 @@ class Decoded:
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Of no use to a client, and untouched by who else wants the core."""
+        """Return tokens per second of CPU time: no figure for clients, but not changed by other load on the core."""
         return self.num_tokens / self.decode_cpu_s
 
 

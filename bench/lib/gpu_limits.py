@@ -1,4 +1,4 @@
-"""What this GPU can do at best, measured in the run that quotes it; and whether there is one."""
+"""Measure this GPU's limits in the run that quotes them; and tell if there is a GPU."""
 
 import statistics
 from collections.abc import Callable
@@ -15,7 +15,7 @@ _NUM_RUNS = 20
 
 
 def missing() -> str:
-    """Why nothing can be measured here; empty: there is a GPU."""
+    """Return why nothing can be measured here; "" if there is a GPU."""
     return unfit()
 
 

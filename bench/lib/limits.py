@@ -1,4 +1,4 @@
-"""What this machine can do at best: printed beside every figure that it bounds."""
+"""Measure this machine's limits, printed beside every figure that they bound."""
 
 import time
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def gemm_flops(dtype: torch.dtype, size: int = 1024) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What bounds a model whose every weight is read once a step and multiplied once a token."""
+    """Limits of a model whose every weight is read once a step and multiplied once a token."""
 
     read_bytes_per_s: float
     gemm_flops: float  # bf16, or fp32 where that is faster

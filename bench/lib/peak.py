@@ -1,4 +1,4 @@
-"""What the multipliers of this machine do at best (peak.cpp, compiled as it is asked for)."""
+"""Measure the peak of this machine's multipliers (peak.cpp, compiled when it is needed)."""
 
 import os
 import shutil

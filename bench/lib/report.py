@@ -1,4 +1,4 @@
-"""What a bench says: rows with a value, what it is measured against, the machine's own limit, a goal, and the noise."""
+"""Report a bench: rows with a value, its baseline, the machine's own limit, a goal, and the noise."""
 
 import argparse
 import datetime
@@ -108,8 +108,8 @@ def finish(arguments: argparse.Namespace, report: Report) -> int:
 
 
 def _end_early(arguments: argparse.Namespace, report: Report, kind: type, error: BaseException, trace) -> None:
-    """What was measured stays; why there is no more is one line, and exit status 1."""
-    report.failed = f"{kind.__name__}: {' '.join(str(error).split()) or 'nothing is said'}"
+    """Keep the rows measured so far, and end with one line that says why there are no more, and exit status 1."""
+    report.failed = f"{kind.__name__}: {' '.join(str(error).split()) or 'no message'}"
     if arguments.json:
         report.write(arguments.json)
     *_, last = traceback.extract_tb(trace)
@@ -131,7 +131,7 @@ def medians(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def machine() -> dict[str, str | int | float]:
-    """What the figures depend on; no names, no paths."""
+    """Return the facts that figures depend on; no names, no paths."""
     from baton.engine.native.tier import available  # brings torch, which processes that only send load do without
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

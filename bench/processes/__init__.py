@@ -1,1 +1,1 @@
-"""What benches start beside themselves: clients, stubs, sources and receivers."""
+"""Processes that benches start beside themselves: clients, stubs, sources and receivers."""

@@ -1,4 +1,4 @@
-"""What one tenant may send to harm the others, as fast as it is served or refused: for bench/overload.py."""
+"""Send what one tenant can to harm the others, as fast as it is served or refused: for bench/overload.py."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""A server that does nothing but write: `python -m bench.processes.loadgen_stub N` answers every Generate with N messages.
+"""A server that does nothing but write: `python -m bench.processes.loadgen_stub N` answers every Generate with N
+messages.
 
 With [STEP_MS TOKENS] a message has TOKENS ids and their text, and every stream gets one each STEP_MS, all at once: what
 bench/gateway.py holds against a gateway, since no server in grpc.aio could do with less.
@@ -41,7 +42,7 @@ class Steps:
 
 
 def handlers(num_messages: int, num_tokens: int, steps: Steps) -> grpc.GenericRpcHandler:
-    """Bytes in, bytes out: the stub is to be faster than who calls it."""
+    """Bytes in, bytes out: the stub is to be faster than its caller."""
     token_ids, text = [107] * num_tokens, " abc" * num_tokens
     message = pb.GenerateResponse(token_ids=token_ids, text=text).SerializeToString()
     last = pb.GenerateResponse(

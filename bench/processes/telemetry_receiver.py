@@ -1,4 +1,5 @@
-"""What bench/telemetry.py reports to: a real OTLP receiver in a process of its own, which prints how many spans it has."""
+"""Receive the reports of bench/telemetry.py: a real OTLP receiver in a process of its own, which prints its number of
+spans."""
 
 import time
 

@@ -1,5 +1,5 @@
 """The ports of a gateway: one for clients, which bring keys; one for workers and operators, which bring certificates.
-Both lead to the same server, and the guard decides who may call what."""
+Both lead to the same server, and the guard decides which calls are allowed."""
 
 from typing import NamedTuple
 

@@ -1,1 +1,1 @@
-"""Settings of a gateway, and what they say of the served model, service levels and networks."""
+"""Settings of a gateway, among them the served model, service levels and networks."""

@@ -1,6 +1,6 @@
 """Decide which named workers a gateway dials: those that have answered, and a few others at a time, each a few times.
 
-Anyone who may register, or write into Redis, can name addresses where no worker is.
+Any client that can register, or write into Redis, can name addresses where no worker is.
 """
 
 import random

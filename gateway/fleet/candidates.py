@@ -1,4 +1,4 @@
-"""Serving workers as routing sees them: what they have reported in Hello and Load, what was sent to them since, how
+"""Serving workers as routing sees them: their reports in Hello and Load, what was sent to them since, how
 fast they have been. A request looks at a bounded number of them."""
 
 import itertools

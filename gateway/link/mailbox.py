@@ -52,7 +52,7 @@ class EventSink(Protocol):
 
 
 class Mailbox:
-    """Events of one request, in order of arrival. It has one reader, who is woken by some and not by others."""
+    """Events of one request, in order of arrival. It has one reader, which is woken by some and not by others."""
 
     __slots__ = ("_entries", "_called", "_waiting", "_timer", "_timer_at")
 

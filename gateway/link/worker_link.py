@@ -66,14 +66,14 @@ class WorkerLink:
         batching: TokenBatching | None = None,
     ):
         """`check_hello` returns why this worker cannot be used, or None; `on_change` is called when what others see has
-        changed. `fleet_rates`: of all workers; `batching`: of all tokens that come to this gateway."""
+        changed. `fleet_rates`: of all workers; `batching`: of all tokens that this gateway receives."""
         self.address = address
         self.hello: pb.Hello | None = None
-        self.limits: WorkerLimits | None = None  # what it has said that it can hold; stays while it is gone
+        self.limits: WorkerLimits | None = None  # its reported limits; kept while it is away
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
-        self.num_vain = 0  # sessions in a row that did not come to a Hello
+        self.num_vain = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
         self.rates, self.recent = WorkerRates(fleet_rates), Recent()

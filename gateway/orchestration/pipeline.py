@@ -137,7 +137,7 @@ class Pipeline:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
 
     def _note_end(self, answer: Answer, record: RequestRecord) -> None:
-        """Keep what the answer has come to."""
+        """Record the endings of the answer."""
         record.finish_reasons = answer.finish_reasons
         if answer.finished:
             self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)

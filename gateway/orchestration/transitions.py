@@ -6,7 +6,7 @@
       ▼    │ room            ▼  │ room
     awaiting credit        awaiting prefill
 
-A worker that is lost or fails sends the request back to `admitting` with what it has so far; any other error ends it.
+A worker that is lost or fails sends the request back to `admitting` with the tokens so far; any other error ends it.
 Before that, while it decodes or where a client resumes, it is `attaching`: a worker may still have the sequence.
 """
 

@@ -22,7 +22,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def derived_secret(identity: ModelIdentity) -> bytes:
-    """Return bytes that anyone who has the model can compute, in place of a secret. For loopback only."""
+    """Return bytes that anyone with the model can compute, in place of a secret. For loopback only."""
     return hashlib.sha256(b"baton-secret-of-nobody" + identity).digest()
 
 

@@ -1,6 +1,6 @@
 """Bound what the gateway takes: requests at once, what each tenant may use, and the lines in which requests wait for
-full workers. A request that could only be served too late is refused at once. Whatever one tenant sends, others find
-room."""
+full workers. A request that could only be served too late is refused at once. However much one tenant sends, others
+find room."""
 
 import heapq
 import itertools
@@ -151,7 +151,7 @@ class WaitingLine:
         self._arrivals = itertools.count()
         self._num = self.num_tokens = 0
         self._served_tokens = self._served_s = 0.0
-        self._served_at = 0.0  # the last time, or since when the line has stood
+        self._served_at = 0.0  # the last time, or since when the line has waited
 
     def is_open_to(self, tenant: str) -> bool:
         """Return whether no request of this tenant waits here."""

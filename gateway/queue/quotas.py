@@ -83,8 +83,8 @@ class UsageCounts(NamedTuple):
 
 
 class Usage:
-    """The remaining quota of one tenant: a bucket that fills at its rate. A request takes what it may come to and gives
-    back what it has not used; the balance may fall below zero by one request, and is waited out."""
+    """The remaining quota of one tenant: a bucket that fills at its rate. A request takes the most that it can use and
+    gives back what it did not use; the balance may fall below zero by one request, and is waited out."""
 
     __slots__ = ("quota", "num_running", "num_reserved", "num_returned", "elsewhere", "_balance", "_at")
 
@@ -161,7 +161,7 @@ class Reservation:
         usage.num_running += num_choices
 
     def reserve(self, num_tokens: int, at: float) -> None:
-        """Set aside what the request may come to, once that is known. Raises Overloaded if others have used up the
+        """Reserve the most that the request can use, once that is known. Raises Overloaded if others have used up the
         quota meanwhile."""
         _check_balance(self._usage, at)
         self._usage.take(num_tokens, at)

@@ -315,7 +315,7 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
     return 0.0 if bound_s is None else _LATE * times * max(0.0, predicted_s - bound_s)
 
 
-# ---- what is said of it ----
+# ---- in words, for errors and spans ----
 
 
 def needs(request: RoutingRequest) -> str:

@@ -95,7 +95,7 @@ def selections(num_bytes: int, *ids: np.ndarray) -> Iterator[tuple[int, int, lis
 
 class BlockMemory:
     """A pool as numpy sees it: `layout` is that of the pool itself, one rank's shard. In host memory there is nothing
-    to refresh, flush or expose; pools.py has those that stand for a pool on a GPU."""
+    to refresh, flush or expose; pools.py has those of a pool on a GPU."""
 
     waits = False  # for a GPU, so that what touches its bytes goes into a thread, however few they are
     word_sums = None  # of its own, where words are summed elsewhere than on the host: as MemoryKernels.word_sums
@@ -123,7 +123,7 @@ class BlockMemory:
         """Pass on blocks `ids`, int64 [n], of `view` [block, ...] after they were written and verified."""
 
     def expose(self, view: np.ndarray, ids: np.ndarray) -> None:
-        """Make the bytes of blocks `ids`, int64 [n], of `view` [block, ...] readable here, wherever they came from."""
+        """Make the bytes of blocks `ids`, int64 [n], of `view` [block, ...] readable here, from any memory."""
 
 
 class Cells:
@@ -296,7 +296,7 @@ class Cells:
 
 def _runs(*views: np.ndarray) -> list[np.ndarray]:
     """[block, bytes] or [block, layer x k|v, head, row, bytes] of several pools as [block, layer x k|v, head, bytes]:
-    the rows of a head lie side by side; where those of all heads do too they are one run, and then layers are."""
+    the rows of a head are side by side; where those of all heads do too they are one run, and then layers are."""
     if views[0].ndim == 2:
         return [view[:, None, None] for view in views]
     _, layers, heads, rows, row_bytes = views[0].shape

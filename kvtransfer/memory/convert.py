@@ -5,7 +5,7 @@
     the source sends      pool ─ digest ─ send ─► pool ─ digest   pool ─ gather ─ encode ─ digest ─ send ─► pool ─ digest
 
 The digests are of the bytes that travelled. Where the taker reads, that is the source's form, and the taker encodes
-what it has digested: one copy of the encoded rows would otherwise need memory that both sides map. Where the source
+what it digested: one copy of the encoded rows would otherwise need memory that both sides map. Where the source
 sends, it encodes first, so that fewer bytes travel. The functions that encode come from the worker.
 """
 

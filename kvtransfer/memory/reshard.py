@@ -69,7 +69,7 @@ def _continues(above: Box, below: Box) -> bool:
 
 
 def _cuts(whole: range, others: Sequence[range]) -> list[range]:
-    """`whole` cut wherever one of the others begins or ends."""
+    """Return `whole`, cut at each begin and end of the others."""
     borders = {whole.start, whole.stop}
     borders.update(border for each in others for border in (each.start, each.stop) if border in whole)
     ends = sorted(borders)
@@ -93,8 +93,8 @@ def shard_of(part: Part, parts: Sequence[Part]) -> Shard:
 
 
 def cells_of(memory: BlockMemory, layout: KVLayout, shard: Shard, box: Box) -> Cells:
-    """`box` of the whole model `layout` in the pool of the rank that holds `shard`. Raises ProtocolError where it does
-    not lie there."""
+    """`box` of the whole model `layout` in the pool of the rank that holds `shard`. Raises ProtocolError where it is
+    not there."""
     for index, held in enumerate(shard):
         if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
             if box.layers and box.heads:

@@ -96,7 +96,7 @@ class Pull:
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
         self._digests = make_digests(digest, handle.layout, share.box, names)
         self._source_shard = shard_of(share.part, handle.parts)
-        # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they lie.
+        # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they are stored.
         self.in_blocks = (
             self._cells.is_whole and self._source_shard == (share.box,)
             and handle.layout.groups[share.box.group] == layout.groups[share.box.group]

@@ -29,7 +29,7 @@ SERVICE, METHOD = "baton.kv.Raw", "Pull"
 # whatever it holds, and large ones are allocated afresh, page by page.
 CHUNK_BYTES = 512 << 10
 _PAYLOAD = b"\0"  # frames begin with their magic
-_MAX_WAITING = 4  # messages of a source read ahead of the dialogue; of a taker one, who may be anybody
+_MAX_WAITING = 4  # messages of a source read ahead of the dialogue; of a taker one, which may be any client
 _DRAIN_S = 1.0
 _STOP_S = 0.5
 _OPTIONS = (

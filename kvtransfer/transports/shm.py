@@ -78,7 +78,7 @@ class Mappings:
         if mapped is not None:
             os.close(fd)
             if len(mapped.region.memory) != num_bytes:
-                raise ProtocolError(f"a pool of {len(mapped.region.memory)} bytes is said to have {num_bytes}")
+                raise ProtocolError(f"a pool of {len(mapped.region.memory)} bytes was announced with {num_bytes}")
         else:
             region = Region.map(fd, num_bytes)
             mapped = self._mapped[key] = _Mapped(region, BlockMemory(region.memory, layout), 0, 0.0)
@@ -145,7 +145,8 @@ async def connect(address: str, parent: Path, mappings: Mappings, layout: KVLayo
 
 
 async def _connect(sock: socket.socket, path: str) -> None:
-    """Connect, and wait while the listener's backlog is full: a unix socket says EAGAIN then, and no poll waits for room."""
+    """Connect, and wait while the listener's backlog is full: a unix socket says EAGAIN then, and no poll waits for
+    room."""
     while True:
         try:
             return sock.connect(path)

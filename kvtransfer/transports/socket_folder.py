@@ -40,8 +40,8 @@ def socket_path(parent: Path, address: str) -> str:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raises PermissionError unless the other end of a unix socket is this user's, or root's. Folders keep others out,
-    but who is root enters theirs, and theirs may have the name of one that is gone."""
+    """Raise PermissionError unless the other end of a unix socket is this user's, or root's. Folders keep others out,
+    but root can enter another user's folder, which may have the name of one that is gone."""
     peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if peer[1] not in (os.geteuid(), 0):
         raise PermissionError(errno.EACCES, f"the socket is another user's, {peer[1]}")

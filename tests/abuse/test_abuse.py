@@ -1,4 +1,4 @@
-"""Every port, every abuse, from everybody who reaches it: nobody else notices, and nothing of it stays.
+"""Every port, every abuse, from every caller that reaches it: no other caller is affected, and nothing of it stays.
 
 200 connections, or 200 calls of each method of a port, all together; 10,000 in `make test-long`, the methods in turn."""
 
@@ -123,5 +123,5 @@ async def nobody_else_notices(grounds: Grounds, attackers: Attackers, cell: Cell
     seen = await attacked(await ready(grounds, cell), attackers, cell, count)
     record_property("abuse", json.dumps(seen.row()))
     allowed = (*HONEST, *cell.abuse.answers)
-    dishonest = [f"the attacker is told {outcome!r}" for outcome in seen.outcomes if not outcome.endswith(allowed)]
+    dishonest = [f"the attacker received {outcome!r}" for outcome in seen.outcomes if not outcome.endswith(allowed)]
     assert not seen.faults + dishonest, f"{seen.faults[:10]} {dishonest} {dict(seen.outcomes)}"

@@ -1,4 +1,4 @@
-"""What bench/compiled.py lets torch compile is the product that our kernels compute."""
+"""The product that bench/compiled.py lets torch compile equals our kernels'."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""bench/gpu.py and bench/gpu_all.py: what they say where there is no GPU, and that an arm of theirs runs."""
+"""bench/gpu.py and bench/gpu_all.py: their message without a GPU, and that an arm of theirs runs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What bench/quality.py compares our int4 KV with is what its name says."""
+"""The int4 KV of bench/quality.py is the form that its name says."""
 
 import torch
 

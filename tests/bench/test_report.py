@@ -1,4 +1,4 @@
-"""What benches write: goals judged, arms interleaved, nothing in the file that names the machine it ran on."""
+"""Reports of benches: goals judged, arms interleaved, nothing in the file that names the machine it ran on."""
 
 import json
 import socket

@@ -1,4 +1,4 @@
-"""The simulated fleet of bench/routing.py: that it serves everything, and that its figures mean what they say."""
+"""The simulated fleet of bench/routing.py: that it serves everything, and that its figures are right."""
 
 import statistics
 

@@ -73,7 +73,7 @@ def stack(run_stack, receiver):
 
 @pytest.fixture
 def slow(stack):
-    """What is done to a running request of `stack` finds it running."""
+    """Slow steps down, so that a request of `stack` still runs when a test acts on it."""
     with stack.armed(SLOW_STEPS):
         yield
 

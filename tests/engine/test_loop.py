@@ -112,7 +112,7 @@ def test_the_beat_goes_on_while_idle_and_stops_with_a_stalled_step(loop_of):
 
 
 def test_a_crash_ends_what_the_step_computed_and_the_loop_goes_on(loop_of):
-    """What is held, and what waits for its KV, had no part in it."""
+    """Held prompts, and keys that wait for KV, survive a step's crash."""
     engine, gathered = toy_engine(num_blocks=128), Gathered()
     loop_of(engine, gathered)
     held, running, admitted = (make_request(name, prompt(90, i), 300) for i, name in enumerate("hra"))

@@ -1,4 +1,4 @@
-"""Which instructions the native kernels are compiled for, and their suites at every tier below the machine's best."""
+"""Choose the instruction tier of native kernels, and run their suites at every tier below the machine's best."""
 
 import ctypes
 import os

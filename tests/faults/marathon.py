@@ -1,9 +1,10 @@
 """Hours of load, bursts, cancels and faults: python -m tests.faults.marathon [--hours H] [--seed N] (make marathon).
 
 Two prefill workers, two decode workers, a gateway and a Redis; 32 requests at once, 128 for a minute every eight; one
-in ten is cancelled. Every 15 s or so something is killed, frozen, reset or rolled: the second worker of a role is killed;
-the first one lives through it all, so that what grows in it is seen. Gates: every invariant, and nothing that grows.
-Beside it, in a process that gives way to all others, engines answer random plans (tests/fuzz); afterwards a stack does.
+in ten is cancelled. Every 15 s or so something is killed, frozen, reset or rolled: the second worker of a role is
+killed; the first one lives through it all, so that what grows in it is seen. Gates: every invariant, and nothing that
+grows. Beside it, in a process that gives way to all others, engines answer random plans (tests/fuzz); afterwards a
+stack does.
 """
 
 import argparse
@@ -160,7 +161,7 @@ async def _sample(world: World, samples: Samples, ends_at: float) -> None:
 
 
 def _others(world: World) -> dict[str, float]:
-    """What processes say of themselves, as far as they can be asked just now."""
+    """Return the processes' own figures, as far as they answer now."""
     keys = _num_keys(world)
     found = {} if keys is None else {"redis keys": keys}
     for process in world.stack.processes:

@@ -42,7 +42,7 @@ def test_a_short_life_is_not_judged():
 
 
 def test_what_a_process_takes():
-    """Of this one; a process that is gone is left out."""
+    """Sample this process; one that is gone is left out."""
     samples = Samples()
     for _ in range(3):
         samples.take([SimpleNamespace(name="here", pid=os.getpid()), SimpleNamespace(name="gone", pid=1 << 22)], keys=4)

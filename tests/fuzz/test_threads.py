@@ -58,7 +58,7 @@ def _request(draw: random.Random, name: str):
 
 
 def _ask(engine, request, draw: random.Random) -> bool:
-    """Whether it came in: as a whole, or as one whose KV is fetched, of which nothing comes."""
+    """Admit a request, as a whole or as one whose KV is fetched and never arrives. Return whether it was admitted."""
     fetches = draw.random() < 0.5
     while True:
         try:

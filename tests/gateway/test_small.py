@@ -52,7 +52,7 @@ def test_phases_add_up():
 
 
 def test_a_worker_s_clock_may_run_fast():
-    """What it measured is cut to the gap it must lie in: no phase is negative, and the sum is right."""
+    """A measured time is cut to the gap that bounds it: no phase is negative, and the sum is right."""
     decode = pb.DecodeReport(kv_wait_s=5.0, decode_queue_s=5.0, first_step_s=-1.0)
     result = timing(STAMPS, Measured(100.0, 100.0, 0.1, 9.0, decode), 2)
     assert (result.prefill_queue_s, result.prefill_s, result.first_delivery_s) == pytest.approx((1.4, 0, 0))

@@ -32,7 +32,7 @@ def test_nobody_with_less_than_its_part_is_refused_and_all_together_have_little_
 
 
 def served(turns: RoundRobin[str], costs: dict[str, float], num: int) -> str:
-    """Whose turns come, where all always have one more waiting."""
+    """Return whose turns come while every tenant always has one more waiting."""
     order = []
     for _ in range(num):
         who = turns.next(costs)

@@ -12,7 +12,7 @@ ASKED, RESOLVED = (message.DESCRIPTOR.fields_by_name for message in (inference_p
 
 
 def test_both_messages_and_the_record_have_the_same_fields():
-    """What is asked for is copied by name."""
+    """Fields are copied by name."""
     assert {each.name for each in fields(SamplingParams)} == set(RESOLVED)
     assert {name: field.type for name, field in ASKED.items()} == {name: field.type for name, field in RESOLVED.items()}
 

@@ -1,4 +1,4 @@
-"""What `quantize` writes: read back by our own engine and by transformers with compressed-tensors."""
+"""Read folders of `quantize` back by our own engine, and by transformers with compressed-tensors."""
 
 import gc
 import json

@@ -1,6 +1,5 @@
-"""What we depend on (S14): all of it is declared, with both bounds, from the package index alone; nothing is declared that
-nobody imports; and what is installed here is what was declared. Which of it has known holes is asked of a database, not
-of a test."""
+"""Dependencies (S14): all of them are declared, with both bounds, from the package index alone; each is imported; and
+the installed versions are the declared ones. Known vulnerabilities are looked up in a database, not by a test."""
 
 import ast
 import re

@@ -66,7 +66,7 @@ class Reply:
         return self.choices[0].text
 
     def outcome(self) -> dict[int, tuple]:
-        """What must not depend on where a request ran: tokens, text, logprobs, endings."""
+        """Return what must not depend on the worker that ran a request: tokens, text, logprobs, endings."""
         return {
             index: (choice.token_ids, choice.text, choice.logprobs, choice.finish_reason, choice.matched_stop)
             for index, choice in sorted(self.choices.items())

@@ -12,7 +12,8 @@ class Killed(Exception):
 
 
 def our_tasks(main: str = "Gateway.run") -> dict[str, list[asyncio.Task]]:
-    """Return those whose code is in this repository, its tests and `main` aside, by name without an address behind it."""
+    """Return those whose code is in this repository, its tests and `main` aside, by name without an address behind
+    it."""
     found: dict[str, list[asyncio.Task]] = {}
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)
@@ -30,12 +31,12 @@ def kind_of(name: str) -> str:
 
 
 def waits_for_children(task: asyncio.Task) -> bool:
-    """Whether it does nothing but to wait for the tasks of its group."""
+    """Return whether a task only waits for the tasks of its group."""
     return _innermost(task).__qualname__ == "TaskGroup.__aexit__"
 
 
 async def kill(task: asyncio.Task, end: Exception | None) -> None:
-    """What it waits for raises `end`, or is cancelled."""
+    """End a task: what it waits for raises `end`, or is cancelled."""
     async with asyncio.timeout(10):
         while not task.done():
             waiter = None if _is_pausing(task) else task._fut_waiter

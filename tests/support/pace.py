@@ -1,5 +1,5 @@
-"""How slow this machine is beside an idle core of a usual one, measured once a session: bounds of waiting are that much
-longer. What a test asserts of time itself is not scaled by it."""
+"""Measure once a session how slow this machine is beside an idle core of a usual one, and lengthen bounds of waiting by
+that. Assertions about time itself are not scaled."""
 
 import os
 import statistics

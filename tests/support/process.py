@@ -77,7 +77,7 @@ class Process:
         return "\n".join(self.text().splitlines()[-num_lines:])
 
     def arm(self, text: str) -> None:
-        """What its failpoints do from now on; "" is nothing."""
+        """Set the process's failpoints from now on; "" clears them."""
         other = self._failpoints.with_suffix(".next")
         other.write_text(text)
         os.replace(other, self._failpoints)  # never half a text

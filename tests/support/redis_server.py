@@ -15,7 +15,7 @@ from tests.support.process import Process
 
 
 def redis_path() -> str:
-    """Of the program; without it the test fails, unless SKIP_REDIS=1."""
+    """Return the path of redis-server; without it the test fails, unless SKIP_REDIS=1."""
     path = shutil.which("redis-server")
     if path is None and os.environ.get("SKIP_REDIS") == "1":
         pytest.skip("SKIP_REDIS=1")

@@ -1,4 +1,4 @@
-"""How many hand-written files a setting of a worker is named in: where it is declared, and where it is used."""
+"""Count the hand-written files that name a setting of a worker: where it is declared, and where it is used."""
 
 import argparse
 import ast
@@ -21,13 +21,13 @@ MAX_FILES = 2
 
 
 def own_settings() -> list[str]:
-    """What WorkerSettings declares itself: not its engine's, nor what gateways have too."""
+    """Return the settings that WorkerSettings declares itself: not its engine's, nor those that gateways have too."""
     shared = {field.name for base in WorkerSettings.__bases__ for field in dataclasses.fields(base)}
     return [field.name for field in dataclasses.fields(WorkerSettings) if field.name not in {*shared, "engine"}]
 
 
 def files_that_read(name: str) -> list[str]:
-    """Where `settings.NAME` is read, and `self.NAME` of the settings themselves."""
+    """Return the files that read `settings.NAME`, and `self.NAME` of the settings themselves."""
     return [str(path.relative_to(ROOT)) for path in SOURCES if _reads(path, name)]
 
 

@@ -100,7 +100,7 @@ def _says(sock: socket.socket) -> bool:
 
 @pytest.mark.long
 def test_handoffs_take_one_attempt(stack, descriptors):
-    """Where strangers took all places each took four; one or two may meet a moment in which the machine stands still."""
+    """Strangers on all slots once cost each handoff four attempts; a stalled machine may cost one or two."""
     client = Client(stack.target)
     client.generate([*range(20, 220)], temperature=0.0, max_tokens=4, ignore_eos=True)
     with Strangers(_kv_port(stack)) as strangers:

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """What is done to a running request finds it running."""
+    """Slow steps down, so that a request still runs when a test acts on it."""
     monkeypatch.setattr(failpoints, "hit", failpoints._make(SLOW_STEPS))
 
 

@@ -35,7 +35,7 @@ from baton.service.slo import Slo, parse_slo
 DEFAULT_TARGET = "127.0.0.1:50051"
 _WARM_UP = 4
 _MET_SHARE = 0.99  # of the requests within the SLO: that rate is one that the stack sustains
-_NUM_REQUESTS = 200  # where nothing is said
+_NUM_REQUESTS = 200  # by default
 _SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at most this many; the answer's upper bound
 _SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
 

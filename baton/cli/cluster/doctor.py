@@ -205,8 +205,8 @@ def _same_model(hellos: dict[str, pb.Hello], report: Findings) -> None:
 
 
 async def _handoff(channels: _Channels, source: str, taker: str, until: float, report: Findings) -> bool:
-    """Return whether a prompt's KV comes over. The transport that the decode worker chooses must work; the others are tried
-    and reported, as long as there is time."""
+    """Return whether a prompt's KV comes over. The transport that the decode worker chooses must work; the others are
+    tried and reported, as long as there is time."""
     from kvtransfer.capabilities import CAPABILITIES
 
     where, works = f"{source} > {taker}", False
@@ -260,7 +260,7 @@ async def _request(target: str, access: Access, report: Findings) -> bool:
     report.trying("request", target)
     async with open_channel(target, access) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        request = inference_pb2.GenerateRequest(text="Is anybody there?")
+        request = inference_pb2.GenerateRequest(text="Is anyone there?")
         request.stopping.max_tokens = 2
         begun = time.monotonic()
         try:

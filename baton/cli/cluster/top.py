@@ -1,4 +1,5 @@
-"""`baton top`: the fleet in a terminal, every second: rates, queues, KV, latencies, and who is slow in which phase."""
+"""`baton top`: the fleet in a terminal, every second: rates, queues, KV, latencies, and which worker is slow in which
+phase."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Keeper:
             self.started.cancel()
 
     async def _run(self) -> str:
-        """One life; returns how it ended, in words. Raises OSError when it does not come to one."""
+        """Run the process once and return how it ended, in words. Raises OSError when it cannot be started."""
         self._child = await _Child.spawn(self.argv, self.env)
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)

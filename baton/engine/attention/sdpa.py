@@ -59,7 +59,7 @@ class SdpaPlan:
 
 
 class SdpaAttention(Attention):
-    """Exact wherever torch has its flash kernel."""
+    """Exact if torch has its flash kernel here."""
 
     name = "sdpa"
 
@@ -138,7 +138,7 @@ class SdpaAttention(Attention):
     def _chunk_group(self, seq: SeqSlice, pool: KVPool) -> TileGroup:
         size = self.shape.group_size
         positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len).repeat_interleave(size)
-        # Rows of padding stand at the last position: they are computed and thrown away.
+        # Rows of padding have the last position: they are computed and thrown away.
         positions = F.pad(positions, (0, -len(positions) % self.tile), value=seq.kv_len - 1).view(-1, 1, self.tile)
         calls = []
         for begin in range(0, len(positions), TILES_PER_CALL):

@@ -11,7 +11,7 @@ from torch import Tensor
 class SeqSlice:
     """One sequence's share of a step: a prefill chunk, or one decode token.
 
-    Its queries are rows [query_start, query_start + query_len) of the batch and stand at positions
+    Its queries are rows [query_start, query_start + query_len) of the batch and have positions
     [kv_len - query_len, kv_len). `kv_len` counts the tokens whose KV the pool holds once this step has written its own.
     """
 
@@ -34,7 +34,7 @@ class ForwardBatch:
 
 
 def known_ids(token_ids: Tensor, before: Tensor) -> Tensor:
-    """`token_ids` [T] with the tokens `before` [R] in the places that stand for them, all on one device."""
+    """`token_ids` [T] with the tokens `before` [R] in the places reserved for them, all on one device."""
     return torch.where(token_ids < 0, before[(~token_ids).clamp_(min=0)], token_ids)
 
 

@@ -1,4 +1,4 @@
-"""Every knob of the engine, and what they come to for one model."""
+"""Options of the engine, and their values resolved for one model."""
 
 import os
 from dataclasses import MISSING, dataclass, field, replace

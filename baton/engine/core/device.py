@@ -9,7 +9,7 @@ from baton.engine import native
 from baton.engine.core.config import DEVICES, EngineConfig
 
 MIN_CAPABILITY = (8, 0)  # bf16 products
-UTILIZATION = 0.9  # of the memory, where nothing is said: graphs, libraries and fragmentation take from the rest
+UTILIZATION = 0.9  # of the memory, by default: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
 CONTEXT_BYTES = GIB  # what CUDA and its libraries take outside torch's allocator; an estimate, not measured
 # Bytes a weight takes against bf16, for saying what would fit.
@@ -88,7 +88,7 @@ def instruction_set(device: torch.device) -> str:
 
 
 def scope(device: torch.device) -> AbstractContextManager:
-    """In it, tensors are made on the device where nothing else is said; on a CPU it is free."""
+    """Make tensors on the device by default, within this context; on a CPU it costs nothing."""
     return nullcontext() if device.type == "cpu" else device
 
 
@@ -107,7 +107,7 @@ def check_weights(num_bytes: int, memory: Memory, utilization: float, quantizati
 
 
 def pool_blocks(memory: Memory, utilization: float, step_bytes: int, block_bytes: int, least: int) -> int:
-    """Returns the blocks that fit into this process's share beside what it has and a step's own `step_bytes`; other
+    """Return the blocks that fit into this process's share beside what it holds and a step's own `step_bytes`; other
     processes count only in what is free, so that two workers may share a GPU. ValueError where these are under
     `least`."""
     left = min(int(memory.total * utilization) - memory.ours, memory.free) - step_bytes

@@ -76,7 +76,7 @@ def _on_gpu(
     config: EngineConfig, spec: ModelSpec, device: torch.device, memory_for: GpuMemoryFor | None, make: MakeProposers
 ) -> EngineParts:
     """The pool gets what is left after the weights and one step of the largest kind."""
-    # What is loaded before the pool has its size serves the longest context that it could come to.
+    # What is loaded before the pool has its size serves the longest context that could fit.
     widest = resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
     model = load_model(widest, device)
     proposers = make(widest, model)

@@ -70,7 +70,7 @@ class DecodeGraphs:
         return StepShape(size * width, size * width, size, self._num_blocks)
 
     def _step(self, shape: StepShape) -> Callable[[], Outputs]:
-        """Every call makes its views anew: what the pool remembers of a step by its tensors is made anew too."""
+        """Make new views in every call: the pool's cache of a step, keyed by its tensors, is then built again too."""
         width = shape.num_tokens // shape.num_seqs
 
         def run() -> Outputs:

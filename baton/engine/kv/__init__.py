@@ -1,1 +1,1 @@
-"""The pool of KV blocks: who holds which, stored forms, the local prefix cache."""
+"""The pool of KV blocks: holders, stored forms, the local prefix cache."""

@@ -165,7 +165,7 @@ class Ledger:
         name is taken: these blocks then stay private. Raises LedgerError for blocks without a holder."""
         with self.lock:
             if any(self._words[block_id] < _WEIGHT[Holder.RUNNING] for block_id in block_ids):
-                raise LedgerError(f"seal of blocks {block_ids} that nobody holds")
+                raise LedgerError(f"seal of blocks {block_ids} that have no holder")
             if not self.cache.insert(spans, block_ids):
                 return False
             for block_id in block_ids:

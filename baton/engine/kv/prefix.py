@@ -60,7 +60,7 @@ class PrefixCache:
 
     def insert(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
         """Names a unit. False when the name is taken, or a block of it belongs to another unit already (a group's
-        choices share the full blocks before their first own token, which may lie inside a unit)."""
+        choices share the full blocks before their first own token, which may be inside a unit)."""
         if spans[-1] in self._units or any(block_id in self._unit_of for block_id in block_ids):
             return False
         unit = Unit(spans, block_ids)

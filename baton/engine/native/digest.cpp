@@ -10,7 +10,7 @@
 namespace {
 
 // From here on stores go around the caches: a line that is only written need not be read first (seen: 64 MiB in runs of
-// 2 MiB in 13 ms in place of 24), and nobody reads so much again before it has left the cache.
+// 2 MiB in 13 ms in place of 24), and 2 MiB are not read again before they have left the cache.
 constexpr int64_t kStreamBytes = 1 << 20;
 
 #ifdef __AVX512DQ__

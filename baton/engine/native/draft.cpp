@@ -1,5 +1,5 @@
 // The greedy guesses of a draft, several passes in one call: it reads what it lacks of each sequence, names the likeliest
-// next token, reads that, and so on. Guesses only: nothing that is answered hangs on a bit of this.
+// next token, reads that, and so on. Guesses only: no answer depends on a bit of this.
 #include "fused.h"
 
 namespace baton {
@@ -12,7 +12,7 @@ struct Draft {
   const void* norm;  // before the head
   const Linear* head;
   const void* table;  // [vocabulary][hidden_size] in the compute dtype; null: the rows of head's panels
-  // Of a layer that goes on from its target's hidden rows; null in a model of its own.
+  // Of a layer that reads its target's hidden rows; null in a model of its own.
   const Linear* project;
   const void *embedding_norm, *features_norm, *target_norm;
 };
@@ -20,13 +20,13 @@ struct Lack {
   int64_t num_tokens;  // to be read, at least one
   int64_t num_rows;    // whose KV is there once they are read
   int64_t position;    // of the first, as it is rotated
-  int64_t num_wanted;  // guesses, at most `width`: those behind them stand at no position of their own
+  int64_t num_wanted;  // guesses, at most `width`: those behind them have no position of their own
   const int64_t* block_ids;
 };
 
 // Row token_id of what the head multiplies by, out of its panels (linear.h).
 void unpack_row(const Linear& head, int64_t token_id, int64_t size, char* to) {
-  const int64_t width = head.kind == W_F32 ? 1 : 2;  // inputs that lie side by side
+  const int64_t width = head.kind == W_F32 ? 1 : 2;  // inputs that are side by side
   const uint32_t* words = (const uint32_t*)head.values + token_id / PANEL * (head.padded_in / width) * PANEL;
   for (int64_t i = 0; i < size / width; i++) std::memcpy(to + 4 * i, words + i * PANEL + token_id % PANEL, 4);
 }

@@ -1,4 +1,4 @@
-// How KV lies in a pool, and its rows as they are stored: the bytes that kv/stored_forms.py describes, read and written.
+// The layout of KV in a pool, and its rows as they are stored: the bytes that kv/stored_forms.py describes, read and written.
 
 #pragma once
 

@@ -39,8 +39,8 @@ class GroupLifecycle:
         self._quarantined: dict[Key, list[int]] = {}
 
     def happen(self, group: Group, event: GroupEvent, subject: Any = None) -> RequestEnded | None:
-        """Let one event happen to a group. `subject` is what the event brings, see the actions. Returns the group's end,
-        if this was it: the caller gives it out.
+        """Let one event happen to a group. `subject` is what the event brings, see the actions. Returns the group's
+        end, if this was it: the caller gives it out.
 
         What an action raises is raised, and the state stays: LookupError for what comes too late, Refusal, ValueError.
         """
@@ -58,7 +58,7 @@ class GroupLifecycle:
                 group.fetch_settled = True
 
     def holdings(self) -> list[tuple[Holder, list[int]]]:
-        """Return who holds which blocks, as the keys themselves have it: to compare with the ledger."""
+        """Return the holders of blocks by the keys' own records, to compare with the ledger."""
         held = [(Holder.QUARANTINED, block_ids) for block_ids in self._quarantined.values()]
         for group in self.groups.values():
             for seq in group.live:

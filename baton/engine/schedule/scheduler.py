@@ -28,8 +28,8 @@ from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
-_SHORT_STEPS = 4  # of which a chunk is made where tenants share: who comes waits for one
-_SEEN_S = 30.0  # for which a tenant counts as one of those who share
+_SHORT_STEPS = 4  # in a chunk while tenants share: a new request waits for one step
+_SEEN_S = 30.0  # a tenant counts as sharing for this long
 
 
 class Slice(NamedTuple):
@@ -118,7 +118,7 @@ class Scheduler:
                 batch.append(Slice(seq, num_computed, num_computed + 1))
 
     def _schedule_prefill(self, batch: list[Slice]) -> None:
-        """Prompts that are being read, and then those who wait, as far as the step has room: a tenant's turn at a time.
+        """Add prompts that are being read, then waiting ones, as far as the step has room: a tenant's turn at a time.
         Where tenants share, those who have saved turns have the step to themselves, if any of them can run, and all
         others take short ones, for a request may come meanwhile."""
         budget = self.config.max_num_batched_tokens - len(batch)
@@ -130,7 +130,7 @@ class Scheduler:
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
         if len(self._seen) > 1:
-            # They may lack blocks that others hold, and these would never give them back if they never went on.
+            # They may lack blocks that others hold, and these would never give them back if they never ran.
             if self._read({who: [*line] for who, line in lines.items() if self._turns.has_saved(who)}, budget, batch):
                 return
             budget = min(budget, self._short_step)

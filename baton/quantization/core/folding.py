@@ -1,5 +1,5 @@
 """Input channels made smaller without changing what a layer computes: x / s into W * s, the division folded into what
-produced x (a norm's weight, or the rows of v or up). This is what AWQ and SmoothQuant both stand on."""
+produced x (a norm's weight, or the rows of v or up). AWQ and SmoothQuant both build on it."""
 
 import torch
 from torch import Tensor

@@ -181,7 +181,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[int | None]], *, use_uvloop: b
     """Run `main(stop)` to its end and return its exit status (None is 0).
 
     The first SIGINT or SIGTERM sets `stop`: drain and return. The second one kills the process."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts lie in memory
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # prompts are in memory
     _raise_descriptors()
     loop_factory = None
     if use_uvloop:

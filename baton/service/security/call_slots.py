@@ -1,4 +1,5 @@
-"""Places for calls: how many may be open at once, by what is called and by whom, so that no caller fills those of others.
+"""Places for calls: how many may be open at once, by what is called and by whom, so that no caller fills those of
+others.
 
 A call holds its place from before its first message is read until it ends. Until that message has come it holds it
 weakly: where a caller's places are full, a new call takes the one of its oldest silent call. So silent calls
@@ -15,7 +16,7 @@ from urllib.parse import unquote
 from baton.fairness import has_room
 from baton.service.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded
 
-MAX_CALLS = 256  # of tenants, where nothing else is said
+MAX_CALLS = 256  # of tenants without a quota of their own
 FIRST_MESSAGE_S, SHORT_MESSAGE_S = 5.0, 2.0
 _INFERENCE = "/baton.v1.Inference/"
 _WATCH = "/grpc.health.v1.Health/Watch"
@@ -46,8 +47,8 @@ _OTHERS = _Kind(16)  # what operators ask, reflection
 class CallSlots:
     """Bound the open calls of one server. Belongs to its event loop.
 
-    `max_calls`: of all tenants together, to the methods of Inference. One tenant alone may have all of them; another that
-    comes gets its share even then."""
+    `max_calls`: of all tenants together, to the methods of Inference. One tenant alone may have all of them; another
+    that comes gets its share even then."""
 
     def __init__(self, max_calls: int = MAX_CALLS, quota_of: Callable[[str], int | None] = lambda tenant: None):
         """`quota_of(tenant)`: how many requests it may have at once; None: it has no quota."""
@@ -81,8 +82,8 @@ class CallSlots:
         return place
 
     def _watch(self, key: tuple[str, Caller], due_s: float, in_s: float | None = None) -> None:
-        """End those of its silent calls that are too old, when the oldest is. One timer for all of a kind and caller: one
-        for each call was a fifth of what a call costs here that says nothing."""
+        """End those of its silent calls that are too old, when the oldest is. One timer for all of a kind and caller:
+        one for each call was a fifth of what a call costs here that says nothing."""
         self._watched.add(key)
         asyncio.get_running_loop().call_later(due_s if in_s is None else in_s, self._end_late, key, due_s)
 

@@ -19,11 +19,9 @@ class Exposure:
         "PEM file with the authority that signs all certificates of the stack", None, metavar="FILE"
     )
     insecure: bool = option(
-        "listen beyond loopback without TLS or credentials; anybody who reaches a port may use it", False
+        "listen beyond loopback without TLS or credentials; anyone who reaches a port may use it", False
     )
-    open_admin: bool = option(
-        "serve --admin beyond loopback, as plain HTTP that anybody who reaches it may read", False
-    )
+    open_admin: bool = option("serve --admin beyond loopback, as plain HTTP that anyone who reaches it may read", False)
     admin_hosts: tuple[str, ...] = option(
         "host names, besides IP addresses and localhost, under which --admin may be reached", (), metavar="NAME,..."
     )

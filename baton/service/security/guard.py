@@ -1,9 +1,9 @@
 """Allow or refuse calls: one table for all servers, and the interceptor that enforces it and the bounds of
 call_slots.py.
 
-Nothing is allowed that does not stand in the table. A caller is a tenant by its credential, or has the roles of its
+Only what the table lists is allowed. A caller is a tenant by its credential, or has the roles of its
 certificate. A server with neither certificates nor credentials, which settings permit on loopback only, is open:
-everybody may call everything, and is the tenant `default`.
+any caller may call everything, as the tenant `default`.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def tenant() -> str:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """`credentials` None: there are certificates alone. `places`: how many calls may be open. `is_open`: everybody may
+    """`credentials` None: there are certificates alone. `places`: how many calls may be open. `is_open`: any caller may
     call everything. `num_denied` counts by (method, reason); a method that is not in the table counts as "other"."""
 
     def __init__(self, credentials: Credentials | None = None, places: CallSlots | None = None, is_open: bool = False):
@@ -122,7 +122,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return make(guarded, _readable(handler.request_deserializer), handler.response_serializer)
 
     async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> CallSlot:
-        """Aborts the call of who may not, and of who has too many open."""
+        """Return the slot of a call. Aborts the call if its caller lacks the role, or has too many calls open."""
         roles = frozenset() if self._is_open else roles_of(context.auth_context())
         names = roles | ({TENANT} if tenant else set())
         try:

@@ -1,5 +1,5 @@
-"""Pace the refusals of one tenant. Who asks again at once would have a server say nothing else: each call
-that is refused takes it about as long as a token of every stream, and delays those of others."""
+"""Pace the refusals of one tenant. A client that retries at once would fill a server with refusals: each takes it
+about as long as a token of every stream, and delays the tokens of others."""
 
 from asyncio import sleep
 from time import monotonic as now

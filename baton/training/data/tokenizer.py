@@ -20,7 +20,7 @@ CHAT_TEMPLATE = (
 )
 
 # Line breaks keep the indentation that follows, so "blank line, eight blanks" is one token; a word takes one leading
-# blank or sign (".join", "(self"); digits stand in threes.
+# blank or sign (".join", "(self"); digits are split in threes.
 _SPLIT = r"(?:\r?\n[ \t]*)+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]+(?=\S)|\s+"
 
 

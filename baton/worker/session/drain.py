@@ -1,7 +1,8 @@
 """Drain a worker: refuse what is new, let what runs end or move, let leases be taken or expire, close the sessions.
 
-asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► gone, or
-                                                                     with its KV                      anew in another role
+asked (SIGTERM, or Drain) ─► refuses ─► nothing runs │ grace over ─► what runs moves ─► sessions closed ─► exits, or
+                                                                     with its KV                      restarts in
+                                                                                                      another role
 """
 
 import asyncio

@@ -21,9 +21,9 @@ OK = Status(code_pb2.OK)
 CANCELLED = Status(code_pb2.CANCELLED, "CANCELLED", "cancelled")
 DEADLINE = Status(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "the budget of this request is used up")
 STREAM_LOST = Status(code_pb2.CANCELLED, "STREAM_LOST", "the session that it came through is lost")
-NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost and nobody resumed it")
-ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway goes on with this request")
-LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "nobody fetched the KV of this prompt in time")
+NOBODY_CAME = Status(code_pb2.CANCELLED, "STREAM_LOST", "its stream was lost and not resumed")
+ATTACHED = Status(code_pb2.ABORTED, "ATTACHED", "another gateway has taken this request over")
+LEASE_EXPIRED = Status(code_pb2.UNAVAILABLE, "LEASE_EXPIRED", "the KV of this prompt was not fetched in time")
 DRAINING = Status(code_pb2.UNAVAILABLE, "DRAINING", "this worker is shutting down")
 
 # By how a lease ends, in the source's words. One that was taken is no news: its taker's key has reported it.

@@ -40,7 +40,7 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
     if len(stop_token_ids) >= vocab_size:
         raise ValueError(f"stop_token_ids: all {vocab_size} of the vocabulary")
     if sampling.n != 1 and len(token_ids) != spec.num_prompt_tokens:
-        raise ValueError(f"n is {sampling.n}, but a sequence that goes on has one choice")
+        raise ValueError(f"n is {sampling.n}, but a continued sequence has one choice")
     if spec.max_tokens <= len(token_ids) - spec.num_prompt_tokens:
         raise ValueError(f"max_tokens is {spec.max_tokens}: nothing is left to produce")
     return Request(
@@ -151,8 +151,8 @@ def first_token_to_proto(first: FirstToken) -> pb.FirstToken:
 
 
 def first_tokens_of(firsts: Iterable[pb.FirstToken], num_choices: int, vocab_size: int) -> tuple[FirstToken, ...]:
-    """Return the first tokens of choices that continue. Raises ValueError for a token or choice that does not exist, and
-    for a choice given twice."""
+    """Return the first tokens of choices that continue. Raises ValueError for a token or choice that does not exist,
+    and for a choice given twice."""
     found = tuple(map(_first_token_of, firsts))
     choices = {first.choice for first in found}
     if len(choices) < len(found) or max(choices, default=0) >= num_choices:

@@ -1,4 +1,4 @@
-"""`baton bench` as a user runs it: what it writes, what it says, and what it refuses."""
+"""`baton bench` as a user runs it: its files, its messages, and its refusals."""
 
 import csv
 import json

@@ -238,7 +238,7 @@ def test_a_worker_imports_of_torch_what_torch_imports():
 
 
 def test_workers_share_the_cores(folder, monkeypatch):
-    """Of one `baton up`, those that were told no number: what the others leave."""
+    """Workers of one `baton up` without a number of threads divide the cores that are left."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 

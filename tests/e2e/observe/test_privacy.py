@@ -1,5 +1,5 @@
-"""What clients write and are answered stays between them and the model: a canary goes through every door and every
-ending, and nothing that an operator can look at shows it."""
+"""Prompts and answers stay between client and model: a canary is sent through every API and ending, and nothing that an
+operator can look at shows it."""
 
 import secrets
 import time

@@ -43,7 +43,8 @@ class PatientStack(Stack):
 
 @pytest.fixture(scope="module")
 def stack(run_stack):
-    """Two of each; the gateways share nothing but the workers, and wait for what these offer, however busy the machine."""
+    """Two of each; the gateways share nothing but the workers, and wait for what these offer, however busy the
+    machine."""
     options = {"options": OPTIONS, "gateway_options": GATEWAY_OPTIONS, "stack_class": PatientStack}
     with run_stack("recovery", num_prefill=2, num_decode=2, num_gateways=2, **options) as stack:
         yield stack
@@ -51,7 +52,7 @@ def stack(run_stack):
 
 @pytest.fixture(autouse=True)
 def whole_again(stack):
-    """Whoever a test has ended lives again, and nothing is held anywhere."""
+    """Restart the processes that a test ended, and check that nothing is held."""
     yield
     settle(stack)
 
@@ -115,7 +116,7 @@ def decoding_at(stack: Stack) -> list:
 
 
 def add(reply: Reply, messages) -> Reply:
-    """What a client has, and more."""
+    """Add messages to what a client has received."""
     for message in messages:
         choice = reply.choices.setdefault(message.index, Choice())
         choice.pieces.append(message.text)
@@ -271,7 +272,7 @@ def drain(*args: str) -> str:
 
 @pytest.mark.parametrize("is_all", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one", "all"])
 def test_workers_are_drained_under_load(stack, prompts, is_all):
-    """Of each role; streams are longer than the grace, so what runs moves. Nobody fails."""
+    """Workers of each role drain; streams are longer than the grace, so they move. No request fails."""
     with Load(stack, prompts) as load:
         for process in stack.workers:
             process.arm("engine.step=sleep:0.03")

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request is said at the door, with the field's name, before anything is allocated."""
+"""Every fault of a request is reported with the field's name, before anything is allocated."""
 
 import math
 import time

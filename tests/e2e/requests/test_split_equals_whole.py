@@ -45,7 +45,7 @@ def questions(prompts):
 
 @pytest.fixture(scope="module")
 def answers(engine, questions):
-    """Of the bare engine, one request at a time: choices by index, by name."""
+    """Return the answers of the bare engine, one request at a time: choices by index, by name."""
     found = {}
     for name, prompt_ids, sampling in questions:
         request = bare.make_request(name, prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, **sampling)

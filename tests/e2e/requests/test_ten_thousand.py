@@ -26,7 +26,7 @@ def busy_stack(run_stack):
 
 
 async def one(stub, rng: random.Random) -> str:
-    """How it ended: ok | cancelled | refused."""
+    """Run one request and return its end: ok | cancelled | refused."""
     prompt = [rng.randrange(10, 250) for _ in range(rng.choice((20, 64, 130, 300)))]
     request = make_request(
         prompt, temperature=0.0, max_tokens=rng.randint(1, 6), ignore_eos=True, n=rng.choice((1, 1, 2))

@@ -1,4 +1,4 @@
-"""What the client reads: text that is Detokenize of the tokens, stops, limits, endings, usage."""
+"""The text that a client reads: Detokenize of the tokens, stops, limits, endings, usage."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_a_stop_string_across_pieces(client, prompts):
 
 
 def test_half_a_stop_string_is_given_out_at_the_end(client, prompts):
-    """What was held back because a stop string might have begun comes out when the choice ends without it."""
+    """Text held back as a possible begin of a stop string is sent when the choice ends without it."""
     prompt_ids = prompts(30)
     free = answer(client, prompt_ids)
     reply = answer(client, prompt_ids, stop=[free.text[-3:] + "\x00never"])

@@ -33,7 +33,7 @@ def test_served_by_one_found_by_the_other(clients, prompts, redis_server):
 
 
 def _found(connection, first: Client, second: Client, prompt_ids) -> bool:
-    """Whether the second has found what the first has served; on a busy machine Redis may answer after its budget."""
+    """Return whether the second gateway finds what the first has served; a busy Redis may answer after its budget."""
     num_names = len(connection.keys("kv:*"))
     cold = first.generate(prompt_ids, temperature=0.0, max_tokens=4)
     assert cold.usage.cached_tokens == 0

@@ -1,4 +1,4 @@
-"""What a processor is known by, and what `dtype auto` comes to on it."""
+"""Recognize processors, and the dtype that `auto` selects on each."""
 
 import pytest
 

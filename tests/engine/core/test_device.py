@@ -1,4 +1,4 @@
-"""Where an engine computes, how much of a GPU its pool gets, and what it says where that cannot be."""
+"""Choose a device, a pool's part of a GPU, and the error where neither can be."""
 
 from dataclasses import replace
 

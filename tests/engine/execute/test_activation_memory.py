@@ -1,4 +1,4 @@
-"""What steps take is measured: it is nothing before the first, grows with the largest, and stays."""
+"""The memory of steps is measured: nothing before the first, it grows with the largest, and stays."""
 
 import pytest
 import torch

@@ -91,7 +91,7 @@ def test_graphs_compute_what_the_steps_do(tmp_path):
 
 
 def test_padding_repeats_the_shortest():
-    """Whatever a sequence of padding writes is what is there already."""
+    """A padding sequence writes the values that are there already."""
     inputs = StepInputs(torch.device("cpu"), StepShape(8, 8, 4, 3))
     seqs = [SeqSlice(0, 2, 40, torch.tensor([5, 6, 7])), SeqSlice(2, 2, 18, torch.tensor([8, 9]))]
     rows = torch.arange(4)

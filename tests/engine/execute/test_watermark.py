@@ -1,4 +1,4 @@
-"""What a step says of its layers while it computes: a prompt of one chunk can leave layer by layer."""
+"""A step reports its layers while it computes: a prompt of one chunk can leave layer by layer."""
 
 import pytest
 

@@ -11,7 +11,7 @@ SHARED_MEMORY = {"80": 166912, "90": 232448}  # bytes that a block may have on a
 
 
 def compiled(module: str, cache) -> dict[str, dict]:
-    """What a module of this folder compiles, each kernel within what a block may have."""
+    """Compile a module of this folder, and check that each kernel is within the limits of a block."""
     pytest.importorskip("triton")
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", f"tests.engine.kernels.{module}"]

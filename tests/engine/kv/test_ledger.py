@@ -17,7 +17,7 @@ def names(*values: int) -> tuple[bytes, ...]:
 
 
 class Model:
-    """What the holders think they hold, kept beside the ledger and compared with it after every operation."""
+    """A model of the holders, kept beside the ledger and compared with it after every operation."""
 
     def __init__(self, num_blocks: int, block_size: int, seed: int):
         self.ledger = Ledger(num_blocks, block_size)
@@ -180,7 +180,7 @@ def test_giving_back_what_is_not_held_is_an_error():
         ledger.release(block_ids, Holder.RUNNING)
     with pytest.raises(LedgerError, match="free block"):
         ledger.share(block_ids, Holder.RUNNING)
-    with pytest.raises(LedgerError, match="nobody holds"):
+    with pytest.raises(LedgerError, match="have no holder"):
         ledger.seal(names(1), tuple(block_ids))
     ledger.check_integrity()
 

@@ -32,7 +32,7 @@ def rows_of(seed: int, head_dim: int = 64) -> torch.Tensor:
 
 
 def by_hand(form: str, x: np.ndarray) -> np.ndarray:
-    """What a form holds of x [rows, head_dim], written down a second time in numpy."""
+    """Return x [rows, head_dim] as a form stores it, written a second time in numpy."""
     if form in ("int8", "int4"):
         low, levels = (x.min(1, keepdims=True), 15) if form == "int4" else (np.zeros((len(x), 1), np.float32), 127)
         reach = x.max(1, keepdims=True) - low if form == "int4" else np.abs(x).max(1, keepdims=True)

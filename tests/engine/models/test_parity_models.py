@@ -116,7 +116,7 @@ def test_sharded_equals_single(tmp_path):
 
 
 def test_dynamic_beyond_the_original_context(tmp_path):
-    """Where it is well defined: a prompt within the original context, decoded past it token by token."""
+    """The well-defined case: a prompt within the original context, decoded past it token by token."""
     reference = make_folder(tmp_path, "llama-dynamic", max_position_embeddings=64)
     model = load_model(EngineConfig(tmp_path))
     assert model.spec.context == 128

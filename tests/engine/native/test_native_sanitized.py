@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(2700)]
 
 @pytest.fixture(scope="module")
 def env():
-    """Of a process that loads kernels with sanitizers."""
+    """Return the environment of a process that loads kernels with sanitizers."""
     from tests.support.engine import sanitized
 
     found = subprocess.run([sys.executable, "-c", BUILD], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -37,7 +37,7 @@ PATHS = {  # as an admitted or offered key, and where there is one as a prefill 
 
 
 class Bench:
-    """What decides of groups, without a model; `group` is the one that events happen to."""
+    """The lifecycle of groups without a model; `group` is the one that receives the events."""
 
     def __init__(self):
         config = EngineConfig(model="m", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=512)
@@ -156,7 +156,7 @@ def test_state_is_set_in_one_place():
 
 
 def test_commands_of_a_new_key():
-    """What the loop is posted: Enter for a prompt to be read, Start for one that was fetched."""
+    """The loop receives Enter for a prompt to be read, Start for one that was fetched."""
     for path, kind in ((WAIT_HERE[:2], Enter), ((E.ADMIT, E.SET_ASIDE, E.VERIFY, E.START), Start)):
         bench = Bench()
         for event in path:

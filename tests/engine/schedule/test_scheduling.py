@@ -162,7 +162,7 @@ def test_an_engine_takes_what_it_can_end_and_nothing_longer(num_choices):
 
 
 def test_a_held_prefill_takes_any_prompt_that_it_can_read():
-    """What comes behind the first token is its taker's matter: how long, and how many choices."""
+    """Its length and choices behind the first token concern its taker alone."""
     engine = toy_engine(max_model_len=80, num_blocks=5)
     request = make_request("a", prompt(79), max_tokens=400, n=3)
     engine.admission.accept(request)

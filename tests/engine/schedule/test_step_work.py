@@ -1,4 +1,4 @@
-"""What steps come to: counted from their slices, over whole seconds."""
+"""Count the work of steps from their slices, over whole seconds."""
 
 from types import SimpleNamespace
 

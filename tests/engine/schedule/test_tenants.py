@@ -95,7 +95,7 @@ def test_prompts_are_read_by_turns():
 
 
 def test_who_comes_waits_for_a_short_step_and_is_read_in_one_piece():
-    """Where tenants share: a step that reads for one who has had its turns is a quarter of a whole one."""
+    """While tenants share, a step for one without saved turns reads a quarter of a whole chunk."""
     engine, records = toy_engine(max_num_seqs=8, num_blocks=128, max_num_batched_tokens=512), Collector()
     sizes = engine.runner.model.batch_sizes
     run(engine, [of(QUIET, "q0", 40)], records)
@@ -186,7 +186,7 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
 
 
 def test_promises_leave_a_few_blocks_for_whoever_comes():
-    """What is admitted and not there yet cannot park."""
+    """A request that is admitted but has no blocks yet cannot park."""
     engine = toy_engine(max_num_seqs=16, num_blocks=64, max_model_len=256)
     for i in range(20):
         try:

@@ -1,4 +1,4 @@
-"""How wide to draft, by a clock of our own: it finds what pays, keeps off what does not, and seldom tries again."""
+"""Choose draft widths by a simulated clock: find what pays, turn off what does not, and retry seldom."""
 
 import random
 
@@ -168,7 +168,7 @@ def test_what_is_to_be_read_first_is_part_of_the_price():
 
 
 def test_widths_grow_step_by_step():
-    """Of a width far beyond those that were measured nothing is said."""
+    """Nothing is predicted for a width far beyond those that were measured."""
     controller, widest = Controller(), 0
     own = AcceptanceRate()
     for _ in range(60):

@@ -90,7 +90,7 @@ def sample(folders, options: dict, num_samples: int, first_seed: int) -> tuple[t
 
 
 def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
-    """Of Pearson's statistic; cells that expect little are one cell."""
+    """Return the p-value of Pearson's statistic; cells that expect little are merged."""
     counts, expected = counts.reshape(-1).double(), law.reshape(-1) * counts.sum()
     assert not counts[expected == 0].any(), "a token that filters exclude was drawn"
     rare = expected < MIN_EXPECTED
@@ -102,8 +102,9 @@ def p_value(counts: torch.Tensor, law: torch.Tensor) -> float:
 
 
 def check_law(folders, name: str, num_samples: int) -> None:
-    """Each token alone, the last two, and all three. A value below 1e-4 comes by chance once in 300 runs of all settings
-    (seen: min_p, the second token, 8e-5); it counts when a second, independent draw is below 1e-2 there too."""
+    """Each token alone, the last two, and all three. A value below 1e-4 comes by chance once in 300 runs of all
+    settings (seen: min_p, the second token, 8e-5); it counts when a second, independent draw is below 1e-2 there
+    too."""
     options = SETTINGS[name]
     law = exact(folders[0], options)
     first = p_values(folders, options, law, num_samples, 1000)

@@ -1,4 +1,4 @@
-"""What a proposer is told, which ones an engine runs, and what does not fit: one line, before any request."""
+"""Inputs of proposers, the choice of them, and the one line that refuses an unfit one before any request."""
 
 import json
 import random
@@ -129,7 +129,7 @@ def test_guesses_that_were_not_verified_are_judged_by_what_came():
 
 
 def test_a_draft_without_room_proposes_nothing(folders):
-    """Where its pool is full a sequence decodes plainly."""
+    """A sequence decodes plainly while the draft's pool is full."""
     target, draft = folders
     requests = mixed(20, max_tokens=30, seed=9)
     plain, records = Collector(), Collector()

@@ -79,7 +79,7 @@ def test_an_order_that_fills_no_groups(gptq):
 
 
 def test_a_symmetric_config_with_zero_points(tmp_path):
-    """Which is also what a version 2 file looks like when it calls itself version 1."""
+    """A version 2 file that calls itself version 1 looks like this, too."""
     published.dense_folder(tmp_path)
     published.write_gptq(tmp_path, version="gptq_v2")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]

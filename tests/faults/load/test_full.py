@@ -1,7 +1,7 @@
 """E9, G5, G7: disks and memory that are full while processes run, and when they start.
 
-A full disk is a limit on the size of files here: every write fails as it does when no space is left, without root and in
-any container. Redis with `appendfsync always` ends itself over it, with `everysec` it refuses writes.
+A full disk is a limit on the size of files here: every write fails as it does when no space is left, without root and
+in any container. Redis with `appendfsync always` ends itself over it, with `everysec` it refuses writes.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ async def test_no_log_can_be_written(case):
 @pytest.mark.faults
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_no_memory_is_left(case, role):
-    """What a worker has mapped stays; it gets no more. Its requests end there, or it does: the other one answers."""
+    """A worker keeps its mapped memory and gets no more. Its requests end, or the process does; the other worker
+    answers."""
     allowed = ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")
     async with case(f"G5 {role}", "answered, or a typed end; nobody else notices", allowed) as c:
         c.known_words = ("Traceback",)

@@ -123,7 +123,7 @@ async def test_every_order_of_starts(make_world):
 
 
 def kv_edge(world: World) -> FaultProxy:
-    """What takers find at the advertised host of the prefill worker: a proxy on the same port of another address."""
+    """Put a proxy at the advertised host of the prefill worker: on the same port of another address."""
     hello = world.probes["prefill0"].hello
     (endpoint,) = [endpoint for endpoint in hello.endpoints if endpoint.transport == "tcp"]
     host, port = endpoint.address.rsplit(":", 1)

@@ -44,7 +44,7 @@ async def test_a_short_freeze_moves_nothing(case):
 
 @pytest.mark.long
 async def test_a_prefill_worker_freezes_in_mid_transfer_beyond_its_lease(case, tcp_world):
-    """What it would still have sent when it wakes finds its lease gone, and the blocks somebody else's."""
+    """Its late sends find the lease gone, and the blocks in other use."""
     async with case("B3", NOBODY_NOTICES, world=tcp_world) as c:
         c.arm_one(c.stack.prefill, "engine.step=sleep:0.1, transfer.ready=freeze@2")
         asks = c.ask_many(2, 500)

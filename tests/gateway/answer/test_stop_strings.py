@@ -36,7 +36,7 @@ def test_the_one_that_is_complete_first():
 @settings(max_examples=1000, deadline=None)
 @given(st.text("aé🙂", max_size=30), st.lists(st.text("aé🙂", min_size=1, max_size=6), max_size=5), st.data())
 def test_as_the_naive_search_in_whatever_pieces(text, stops, data):
-    """What comes out after each piece too: no character is held back that no stop string can claim."""
+    """The output after each piece agrees, too: no character is held back that no stop string can claim."""
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     matcher, seen, out = StopMatcher(StopStrings(stops)), "", ""
     for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):

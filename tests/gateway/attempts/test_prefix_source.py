@@ -15,7 +15,7 @@ NUM_PREFIX = 256  # whole spans of the prompt with something left to compute
 
 
 def test_tokens_in_place_of_an_offer():
-    """What nobody has asked for is a no."""
+    """Tokens that arrive without an offer are answered with no source."""
     said = []
     source = prefix_source.PrefixSource(lambda sources, holder: said.append((sources, holder)))
     source.add(None, 0, 0, [1], [], 0)

@@ -34,7 +34,7 @@ def fleet(num: int, split: str = "always", transports=("tcp",)) -> Registry:
 
 
 def held(num_spans: dict[bytes, int]) -> Matches:
-    """What an index would say."""
+    """Return the matches of an index with these spans."""
     workers = dict(enumerate(num_spans))
     longest = max(num_spans.values(), default=0)
     bits = (sum(1 << i for i, id in workers.items() if num_spans[id] > at) for at in range(longest))

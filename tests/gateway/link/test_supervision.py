@@ -1,4 +1,4 @@
-"""Whatever becomes of a gateway's tasks, it goes on serving: each is killed, three times."""
+"""A gateway keeps serving while each of its tasks is killed, three times."""
 
 import asyncio
 import logging

@@ -116,7 +116,7 @@ async def test_a_probe_is_one_request(cluster):
 
 
 async def test_a_new_worker_gets_one_request_first(cluster):
-    """Where others are proven; a stack whose workers are all new begins with all of them."""
+    """Only beside proven workers; a stack of new ones starts with all of them."""
     async with cluster(0, 2) as c:
         for worker in c.decode:
             worker.hold("decode")
@@ -211,7 +211,7 @@ def test_pauses_double_up_to_a_minute():
 
 @given(st.lists(st.tuples(st.sampled_from(["work", "failure"]), st.floats(0, 5), st.floats(0, 5)), max_size=60))
 def test_it_is_never_shut_for_good(steps):
-    """Whatever happens, a minute later it takes a request, and work done then closes it."""
+    """After any sequence of events a worker takes a request a minute later, and work done then closes the breaker."""
     breaker, at = WorkerBreaker(), 0.0
     for kind, passed_s, age_s in steps:
         at += passed_s

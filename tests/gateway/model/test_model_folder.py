@@ -1,4 +1,4 @@
-"""What stands in a model's small files is checked at the start: one line that names the file and the value."""
+"""The small files of a model are checked at the start: one line names the file and the value."""
 
 import json
 

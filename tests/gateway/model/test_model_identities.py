@@ -1,4 +1,4 @@
-"""Which model is served is the operator's word, or that of workers that he has named: never that of whoever registers
+"""The operator names the served model, or workers that he lists: never the worker that registers first.
 first."""
 
 import hashlib

@@ -46,19 +46,19 @@ def test_an_answer_is_told_alike():
 
 
 class Watch:
-    """What is told of requests: their spans and their log lines."""
+    """The spans and log lines of requests."""
 
     def __init__(self, receiver: Receiver, caplog):
         self.receiver, self._caplog = receiver, caplog
 
     def spans(self) -> dict:
-        """Of the one trace there is; the root by that name."""
+        """Return the spans of the one trace there is; the root by that name."""
         assert telemetry.flush()
         spans = self.receiver.wait_for(lambda spans: any(not span.parent_id for span in spans))
         return {span.name if span.parent_id else "root": span for span in spans}
 
     def line(self) -> dict[str, str]:
-        """Of the last request."""
+        """Return the log line of the last request."""
         texts = [record.getMessage() for record in self._caplog.records]
         text = next(text for text in reversed(texts) if text.startswith("request ended "))
         return dict(re.findall(r"(\w+)=(\S+)", text))

@@ -1,4 +1,4 @@
-"""What the gateway counts, by whatever way a request ends; and that the page is one that Prometheus reads."""
+"""Counters of the gateway for every ending of a request; and its page as Prometheus reads it."""
 
 import asyncio
 from collections import Counter

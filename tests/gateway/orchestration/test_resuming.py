@@ -254,7 +254,7 @@ async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
 
 
 async def test_a_failure_is_no_storm(cluster):
-    """What fails everywhere is tried again as often as the budget allows, and no more."""
+    """A request that fails everywhere is retried as often as the budget allows, and no more."""
     async with cluster(num_prefill=2) as c:
         c.gateway._pipeline.retry_budget._retries = 3.0
         c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")] * 1000

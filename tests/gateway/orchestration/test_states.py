@@ -34,7 +34,7 @@ LIVE = [state for state in RequestState if state is not RequestState.ENDED]
 
 
 def message_of(event: RequestEvent):
-    """What comes with the event, as a worker would say it."""
+    """Return the message of a worker with this event."""
     first = pb.FirstToken(choice=0, token_id=EXPECTED[0])
     return {
         RequestEvent.GRANTED: pb.Granted(),
@@ -132,7 +132,8 @@ def test_the_table_is_whole():
 
 
 def test_what_raises_may_end():
-    """An action whose docstring says that it raises is in no cell that cannot lead to the end, and the other way round."""
+    """An action whose docstring says that it raises is in no cell that cannot lead to the end, and the other way
+    round."""
     for (state, event), cell in TABLE.items():
         if cell.action not in (end_answered, await_report, ignore):
             assert ("Raises" in cell.action.__doc__) == (RequestState.ENDED in cell.states), (state, event)

@@ -106,7 +106,7 @@ async def test_a_request_that_nobody_can_hold_is_told_at_once(cluster):
 
 
 async def test_choices_need_blocks(cluster):
-    """Of 16 tokens each; the prompt fills 31 of 32 and a bit."""
+    """Choices of 16 tokens each; the prompt fills 31 of 32 blocks and a part of one."""
     async with cluster(0, (512, 512)) as c:
         prompt = (PROMPT * 10)[:497]
         for worker, num_blocks in zip(c.decode, (32, 40), strict=True):
@@ -136,7 +136,7 @@ async def test_a_prompt_about_as_long_as_the_prefill_worker(cluster, split, num_
 
 @pytest.mark.parametrize("split", ["auto", "always"])
 async def test_a_prefill_worker_that_refuses_it_for_its_length_is_not_waited_for(cluster, split):
-    """Whatever it has said of itself: the decode worker reads the prompt alone, in no line."""
+    """Independent of the length that it reported: the decode worker reads the prompt alone, without waiting in line."""
     prompt = [10 + i % 300 for i in range(600)]
     async with cluster(2, 1, split=split) as c:
         for worker in c.prefill:

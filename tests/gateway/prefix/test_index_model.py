@@ -1,4 +1,5 @@
-"""The index against a model of who holds what: whatever happens, it comes to say the truth again, and says nothing else.
+"""The index against a model of who holds what: whatever happens, it comes to say the truth again, and says nothing
+else.
 
 Redis and the clock are the test's own, so that hours pass in a second; tests/gateway/prefix/test_redis_index.py has a
 real one.
@@ -32,7 +33,7 @@ class Clock:
 
 
 class Memory:
-    """What one Redis holds: (value, when it is over)."""
+    """The contents of one Redis: (value, when it expires)."""
 
     def __init__(self, clock: Clock):
         self._clock, self._data = clock, {}
@@ -128,7 +129,7 @@ class Batch:
 
 
 class Worker:
-    """What it holds, and the sessions to which it tells that."""
+    """A worker's blocks, and the sessions that it reports them to."""
 
     def __init__(self, number: int):
         self.id = b"%024d" % number

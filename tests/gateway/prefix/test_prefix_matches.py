@@ -1,4 +1,4 @@
-"""Who holds how much of a prompt, as bits."""
+"""Matches of a prompt's spans on workers, as bits."""
 
 import random
 

@@ -73,7 +73,7 @@ def serve(line: WaitingLine, places: list) -> str:
 
 
 def test_tenants_take_turns():
-    """Whatever one has waiting, and however urgent it says that is."""
+    """The order does not depend on how much a tenant has waiting, or on its priorities."""
     line = WaitingLine(1000)
     places = [line.join(of("flood", num_tokens=600, priority=10), lambda: None) for _ in range(20)]
     places += [line.join(of("quiet", received=5.0, num_tokens=600), lambda: None) for _ in range(3)]

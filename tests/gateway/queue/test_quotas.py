@@ -83,8 +83,8 @@ OPERATIONS = st.one_of(
 @settings(deadline=None)
 @given(st.lists(OPERATIONS, max_size=120))
 def test_all_that_is_reserved_is_settled_once(operations):
-    """Whatever comes in whatever order, some of it twice: what runs and what is taken is what the requests that have
-    not ended hold, and no tenant gets more than its burst, its rate and one request."""
+    """In any order of operations, some of them twice: the counts equal what open requests hold, and no tenant gets more
+    than its burst, its rate and one request."""
     table = {"a": Quota(100.0, 500.0, 16), "b": Quota(50.0, 50.0), "c": Quota(concurrent_requests=9)}
     quotas, at = Quotas(table), 0.0
     running, used = [], dict.fromkeys(TENANTS, 0)

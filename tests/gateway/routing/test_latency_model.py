@@ -64,7 +64,7 @@ def test_what_a_worker_has_not_shown_the_fleet_has():
 
 
 def test_chance_makes_no_worker_slow():
-    """Of two hundred alike, seen five times each, none looks as if it took half or twice as long."""
+    """Two hundred equal workers, measured five times each: none appears to take half or twice as long."""
     rng, fleet = random.Random(0), WorkerRates()
     workers = [WorkerRates(fleet) for _ in range(200)]
     for i in range(1000):

@@ -287,7 +287,7 @@ def workers(prefix: str, least: int):
 
 
 def pair_s(ask: RoutingRequest, source: Candidate, taker: Candidate, holders: list[Candidate]) -> float:
-    """What one pair costs, by itself."""
+    """Return the cost of one pair by itself."""
     reading = routing._reading_there(ask, source, holders)
     at_taker_s = routing._writing_s(ask, taker) + routing._unhidden_s(ask, reading, taker)
     return reading.cost_s + at_taker_s + routing._HOP_S

@@ -1,4 +1,4 @@
-"""Whoever stands where Redis should, and whatever it says: a call fails within its time and takes next to no memory."""
+"""A call to Redis fails within its time and takes little memory, with any server or answer behind the address."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,8 @@ ANSWERS = [
 
 
 class FakeRedis:
-    """Answers every call with `head`, and `body` after a pause; an endless one again and again, as long as it is read."""
+    """Answers every call with `head`, and `body` after a pause; an endless one again and again, as long as it is
+    read."""
 
     def __init__(self, head: bytes, body: bytes = b"", is_endless: bool = False, pause_s: float = 0.0):
         self._head, self._body, self._is_endless, self._pause_s = head, body, is_endless, pause_s

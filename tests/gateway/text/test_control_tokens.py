@@ -72,7 +72,7 @@ def test_thousands_of_control_tokens_cost_what_a_dozen_do(few, many, word):
 
 
 def test_the_cost_grows_with_the_text_alone(few):
-    """Of a conversation of control tokens: four times the messages took 27 times as long once."""
+    """A conversation of control tokens with four times the messages once took 27 times as long."""
     template = ChatTemplate("{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}", {})
     rendered = {n: template.render_spans([ChatMessage("user", "<|user|>")] * n) for n in (1000, 8000)}
     assert len(rendered[8000].spans) == 8000

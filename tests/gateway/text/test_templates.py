@@ -96,7 +96,7 @@ def test_a_token_across_the_border_of_a_content():
 
 
 def test_a_template_that_moves_content_about():
-    """What cannot be told apart is refused, not guessed."""
+    """An ambiguous case is refused, not guessed."""
     template = ChatTemplate("{% for m in messages %}{{ m['content'] | length }}{{ m['content'] }}{% endfor %}", {})
     rendered = template.render_spans(messages([("user", "<|end|>")]))
     assert rendered.spans is None

@@ -92,7 +92,7 @@ class SilentLine:
 
 @pytest.mark.parametrize("silent_s, num_places", [(-1.0, connections.MAX_SILENT), (1e9, connections.MAX_PENDING)])
 async def test_the_oldest_stranger_goes(monkeypatch, silent_s, num_places):
-    """Of those who have been silent for a while there are few; a burst is let in."""
+    """Few connections stay silent for long; a burst is accepted."""
     monkeypatch.setattr(connections, "SILENT_S", silent_s)
     places, lines = connections.Connections(), [SilentLine() for _ in range(num_places + 2)]
     for line in lines:

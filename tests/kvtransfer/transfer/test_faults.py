@@ -1,5 +1,5 @@
-"""Whatever befalls a line: every fetch ends, with a name; no wrong KV is ever verified; all leases end; the next request
-goes through. Alike workers and unlike ones."""
+"""After any fault of a line every fetch ends, with a name; no wrong KV is ever verified; all leases end; the next
+request succeeds. For equal and unequal workers."""
 
 import asyncio
 import random
@@ -70,7 +70,7 @@ class Faulty:
         return self.plan.point in ("ready", "confirm")
 
     async def fetch(self, key, plan: Plan | None, within_s: float = 1.0) -> tuple[str, list[Destination]]:
-        """How one request ends, and what was verified of it."""
+        """Run one request, and return its end and the verified destinations."""
         cluster, self.plan = self.cluster, plan
         for rank in cluster.takers:
             rank.memory.blocks[:] = 0

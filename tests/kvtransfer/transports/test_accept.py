@@ -1,4 +1,4 @@
-"""Whoever cannot be taken on keeps nobody else out."""
+"""A connection that cannot be accepted does not block others."""
 
 import asyncio
 import socket

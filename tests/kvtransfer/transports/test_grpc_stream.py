@@ -1,4 +1,4 @@
-"""What is particular to the gRPC stream: a peer that reads no more, messages of any cut, no server behind the port."""
+"""Cases of the gRPC stream alone: a peer that reads no more, messages of any cut, no server behind the port."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""What is particular to shared memory: its sockets, its mappings, its folder."""
+"""Cases of shared memory alone: its sockets, its mappings, its folder."""
 
 import asyncio
 import time

@@ -67,7 +67,7 @@ def test_a_pool_in_device_memory_takes_what_moves_it():
 
 
 def test_capabilities():
-    """What each promises, said once; the suite above is what holds them to it."""
+    """The capabilities of each transport; the suite above holds them to these."""
     table = {can.name: (can.same_host, can.same_process, can.source_sends, can.memory) for can in CAPABILITIES.values()}
     assert table == {
         "inproc": (True, True, False, ("host",)), "cuda_ipc": (True, False, False, ("device",)),

@@ -184,7 +184,7 @@ class Chaos:
 
 @pytest.mark.parametrize("every", (4, 16))
 def test_accidents_never_let_wrong_bytes_through(name, every, small_ranges, monkeypatch):
-    """What was verified is what the source holds, every lease ends, and a healthy request behind it succeeds."""
+    """Verified bytes equal the source's, every lease ends, and a healthy request behind it succeeds."""
     monkeypatch.setattr("kvtransfer.transfer.fetcher._PAUSES_S", (0.001, 0.001))
 
     async def main():

@@ -95,7 +95,7 @@ def test_source_refuses_bad_offers(name):
 
 
 def _say(*frames):
-    """What a hostile taker sends instead of a dialogue."""
+    """Return the encoded frames of a hostile taker."""
     return [wire.encode_frame(frame) for frame in frames]
 
 
@@ -141,7 +141,7 @@ def test_noise_on_the_line(name, noise):
 
 @pytest.mark.parametrize("name", ("cuda_ipc", "shm", "tcp", "grpc"))
 def test_half_closed_before_a_word(name):
-    """Whoever connects, says nothing and closes his half costs a line, not a wait."""
+    """A peer that connects and closes its half without a frame costs a line, not a wait."""
 
     async def main():
         async with running(name) as rig:

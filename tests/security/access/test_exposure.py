@@ -1,4 +1,5 @@
-"""What a process refuses to start with: an open port beyond loopback, or half of a protection. One line each."""
+"""Settings that a process refuses to start with: an open port beyond loopback, or half of a protection. One line
+each."""
 
 import subprocess
 import sys

@@ -37,8 +37,8 @@ def test_the_table_in_the_docs():
 
 
 async def ask(channel: grpc.aio.Channel, path: str, metadata=(), num_messages: int = 0) -> grpc.StatusCode:
-    """What comes of a call with so many empty messages and nothing more to come. The channel's side is always a
-    stream, so a method of one message that gets none would wait for it, were it served."""
+    """Call a method with that many empty messages, and return its status. The channel's side is always a stream, so a
+    method of one message that gets none would wait for it if it were served."""
     try:
         call = channel.stream_stream(path)(timeout=10, metadata=metadata)
         for _ in range(num_messages):

@@ -1,4 +1,4 @@
-"""What one tenant has cached is no other's, and who a tenant is comes from the credential alone (S6, S7). Workers are
+"""A tenant's cache is separate from all others', and the credential alone names the tenant (S6, S7). Workers are
 stand-ins that keep names of spans as real ones do; test_probe.py asks real ones."""
 
 import asyncio
@@ -154,7 +154,7 @@ def test_only_full_spans_of_a_public_prompt_are_public(num_public):
 
 
 def test_a_public_span_in_another_place_is_private():
-    """What counts is the chain from the prompt's beginning."""
+    """A span is named by the chain from the prompt's beginning."""
     made = names([PROMPT[:128]])
     moved = [7, *PROMPT]
     acme, globex = (made.spans(tenant, moved).hashes for tenant in TENANTS)

@@ -149,7 +149,7 @@ def test_old_versions_of_tls_are_refused(installation):
 
 
 def serial_of(address: str, access: Access) -> int:
-    """Of the certificate that the server shows to a new connection."""
+    """Return the serial number of the certificate that the server shows to a new connection."""
     context = ssl.create_default_context(cafile=access.tls_ca)
     context.load_cert_chain(access.tls_cert, access.tls_key)
     context.set_alpn_protocols(["h2"])

@@ -1,4 +1,5 @@
-"""Model folders that somebody prepared (H13): each is refused in one line that names the file, and nothing in it runs."""
+"""Model folders that somebody prepared (H13): each is refused in one line that names the file, and nothing in it
+runs."""
 
 import json
 import os
@@ -19,7 +20,7 @@ from tests.support.engine.folders import make_folder
 
 
 class Bomb:
-    """What unpickling it would do."""
+    """A class with a side effect when it is unpickled."""
 
     def __init__(self, marker: Path):
         self.marker = marker

@@ -1,5 +1,5 @@
-"""Whatever number stands in a field, the request is refused by that field's name or every number of it is in range (H1,
-H2); and whatever a worker's session says, it ends that session at most. tests/faults/fuzz.py feeds the other doors."""
+"""With any number in a field the request is refused by that field's name, or every number of it is in range (H1, H2);
+and a worker's session with any content ends that session at most. tests/faults/fuzz.py feeds the other inputs."""
 
 import asyncio
 import math

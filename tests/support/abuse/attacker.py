@@ -1,5 +1,6 @@
-"""An attacker, in a process of its own: python -m tests.support.abuse.attacker. Takes orders as lines of JSON, says `held` when
-everything is sent, and `ended` with the answers it has counted once it was asked to let go. Only to 127.0.0.1.
+"""An attacker, in a process of its own: python -m tests.support.abuse.attacker. Takes orders as lines of JSON, says
+`held` when everything is sent, and `ended` with the answers it has counted once it was asked to let go. Only to
+127.0.0.1.
 """
 
 import asyncio
@@ -128,7 +129,7 @@ class Attack:
                 return None
 
     async def _call(self, line: Line, number: int) -> bool:
-        """Whether there was room for its message; for another's there is none either."""
+        """Return whether its message was sent; without room for one there is none for another."""
         call = line.speaker.call(number)
         line.say(call.head)
         for frame in call.body:

@@ -1,4 +1,4 @@
-"""What is tried against every port, as data: a line an abuse, a line a port, and the methods behind each port.
+"""Attacks on every port, as data: a line an abuse, a line a port, and the methods behind each port.
 
 An abuse says how the attacker opens its connections, what it sends of each call, and how it goes; attacker.py does it
 in the words of the port (`speaks`, words.py). A row that makes no sense in those words is not tried there (`not_in`).
@@ -67,7 +67,7 @@ ABUSES = {
 
 
 class Caller(NamedTuple):
-    """Who attacks. `certificate`: of which role; `key`: of the tenant that floods; `calls`: gets as far as a call."""
+    """An attacker. `certificate`: its role; `key`: that of the flooding tenant; `calls`: it reaches a call."""
 
     name: str
     certificate: str | None = None
@@ -197,7 +197,8 @@ def cells(with_twins: bool = True) -> list[Cell]:
 
 
 def _cell(port: Port, abuse: Abuse, caller: Caller) -> Cell | None:
-    """Who gets no connection makes no call: one abuse represents all of those."""
+    """Return the cell of an attack, or None: a caller without a connection makes no call, so one abuse represents all
+    of those."""
     if abuse.head == "none":
         return Cell(port, abuse, caller, port.methods[:1])
     if caller.calls:

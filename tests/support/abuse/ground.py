@@ -1,4 +1,4 @@
-"""Where the attacks happen: one stack with TLS, certificates by role and two tenants, and processes that attack it."""
+"""The stack under attack: one with TLS, certificates by role and two tenants, and processes that attack it."""
 
 import asyncio
 import json
@@ -167,7 +167,7 @@ class Attackers:
             await self._said(process, "held")
 
     async def let_go(self) -> Counter[str]:
-        """What was answered."""
+        """End the attack, and return counts of its outcomes."""
         outcomes: Counter[str] = Counter()
         for process in self._processes:
             process.stdin.write(b"{}\n")
@@ -195,8 +195,8 @@ def _descriptors(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What came of one cell. `ratio`: the tenant's worst time over its time alone, of that of its calls (`part`) where it is
-    the largest."""
+    """Results of one cell. `ratio`: the tenant's worst time over its time alone, of that of its calls (`part`) where it
+    is the largest."""
 
     cell: Cell
     part: str
@@ -211,8 +211,8 @@ class Seen:
 
 
 async def attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
-    """The canary sings all along, and at least twice while the attack is at its height. What fails is tried once more: what
-    locks out does so again and what leaks leaks again, while an allocator keeps what it has needed once, and a
+    """The canary sings all along, and at least twice while the attack is at its height. What fails is tried once more:
+    what locks out does so again and what leaks leaks again, while an allocator keeps what it has needed once, and a
     machine that was frozen for seconds ended sessions by itself. No process is ever gone, and none logs a fault."""
     num_complaints = len(ground.stack.complaints())
     seen = await _attacked(ground, attackers, cell, count)

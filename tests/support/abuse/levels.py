@@ -1,4 +1,4 @@
-"""What a process holds: memory of its own and descriptors; and the wait until it holds no more than before."""
+"""Measure what processes hold: memory of their own and descriptors; and wait until it falls to the level before."""
 
 import os
 import re
@@ -22,7 +22,7 @@ class Level(NamedTuple):
 
 
 class Stayed(NamedTuple):
-    """What was not given back: the most of any process, and faults in words."""
+    """The most that any process did not give back, and faults in words."""
 
     mib: float
     faults: list[str]

@@ -1,4 +1,4 @@
-"""What an attacker says in the words of a port: bytes that open a connection, make a call, cancel it, or only cost.
+"""Bytes of an attacker in the protocol of a port: open a connection, make a call, cancel it, or only cost time.
 
 Each speaker also hears: it counts what the other side answers, by status.
 """
@@ -33,7 +33,7 @@ _HUGE, _LARGE = 1 << 30, 1 << 20
 
 
 class Call(NamedTuple):
-    """What is sent of one: its head, what goes through the window behind it, and what drips afterwards."""
+    """The parts of one call: its head, the messages within the window, and what drips afterwards."""
 
     head: bytes = b""
     body: tuple[bytes, ...] = ()  # frames
@@ -41,8 +41,8 @@ class Call(NamedTuple):
 
 
 class Speaker:
-    """Of one connection. `outcomes`: what was answered, by method and status; `window`: how many bytes of messages the other
-    side still takes."""
+    """One connection. `outcomes`: answers by method and status; `window`: how many bytes of messages the other side
+    still takes."""
 
     window = 1 << 40
     has_windows = False  # otherwise who does not read says so by a window of 0

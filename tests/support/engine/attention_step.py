@@ -59,7 +59,7 @@ def batch_of(seqs: list[SeqSlice]) -> ForwardBatch:
 
 
 def attended(backend: Attention, pool: KVPool, batch: ForwardBatch, layer: int, q: torch.Tensor) -> torch.Tensor:
-    """What a backend makes of a step; its output is NaN before."""
+    """Return a backend's output of a step, filled with NaN before."""
     out = torch.full_like(q, float("nan"))
     backend(backend.plan(batch, pool), layer, q, out)
     return out

@@ -1,4 +1,5 @@
-"""A proposer that knows the answer and is right as often as it is set to be: what speculation costs, acceptance given."""
+"""A proposer that knows the answer and is right as often as it is set to be: what speculation costs, acceptance
+given."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -57,5 +58,5 @@ class ForcedProposer(Proposer):
 
 
 def answers_of(records: Mapping[Key, object]) -> dict[tuple[str, int], list[int]]:
-    """Of a Collector that has seen plain decoding."""
+    """Return the answers in the records of a Collector of plain decoding."""
     return {(key.request_id, choice): made for key, record in records.items() for choice, made in record.tokens.items()}

@@ -104,7 +104,7 @@ def make_request(name: str, token_ids: Sequence[int], max_tokens: int = 8, attem
 
 
 def toy_answer(request: Request) -> dict[int, tuple[list[int], FinishReason]]:
-    """What every choice must come to: computed without engine, blocks or batches. No penalties."""
+    """Return the expected answer of every choice, computed without engine, blocks or batches. No penalties."""
     sampler, answers = Sampler(), {}
     for choice in range(request.sampling.n):
         tokens = list(request.token_ids)
@@ -190,7 +190,7 @@ def run(engine: Engine, requests: Sequence[Request] = (), collector: Collector |
 
 
 def copy_kv(source: Engine, source_refs: Sequence[BlockRef], target: Engine, target_refs: Sequence[BlockRef]) -> None:
-    """What a transport does: whole blocks from pool to pool."""
+    """Copy whole blocks from pool to pool, as a transport does."""
     for ours, theirs in zip(source_refs, target_refs, strict=True):
         target.pool.bytes[theirs.block_id] = source.pool.bytes[ours.block_id]
 

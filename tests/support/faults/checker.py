@@ -67,7 +67,7 @@ def _token_faults(ask: Ask, reference: Reference) -> list[str]:
 
 
 class Counters:
-    """What a gateway has counted, and what it has in hand."""
+    """A gateway's counters and open requests."""
 
     def __init__(self, admin: str):
         families = parse(urlopen(f"http://{admin}/metrics", timeout=10).read().decode())

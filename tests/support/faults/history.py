@@ -1,4 +1,4 @@
-"""What clients saw, event by event: the one thing that the checker believes."""
+"""Record what clients saw, event by event: the checker reads nothing else."""
 
 import asyncio
 import hashlib

@@ -20,7 +20,7 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER of no seconds: a close sends RST
 
 
 class _Way:
-    """What happens to bytes that go one way."""
+    """The rules for bytes of one direction."""
 
     def __init__(self) -> None:
         self.flows = asyncio.Event()

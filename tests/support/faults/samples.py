@@ -1,4 +1,4 @@
-"""What processes take while they live: memory, descriptors, threads; and whether that grows."""
+"""Sample the memory, descriptors and threads of processes over time, and find those that grow."""
 
 import statistics
 import time
@@ -15,7 +15,7 @@ _MIB = 1 << 20
 
 
 class Samples:
-    """Of every life of every process, by name and pid; and of other numbers, by name."""
+    """Samples of every life of every process, by name and pid; and of other numbers, by name."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -49,7 +49,8 @@ class Samples:
         }
 
     def growing(self, warm_s: float = WARM_S) -> list[str]:
-        """What a gate is closed for: memory by its slope, everything else by more than a tenth of its mean an hour."""
+        """Return the figures that fail a gate: memory by its slope, everything else by more than a tenth of its mean an
+        hour."""
         faults = []
         for name, found in self.slopes(warm_s).items():
             points = [value for at, value in self._values[name] if at - self._values[name][0][0] >= warm_s]

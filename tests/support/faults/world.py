@@ -195,7 +195,7 @@ class World:
             time.sleep(0.05)
 
     def states(self) -> dict[str, str]:
-        """Of the workers by their addresses, as the gateway sees them; of itself where it cannot be asked."""
+        """Return the states of workers by address, as the gateway sees them; of itself where it does not answer."""
         try:
             body = urlopen(f"http://{self.gateway.ready()['admin']}/readyz", timeout=10).read()
         except HTTPError as error:  # 503: it says that it is not ready, and why
@@ -329,7 +329,7 @@ class Case:
         assert not faults, f"{self.name}: {self.promise}\n" + "\n".join(faults[:20])
 
     async def end(self) -> None:
-        """Whatever happened: nothing of it is left for the next case."""
+        """End all processes and proxies: nothing is left for the next case."""
         for ask in self.history.asks:
             if ask.ended is None:
                 ask.cancel()

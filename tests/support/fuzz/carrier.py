@@ -1,4 +1,4 @@
-"""What a transport does, without one: tokens from the pool of one engine to that of another, bit for bit."""
+"""Copy KV without a transport: tokens from the pool of one engine to that of another, bit for bit."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class Lease:
 
 
 def _places(pool: KVPool, refs: Sequence[BlockRef], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where tokens lie: (blocks, offsets)."""
+    """Return the places of tokens: (blocks, offsets)."""
     block_ids = torch.tensor([ref.block_id for ref in refs])
     return block_ids[tokens // pool.block_size], tokens % pool.block_size
 

@@ -1,5 +1,5 @@
-"""Plans drawn from seeds, obeyed one after the other; the first that fails is made small, and printed with how to see it
-again."""
+"""Plans drawn from seeds, obeyed one after the other; the first that fails is made small, and printed with how to see
+it again."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def shrunk(fuzzer: Fuzzer, plan: Plan, max_tries: int = MAX_TRIES) -> Found:
 
 
 def _fault(fuzzer: Fuzzer, plan: Plan) -> tuple[str, str]:
-    """How it fails, in words without numbers, and the whole of it; empty: it does not."""
+    """Return how a plan fails, in words without numbers, and in full; empty if it does not."""
     try:
         fuzzer.obey(plan)
     except Exception as error:

@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Journey:
-    """What a client sees. `ended`: empty, done, or why it has no whole answer."""
+    """A request as its client sees it. `ended`: empty, done, or why it has no whole answer."""
 
     def __init__(self, world, request: Request, course: str, at: int):
         self.world, self.asked = world, request
@@ -78,7 +78,7 @@ class Journey:
                 pass
 
     def lapse(self) -> None:
-        """Who gives has no patience."""
+        """Let the leases of its attempt expire."""
         self.attempt.lapse()
 
     def move(self, course: str, at: int) -> None:
@@ -253,7 +253,7 @@ class Attempt:
             engine.cancel(self.key)
 
     def _pull_cached(self, taker: Engine, source: Engine) -> Course:
-        """What the source has of the prompt, under a lease of its own."""
+        """Pull the source's cached prefix of the prompt, under a lease of its own."""
         key = Key(f"{self.key.request_id}/offer", self.key.attempt)
         offered = source.admission.offer(key, self.request.span_hashes)
         if not offered.blocks:
@@ -268,7 +268,8 @@ class Attempt:
             source.admission.release_lease(key)
 
     def _fetch(self, taker: Engine, source: Engine, key: Key, blocks, fetched: int, only: int | None = None) -> Course:
-        """What is leased as `key`, as the watermark moves, or `only` that many tokens. Return whether all has come."""
+        """Fetch the KV leased as `key`, as the watermark moves, or `only` that many tokens. Return whether all has
+        come."""
         self.world.counts["fetches"] += 1
         if self.world.wires:
             return (yield from self._fetch_by_wire(self.world.wires, taker, source, key, blocks, fetched, only))

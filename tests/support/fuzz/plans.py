@@ -122,7 +122,7 @@ def _recent(draw: random.Random, requests: list[Plan], newest: int) -> str:
 
 
 def _between(draw: random.Random, requests: list[Plan], newest: int, weights: Weights) -> list:
-    """What other threads do in a step: mostly nothing."""
+    """Draw what other threads do in a step: mostly nothing."""
     if draw.random() < 0.6:
         return []
     most = draw.choice((2, 4, 8, 30))

@@ -96,7 +96,7 @@ def _request(draw: random.Random, seed: int, index: int) -> Plan:
 
 @dataclass(eq=False)
 class Seen:
-    """What a client saw of one request."""
+    """The messages that a client saw of one request."""
 
     wish: Plan
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -384,7 +384,7 @@ class Run:
 
 
 def _page(process: Process, name: str) -> str:
-    """Of its admin port, which is another one in another role."""
+    """Return the page of a process's admin port, which is another one in another role."""
     admin = re.findall(r"^ready .*?\badmin=(\S+)", process.out.read_text(), re.MULTILINE)[-1]
     return urlopen(f"http://{admin}/{name}", timeout=10).read().decode()
 
@@ -399,7 +399,7 @@ class Oracle:
         self._num_asked = 0
 
     def wholes(self, wish: Plan, prompt: Sequence[int], seed: int | None) -> list[bare.BareChoice]:
-        """Of every choice, without stop strings."""
+        """Return the whole answer of every choice, without stop strings."""
         options = {"temperature": 0.0, **wish["sampling"]}
         if "logprobs" in wish:
             options["logprobs"] = wish["logprobs"]

@@ -93,7 +93,7 @@ def _next(sampler: Sampler, request: Request, choice: int, token_ids: list[int])
 
 
 def _answer(request: Request, max_model_len: int) -> dict[int, Whole]:
-    """What every choice must come to."""
+    """Return the expected answer of every choice."""
     sampler, wholes = Sampler(), {}
     for choice in range(request.sampling.n):
         token_ids, logprobs, reason = list(request.token_ids), [], None

@@ -41,7 +41,7 @@ Answers = dict[str, dict[int, Whole]]  # by request id and choice
 
 
 class Kind(Protocol):
-    """What a world is made of."""
+    """Parts that a world is made of."""
 
     def requests(self, plan: Plan) -> list[Request]: ...
 

@@ -12,7 +12,7 @@ _SCALARS = {U32: "I", F32: "f", BOOL: "?", I32: "i", U64: "Q", I64: "q", F64: "d
 
 
 class Value:
-    """Of one type; `items`: of an array's."""
+    """A value of one type; `items`: the type of an array's items."""
 
     def __init__(self, type_id: int, value, items: int | None = None):
         self.type_id, self.value, self.items = type_id, value, items
@@ -33,7 +33,7 @@ class Value:
 
 
 def metadata(kind: str = "gpt2") -> dict[str, Value]:
-    """Of a model whose tensors `write` writes."""
+    """Return the metadata of a model whose tensors `write` writes."""
     content = json.loads(byte_level() if kind == "gpt2" else sentencepiece("normalizer"))
     added = {token["content"]: token["id"] for token in content["added_tokens"]}
     vocabulary = content["model"]["vocab"] | added

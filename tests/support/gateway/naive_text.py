@@ -1,4 +1,4 @@
-"""What text work must come to, said as simply as can be and at any cost."""
+"""Reference results of text work, computed as simply as possible and at any cost."""
 
 import re
 
@@ -43,7 +43,7 @@ def held_back(text: str, stops) -> str:
 
 
 def sentencepiece_text(tokens, strips_space: bool = True) -> str:
-    """Of tokens that are no special ones: bytes join to characters, what is not one of them becomes U+FFFD."""
+    """Return the text of ordinary tokens: bytes join to characters, invalid ones become U+FFFD."""
     value = b""
     for token in tokens:
         byte = re.fullmatch("<0x([0-9A-F]{2})>", token)

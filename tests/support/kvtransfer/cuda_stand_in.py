@@ -1,7 +1,6 @@
-"""What behaves like libcudart towards kvtransfer.memory.cuda_runtime, over files in a folder, so that several processes
-share
-the machine's GPUs: it keeps the rules of the real one (which allocation, which process, which pitch, what has not
-passed yet) and refuses what that refuses."""
+"""Act like libcudart towards kvtransfer.memory.cuda_runtime, over files in a folder, so that several processes share
+the machine's GPUs: keep the rules of the real one (which allocation, which process, which pitch, what has not passed
+yet) and refuse what it refuses."""
 
 import ctypes
 import itertools
@@ -184,7 +183,7 @@ class Cudart:
         return 0
 
     def _reaches(self, address: int, num_bytes: int) -> bool:
-        """Whether this process has that memory, its own or opened."""
+        """Return whether this process has that memory, its own or opened."""
         known = [*self.allocations.items(), *((begin, buffer) for begin, (buffer, _) in self.opened.items())]
         return any(begin <= address and address + num_bytes <= begin + len(buffer) for begin, buffer in known)
 

@@ -1,4 +1,4 @@
-"""What the code can be seen by: its metrics, spans, events and attributes, read from the source and not from a list."""
+"""Read from the source the metrics, spans, events and attributes that the code emits."""
 
 import ast
 import re

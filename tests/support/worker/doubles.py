@@ -108,7 +108,7 @@ class IntakeDouble:
 
 
 class OutboxDouble:
-    """What the gateway would read."""
+    """An outbox that keeps what the gateway would read."""
 
     def __init__(self):
         self.events: list[pb.Event] = []

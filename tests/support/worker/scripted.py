@@ -205,7 +205,7 @@ class Answer:
 
 
 def taker_of(hello: pb.Hello, num_cached_tokens: int = 0) -> kv_pb2.Taker:
-    """What a gateway tells a prefill worker of the worker that said `hello`."""
+    """Return the taker that a gateway announces to a prefill worker for the worker that sent `hello`."""
     return kv_pb2.Taker(
         instance=hello.instance, epoch=hello.epoch, layout=hello.layout, numerics_class=hello.numerics_class,
         num_cached_tokens=num_cached_tokens, transports=hello.model.transports, host_id=hello.host_id,

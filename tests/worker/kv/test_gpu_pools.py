@@ -1,5 +1,6 @@
 """Two real workers whose pools lie on one GPU, as far as they can tell: KV goes from one to the other there. The engine
-computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in tests/e2e/start/test_gpu.py."""
+computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in
+tests/e2e/start/test_gpu.py."""
 
 import pytest
 
@@ -36,7 +37,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def pools(monkeypatch) -> list[StandInPool]:
-    """Of the workers, in the order in which they start."""
+    """Return the pools of the workers, in the order in which they start."""
     host, made = Host(), []
 
     def make():

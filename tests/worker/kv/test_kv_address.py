@@ -1,4 +1,4 @@
-"""Where the KV of a worker is reached: --kv-socket-dir, --advertise-host, --transports."""
+"""The address of a worker's KV: --kv-socket-dir, --advertise-host, --transports."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the worker gives to kvtransfer: copies and sums like numpy's, rows like the engine's own."""
+"""Kernels that the worker gives to kvtransfer: copies and sums like numpy's, rows like the engine's own."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a key has put out, read again from any index."""
+"""Read a key's output again from any index."""
 
 from baton.engine.core.request import FinishReason, FirstToken, Key, Request, TokenLogprobs, TokenRun
 from baton.sampling_params import SamplingParams

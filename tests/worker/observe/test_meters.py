@@ -1,4 +1,5 @@
-"""What a worker counts, over two real workers: the blocks that moved, the prefix that was here, and gauges that add up."""
+"""A worker's counters, over two real workers: the blocks that moved, the prefix that was here, and gauges that add
+up."""
 
 import json
 import threading

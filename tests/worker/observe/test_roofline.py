@@ -1,4 +1,4 @@
-"""What a device can do at best: measured in bounded time whatever it can do, and read from a file by later starts."""
+"""A device's limits: measured in bounded time on any device, and read from a file by later starts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a gateway says wrong ends the key that it says it of, in words that name the field: never a step, nor another
+"""A bad command of a gateway ends the key that it names, with an error that names the field: never a step, nor another
 key."""
 
 import asyncio

@@ -182,7 +182,7 @@ def _check_refused(bench: Bench, opening: KeyEvent) -> None:
 
 
 def _check_attached(bench: Bench, state: KeyState) -> None:
-    """What it has put out so far goes the new way, under the new key; the old one, if it lives, is told."""
+    """Its output so far moves to the new key; the old key, if it lives, is notified."""
     assert bench.other.kinds() == ["granted", "ended"]
     for event in bench.other.events:
         assert getattr(event, event.WhichOneof("kind")).key.attempt == OTHER.attempt

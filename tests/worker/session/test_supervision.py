@@ -1,4 +1,4 @@
-"""Whatever becomes of a worker's tasks, it goes on serving: each is killed, three times."""
+"""A worker keeps serving while each of its tasks is killed, three times."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What a session writes: merged, split, bounded, in an order that each key can rely on."""
+"""Writes of a session: merged, split, bounded, in an order that each key can rely on."""
 
 import asyncio
 

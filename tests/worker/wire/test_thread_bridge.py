@@ -1,4 +1,4 @@
-"""What the engine's thread gives out arrives in order, tokens together, everything else without waiting."""
+"""Outputs of the engine's thread arrive in order, tokens together, everything else without waiting."""
 
 import asyncio
 import threading

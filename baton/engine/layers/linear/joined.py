@@ -1,4 +1,5 @@
-"""Projections that share their input and whose weights cannot stand in one matrix (other bits, groups or orders)."""
+"""Projections that share their input and whose weights cannot be joined in one matrix (other bits, groups or
+orders)."""
 
 import torch
 from torch import Tensor

@@ -18,7 +18,8 @@ class LinearChoice:
     """Makes the kernel of every weight of one model, and remembers why others were passed over."""
 
     def __init__(self, name: str, batch_invariant: bool, dtype: torch.dtype):
-        """On a CPU. Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact."""
+        """On a CPU. Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be
+        exact."""
         if name not in ("auto", *KERNELS):
             raise ValueError(f"linear kernel {name!r}: one of auto, {', '.join(KERNELS)}")
         self._name, self._dtype = name, dtype
@@ -39,7 +40,8 @@ class LinearChoice:
         return KERNELS[chosen](weight, bias, self._dtype)
 
     def _choose(self, weight: Weight) -> str:
-        """In auto, the native kernel wherever there is one: it reads a weight at the speed of memory (bench/cpu.py)."""
+        """Choose for `auto` the native kernel if there is one: it reads a weight at the speed of memory
+        (bench/cpu.py)."""
         if self._name not in ("auto", "native"):
             return self._name
         refusal = packed.refusal(weight, self._dtype)

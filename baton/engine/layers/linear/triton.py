@@ -55,7 +55,7 @@ class GpuLinear(LinearKernel):
     row_multiple = 1
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, exact: bool):
-        """weight and bias stand on the device; dtype: of x and y. `refusal` has nothing against the weight."""
+        """weight and bias are on the device; dtype: of x and y. `refusal` has nothing against the weight."""
         self.batch_invariant = exact
         self._tiny: tinygemm.TinyGemm | None = None
         self._weight = stored = store(weight, dtype)

@@ -1,4 +1,4 @@
-// Attention that reads the pool where it lies.
+// Attention that reads the pool in place.
 //
 // One algorithm for chunks and decode tokens: queries that share a KV head are rows, in tiles of up to ROWS; KV is
 // taken in spans of 64 absolute positions, unpacked once per tile, with a running maximum and sum (flash attention,
@@ -72,7 +72,7 @@ inline void pair_up(const uint16_t* rows, int64_t size, uint32_t* to) {
 }
 
 // Asks for the rows of the next span while this one is computed: a head's rows in one block are a page or less, and the
-// next block is far away, so that the processor's own prefetching begins anew with each.
+// next block is far away, so that the processor's own prefetching begins again with each.
 inline void prefetch(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, int64_t begin) {
   const int64_t end = std::min<int64_t>(begin + SPAN, seq.kv_len);
   for (int64_t position = begin; position < end; position = (position / pool.block_size + 1) * pool.block_size) {
@@ -85,7 +85,7 @@ inline void prefetch(const Pool& pool, const Sequence& seq, int64_t layer, int64
   }
 }
 
-// Positions [begin, begin + 64) of one head; what lies behind `kv_len` is zero.
+// Positions [begin, begin + 64) of one head; what is behind `kv_len` is zero.
 template <int64_t F, class T>
 void unpack(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, int64_t begin, T* rows, Span<T>& span) {
   const int64_t size = pool.head_dim, count = std::min<int64_t>(SPAN, seq.kv_len - begin);

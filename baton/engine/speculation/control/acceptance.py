@@ -26,6 +26,7 @@ class AcceptanceRate:
         self.trials *= FADE
 
     def rate(self, prior: float) -> float:
-        """Hopeful where little is known: who is thought too good is tried and found out, who is thought bad is not."""
+        """Return the estimated rate, optimistic after few trials: a proposer rated too high is tried and corrected, one
+        rated too low never is."""
         trials = self.trials + PRIOR_TRIALS
         return min(1.0, (self.accepted + PRIOR_TRIALS * prior) / trials + HOPE / math.sqrt(trials))

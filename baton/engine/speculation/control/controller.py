@@ -157,7 +157,7 @@ class Controller:
         num_reads: float = 0.0,
     ) -> list[int]:  # fmt: skip
         """For each of the sequences that may speculate, among `num_seqs` in the step, how many tokens to ask for.
-        `own`: their acceptance; `limits`: what they have room for; `is_drafted`: that many proposals are there, and
+        `own`: their acceptance; `limits`: their room for tokens; `is_drafted`: as many proposals are there, and
         what they took is spent; `num_reads`: tokens to be read first, by each that the sequences are expected to
         make."""
         plain_s = self.costs.plain_s(num_seqs)

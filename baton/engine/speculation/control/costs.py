@@ -5,10 +5,10 @@ from collections import deque
 from baton.protocol import MAX_DRAFT_TOKENS as SMALL
 
 LAST = 9  # plain steps
-OFTEN = 64  # measurements, from which on a curve is drawn anew for every fourth
+OFTEN = 64  # measurements, from which on a curve is fitted again for every fourth
 LAST_OF_SIZE = 9  # drafts, or verifying steps
 BATCHING = 1.2  # of a draft, per doubling of its sequences
-FIRST = 3  # measurements before anything is said: the first ones warm up
+FIRST = 3  # measurements before any prediction: the first ones warm up
 FIRST_PLAIN = 4  # of plain steps: all is held against them
 
 

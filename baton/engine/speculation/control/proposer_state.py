@@ -29,7 +29,7 @@ class ProposerState:
         self.num_tried = 0  # steps
         self.num_to_try = 0  # steps of the current try
         self.tried: list[AcceptanceRate] = []  # whose sequences it is tried with
-        self.num_vain = 0  # looks in a row that came to nothing
+        self.num_vain = 0  # trials in a row without gain
         self.rests_until = self.bucket = 0  # step; of the batch for which it was found to be off
         self.decided_at = self.best = 0  # step; the width that is worth most
         self.num_on = 0  # steps

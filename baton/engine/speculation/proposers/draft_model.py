@@ -36,7 +36,7 @@ LAG_TOKENS = 64  # what a sequence may lack and still be served in this step
 
 
 class Reading:
-    """A sequence as the draft model has read it: token_ids[begin:], which stand at its positions from 0 on."""
+    """A sequence as the draft model has read it: token_ids[begin:], at its positions from 0 on."""
 
     __slots__ = ("begin", "num_computed", "block_ids", "table", "guessed", "guessed_at")
 

@@ -8,7 +8,7 @@ places after the one just drawn:
     logits_i = head(s_i * rms(y))
 
 That the block sees the drawn token (as in Hydra, arXiv 2402.05109) costs nothing here, since it is known before
-anything is proposed. Heads keep no context: what they need is the last decode step's hidden state, wherever it ran.
+anything is proposed. Heads keep no context: what they need is the last decode step's hidden state, from any worker.
 """
 
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ class Lack(NamedTuple):
 
 
 class Passes:
-    """Layers, the norm behind them and an output head, applied to what they said themselves."""
+    """Layers, the norm behind them and an output head, applied to their own guesses in turn."""
 
     def __init__(
         self, model: Model, layers: FusedLayers, norm: Tensor, pool: NativePool, entry: EntryLayer | None = None

@@ -1,7 +1,8 @@
 """compressed-tensors: pack-quantized (int4, int8), int-quantized (W8A8), float-quantized (FP8), naive-quantized.
 
-Packed integers lie along the inputs, low bits first and biased by half their range; zero points are packed along the
-outputs. w = scale * (q - zero). Each config group has targets: the class name Linear, names, `re:` expressions.
+Packed integers are in the order of the inputs, low bits first and biased by half their range; zero points are packed
+along the outputs. w = scale * (q - zero). Each config group has targets: the class name Linear, names, `re:`
+expressions.
 """
 
 from dataclasses import replace

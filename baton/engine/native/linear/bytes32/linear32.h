@@ -1,6 +1,6 @@
-// What the linear kernels of 32 byte vectors share (AVX2, AVX-512 without VNNI and BF16, NEON).
+// Shared by the linear kernels of 32 byte vectors (AVX2, AVX-512 without VNNI and BF16, NEON).
 //
-// One row streams the panel as it lies. More rows take it in chunks of inputs that are unpacked once, to what the
+// One row streams the panel as it is stored. More rows take it in chunks of inputs that are unpacked once, to what the
 // multipliers take, into four slices of 16 outputs that the first cache holds one at a time; tiles of up to 6 rows and
 // 16 outputs go through them with 12 sums in registers, which are put down between two chunks and taken up again.
 #pragma once
@@ -10,7 +10,7 @@
 namespace baton {
 
 constexpr int64_t SLICE = 16;            // outputs
-constexpr int64_t CHUNK_OF_ROW = 1024;   // bytes of a row's values: a slice of so many inputs is 16 KiB
+constexpr int64_t CHUNK_OF_ROW = 1024;   // bytes of a row's values: a slice of as many inputs is 16 KiB
 constexpr int64_t BLOCK = 240;           // rows whose chunks stay in a 512 KiB second cache with an unpacked one
 
 inline __m256i load32(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
@@ -74,7 +74,7 @@ inline int64_t chunk_of(const Linear& linear) {
 }
 
 // All rows of a panel. Kernel: bytes(inputs) of a panel and SLICE_BYTES of an input of a slice;
-// unpack(values, inputs, slices, bytes of a slice); tile<rows>(slice, first row, its sums, ahead). Sums stand side by
+// unpack(values, inputs, slices, bytes of a slice); tile<rows>(slice, first row, its sums, ahead). Sums are side by
 // side between two chunks, [rows][64].
 template <class Kernel>
 void in_chunks(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
