@@ -101,7 +101,7 @@ def test_the_gateway_asks_for_the_workers_by_a_name_that_all_of_them_have(role):
 
 
 def test_workers_that_register_may_be_dialled():
-    """Those of compose.yaml are found by name. Who has them register instead says from where."""
+    """Workers of compose.yaml are found by name. A setting lets them register instead, and names their networks."""
     registers = [name for name in WORKERS if any(word.startswith("--gateways=") for word in SERVICES[name]["command"])]
     assert not registers or flag("gateway", "worker-networks")
 

@@ -1,4 +1,4 @@
-"""A fact is said once: how many files written by hand name an example of each kind of fact.
+"""A fact is declared once: how many files written by hand name an example of each kind of fact.
 
 Counted are the code of the product and the protos, comments and docstrings of Python files aside. Not counted: tests,
 benches, examples, docs, deploy/, and what is generated.

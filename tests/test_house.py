@@ -232,7 +232,7 @@ FILES = [
 def test_imports_point_down(module):
     room = room_of(module)
     if room is None:
-        assert module == "baton", f"{module} stands in no room"
+        assert module == "baton", f"{module} is in no room"
         return
     for name in imports(SOURCES[module]):
         own = name == "baton" or name == room or name.startswith(room + ".")
@@ -293,7 +293,7 @@ def test_folders_of_a_room_import_what_their_row_says(room):
     rows = FOLDERS[room]
     for place, (folder, needs) in enumerate(rows.items()):
         below = list(rows)[:place]
-        assert set(needs.split()) <= set(below), f"{room}: {folder} names a folder that stands below it"
+        assert set(needs.split()) <= set(below), f"{room}: {folder} names a folder that is below it"
     for module, path in SOURCES.items():
         if not within(module, [room]):
             continue
@@ -334,7 +334,7 @@ def test_importing_kvtransfer_runs_nothing(module):
 
 @pytest.mark.parametrize("module", sorted(SOURCES))
 def test_no_unsafe_loading(module):
-    """`torch.load`, `eval`, `exec` and `yaml.load` run code that lies in data."""
+    """`torch.load`, `eval`, `exec` and `yaml.load` run code that is in data."""
     for node in ast.walk(ast.parse(SOURCES[module].read_text())):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)

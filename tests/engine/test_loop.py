@@ -202,7 +202,7 @@ def test_a_fault_of_nobodys_ends_every_key():
 
 
 def test_what_waits_for_blocks_is_woken_when_they_come(loop_of):
-    """Only a lease's end makes room: the waiting request goes on although nothing was submitted."""
+    """Only a lease's end makes room: the waiting request runs although nothing was submitted."""
     engine, gathered = toy_engine(num_blocks=16, max_model_len=256, max_num_seqs=2), Gathered()
     loop_of(engine, gathered)
     held = make_request("held", prompt(120), max_tokens=4)
@@ -273,7 +273,8 @@ def test_stop_leaves_the_keys_and_is_idempotent():
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_lost_device_is_told_and_a_failed_step_is_not(monkeypatch, lost):
-    """A sticky CUDA error fails every later call: going on would refuse all that comes, as the least loaded worker."""
+    """A sticky CUDA error fails every later call: a loop that continued would refuse all requests, as the least loaded
+    worker."""
     engine, gathered, told = toy_engine(), Gathered(), []
     monkeypatch.setattr("baton.engine.loop.is_lost", lambda device: lost)
     step, failing = engine.step, [RuntimeError("CUDA error: an illegal memory access\nwas encountered")]

@@ -18,7 +18,7 @@ PATIENCE_S = 60
 
 
 class InterposedLock:
-    """The ledger's lock. Before the loop takes it for the n-th time from outside, what stands in `actions` at n runs,
+    """The ledger's lock. Before the loop takes it for the n-th time from outside, the action n of `actions` runs,
     as if another thread had come first: between a look-up without the lock and what follows from it."""
 
     def __init__(self, actions):

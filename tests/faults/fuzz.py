@@ -1,4 +1,4 @@
-"""Bytes and messages that nobody should send, into all that reads what it cannot trust: a typed refusal, or sense.
+"""Invalid bytes and messages, into all readers of untrusted input: a typed refusal, or a valid result.
 
 H8 and parts of H1, H2, H4: the door's requests, a worker's commands, KV handles, takers, tickets and frames, values of
 Redis, headers of .gguf files.

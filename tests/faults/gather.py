@@ -1,4 +1,5 @@
-"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack COUNT [--seed N] [--seconds S].
+"""Figures that take many runs: python -m tests.faults.gather kills|rolls|digests|nemesis|fuzz|world|stack COUNT [--seed
+N] [--seconds S].
 
 Each run leaves a line in bench/results/; make fault-report adds them up."""
 
@@ -52,7 +53,7 @@ async def kills(world: World, count: int, seed: int, ends_at: float) -> dict:
                 for _ in range(min(KILLS_A_CHECK, count - first)):
                     deaths += await _kill_one(c, draw)
                     values["kills"] += 1
-        except AssertionError as error:  # counted, and the run goes on
+        except AssertionError as error:  # counted, and the run continues
             print(f"kills from {first}: {error}", flush=True)
         asks = [ask for ask in c.history.asks if not isinstance(ask.prompt, str)]  # canaries are texts
         values.update(_judged(world, asks), violations=len(deaths) + (c.outcome != "kept"))
@@ -62,7 +63,7 @@ async def kills(world: World, count: int, seed: int, ends_at: float) -> dict:
 
 
 async def _kill_one(c: Case, draw: random.Random) -> list[str]:
-    """Returns deaths that nobody had ordered."""
+    """Return deaths that were not ordered."""
     with c.slow(STEP):
         asks = c.ask_many(NUM_STREAMS, draw.choice((60, 130, 300)), MAX_TOKENS)
         if draw.random() < 0.7:
@@ -116,7 +117,7 @@ def _roll(world: World, process: Process) -> int:
 
 
 async def digests(world: World, count: int, seed: int, ends_at: float) -> dict:
-    """Healthy transfers until so many digests were compared."""
+    """Run healthy transfers until that many digests were compared."""
     before, num_digests, draw = world.counters(), 0, random.Random(seed)
     async with world.case("digests", "no false alarm") as c:
         for _ in _turns(-(-count // (NUM_TRANSFERS * DIGESTS_A_TRANSFER)), ends_at):

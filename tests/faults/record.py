@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.support.process import ROOT
 
 FOLDER = ROOT / "bench" / "results"
-# What a line may count; the rest of it is told as it is.
+# What a line may count; the rest of it is printed as it is.
 COUNTS = {
     "kills": "workers killed",
     "streams_hit": "streams that ran then",
@@ -28,7 +28,7 @@ COUNTS = {
     "engine_requests": "requests between two engines, by random plans",
     "stack_requests": "requests of stacks with random faults",
     "stack_faults": "faults that these stacks had",
-    "differences": "plans of either that did not come to the undisturbed answer, or left something",
+    "differences": "plans of either that did not end in the undisturbed answer, or left something",
     "violations": "invariants broken",
 }
 

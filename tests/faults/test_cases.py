@@ -1,4 +1,4 @@
-"""The table of docs/faults.md: every case stands in it, and every file that it names is there."""
+"""The table of docs/faults.md: every case is in it, and every file that it names exists."""
 
 import re
 

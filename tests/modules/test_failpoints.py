@@ -1,4 +1,4 @@
-"""Failpoints: nothing without the variable, exactly what it says with it."""
+"""Failpoints: nothing without the variable, exactly its actions with it."""
 
 import os
 import signal

@@ -11,7 +11,7 @@ def test_who_is_alone_has_everything():
 def test_a_part_is_there_for_whoever_comes():
     assert has_room(8, 8, 0, 4, 2) and has_room(8, 12, 3, 1, 2)
     assert not has_room(8, 12, 4, 1, 2)
-    assert not has_room(8, 9, 8, 1, 2), "who has more than a part waits"
+    assert not has_room(8, 9, 8, 1, 2), "a tenant with more than its part waits"
 
 
 @settings(deadline=None)
@@ -76,7 +76,7 @@ def test_who_is_away_saves_what_others_were_given_and_no_more():
     assert served(turns, costs, 20).count("q") in (10, 11, 12, 13)
     turns.wait("f")
     served(turns, costs, 1000)
-    assert len(turns._left) == 1, "who has saved all it may is forgotten"
+    assert len(turns._left) == 1, "a tenant that saved all it may is forgotten"
 
 
 @settings(deadline=None)

@@ -14,7 +14,7 @@ def short_pauses(monkeypatch):
 
 
 class Work:
-    """Fails as it is told, each time it begins, then goes on."""
+    """Fails as ordered, each time it begins, then keeps running."""
 
     def __init__(self, *ends):
         self.ends, self.num_begun, self.goes_on = list(ends), 0, asyncio.Event()

@@ -39,7 +39,7 @@ def normal(name: str) -> str:
 
 @pytest.mark.parametrize("requirement", DECLARED + OPTIONAL, ids=str)
 def test_bounds(requirement):
-    """A new major version is let in by somebody, not by its release."""
+    """A new major version is allowed by a commit, not by its release."""
     assert requirement.url is None
     operators = {each.operator for each in requirement.specifier}
     assert operators == {"=="} or {">=", "<"} <= operators

@@ -1,4 +1,4 @@
-"""A phase of a start is told of once it is long, and not when it is short."""
+"""A phase of a start is reported once it is long, and not when it is short."""
 
 import threading
 

@@ -32,13 +32,13 @@ def test_a_line_that_cannot_be_written_is_counted(monkeypatch):
         monkeypatch.setattr(sys, "stderr", full)
         try:
             logs.setup("decode", "info")
-            logging.getLogger("x").info("nobody reads this")
+            logging.getLogger("x").info("not read by any")
             assert logs.num_lost() == before + 1
         finally:
             logging.getLogger().handlers[:] = kept
             logging.getLogger().setLevel(level)
             monkeypatch.undo()
-        with contextlib.suppress(OSError):  # what it has kept
+        with contextlib.suppress(OSError):  # its buffer
             full.close()
 
 
@@ -91,7 +91,8 @@ def test_no_value_forges_a_field_or_a_line(value, capsys):
 
 
 def test_callers_that_have_gone_leave_no_traceback(capsys):
-    """gRPC logs one for each that goes just before it is answered: whoever reaches a port could fill the log."""
+    """gRPC logs one for each that goes just before it is answered: any client that reaches a port could fill the
+    log."""
     kept = logging.getLogger().handlers[:], logging.getLogger().level
     try:
         logs.setup("gateway", "info")

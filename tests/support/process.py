@@ -109,7 +109,7 @@ class Process:
         """Until something, a failpoint for instance, has stopped it."""
         deadline = time.monotonic() + patience(timeout_s)
         while not self.is_frozen:
-            assert self.alive and time.monotonic() < deadline, f"{self.name} does not stand still\n{self.tail()}"
+            assert self.alive and time.monotonic() < deadline, f"{self.name} does not freeze\n{self.tail()}"
             time.sleep(0.005)
 
     def wait(self, timeout_s: float = 30) -> int:

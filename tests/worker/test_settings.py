@@ -68,17 +68,17 @@ def flags_of(cls: type) -> argparse.ArgumentParser:
 
 def test_a_made_up_setting_is_one_line(tmp_path):
     """A flag, a variable, a line of the help and of what `baton up` passes on."""
-    line = '    made_up_s: float = option("seconds that nobody needs", 2.5)'
+    line = '    made_up_s: float = option("seconds without a use", 2.5)'
     cls = scratch_copy(settings, tmp_path, "    log_level: str", line).WorkerSettings
     parser = flags_of(cls)
-    assert "--made-up-s" in parser.format_help() and "nobody needs (default: 2.5)" in parser.format_help()
+    assert "--made-up-s" in parser.format_help() and "without a use (default: 2.5)" in parser.format_help()
     flags = {"model": str(tmp_path)}
     assert load_settings(cls, flags, {"BATON_MADE_UP_S": "4"}).made_up_s == 4.0
     assert to_argv(cls, {"made_up_s": 4.0}) == ["--made-up-s=4.0"]
 
 
 def test_a_made_up_setting_of_the_engine_is_one_line(tmp_path):
-    line = '    num_made_up: int | None = _knob("things that nobody counts", None)'
+    line = '    num_made_up: int | None = _knob("things without a use", None)'
     engine = scratch_copy(config, tmp_path, "    sm_share: float", line).EngineConfig
 
     @dataclasses.dataclass(frozen=True)

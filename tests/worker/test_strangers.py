@@ -48,7 +48,7 @@ def _kv_port(stack) -> tuple[str, int]:
 
 
 class Strangers:
-    """Each says the header of a long frame and then a byte every 2 s; who is hung up on comes again."""
+    """Each says the header of a long frame and then a byte every 2 s; one that is disconnected connects again."""
 
     def __init__(self, address: tuple[str, int]):
         self._address, self._stop = address, threading.Event()

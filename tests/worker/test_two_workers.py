@@ -64,7 +64,7 @@ def test_split_equals_whole(model, transport):
 
 
 def test_many_at_once(model):
-    """More than a prefill worker accepts at once: the gateway tries again, as it is told."""
+    """More than a prefill worker accepts at once: the gateway tries again, as the refusal says."""
 
     async def one(pair, index):
         spec = make_spec(prompt(40 + 13 * index, index), max_tokens=10)
@@ -186,7 +186,7 @@ def test_cancel_in_every_phase(model, phase, slow):
             await pair.cancel("victim")
             with pytest.raises(LegEnded):
                 await walk
-            # The walk goes on while it is cancelled: it may hear of the source's end before its own.
+            # The walk continues while it is cancelled: it may hear of the source's end before its own.
             reason = (await pair.decode.wait_ended("victim")).reason
             assert reason in ("CANCELLED", "LEASE_EXPIRED", "KV_TRANSFER_FAILED")
             await pair.cancel("victim")  # idempotent
@@ -281,7 +281,7 @@ def test_a_finer_form_is_refused(model):
 
 
 def test_a_lost_stream_gives_everything_back(model, slow):
-    """All blocks at once; the records of what ran, for a while, in case somebody attaches."""
+    """All blocks at once; the records of what ran, for a while, in case a gateway attaches."""
 
     async def main():
         async with run_pair(model) as (pair, prefill, decode):

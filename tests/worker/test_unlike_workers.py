@@ -100,7 +100,7 @@ def test_a_lease_serves_another_taker(model):
             await second.send(fetch=pb.Fetch(key=again, handle=offered.handle, ticket=offered.ticket))
             fetched = await second.next("one", "fetched")
             assert fetched.num_tokens == 200
-            # The first taker's ticket was never used: its leg is told to go, and with it the lease.
+            # The first taker's ticket was never used: its leg is ended, and with it the lease.
             await first.send(admit=pb.Admit(key=key, spec=spec))
             await first.next("one", "granted")
             await first.send(fetch=pb.Fetch(key=key, handle=accepted.handle, ticket=accepted.ticket))
@@ -122,7 +122,7 @@ def test_a_lease_serves_another_taker(model):
 
 
 def test_a_second_taker_gives_up(model):
-    """Its key ends alone, the lease goes on."""
+    """Its key ends alone, the lease stays."""
 
     async def main():
         async with run_pair(model) as (pair, _, _):

@@ -1,4 +1,4 @@
-"""The settings of `baton up`: from flags, variables and a file to what each process of the stack is told."""
+"""The settings of `baton up`: from flags, variables and a file to the flags of each process of the stack."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
 def _worker_values(
     flags: Mapping[str, object], num_workers: dict[str, int], model: Path, certs: Path | None
 ) -> tuple[dict[str, dict[str, object]], list[str]]:
-    """Return the worker options that were given, by role, with its threads, each role's checked as its worker would; and
-    the roles that compute on the CPU. Raises SettingsError."""
+    """Return the worker options that were given, by role, with its threads, each role's checked as its worker would;
+    and the roles that compute on the CPU. Raises SettingsError."""
     both = given(WorkerSettings, {name: value for name, value in flags.items() if name not in _NOT_OPTIONS})
     own = {role: given(WorkerSettings, flags, f"{role}.") for role in ROLES}
     for role in ROLES:

@@ -223,5 +223,5 @@ async def test_a_child_goes_on_where_nobody_reads_what_it_says(monkeypatch):
         "worker", program(READY + "for _ in range(100_000): print('x' * 20, file=sys.stderr)\n" + SAY_READY)
     )
     await keeper.started
-    await until(lambda: keeper._child.status is not None, "the child stands still")
+    await until(lambda: keeper._child.status is not None, "the child hangs")
     await keeper.stop(10)

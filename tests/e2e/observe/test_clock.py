@@ -1,4 +1,5 @@
-"""A worker whose clock is 90 s ahead: the gateway finds it out by the beat, says it everywhere, and traces hold together."""
+"""A worker whose clock is 90 s ahead: the gateway finds it out by the beat, says it everywhere, and traces hold
+together."""
 
 import time
 from urllib.request import urlopen
@@ -70,7 +71,7 @@ def test_metrics_and_top_say_it(skewed, capsys, monkeypatch):
 
 
 def test_spans_are_put_right(skewed, receiver, prompts):
-    """On every worker's span stands what was taken off."""
+    """Every worker's span has the seconds that were subtracted."""
     client, deadline = Client(skewed.target), time.monotonic() + patience(20)
     while True:
         traced = Traced(receiver)
@@ -78,7 +79,7 @@ def test_spans_are_put_right(skewed, receiver, prompts):
         spans = traced.whole("prefill", "kv.transfer", "decode", "decode.steps")
         if "baton.clock.offset_s" in spans["decode"].attributes:
             break
-        assert time.monotonic() < deadline, "no beat has told the worker its offset"
+        assert time.monotonic() < deadline, "no beat has sent the worker its offset"
     client.close()
     root = spans["root"]
     for name in ("kv.transfer", "decode", "decode.steps"):

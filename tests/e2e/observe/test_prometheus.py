@@ -43,7 +43,7 @@ class Prometheus:
                     return
             except OSError:
                 pass
-            assert time.monotonic() < deadline, "Prometheus does not come to it"
+            assert time.monotonic() < deadline, "Prometheus does not reach it"
             time.sleep(0.2)
 
 

@@ -158,11 +158,11 @@ def test_invalid(client, traced):
         client.generate([5, 6], metadata=traced.metadata, top_p=7.0)
     spans = traced.whole()
     assert spans["root"].status == "error"
-    assert len(traced.receiver.trace(traced.trace_id)) == 1, "a request that was refused at the door went on"
+    assert len(traced.receiver.trace(traced.trace_id)) == 1, "a refused request was continued"
 
 
 def test_preempted(run_stack, receiver, prompts):
-    """A pool that holds the prompts and not two whole answers: whoever is parked says when."""
+    """A pool that holds the prompts and not two whole answers: a parked sequence has an event with its time."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
     with run_stack("tight", num_prefill=0, env=env, options=("--num-blocks", "24", "--threads", "1")) as stack:
         client, many = Client(stack.target), [Traced(receiver) for _ in range(3)]
@@ -181,7 +181,7 @@ def test_preempted(run_stack, receiver, prompts):
 
 
 def test_migrated(run_stack, receiver, prompts):
-    """The decode worker dies and another one goes on: one tree, and the event that tells of it."""
+    """The decode worker dies and another one continues: one tree, and the event of that."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
     with run_stack("moved", num_prefill=0, num_decode=2, env=env) as stack:
         client, traced = Client(stack.target), Traced(receiver)
@@ -192,7 +192,7 @@ def test_migrated(run_stack, receiver, prompts):
             busy.kill()
         assert list(call)
         client.close()
-        # One is drawn by the gateway, the other by the worker that went on.
+        # One is drawn by the gateway, the other by the worker that continued.
         receiver.wait_for(lambda _: len(_named(receiver, traced, "decode")) == 2, timeout_s=10)
         spans, decodes = traced.whole("decode"), _named(receiver, traced, "decode")
     root = spans["root"]

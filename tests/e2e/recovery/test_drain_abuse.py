@@ -1,4 +1,4 @@
-"""Workers that are told to drain all at once, again and again, and wrongly, while requests run: what was answered is
+"""Drain commands to all workers at once, again and again, and wrong ones, while requests run: the answered text is
 right, what was not says why, and the stack serves again by itself."""
 
 import threading
@@ -30,7 +30,7 @@ GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def ask_to_drain(target: str, **fields) -> grpc.StatusCode | None:
-    """Return the answer's status; None if the process is gone already or starts anew."""
+    """Return the answer's status; None if the process is gone already or restarts."""
     with grpc.insecure_channel(target) as channel:
         try:
             worker_pb2_grpc.WorkerStub(channel).Drain(pb.DrainRequest(**fields), timeout=10)
@@ -41,7 +41,7 @@ def ask_to_drain(target: str, **fields) -> grpc.StatusCode | None:
 
 @pytest.mark.parametrize("num_rounds", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_everybody_is_drained_again_and_again(stack, prompts, num_rounds):
-    """A drain of each into its own role ends what runs there after the grace, and starts the process anew."""
+    """A drain of each into its own role ends what runs there after the grace, and restarts the process."""
     prompt = prompts(150)
     client = Client(stack.target)
     expected = client.generate(prompt, **ANSWER).token_ids

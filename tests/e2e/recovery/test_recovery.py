@@ -112,7 +112,7 @@ def decoding_at(stack: Stack) -> list:
             probe.close()
         if busy := [process for num, process in sorted(loads, key=lambda each: -each[0]) if num]:
             return busy
-        assert time.monotonic() < deadline, "nobody decodes"
+        assert time.monotonic() < deadline, "no worker decodes"
 
 
 def add(reply: Reply, messages) -> Reply:
@@ -164,7 +164,7 @@ def test_a_decode_worker_is_killed(stack, prompts):
 
 @pytest.mark.parametrize("is_parked", [True, pytest.param(False, marks=pytest.mark.long)], ids=["attach", "replay"])
 def test_a_gateway_dies_and_its_clients_go_to_another(stack, prompts, is_parked):
-    """All of them have told their seed and counted their tokens."""
+    """All of them have sent their seed and counted their tokens."""
     many = [(prompts(80), fields_of(sampling)) for sampling in SAMPLINGS for _ in range(2)]
     with client_of(stack, 1) as other:
         expected = [add(Reply(), other.stream(prompt, **fields)) for prompt, fields in many]
@@ -342,7 +342,7 @@ def test_a_hundred_kills(stack, prompts, capsys):
 
 
 def test_a_worker_changes_its_role(stack, prompts):
-    """At the same address, as the same process, for good: it is the last test that counts roles. Nobody fails."""
+    """At the same address, as the same process, for good: it is the last test that counts roles. No request fails."""
     process = stack.prefill[1]
     with Load(stack, prompts, num_clients=2) as load:
         said = drain(stack.address[process.name], "--next-role", "decode")

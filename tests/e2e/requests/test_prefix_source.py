@@ -13,8 +13,9 @@ NUM_TOKENS, NUM_PROMPTS = 640, 6  # all of them fit into a pool
 
 
 def test_a_prefill_worker_pulls_what_it_has_not_read(run_stack, model, prompts, tmp_path):
-    """Two gateways know a prefill worker each and share the decode worker, which so holds what one of them has not read.
-    A holder that does not answer in time is not waited for, so on a busy machine some prompts are computed: not all."""
+    """Two gateways know a prefill worker each and share the decode worker, which so holds what one of them has not
+    read. A holder that does not answer in time is not waited for, so on a busy machine some prompts are computed: not
+    all."""
 
     @contextmanager
     def through(stack, prefill: str):
@@ -34,7 +35,7 @@ def test_a_prefill_worker_pulls_what_it_has_not_read(run_stack, model, prompts, 
         with through(stack, "prefill0") as client:
             cold = [client.generate(prompt_ids, **options) for prompt_ids in asked]
         with through(stack, "prefill1") as client:
-            client.generate(prompts(200), **options)  # by its end the decode worker has told what it holds
+            client.generate(prompts(200), **options)  # by its end the decode worker has reported its blocks
             again = []
             for prompt_ids in asked:
                 again.append(client.generate(prompt_ids, **options))

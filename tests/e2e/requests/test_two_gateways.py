@@ -50,7 +50,7 @@ def test_names_in_redis_are_short_and_expire(clients, prompts, redis_server):
 
 
 def _wait_for_names(connection: redis.Redis, num_names: int) -> list[bytes]:
-    """A gateway writes a moment after its workers have told it."""
+    """A gateway writes a moment after its workers' report."""
     deadline = time.monotonic() + patience(20)
     while len(names := connection.keys("kv:*")) < num_names:
         assert time.monotonic() < deadline, f"{len(names)} of {num_names} spans were written"

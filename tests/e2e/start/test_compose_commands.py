@@ -23,7 +23,7 @@ NAMES = ("prefill_worker_cpu", "decode_worker_cpu", "gateway")
 
 
 class Containers:
-    """The three processes; `words` are what stands for a container's own paths, names and ports."""
+    """The three processes; `words` replace a container's own paths, names and ports."""
 
     def __init__(self, folder: Path):
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]

@@ -129,7 +129,7 @@ def test_a_prefill_slower_than_the_lease_is_no_fault(model, tmp_path):
 
 
 class Silent(worker_pb2_grpc.WorkerServicer):
-    """Describes itself, but greets nobody."""
+    """Describes itself, but sends no Hello."""
 
     def __init__(self):
         self.over = threading.Event()

@@ -1,4 +1,4 @@
-"""The shipped model as a .gguf file, through gateway, prefill and decode worker: nothing lies beside the file."""
+"""The shipped model as a .gguf file, through gateway, prefill and decode worker: there is nothing beside the file."""
 
 from pathlib import Path
 

@@ -87,7 +87,7 @@ def test_a_step_known_by_its_bounds(name, query_len, device):
 @pytest.mark.parametrize("dtype, form", [(torch.float32, "fp32"), (torch.bfloat16, "int8")], ids=str)
 def test_fixed_tiles_are_row_invariant(dtype, form, device):
     """A token's bits are the same alone (its KV split over programs), in a crowd (not split), and in chunks of any
-    length, wherever it stands in a tile."""
+    length, at any place in a tile."""
     backend = made("triton", (6, 2, 64), device, dtype, form=form)
     num_tokens, kv_len = 24, FIXED_SPLIT + 30
     pool, batch, q = one_step(backend.shape, [(num_tokens, kv_len)], form=form)

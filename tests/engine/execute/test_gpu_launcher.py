@@ -29,7 +29,7 @@ pytestmark = [
 
 
 class Event:
-    """Passed once somebody waits for it."""
+    """Passed once it is waited for."""
 
     def record(self, stream=None) -> None:
         self.recorded = True
@@ -46,7 +46,8 @@ def device(monkeypatch):
 
 
 def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not(tmp_path, device):
-    """Both in the interpreter; the steps in graphs take tokens that nobody has read from where they were drawn."""
+    """Both in the interpreter; the steps in graphs take tokens that the host has not read from the place where they
+    were drawn."""
     make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64,

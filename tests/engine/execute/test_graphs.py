@@ -1,4 +1,4 @@
-"""Decode steps in padded, static shapes: what a graph computes is what the step alone comes to. Captured on a GPU;
+"""Decode steps in padded, static shapes: a graph computes the same as the step alone. Captured on a GPU;
 on a CPU replayed by computing again, with Triton's interpreter for attention."""
 
 import os

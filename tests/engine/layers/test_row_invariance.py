@@ -111,7 +111,7 @@ def test_swiglu(size, form, threads):
 
 
 HEADS = {"mha": (3, 3, 16), "gqa": (8, 2, 64), "gqa-odd": (6, 2, 80), "mqa": (5, 1, 32)}
-# The reference takes every sequence by itself, so fewer shapes say as much and take less of everybody's time.
+# The reference takes every sequence by itself, so fewer shapes show as much in less time.
 ATTENTION_CASES = [(name, heads, window) for name in ("native", "sdpa") for heads in HEADS for window in (None, 100)]
 ATTENTION_CASES += [("reference", "gqa", 100), ("reference", "gqa-odd", None)]
 QUANTIZED = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")

@@ -1,4 +1,4 @@
-"""A head that is the embedding: one copy stays, and no bit hangs on which of the two it is."""
+"""A head that is the embedding: one copy stays, and no bit depends on which of the two it is."""
 
 import gc
 import weakref

@@ -140,7 +140,7 @@ def test_tinygemm(group, asym, order, tinygemm_of_the_cpu):
     assert error(kernel(x.to(DEVICE)), reference(weight, x, bias)) < 0.006
     assert kernel.num_bytes > before
     kernel.use([(math.inf, "tile16")])
-    assert kernel.num_bytes == before  # what nobody reads is not kept
+    assert kernel.num_bytes == before  # what is not read is not kept
 
 
 def test_what_tinygemm_does_not_take():

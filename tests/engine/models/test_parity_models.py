@@ -61,7 +61,8 @@ def pick(logits: torch.Tensor) -> int:
 
 
 def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = NUM_GREEDY) -> dict[str, list[int]]:
-    """Chunked prefill and decode of all prompts in one batch; who has its whole prompt decodes beside the rest."""
+    """Chunked prefill and decode of all prompts in one batch; a sequence with its whole prompt read decodes beside the
+    rest."""
     waiting = {name: list(ids) for name, ids in prompts.items()}
     output: dict[str, list[int]] = {name: [] for name in prompts}
     while any(len(ids) < count for ids in output.values()):

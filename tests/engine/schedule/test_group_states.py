@@ -132,7 +132,7 @@ def test_cell(state, path, event):
         assert (bench.ledger.counts(), len(bench.ends), len(bench.inbox)) == (held, num_ends, num_commands)
     assert len(bench.ends) - num_ends == (cell.state is S.FINISHED and state is not S.FINISHED)
 
-    # However it went on, it ends once, and everything is back.
+    # In every case it ends once, and everything is back.
     if bench.group is not None:
         bench.let(E.END)
         bench.admission.fetch_settled(KEY)

@@ -1,4 +1,4 @@
-"""A key that nobody reads parks: no step is computed for it and no block is held; it goes on with the same answer."""
+"""A key that is not read parks: no step is computed for it and no block is held; it resumes with the same answer."""
 
 import random
 import time
@@ -39,7 +39,7 @@ def test_it_goes_on_where_it_was(n, num_steps):
     num_steps = engine.step_number
     assert engine.ledger.num_available == engine.num_blocks and not engine.has_work()
     records.take(engine.step())
-    assert engine.step_number == num_steps, "it computed for nobody"
+    assert engine.step_number == num_steps, "it computed for no reader"
     engine.admission.resume(request.key)
     finish(engine, records, request)
     check(records, [request])

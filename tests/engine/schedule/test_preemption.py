@@ -1,4 +1,4 @@
-"""Out of blocks: the last in rank parks and goes on later, with the same answer."""
+"""Out of blocks: the last in rank parks and resumes later, with the same answer."""
 
 import random
 

@@ -295,7 +295,7 @@ def test_load_and_reports():
 
 
 def test_who_was_owed_blocks_may_be_gone(monkeypatch):
-    """Nobody is left in the loop, and what the last one was owed has run out: nothing to divide by."""
+    """No tenant is left in the loop, and the blocks owed to the last have expired: nothing to divide by."""
     engine = toy_engine(num_blocks=16, max_model_len=256)
     engine.admission.accept(make_request("a", prompt(200), tenant_mark=b"a"))
     while not engine.step():

@@ -1,4 +1,4 @@
-"""Tenants share slots, blocks and steps evenly; one that is alone has everything; no answer hangs on any of it."""
+"""Tenants share slots, blocks and steps evenly; one that is alone has everything; no answer depends on any of it."""
 
 from zlib import crc32
 

@@ -85,7 +85,7 @@ def test_near_the_best_and_never_a_loss(acceptance, num_seqs, slope):
     world.run(400)
     reached = world.run(1500)
     assert reached >= 0.98
-    # A gain that small hangs on how the first tries fell out.
+    # A gain that small depends on the first trials.
     assert world.best() < 1.2 or reached >= 0.9 * world.best()
 
 
@@ -149,7 +149,7 @@ def test_nobody_is_slowed_for_others_where_places_are_not_filled_again(refill):
 
 
 def test_what_no_cost_tells_of_ends_in_the_trust():
-    """A proposer that takes longer than it says, beside its drafts, is found out."""
+    """A proposer that takes longer than predicted, beside its drafts, is turned off."""
     world = World(0.6, hidden_cost=1.5)
     world.run(2000)
     assert world.run(2000) >= 0.98

@@ -107,7 +107,7 @@ def test_what_was_accepted_is_sealed_and_what_was_not_is_not():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_load_on_a_small_pool_with_cancels(seed):
-    """Everything at once; integrity after every step, nobody parks for a guess that another needs."""
+    """Everything at once; integrity after every step, no sequence parks for a guess of another."""
     chance = random.Random(seed)
     block_size = chance.choice([16, 32, 64])
     shared, requests = prompt(150, seed), []
@@ -161,7 +161,7 @@ def test_random_load_on_a_small_pool_with_cancels(seed):
 
 
 def test_the_speedup_is_that_of_the_clock(monkeypatch):
-    """At a width of its own a request is told what it gained: a plain step takes 1 s, five tokens a draft and a step
+    """At a width of its own a request's gain is reported: a plain step takes 1 s, five tokens a draft and a step
     of 1.75 s. From the first step on, also of those before a plain step was measured."""
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now

@@ -1,4 +1,4 @@
-"""Merging and padding change where values stand, never what they are."""
+"""Merging and padding move values, and never change them."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""F: clients that go away, do not read, or come with too little time; H11: a request that kills whoever computes it."""
+"""F: clients that go away, do not read, or come with too little time; H11: a request that kills its worker."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ PHASES = {
 
 
 async def cancelled(c, phase: str, count: int = 4) -> None:
-    """Cancelled while the workers stand where `phase` says."""
+    """Cancelled while the workers are stopped in `phase`."""
     with c.slow(PHASES[phase]):
         asks = [c.ask(300, 100, n=1 + index % 2) for index in range(count)]
         if phase == "F4 in decode":
@@ -76,7 +76,7 @@ async def test_a_client_is_gone_without_a_word(case):
 @pytest.mark.long
 async def test_a_client_that_never_reads(case):
     """F6: its answer is cut after a bound, at its deadline at the latest; others do not notice."""
-    async with case("F6", "bounded, and nobody else notices") as c:
+    async with case("F6", "bounded, and no other client is affected") as c:
         c.gateway_is_lost = True  # the one that does not read is not in the history
         host, port = c.stack.address["gateway0"].split(":")
         edge = FaultProxy(f"{host}:{port}")
@@ -200,7 +200,7 @@ async def test_many_connections_at_once(case):
 @pytest.mark.faults
 async def test_no_descriptor_is_left(case):
     """G6: the gateway may open eight more; a hundred connections come."""
-    async with case("G6", "who is there goes on, and it accepts again") as c:
+    async with case("G6", "open connections continue, and it accepts again") as c:
         host, port = c.stack.address["gateway0"].split(":")
         num_open = psutil.Process(c.world.gateway.pid).num_fds()
         with c.slow():

@@ -61,7 +61,7 @@ async def test_no_memory_is_left(case, role):
     """A worker keeps its mapped memory and gets no more. Its requests end, or the process does; the other worker
     answers."""
     allowed = ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")
-    async with case(f"G5 {role}", "answered, or a typed end; nobody else notices", allowed) as c:
+    async with case(f"G5 {role}", "answered, or a typed end; no other request is affected", allowed) as c:
         c.known_words = ("Traceback",)
         tight = getattr(c.stack, role)[0]
         with limited(tight, psutil.RLIMIT_AS, 1 << 20):
@@ -92,7 +92,7 @@ def test_no_room_for_the_pool(model):
 
 @pytest.mark.faults
 def test_no_room_for_a_quantized_model(model, tmp_path):
-    """Nothing of it is left, and nothing stands where the model was to be."""
+    """Nothing of it is left, and there is nothing at the model's path."""
     out = tmp_path / "out"
     status, said = limited_run(
         ["baton.cli.main", "quantize", "--model", str(model), "--scheme", "int8-weight-only", "--out", str(out)],

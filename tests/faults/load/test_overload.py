@@ -64,7 +64,7 @@ async def test_overload(case, tight, times):
 
 
 async def _goodput(c, rate: float | None, seconds: float) -> float:
-    """Answers a second: of four clients that wait for their answer, or of an open loop of so many a second."""
+    """Answers a second: of four clients that wait for their answer, or of an open loop of that many a second."""
     began, asks = time.monotonic(), []
 
     async def closed() -> None:
@@ -112,7 +112,7 @@ async def test_long_prompts_beside_short_ones(case, world):
 
 @pytest.mark.faults
 async def test_a_retry_storm(case):
-    """G11: all decode workers die under load and every client tries again at once, as often as it is told it may."""
+    """G11: all decode workers die under load and every client retries at once, as often as the refusal allows."""
     async with case(
         "G11", "served again, no attempt beyond the budget", ("OK", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED")
     ) as c:

@@ -143,8 +143,8 @@ def edge_world(make_world):
 @pytest.mark.long
 async def test_a_bit_flips_on_the_way(case, edge_world):
     world, edge = edge_world
-    async with case("D1", "found before anybody attends to it", world=world) as c:
-        edge.flip(6000, "down")  # in the payload: what is said before has some hundred bytes
+    async with case("D1", "found before it is served", world=world) as c:
+        edge.flip(6000, "down")  # in the payload: the messages before have some hundred bytes
         ask = c.ask(300, 20)
         await c.ended()
         assert edge.num_flipped == 1 and ask.status == "OK"

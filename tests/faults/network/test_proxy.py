@@ -1,4 +1,4 @@
-"""The proxy itself: what it says it does, it does."""
+"""The proxy itself: each of its faults happens as described."""
 
 import contextlib
 import socket

@@ -1,4 +1,5 @@
-"""E: a Redis that dies, freezes, forgets, fills up or lies. It is a hint: no request fails, no token changes.
+"""E: a Redis that dies, freezes, forgets, fills up or returns false values. It is a hint: no request fails, no token
+changes.
 
 The index alone, call by call: tests/gateway/prefix/test_redis_index.py (E2, E7, E11, E14 among others).
 """
@@ -36,7 +37,7 @@ async def test_it_dies_and_comes_back_empty(case):
         await c.world.aside(c.world.redis.start)
         began = time.monotonic()
         while not c.world.redis.client.keys("baton:slot:*"):
-            assert time.monotonic() - began < 30, "nobody has come back to it"
+            assert time.monotonic() - began < 30, "no gateway has come back to it"
             await asyncio.sleep(0.1)
         c.figures["used_again_after_s"] = round(time.monotonic() - began, 2)
         await ask_some(c, prompts)
@@ -55,11 +56,11 @@ async def test_it_freezes(case):
 
 @pytest.mark.long
 async def test_it_lies(case):
-    """E4-E6: entries of workers that are gone, of blocks that are gone, and of prefixes that nobody has."""
+    """E4-E6: entries of workers that are gone, of blocks that are gone, and of prefixes that no worker has."""
     async with case("E4 E5 E6", A_HINT) as c:
         prompts = await known(c)
         client = c.world.redis.client
-        client.set("baton:slot:250", b"x" * 24)  # a worker that nobody knows
+        client.set("baton:slot:250", b"x" * 24)  # an unknown worker
         for key in client.keys("kv:*"):
             client.setrange(key, 0, b"\xff" * 32)  # every worker has every block
         asks = [c.ask(prompt[:128] + c.world.prompt(100), 8) for prompt in prompts]

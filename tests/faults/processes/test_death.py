@@ -1,4 +1,4 @@
-"""A: workers and gateways that die, at every moment of a request. One of each role is left, so nobody may notice."""
+"""A: workers and gateways that die, at every moment of a request. One of each role is left, so no client may notice."""
 
 import asyncio
 
@@ -129,7 +129,7 @@ async def test_every_worker_is_restarted_under_load(case):
                 await asyncio.sleep(0.5)
                 process.terminate()
                 assert await c.world.aside(process.wait, 30) == 0, process.tail()
-                process.killed = True  # it went as it was told
+                process.killed = True  # it exited as ordered
                 reborn = await c.world.aside(c.world.restart, process)
                 reborn.arm("engine.step=sleep:0.005")
                 await c.world.aside(c.world.settled)
@@ -171,7 +171,7 @@ async def test_all_decode_workers_die(case):
 
 @pytest.mark.faults
 async def test_all_prefill_workers_die(case):
-    """--split always: nobody else may read a prompt."""
+    """--split always: no other worker may read a prompt."""
     async with case("A9", "running answers go on, new ones are UNAVAILABLE", ("OK", "UNAVAILABLE")) as c:
         with c.slow():
             running = c.ask_many(3, 100, max_tokens=60)

@@ -1,4 +1,4 @@
-"""B: processes that stand still, wake again, or go slowly. Nobody who wakes late may say a word."""
+"""B: processes that freeze, wake again, or run slowly. One that wakes late may change nothing."""
 
 import asyncio
 import subprocess
@@ -12,8 +12,8 @@ from tests.support.faults.history import percentile
 
 
 async def test_a_decode_worker_freezes_and_wakes_late(case):
-    """Its streams have moved by then: what it says afterwards reaches nobody, and its blocks come back."""
-    async with case("B1 B2", "moved while it stands still, its late tokens go nowhere") as c:
+    """Its streams have moved by then: its later messages reach no client, and its blocks come back."""
+    async with case("B1 B2", "moved while it is frozen, its late tokens are dropped") as c:
         with c.slow("engine.step=sleep:0.05"):
             asks = c.ask_many(2, 100, max_tokens=80)
             await asyncio.gather(*(ask.got(5) for ask in asks))
@@ -29,7 +29,7 @@ async def test_a_decode_worker_freezes_and_wakes_late(case):
 
 @pytest.mark.long
 async def test_a_short_freeze_moves_nothing(case):
-    async with case("B1 short", "goes on where it was") as c:
+    async with case("B1 short", "continues where it was") as c:
         with c.slow():
             ask = c.ask(100, 100)
             await ask.got(5)
@@ -76,8 +76,8 @@ async def test_an_engine_wedges_while_its_process_answers(case):
 
 @pytest.mark.long
 async def test_the_event_loop_of_a_worker_is_blocked(case):
-    """2 s without an answer from one worker, and nobody else stands still."""
-    async with case("B6", "goes on, and the others do not notice") as c:
+    """2 s without an answer from one worker, and no other process waits."""
+    async with case("B6", "continues, and the others do not notice") as c:
         with c.slow():
             asks = c.ask_many(4, 100, max_tokens=60)
             await asyncio.gather(*(ask.got(3) for ask in asks))
@@ -104,7 +104,7 @@ async def test_the_gateway_freezes(case):
 @pytest.mark.faults
 async def test_starved_of_cpu(case):
     """Four busy loops on these cores: slow, but alive."""
-    async with case("B5", "nobody is taken for dead") as c:
+    async with case("B5", "no process is taken for dead") as c:
         loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
         try:
             ends_at = time.monotonic() + 15

@@ -48,7 +48,7 @@ async def test_versions_that_understand_each_other(case, translated, word, who):
 
 @pytest.mark.faults
 async def test_a_worker_of_another_protocol(case, translated):
-    """Refused by name, as long as it is one; without any other nobody can answer."""
+    """Refused by name, as long as it is one; without any other no worker can answer."""
     async with case("J2 other protocol", "refused at Hello, the others answer", ("OK", "UNAVAILABLE"), translated) as c:
         await spoken(c, [c.stack.prefill[1], c.stack.decode[1]], unchanged, versions.incompatible, "serving", "refused")
         some = c.ask_many(6, 200, max_tokens=12)

@@ -1,5 +1,5 @@
-"""The stop string that is complete first ends a choice, whatever pieces the text comes in; and at a cost that hangs on
-the text alone."""
+"""The stop string that is complete first ends a choice, whatever pieces the text comes in; and at a cost that depends
+on the text alone."""
 
 import time
 

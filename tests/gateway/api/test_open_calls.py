@@ -1,4 +1,5 @@
-"""Calls that hold places and say nothing, by hundreds, from no one and from one tenant: others are answered meanwhile."""
+"""Calls that hold places and say nothing, by hundreds, from no one and from one tenant: others are answered
+meanwhile."""
 
 import asyncio
 import contextlib
@@ -39,7 +40,7 @@ def guarded(cluster, keys, tmp_path):
 
 @contextlib.asynccontextmanager
 async def opened(c, method: str, metadata=(), messages=(), num_calls: int = NUM_CALLS):
-    """So many calls that never finish what they say. Waits until the server has taken or refused each."""
+    """Open `count` calls that never finish their request. Wait until the server has taken or refused each."""
     options = (("grpc.use_local_subchannel_pool", 1),)
     channels = [grpc.aio.insecure_channel(c.target, options=options) for _ in range(NUM_CHANNELS)]
     calls = [channels[i % NUM_CHANNELS].stream_stream(method)(metadata=metadata) for i in range(num_calls)]

@@ -157,7 +157,7 @@ async def test_a_worker_that_is_none_of_ours(cluster, digest, hello, said):
 
 
 async def test_a_worker_comes_back_in_another_role(cluster):
-    """It stands where it says it belongs, and serves there."""
+    """It is at its documented path, and serves there."""
     async with cluster(num_decode=2) as c:
         registry, odd = c.gateway.registry, c.decode[1]
         link = registry.decode[1]

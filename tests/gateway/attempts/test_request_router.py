@@ -21,7 +21,7 @@ FULL, SHORT, BROKEN, LEAVING, GOOD = (bytes([number]) * 4 for number in range(5)
 
 
 class Fleet:
-    """A Router of five workers that remembers which of them it was told to avoid."""
+    """A Router of five workers that remembers which of them it had to avoid."""
 
     def __init__(self):
         self.avoided: list[frozenset[bytes]] = []

@@ -135,7 +135,7 @@ async def test_the_roster_forgets_and_trusts_nothing(tmp_path):
 
 
 async def test_strangers_in_the_directory_cost_next_to_nothing(cluster, digest, tmp_path):
-    """20,000 names, told last, beside a worker that serves and one that comes later."""
+    """20,000 names, reported last, beside a worker that serves and one that comes later."""
     with RedisServer(tmp_path) as server:
         first, second = [await FakeWorker("decode", digest, 400).start() for _ in range(2)]
         async with cluster(0, 0, redis=server.url) as c:

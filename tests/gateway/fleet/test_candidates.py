@@ -104,7 +104,7 @@ def test_who_serves_no_longer_is_not_chosen():
 
 
 def test_work_that_was_given_is_spread():
-    """A worker that nobody has heard of yet is not given all that comes at once."""
+    """A worker without measurements is not given all new requests at once."""
     registry = fleet(4)
     chosen = [registry.router.route(ASK, Matches(), ())[1].address for _ in range(40)]
     assert {chosen.count(link.address) for link in registry.prefill} == {10}
@@ -112,7 +112,7 @@ def test_work_that_was_given_is_spread():
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
-    """Three of 120, of which a request looks at sixteen; whatever is avoided, and whoever holds the prefix."""
+    """Three of 120, of which a request looks at sixteen; with any of them avoided, and any holding the prefix."""
     registry, ask = fleet(120, split="auto"), RoutingRequest(8000, 8400)
     links = getattr(registry, role)
     long, other = links[7::40], registry.decode if role == "prefill" else registry.prefill

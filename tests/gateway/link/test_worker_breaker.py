@@ -150,7 +150,7 @@ async def test_a_new_worker_gets_one_request_first(cluster):
 
 
 async def test_the_only_worker_is_waited_for(cluster):
-    """It is slow to answer, and nobody else is there: the request stays."""
+    """It is slow to answer, and there is no other: the request stays."""
     async with cluster(0, 1) as c:
         c.decode[0].hold("admit")
         asking = asyncio.create_task(ask(c))

@@ -1,4 +1,4 @@
-"""The operator names the served model, or workers that he lists: never the worker that registers first.
+"""The operator names the served model, or workers from a list: never the worker that registers first.
 first."""
 
 import hashlib
@@ -43,7 +43,7 @@ async def test_a_stranger_does_not_decide_where_workers_are_named(cluster, stran
         await named.stop()
         await c.until(lambda: not serving(c))
         num_looks = len(stranger.commands)
-        await c.until(lambda: len(stranger.commands) > num_looks)  # once more, and nobody else is here
+        await c.until(lambda: len(stranger.commands) > num_looks)  # once more, without any other
         await c.until(lambda: "which one is served is decided by" in reason_of(c, stranger))
         assert "\n" not in reason_of(c, stranger) and not serving(c)
         named.held.clear()

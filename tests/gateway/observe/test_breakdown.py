@@ -1,5 +1,5 @@
 """The phases of a request add up to its whole time, whatever its end; the reply's timing, the root span, the metrics
-and the log line say the same; and a failure stands on the span that it happened in."""
+and the log line say the same; and a failure is on the span that it happened in."""
 
 import asyncio
 import logging
@@ -189,7 +189,7 @@ async def test_the_deadline_passes(cluster, watch, gate):
     ],
 )
 async def test_the_worker_dies(cluster, watch, gate, role, name):
-    """Nobody takes over: the phase has the failure, drawn by the gateway, which saw it."""
+    """No worker takes over: the phase has the failure, drawn by the gateway, which saw it."""
     async with cluster() as c:
         hold(c, gate)
         running = asyncio.create_task(timed(generate(c, max_tokens=6)))

@@ -25,7 +25,7 @@ def release(c, gate: str) -> None:
 
 
 async def reached(c, gate: str) -> None:
-    """The request stands at the gate."""
+    """The request waits at the gate."""
     command = {"admit": "admit", "accept": "prefill", "prefill": "prefill", "fetch": "fetch", "decode": "start"}[gate]
     await c.until(lambda: any(command in worker.kinds() for worker in c.workers))
 
@@ -213,7 +213,7 @@ async def test_a_full_decode_worker_is_passed_over(cluster):
 
 
 async def test_all_full_for_a_while(cluster):
-    """Requests stand in line, and are served in order when there is room."""
+    """Requests wait in line, and are served in order when there is room."""
     async with cluster(num_decode=2) as c:
         for worker in c.decode:
             worker.refusals = ["kv_full"] * 4
@@ -299,13 +299,13 @@ async def test_a_prefill_worker_that_is_gone_leaves_the_decode_worker(cluster):
 
 
 async def test_a_client_that_does_not_read(cluster, monkeypatch):
-    """Its sequence ends as soon as the bound is passed; the worker is told at once, whatever the client does."""
+    """Its sequence ends as soon as the bound is passed; the worker is notified at once, whatever the client does."""
     async with cluster(max_unread_tokens=50) as c:
         c.decode[0].hold("decode")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=700, n=4, logprobs=0), timeout=20)
         await reached(c, "decode")
         leg = next(iter(c.gateway.registry.decode[0].legs.values()))
-        # The request's reader stands still, as it would in a write.
+        # The request's reader waits, as it would in a write.
         monkeypatch.setattr(Mailbox, "next", lambda mailbox, until: asyncio.Event().wait())
         c.decode[0].release("decode")
         await c.until(lambda: "cancel" in c.decode[0].kinds())

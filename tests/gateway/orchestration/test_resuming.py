@@ -160,7 +160,7 @@ async def test_whoever_lost_the_only_worker_waits_for_it_a_moment(cluster):
 
 
 async def test_a_silent_worker_is_left(cluster, monkeypatch):
-    """It stands still: nothing comes from it, and its connection stays."""
+    """It hangs: nothing comes from it, and its connection stays."""
     async with cluster(num_decode=2) as c:
         hold(c, "decode")
         running = start(c)

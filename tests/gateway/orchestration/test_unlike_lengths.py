@@ -1,5 +1,5 @@
-"""Workers that hold unlike lengths: an answer is ended by its max_tokens alone, and nobody is asked for what he cannot
-hold."""
+"""Workers that hold unlike lengths: an answer is ended by its max_tokens alone, and no worker is asked for what it
+cannot hold."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ LONG = dict(prompt=PROMPT, max_tokens=400, ignore_eos=True)
 
 
 async def read_some(call, num_messages: int = 1 << 20) -> list[pb.GenerateResponse]:
-    """So many messages, or all that are left."""
+    """Return `count` messages, or all that are left."""
     messages: list[pb.GenerateResponse] = []
     while len(messages) < num_messages and (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
@@ -41,12 +41,12 @@ async def test_a_request_goes_only_where_all_of_it_fits(cluster):
         assert "admit" not in short.kinds() and long.kinds().count("admit") == 12
         fitting = [generate(c, prompt=PROMPT, max_tokens=200, ignore_eos=True) for _ in range(12)]
         assert [ids_of(messages) for messages in await asyncio.gather(*fitting)] == [tokens_of(PROMPT, 200, 400)] * 12
-        assert "admit" in short.kinds()  # who is small is not idle
+        assert "admit" in short.kinds()  # a small worker is not idle
 
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_worker_that_ends_at_its_own_length_ends_nothing(cluster, n):
-    """As one of another version might: another one goes on."""
+    """As one of another version might: another one continues."""
     async with cluster(0, 2) as c:
         whole, early = c.decode
         whole.refusals, early.ends_at = ["kv_full"], 256
@@ -66,7 +66,7 @@ async def test_a_first_token_is_no_end_for_the_length_of_who_read_the_prompt(clu
 
 
 async def test_the_longer_one_dies_in_mid_stream(cluster):
-    """The shorter one cannot go on, and the client is not told that it has asked for too much."""
+    """The shorter one cannot continue, and the client is not refused for having asked for too much."""
     async with cluster(0, (1024, 256)) as c:
         long, _ = c.decode
         call = c.stub.Generate(make_request(**LONG), timeout=20)

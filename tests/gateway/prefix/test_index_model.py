@@ -1,4 +1,4 @@
-"""The index against a model of who holds what: whatever happens, it comes to say the truth again, and says nothing
+"""The index against a model of blocks and workers: after any events it becomes true again, and holds nothing
 else.
 
 Redis and the clock are the test's own, so that hours pass in a second; tests/gateway/prefix/test_redis_index.py has a
@@ -20,7 +20,7 @@ from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, ORPHAN_S, RETIRED, S
 
 SPANS = [b"%016d" % n + bytes(16) for n in range(12)]
 BEAT_S = 1.0
-SETTLED_S = 4.0  # of heartbeats and batches, once everybody is left alone
+SETTLED_S = 4.0  # of heartbeats and batches, once faults end
 STEP_S = 0.5
 
 
@@ -245,7 +245,7 @@ class World:
                     gateway.join(worker)
 
     def a_gateway_dies(self) -> None:
-        """Unless Redis was emptied a moment before: what it wrote since nobody could know of."""
+        """Unless Redis was emptied a moment before: what it wrote since is lost."""
         if min(gateway.heard_at for gateway in self.gateways) <= self.forgot_at:
             return
         dead = self.gateways.pop(self.rng.randrange(len(self.gateways)))

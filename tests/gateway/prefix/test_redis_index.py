@@ -178,7 +178,7 @@ async def test_a_frozen_redis_costs_the_budget_and_then_nothing(server):
         assert asked == 3
 
         async def ask(names):
-            raise AssertionError("an open breaker asks nobody")
+            raise AssertionError("an open breaker sends nothing")
 
         a._ask = ask
         assert await a.lookup(SPANS) == {}
@@ -200,7 +200,7 @@ async def test_whatever_stands_in_redis_is_survived(server):
         await finds(a, WORKER, 4)
         server.client.set(names[3], b"")
         await finds(a, WORKER, 3)
-        server.client.set("baton:slot:200", b"nobody we know")
+        server.client.set("baton:slot:200", b"an unknown one")
         server.client.lpush("baton:slot:201", "x")
         await asyncio.sleep(1.2)
         await finds(a, WORKER, 3)
@@ -280,7 +280,8 @@ def short_lives(monkeypatch):
 
 
 async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
-    """Two hold the same spans, one dies, the other renews them; whoever has the dead one's slot after it, has nothing."""
+    """Two hold the same spans, one dies, the other renews them; the next worker with the dead one's slot has
+    nothing."""
     async with index(server, b"a") as a:
         a.join(OTHER, lambda: None)
         await until(lambda: all(entry.slot is not None for entry in a._workers.values()))
@@ -298,7 +299,7 @@ async def test_a_new_worker_inherits_nothing_of_a_dead_one(server, short_lives):
         assert kept == [0] * 20, "bits of the dead worker are in its slot, which is free"
         await finds(a, OTHER, 20)
         await until(lambda: not a._slots._holders[slot])
-        await asyncio.sleep(1.2)  # it is left to whoever had it for as long as a writer may be silent
+        await asyncio.sleep(1.2)  # it stays with its last worker for as long as a writer may be silent
         new = b"n" * 24
         a.join(new, lambda: None)
         await until(lambda: a._workers[new].slot == slot)

@@ -63,7 +63,7 @@ def of(tenant: str, received: float = 0.0, num_tokens: int = 100, num_expected: 
 
 
 def serve(line: WaitingLine, places: list) -> str:
-    """Serves whoever is first until nobody is: their tenants, in order."""
+    """Serve the first until none waits, and return their tenants, in order."""
     order = []
     while line:
         place = next(place for place in places if place.is_open and line.is_first(place))
@@ -169,7 +169,7 @@ def test_nobody_starves(later):
 def test_the_wait_is_as_long_as_the_line_has_been_slow(clock):
     line = WaitingLine(100)
     places = [line.join(bid(clock[0], num_tokens=500), lambda: None) for _ in range(10)]
-    assert line.wait_s(bid(clock[0])) == 0.0  # nobody has been served yet
+    assert line.wait_s(bid(clock[0])) == 0.0  # none has been served yet
     for place in places[:4]:
         clock[0] += 0.5
         line.leave(place)
@@ -178,7 +178,7 @@ def test_the_wait_is_as_long_as_the_line_has_been_slow(clock):
     line.leave(places[4], served=False)
     assert line.wait_s(bid(clock[0])) == pytest.approx(5 * 0.5)
     clock[0] += 10
-    assert line.wait_s(bid(clock[0])) > 5  # it stands still
+    assert line.wait_s(bid(clock[0])) > 5  # it does not move
 
 
 def test_who_would_be_served_too_late_is_told_at_once(clock):

@@ -27,7 +27,7 @@ def of_class(c, slo_class: str, **fields):
 
 
 def line_up(c, wait_s: float) -> tuple:
-    """Somebody stands in line for a prefill worker, behind whom others would wait for so long."""
+    """Put a request in line for a prefill worker, behind which others would wait that long."""
     line = c.gateway.lines.prefill
     line._served_tokens, line._served_s = 1000.0, 1.0
     return line, line.join(Bid(-1e9, round(1000 * wait_s)), lambda: None)

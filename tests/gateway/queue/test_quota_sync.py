@@ -1,4 +1,5 @@
-"""Quotas that gateways share through a real Redis; one that does not answer bounds nobody more than a gateway alone."""
+"""Quotas that gateways share through a real Redis; one that does not answer bounds no tenant more than a gateway
+alone."""
 
 import asyncio
 import json
@@ -35,7 +36,7 @@ def gateways(server, num: int) -> list[tuple[Quotas, SharedUsage]]:
 
 
 async def tell(*shared: SharedUsage) -> None:
-    """Twice: what one has told last the others hear then."""
+    """Exchange twice: then each has the last report of the others."""
     for each in shared * 2:
         await each._look()
 
@@ -55,7 +56,7 @@ async def test_requests_of_all_gateways_are_counted(server):
     large.settle(0, now())
     await tell(first, second)
     there.enter("a", now())
-    there.enter("b", now())  # nobody bounds it, and nothing is told of it
+    there.enter("b", now())  # nothing bounds it, and it is not reported
     assert "b" not in there.counts(now())
     for each in (first, second):
         await each._client.aclose()
@@ -93,7 +94,7 @@ async def test_gateways_that_do_not_see_each_other_count_alone(server, monkeypat
     assert refusal(here) == "TENANT_REQUESTS"
     server.kill()
     await tell(first)
-    assert refusal(here) == "TENANT_REQUESTS", "what was told a moment ago still counts"
+    assert refusal(here) == "TENANT_REQUESTS", "what was reported a moment ago still counts"
     with monkeypatch.context() as patch:
         patch.setattr("gateway.queue.quota_sync.TTL_S", 0)
         await tell(first)
@@ -211,7 +212,7 @@ async def test_two_gateways(cluster, server, tmp_path):
 
 
 async def flood(c, until: float, used: list[int]) -> None:
-    """One request after the other, as long as it lasts; what they have come to."""
+    """Send one request after the other until `until`; `used` gets the cost of each."""
     while now() < until:
         try:
             messages = await read(c.stub.Generate(make_request(PROMPT[:40], max_tokens=20, n=2), timeout=20))

@@ -13,7 +13,7 @@ def refused(quotas: Quotas, tenant: str, at: float, num_choices: int = 1) -> Ove
 
 
 def use(quotas: Quotas, tenant: str, num_tokens: int, at: float) -> Reservation:
-    """A request that comes to all that it reserves, and still runs."""
+    """A request that uses all that it reserves, and still runs."""
     reservation = quotas.enter(tenant, at)
     reservation.reserve(num_tokens, at)
     return reservation
@@ -174,7 +174,7 @@ def test_what_another_gateway_gives_back_is_at_most_what_it_took():
         quotas.note_others(told(*counts), 0.0)
         assert quotas.counts(0.0)["a"].balance == balance
     quotas.note_others({}, 0.0)
-    quotas.note_others(told(10, 0, -70.0), 0.0)  # it has begun anew, and knows of more than this one
+    quotas.note_others(told(10, 0, -70.0), 0.0)  # it has restarted, and knows of more than this one
     assert quotas.counts(0.0)["a"].balance == -70
     quotas.note_others(told(10, 10), 0.0)
     assert quotas.counts(0.0)["a"].balance == -60
@@ -188,7 +188,7 @@ def test_what_another_gateway_gives_back_is_at_most_what_it_took():
     )
 )
 def test_nothing_that_is_told_fills_a_bucket(tellings):
-    """A tenant uses what it gets, and another gateway tells whatever it likes: never more than burst and rate."""
+    """A tenant uses its quota, and another gateway reports anything: never more than burst and rate."""
     quotas, at, used = Quotas({"a": Quota(100.0, 500.0)}), 0.0, 0
     for pause_s, num_reserved, num_returned, balance in tellings:
         at += pause_s
@@ -204,7 +204,7 @@ def test_nothing_that_is_told_fills_a_bucket(tellings):
 def test_a_tenant_that_comes_here_late_brings_what_it_uses_elsewhere():
     quotas = Quotas({"a": Quota(100.0, 500.0, 4)})
     quotas.note_others(told(700, 0, -200.0, 4), 0.0)
-    assert not quotas._usage, "nobody gets an entry by being told of"
+    assert not quotas._usage, "a report alone makes no entry"
     assert refused(quotas, "a", 0.0).reason == "TENANT_REQUESTS"
     quotas.note_others(told(700, 0, -200.0, 0), 0.0)
     assert refused(quotas, "a", 0.0).reason == "TENANT_TOKENS"
@@ -257,7 +257,7 @@ def test_the_file_is_read_again(tmp_path, caplog):
     path.write_text("[a]\nconcurrent_requests = no\n")  # half written
     assert refused(quotas, "a", 17.2).reason == "TENANT_TOKENS" and "the old ones stay in use" in caplog.text
     path.write_text("[b]\nconcurrent_requests = 1\n")
-    quotas.enter("a", 18.4)  # nobody bounds it any more
+    quotas.enter("a", 18.4)  # nothing bounds it any more
 
 
 def test_no_file(tmp_path):

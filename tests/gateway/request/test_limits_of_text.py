@@ -76,7 +76,7 @@ def test_nor_does_it_in_a_conversation(tokenizer, role, text):
 
 
 def test_split_over_two_messages(tokenizer):
-    """Two contents that spell one together with what stands between them."""
+    """Two contents that spell one together with the text between them."""
     template = ChatTemplate("{% for message in messages %}{{ message['content'] }}{% endfor %}", {})
     for control in CONTROLS:
         for at in range(1, len(control)):

@@ -117,7 +117,7 @@ def test_a_first_token_that_would_be_late_goes_elsewhere():
 
 
 def test_a_prefix_to_be_pulled_counts_for_the_reader():
-    """`b` is next to nobody that has the prefix; `a` reads behind 300 tokens and can pull 900."""
+    """`b` is next to no worker that has the prefix; `a` reads behind 300 tokens and can pull 900."""
     fields = {"kv_token_bytes": 1000}
     holder = worker("d", matched=900, sequences=9, **fields)
     others = [worker("a", waiting=300, **fields), worker("b", kv_takes=frozenset(["class"]), **fields)]

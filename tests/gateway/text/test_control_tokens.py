@@ -1,4 +1,5 @@
-"""Control tokens in texts: as the naive search finds them, at a cost that hangs on the text and not on their number."""
+"""Control tokens in texts: as the naive search finds them, at a cost that depends on the text and not on their
+number."""
 
 import time
 

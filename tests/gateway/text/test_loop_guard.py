@@ -1,5 +1,5 @@
-"""While the worst of each kind is worked on, the gateway's event loop goes on: a heartbeat on it is never starved, neither
-by what runs on the loop nor by a thread that keeps Python's lock."""
+"""While the worst of each kind is worked on, the gateway's event loop keeps running: a heartbeat on it is never
+starved, neither by what runs on the loop nor by a thread that keeps Python's lock."""
 
 import asyncio
 import contextlib

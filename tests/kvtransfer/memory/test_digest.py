@@ -58,7 +58,7 @@ def test_parts_add_up(form, head_dim, block_size):
 
 
 def test_definition():
-    """Word by word in plain Python, for whoever writes the same on another device."""
+    """Word by word in plain Python, as a reference for other devices."""
     cells, ids = pool("bf16", 16, 64)
     memory = cells.memory
     name = bytes(range(32))

@@ -181,7 +181,7 @@ def test_a_codec_that_gives_other_sizes():
         rank.region.close()
 
 
-# ---- who may feed whom ----
+# ---- which layouts may feed which ----
 
 
 @pytest.mark.parametrize("source_form", KV_FORMS)
@@ -271,7 +271,7 @@ def test_handles_of_other_leases_are_not_joined():
 
 
 def test_a_rank_that_fails_fails_the_fetch():
-    """Half of the heads is nothing: what one rank has verified is never told."""
+    """Half of the heads is nothing: what one rank alone has verified is never reported."""
 
     async def main():
         async with Cluster("tcp", layout(16, "bf16"), by_heads(2), layout(16, "bf16"), by_heads(1)) as cluster:

@@ -154,7 +154,7 @@ async def test_bytes_that_trickle_are_no_frame(monkeypatch):
 
 
 async def _crowd(rig, name: str, count: int, each) -> None:
-    """`count` strangers, of whom each keeps his line as long as the source lets him; `each(index)` between them."""
+    """Open `count` strangers' lines, each kept as long as the source allows; call `each(index)` between them."""
     waiting = []
     for index in range(count):
         stranger = GrpcStranger(address_of(rig, name)) if name == "grpc" else Stranger(name, address_of(rig, name))
@@ -204,7 +204,7 @@ def test_a_crowd_of_strangers_delays_no_taker(name, count):
 
 @pytest.mark.parametrize("name", DOORS)
 def test_whoever_has_shown_a_ticket_stays(name):
-    """The places of strangers are not his."""
+    """It takes none of the places of strangers."""
 
     async def main():
         async with running(name) as rig:
@@ -322,7 +322,7 @@ def test_a_source_takes_little_from_those_who_say_much():
 
 
 def test_a_ticket_that_is_in_use_is_refused(name, caplog, monkeypatch):
-    """Instance and epoch are only claimed, so whoever overhears a ticket can show it; but not beside its taker."""
+    """Instance and epoch are only claimed, so an eavesdropper can show a ticket; but not beside its taker."""
     monkeypatch.setattr(pull, "RENEW_S", 0.05)
 
     async def main():

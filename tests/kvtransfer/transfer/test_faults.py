@@ -256,7 +256,7 @@ def test_read_after_release(transport, pair):
 
 
 def test_the_taker_is_full(transport, pair):
-    """D9: no room is an end with a name, at once; nobody waits for a count."""
+    """D9: no room is an end with a name, at once; nothing waits for a count."""
 
     class Full(Destination):
         def set_aside(self, upto_token):

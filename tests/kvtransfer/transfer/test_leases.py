@@ -150,7 +150,7 @@ def test_waits_for_every_taker_that_may_still_come():
     lease.add_fetch(b"second")
     table.finish("k")
     table.take(lease)
-    assert table.released == [], "a ticket is out that nobody has shown"
+    assert table.released == [], "a ticket is out that was not shown"
     table.take(lease, b"second")
     assert table.endings == ["released"]
 
@@ -226,7 +226,7 @@ def test_tickets_are_bounded():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_happens_every_lease_ends_once(seed):
-    """Random operations on a few leases; at the end of time all are gone, each told exactly once and rightly."""
+    """Random operations on a few leases; at the end of time all are gone, each reported exactly once and rightly."""
     rng, table = random.Random(seed), Table()
     leases, open_dialogues, granted = {}, [], []
     for step in range(200):

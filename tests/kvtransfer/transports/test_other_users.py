@@ -1,4 +1,4 @@
-"""Another user of the host: shared memory shows him nothing, and he cannot stand in for a source."""
+"""Another user of the host: shared memory is closed to it, and it cannot pose as a source."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ def test_another_user_sees_nothing_of_shared_memory():
             command = (sys.executable, "-c", BECOME_NOBODY + TRY_ALL, *named)
             done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True, timeout=60)
             came = json.loads(done.stdout)
-            assert came.pop("nothing") == str(NOBODY), "he is who he should be"
+            assert came.pop("nothing") == str(NOBODY), "it runs as that user"
             assert came == dict.fromkeys(came, "PermissionError")
             await assert_still_serves(rig)
 

@@ -41,7 +41,7 @@ def test_folder_of_a_killed_process_is_removed_by_the_next(tmp_path, settled):
 
 
 def test_folders_without_a_lock(tmp_path, settled):
-    """As older versions left them: whether somebody listens decides."""
+    """As older versions left them: a listener on the socket decides."""
     living, dead = tmp_path / "baton-kv-living", tmp_path / "baton-kv-dead"
     for path in (living, dead):
         path.mkdir(0o700)

@@ -30,7 +30,7 @@ def test_only_valid_bytes_of_the_tail_travel(name):
             await rig.fetch(rig.ready_offer(), rig.destination())
             assert rig.arrived()
             last = rig.tokens(rig.taker_pool, rig.taker_ids, NUM_TOKENS, 320)
-            assert (last == 0xAA).all(), "bytes behind the last token are nobody's business"
+            assert (last == 0xAA).all(), "bytes behind the last token were read"
 
     asyncio.run(main())
 

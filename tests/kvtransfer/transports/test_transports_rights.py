@@ -69,7 +69,7 @@ def test_replay_of_a_finished_transfer(name):
 
 
 def test_generation_bumped_while_reading(name, small_ranges):
-    """Blocks of the source given to somebody else between Ready and Ack: Confirm never comes."""
+    """Blocks of the source given to another request between Ready and Ack: Confirm never comes."""
 
     async def main():
         async with running(name) as rig:

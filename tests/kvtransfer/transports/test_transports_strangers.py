@@ -106,7 +106,7 @@ NOISE = (
 
 
 async def _answer(rig, name: str, noise: list[bytes]) -> bytes:
-    """All that the source says to somebody who says `noise` and no more."""
+    """Return all that the source answers to `noise`."""
     address = next(endpoint.address for endpoint in rig.source.endpoints() if endpoint.transport == name)
     if name == "grpc":
         async with grpc.aio.insecure_channel(address) as channel:

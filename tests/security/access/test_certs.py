@@ -1,4 +1,4 @@
-"""`baton certs`: what it writes, who may read it, and that nothing is ever written over."""
+"""`baton certs`: the files it writes, their permissions, and that nothing is ever written over."""
 
 import subprocess
 

@@ -204,7 +204,7 @@ def test_a_private_key_is_no_public_one(folder):
 
 
 def matching_prefixes(key: str, num: int, rng: random.Random) -> list[tuple[int, str]]:
-    """(length of the secret's part that is right, a key of which so much is right)"""
+    """(length of the secret's part that is right, a key with that part right)"""
     head, secret = key.rpartition(".")[0], key.rpartition(".")[2]
     lengths = [rng.randrange(len(secret)) for _ in range(num)]
     return [(right, f"{head}.{secret[:right]}{'_' * (len(secret) - right)}") for right in lengths]

@@ -146,7 +146,7 @@ async def test_a_call_without_its_message_is_an_error(guarded, installation):
 
 @pytest.mark.parametrize("path", [path for path in METHODS if "Pull" not in path])  # that one takes any bytes
 async def test_bytes_that_are_no_message_are_their_senders_fault(guarded, installation, caplog, path):
-    """Nobody fills the log with tracebacks, with the first message or with a later one."""
+    """No caller fills the log with tracebacks, with the first message or with a later one."""
     role = next((role for role in ROLES if METHODS[path] & {role}), None)
     access = installation.access(role)
     async with guarded() as ports, access.channel(ports.fleet if role else ports.client) as channel:
@@ -165,7 +165,7 @@ async def test_bytes_that_are_no_message_are_their_senders_fault(guarded, instal
 
 
 async def test_every_method_waits_for_its_first_message_and_not_for_ever(guarded, installation):
-    """One message or a stream of them: whoever may call and says nothing is ended by the guard."""
+    """One message or a stream of them: the guard ends the call of an allowed caller that sends nothing."""
     async with guarded() as ports:
 
         async def silent(path: str) -> tuple:

@@ -95,7 +95,7 @@ async def test_a_key_that_is_revoked_ends_no_stream_and_begins_none(served, keys
 
 
 async def test_the_file_is_replaced_under_load(served, keys, caplog):
-    """By whole ones with more and fewer keys, and by halves: whoever stands in all of them notices nothing."""
+    """By whole ones with more and fewer keys, and by halves: a tenant that is in all of them is not affected."""
     async with served() as c:
         stop, num_calls = asyncio.Event(), 0
 

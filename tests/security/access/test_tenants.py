@@ -20,12 +20,12 @@ from tests.support.gateway.fake_worker import tokens_of
 PROMPT = list(range(20, 320))
 IDENTITY = b"i" * 32
 TENANTS = ("acme", "globex")
-PUBLIC = "A public beginning of many prompts, words that everybody may know. " * 12
+PUBLIC = "A public beginning of many prompts, words that anyone may know. " * 12
 
 
 @pytest.fixture
 def keys(tmp_path) -> dict[str, str]:
-    """A key of each tenant; the file stands in tmp_path."""
+    """A key of each tenant; the file is in tmp_path."""
     made = {tenant: new_key() for tenant in TENANTS}
     lines = [
         f'[keys.{key_id}]\ntenant = "{tenant}"\nsha256 = "{hashed}"' for tenant, (_, key_id, hashed) in made.items()

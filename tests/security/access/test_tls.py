@@ -283,7 +283,7 @@ async def refused(access: Access, address: str) -> bool:
 
 
 async def test_a_caller_whose_certificate_expires(installation, tmp_path):
-    """Its connection goes on, with the stream that runs on it and with new calls; no new one is made."""
+    """Its connection stays, with the stream that runs on it and with new calls; no new one is made."""
     tls = short_lived(installation, tmp_path / "short", "gateway")
     access = Access(tls.ca, tls.cert, tls.key)
     async with Serving(installation.tls("decode")) as address, access.channel(address, name=WORKER_NAME) as channel:
@@ -356,7 +356,7 @@ async def test_kv_streams_are_for_workers(installation, stranger):
         assert not lines
         channel = installation.tls("decode").channel
         line = await grpc_stream.connect(address, grpc_stream.Security(channel=channel, server_name=WORKER_NAME))
-        await line.send(kv_pb2.KVFrame(renew=kv_pb2.Renew()))  # until a first message has come nobody is served
+        await line.send(kv_pb2.KVFrame(renew=kv_pb2.Renew()))  # until a first message has come no call is served
         while not lines:
             await asyncio.sleep(0.01)
         line.close()

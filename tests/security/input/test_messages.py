@@ -1,4 +1,5 @@
-"""Messages and bytes that no honest client sends, to a gateway's port: refused, and nobody else notices (H6, H7, H9)."""
+"""Messages and bytes that no honest client sends, to a gateway's port: refused, and no other client is affected (H6,
+H7, H9)."""
 
 import asyncio
 import gzip

@@ -1,4 +1,4 @@
-"""Model folders that somebody prepared (H13): each is refused in one line that names the file, and nothing in it
+"""Malicious model folders (H13): each is refused in one line that names the file, and nothing in it
 runs."""
 
 import json

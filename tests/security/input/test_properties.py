@@ -165,7 +165,7 @@ def test_ids_are_words_or_refused(request_id):
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(("ended", "granted", "done", "step_output", "load", "block_events")))
 def test_a_worker_that_lies_ends_its_session_at_most(body, kind):
-    """The reader of a session takes IndexError and ValueError for a lie."""
+    """The reader of a session takes IndexError and ValueError for invalid input."""
     event = worker_pb2.Event()
     try:
         getattr(event, kind).MergeFromString(body)

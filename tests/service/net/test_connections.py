@@ -61,7 +61,9 @@ async def test_a_connection_without_calls_ends(monkeypatch):
     monkeypatch.setattr(grpc_server, "IDLE_S", 1.0)
     async with serving() as port:
         assert await lasted(port, PREFACE + SETTINGS) < 40
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:  # and who comes back does not notice
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{port}"
+        ) as channel:  # and a client that returns does not notice
             for _ in range(3):
                 stub = health_pb2_grpc.HealthStub(channel)
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
@@ -89,7 +91,7 @@ sys.exit(server.run(main))
 
 @contextlib.contextmanager
 def few(hard: int):
-    """A server of two ports in a process that may have so many descriptors: (its first line, the process)."""
+    """A server of two ports in a process with that limit of descriptors: (its first line, the process)."""
     with subprocess.Popen(
         [sys.executable, "-c", FEW, str(hard)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

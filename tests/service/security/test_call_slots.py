@@ -1,4 +1,5 @@
-"""Places for calls: whose are full, who gives way, and what is left when all have gone; with callers that never speak."""
+"""Places for calls: whose are full, who gives way, and what is left when all have gone; with callers that never
+speak."""
 
 import asyncio
 import random
@@ -118,7 +119,7 @@ async def test_watches_of_strangers():
         assert len(await fill(places, WATCH, None, peer)) == 2
     with pytest.raises(Overloaded, match="16 calls"):
         places.enter(WATCH, None, "ipv4:198.51.100.9:1")
-    assert len(await fill(places, WATCH, "acme")) == 16  # who is known is bounded by himself
+    assert len(await fill(places, WATCH, "acme")) == 16  # a known tenant is bounded alone
 
 
 async def test_a_message_that_is_late_and_one_that_never_comes():

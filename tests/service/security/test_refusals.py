@@ -35,7 +35,7 @@ async def test_a_few_at_once_then_so_many_a_second(waits, clock):
         assert waits[-1] == pytest.approx((i + 1) / PER_S)
     num = len(waits)
     await held.hold("quiet")
-    assert len(waits) == num, "another tenant is told at once"
+    assert len(waits) == num, "another tenant is answered at once"
     clock[0] += 10
     await held.hold("loud")
     assert len(waits) == num

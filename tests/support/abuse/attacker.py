@@ -21,7 +21,7 @@ from tests.support.abuse.words import CLIENT_HELLO_HALF, NOISE, SPEAKERS
 
 _AT_ONCE = 50  # connections that are being made at a time
 _CONNECT_S = 5.0
-_PATIENCE_S = 3.0  # of a connection, in all, for room in its window: who is refused gets none
+_PATIENCE_S = 3.0  # of a connection, in all, for room in its window: a refused one gets none
 _DRIP_S = 0.02
 _TURN = 20  # calls before the loop hears what was answered
 _LINGER = struct.pack("ii", 1, 0)  # hangs up with a reset, so that ports are free at once

@@ -1,4 +1,5 @@
-"""Those who must not notice: a quiet tenant, a health probe, an operator, on connections that stand and on new ones."""
+"""Callers that must not be affected: a quiet tenant, a health probe, an operator, on open connections and on new
+ones."""
 
 import asyncio
 import contextlib

@@ -212,7 +212,7 @@ class Seen:
 
 async def attacked(ground: Ground, attackers: Attackers, cell: Cell, count: int) -> Seen:
     """The canary sings all along, and at least twice while the attack is at its height. What fails is tried once more:
-    what locks out does so again and what leaks leaks again, while an allocator keeps what it has needed once, and a
+    what locks out does so again and what leaks leaks again, while an allocator keeps memory that it needed once, and a
     machine that was frozen for seconds ended sessions by itself. No process is ever gone, and none logs a fault."""
     num_complaints = len(ground.stack.complaints())
     seen = await _attacked(ground, attackers, cell, count)

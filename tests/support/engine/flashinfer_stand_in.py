@@ -36,7 +36,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         check(len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1, "lengths differ")
         check(len(paged_kv_indices) == int(paged_kv_indptr[-1]), "paged_kv_indices is not as long as its indptr says")
         lens = paged_kv_last_page_len
-        check(bool(((lens >= 1) & (lens <= page_size)).all()), "last_page_len lies in [1, page_size]")
+        check(bool(((lens >= 1) & (lens <= page_size)).all()), "last_page_len is in [1, page_size]")
         check(num_qo_heads % num_kv_heads == 0, "num_qo_heads must be a multiple of num_kv_heads")
         check(head_dim_qk in (64, 128, 256), f"Unsupported head_dim {head_dim_qk}")
         check(causal, "the stand-in is causal")

@@ -59,7 +59,7 @@ FAMILIES = {
 
 
 def tiny(vocab_size: int) -> transformers.PreTrainedModel:
-    """Two layers of 64, random, whose likeliest tokens stand out."""
+    """Two layers of 64, random, with clearly likeliest tokens."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,

@@ -14,7 +14,7 @@ ARCHITECTURES = {
     "Qwen2": gguf.MODEL_ARCH.QWEN2,
     "Qwen3": gguf.MODEL_ARCH.QWEN3,
 }
-# Where the fp16 scales of a block lie, for types that the package cannot quantize to: other bytes are drawn.
+# Offsets of the fp16 scales in a block, for types that the package cannot quantize to: other bytes are drawn.
 SCALES = {GGMLType.Q4_K: ((0, 2), 144), GGMLType.Q6_K: ((208,), 210)}
 
 

@@ -4,7 +4,7 @@ I-1 indices without gap or repeat            I-6 only what we killed died; no fa
 I-2 tokens of the undisturbed answer         I-7 the gateway's counters agree with the history
 I-3 one end a request                        I-8 canaries succeed afterwards (world.py)
 I-4 a status that the case allows, reasoned  I-9 no canary in logs, metrics, Redis
-I-5 the ledgers balance, and come to zero; so do all tables
+I-5 the ledgers balance, and end at zero; so do all tables
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ def _faults(ask: Ask, reference: Reference, allowed: Collection[str], reasons: b
         num_wanted = ask.max_tokens * ask.sampling.get("n", 1)
         if ask.num_tokens != num_wanted or ask.usage is None or ask.usage.output_tokens != num_wanted:
             told = ask.usage.output_tokens if ask.usage else "nothing"
-            faults.append(f"I-1 {num_wanted} tokens were asked for, {ask.num_tokens} came, {told} were reported")
+            faults.append(f"I-1 {num_wanted} tokens were asked for, {ask.num_tokens} arrived, {told} were reported")
         if len(ask.finished) != ask.sampling.get("n", 1):
             faults.append(f"I-3 {len(ask.finished)} choices have ended")
     return faults

@@ -62,7 +62,7 @@ def _walk(message: Message) -> Iterator[Message]:
 
 
 class Translator(grpc.GenericRpcHandler):
-    """A gRPC server at `address` that passes all calls on to `target`; `commands` and `events` change what is said."""
+    """A gRPC server at `address` that passes all calls on to `target`; `commands` and `events` change the messages."""
 
     def __init__(self, target: str):
         self.commands: Change = unchanged

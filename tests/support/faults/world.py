@@ -282,7 +282,7 @@ class Case:
         raise AssertionError(f"no {role} worker is busy")
 
     def arm_one(self, processes: Sequence[Process], text: str) -> None:
-        """A failpoint that acts once, in whichever of them comes to it first."""
+        """A failpoint that acts once, in the first process that reaches it."""
         token = self.stack.folder / "token"
         token.touch()
         for process in processes:

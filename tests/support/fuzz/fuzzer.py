@@ -56,7 +56,7 @@ def run(
 
 
 def shrunk(fuzzer: Fuzzer, plan: Plan, max_tries: int = MAX_TRIES) -> Found:
-    """As small as it gets, and what it says when it fails."""
+    """Return the smallest failing plan, and its failure."""
     plan = Shrinker(lambda plan: _fault(fuzzer, plan)[0], max_tries).shrink(plan)
     return Found(plan, *_fault(fuzzer, plan))
 

@@ -3,7 +3,7 @@
     whole    read and answered by one engine
     split    read by the other, whose lease is pulled as its watermark moves
     pull     what the other has cached is pulled, the rest is read here
-    prefix   as split, but who reads pulls first what the one that answers has cached
+    prefix   as split, but the prefill engine first pulls the prefix cached by the decode engine
 
 A course is a generator: between two of its steps anything may happen to the key.
 """
@@ -95,7 +95,7 @@ class Journey:
             self.attempt.stop()
 
     def again(self, course: str, at: int) -> None:
-        """With one choice from where it is, with several from the beginning: they come to the same tokens."""
+        """With one choice from its position, with several from the beginning: the tokens are the same."""
         if self.reasons and self.asked.sampling.n == 1:
             self.ended = "done"
             return

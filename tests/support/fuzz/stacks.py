@@ -53,7 +53,7 @@ WORDS = (
     "lorem ipsum",
 )
 PATIENCE_S = patience(90.0)
-MAX_TRIES = 4  # of what is refused because everybody is busy
+MAX_TRIES = 4  # of requests refused because all workers are busy
 IDLE_S = 20.0
 NUM_HOLDING = 4  # of the holders of a block: quarantined, fetching, leased, running; then cached and free
 _METRIC = re.compile(r"^baton_(running|waiting|kv_blocks)({[^}]*}) (\S+)$", re.MULTILINE)

@@ -206,7 +206,7 @@ class World:
         assert spans == set(each.ledger.snapshot()), "events do not add up to what is cached"
 
     def _settle(self) -> None:
-        """Everything comes to its end, and what it ends with is judged."""
+        """Wait until all requests have ended, and judge their ends."""
         self._broken = [False, False]
         for name in self.requests:
             self._journey(name)

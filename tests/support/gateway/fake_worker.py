@@ -1,7 +1,7 @@
 """FakeWorker: a real gRPC server that speaks worker.proto and computes nothing. Its tokens are a pure function of
 (prompt, choice, output index), so that any worker continues what another began.
 
-Gates hold it at a step (`worker.hold("prefill")`), scripts make it refuse or fail; `worker.held` is what it has not
+Gates hold it at a step (`worker.hold("prefill")`), scripts make it refuse or fail; `worker.held` is the commands not
 given back.
 """
 

@@ -16,7 +16,7 @@ DELAY_S = 0.05
 @dataclass
 class Plan:
     """`fault` meets the `nth` frame of kind `point` that goes out on any line that shares this plan; `every`: then each
-    further one in so many, too."""
+    n-th further one, too."""
 
     fault: str
     point: str

@@ -90,7 +90,7 @@ class Rig:
         source_folder: Path | None = None, taker_folder: Path | None = None,
         on_gpu: tuple[bool, bool] | None = None, digest: str = "sum", host: Host | None = None,
     ):  # fmt: skip
-        """`on_gpu`: whether the source's pool and the taker's lie on a GPU, of `host`."""
+        """`on_gpu`: whether the source's pool and the taker's are on a GPU, of `host`."""
         rng = np.random.default_rng(7)
         self.transports = (transport,) if isinstance(transport, str) else transport
         self.digest = digest

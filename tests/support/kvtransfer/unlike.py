@@ -102,7 +102,7 @@ def expected(sources: list[Rank], source_ids, taker_form: str, token: int, layer
                 return rows, scales
             row, scale = codec(rows[None].copy(), scales[None].copy(), form, taker_form)
             return row[0], scale[0]
-    raise AssertionError("nobody has it")
+    raise AssertionError("no one has it")
 
 
 def check_arrived(sources: list[Rank], source_ids, takers: list[Rank], taker_ids, tokens) -> None:

@@ -222,7 +222,7 @@ class Pair:
         return taker_of(self.decode.hello, num_cached_tokens)
 
     async def generate(self, request_id: str, spec: pb.RequestSpec, reached=None) -> Answer:
-        """`reached(phase)` is called as the walk comes to admitted, accepted, fetching, done, started, row."""
+        """`reached(phase)` is called when the walk reaches admitted, accepted, fetching, done, started, row."""
         reached = reached or (lambda phase: None)
         key, answer = pb.Key(request_id=request_id), Answer()
         await self.decode.send(admit=pb.Admit(key=key, spec=spec))

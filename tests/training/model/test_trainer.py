@@ -42,7 +42,7 @@ def test_windows_grow_and_targets_follow_inputs(batches):
 
 
 def test_windows_cover_the_text_evenly(batches, monkeypatch):
-    monkeypatch.setattr(batches, "_library", np.arange(2000, dtype=np.uint16))  # a token says where it stands
+    monkeypatch.setattr(batches, "_library", np.arange(2000, dtype=np.uint16))  # a token names its position
     monkeypatch.setattr(batches, "_tests", np.array([], dtype=np.uint16))
     inputs, _ = batches.draw(0, 4000, 32)
     assert len(inputs.unique()) > 0.95 * 2000  # independent draws would reach 86 %

@@ -1,5 +1,5 @@
-"""Two real workers whose pools lie on one GPU, as far as they can tell: KV goes from one to the other there. The engine
-computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in
+"""Two real workers whose pools are on one GPU, as far as they can detect: KV goes from one to the other there. The
+engine computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in
 tests/e2e/start/test_gpu.py."""
 
 import pytest

@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Time passes only where somebody works."""
+    """Time passes only in measured work."""
 
     def __init__(self):
         self.seconds = 0.0

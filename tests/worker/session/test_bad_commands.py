@@ -221,7 +221,7 @@ def test_what_would_fail_a_step_is_refused_by_name(field, change):
 
 
 async def test_the_name_of_a_key_that_goes_on_by_another_is_taken():
-    """Its tokens still come by the engine's name, which nobody else may have until then."""
+    """Its tokens still come by the engine's name, which no other key may have until then."""
     bench, key = Bench(), Key("one", 1)
     first, second = key_to_proto(key), pb.Key(request_id="one", attempt=2)
     bench.obey(admit=pb.Admit(key=first, spec=make_spec()))

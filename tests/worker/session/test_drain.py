@@ -1,4 +1,4 @@
-"""Workers that are told to go: nothing new, leases are taken or expire, what outlasts the grace moves."""
+"""Workers that drain: nothing new, leases are taken or expire, what outlasts the grace moves."""
 
 import asyncio
 import time
@@ -68,7 +68,7 @@ def test_what_ends_within_the_grace_ends_well(model):
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
                 assert caught.value.details() == "it drains already, to be a prefill worker"
             await Pair(session, session).gather(session, "short", answer)
-            assert await draining == "prefill", "whoever asked first has said what comes next"
+            assert await draining == "prefill", "the first drain has set the next role"
             await session.close()
 
     run(main)

@@ -1,4 +1,4 @@
-"""Real workers: a stream is lost in the middle of an answer, and somebody goes on with it, token for token."""
+"""Real workers: a stream is lost in the middle of an answer, and another one continues it, token for token."""
 
 import asyncio
 import time
@@ -130,7 +130,7 @@ def test_a_lost_stream_stops_the_work_and_frees_the_blocks(model):
             assert blocks["cached"] and worker.commands.legs
             step = worker.engine.step_number
             await second.next_load(0.3)
-            assert worker.engine.step_number == step, "it went on computing for nobody"
+            assert worker.engine.step_number == step, "it computed without a reader"
             assert isinstance(await attach(second, "broken", [1], fingerprint=b"another"), pb.NotHere)
             await second.close()
 
@@ -154,7 +154,7 @@ def test_the_window_passes(model):
 
 
 def test_unread_tokens_park_one_sequence_only(model):
-    """A gateway that stands still: its long answer waits, and comes whole when it reads again."""
+    """A gateway that hangs: its long answer waits, and comes whole when it reads again."""
 
     async def main():
         async with decode_worker(model) as (worker, target):

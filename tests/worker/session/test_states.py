@@ -211,7 +211,7 @@ def test_the_table_has_every_cell():
 
 async def test_an_action_leaves_its_key_in_a_state_that_its_cell_lists():
     """Each event, after each path, over an engine that answers and over one that has ended the key meanwhile; and each
-    state that a cell lists is come to."""
+    state that a cell lists is reached."""
     reached: set[tuple[KeyState, KeyEvent, KeyState]] = set()
     for path in (*PATHS.values(), (KeyEvent.PREFILL_HERE,), (*PATHS[KeyState.ORPHANED], KeyEvent.ENGINE_ENDED)):
         for event in set(KeyEvent) - {KeyEvent.REFUSED, KeyEvent.ALL_BACK}:  # which are part of another event

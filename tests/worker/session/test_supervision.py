@@ -30,7 +30,7 @@ async def worker_with_all(model):
 
 
 async def answered(session: Session) -> None:
-    """With a load that is told, and index events."""
+    """With a load that is reported, and index events."""
     spec = make_spec(range(1, 140), max_tokens=3, temperature=0.0)
     answer = await Pair(session, session).generate_here(f"r{next(_names)}", spec)
     assert len(answer.token_ids[0]) == 3

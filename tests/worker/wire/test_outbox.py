@@ -92,7 +92,7 @@ def test_a_reply_that_comes_while_replies_are_written_still_goes_before_rows():
     async def script(outbox, transport):
         transport.open.clear()
         outbox.reply(pb.Event(granted=pb.Granted()))
-        await asyncio.sleep(0.01)  # the writer stands in the first write
+        await asyncio.sleep(0.01)  # the writer waits in the first write
         outbox.reply(pb.Event(done=pb.Done()))
         outbox.add_run(token(A, 1))
         transport.open.set()
@@ -152,7 +152,7 @@ def test_what_is_too_much_again_is_not_read():
         transport.open.clear()
         assert not all(outbox.add_run(token(A, index)) for index in range(1, 10))
         while outbox.num_rows:
-            await asyncio.sleep(0.001)  # the writer stands with these rows in its hands
+            await asyncio.sleep(0.001)  # the writer waits with these rows in its hands
         assert not all(outbox.add_run(token(A, index)) for index in range(10, 19))
         transport.open.set()
         await settle(outbox)
