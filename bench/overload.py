@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.run import run_jobs
-from baton.loadgen.workload import Job, arrivals, drawn
+from baton.loadgen.workload import Job, Shape, arrivals, drawn
 from baton.service.security.access import Access
 from baton.service.security.credentials import new_key
 from bench.arms.overload_abuse import abuse
@@ -63,7 +63,7 @@ LADDER = (0.8, 1.0, 1.25, 1.5)  # of the rate of a closed loop
 
 def send(target: str, per_s: float, seconds: float, seed: int, key_file: Path | None = None) -> list[Outcome]:
     rng = random.Random(seed)
-    jobs = drawn(rng, arrivals("poisson", per_s, rng), max(8, round(per_s * seconds)), PROMPT, OUTPUT)
+    jobs = drawn(rng, arrivals("poisson", per_s, rng), max(8, round(per_s * seconds)), Shape(PROMPT, OUTPUT))
     plan = RunPlan(target, VOCAB, seed=seed, timeout_s=60, access=Access(api_key_file=key_file), slo_class=CLASS)
     return run_jobs(plan, jobs).outcomes
 
@@ -123,7 +123,7 @@ def overload(report: Report, stack: Stack, seconds: float) -> None:
 def closed_loop(target: str, num: int = 48, concurrency: int = 8) -> float:
     """Requests a second where eight are always there: what the ladder is measured by. It also measures the rates."""
     rng = random.Random(0)
-    jobs = drawn(rng, arrivals("constant", 1, rng), num, PROMPT, OUTPUT)
+    jobs = drawn(rng, arrivals("constant", 1, rng), num, Shape(PROMPT, OUTPUT))
     ran = run_jobs(RunPlan(target, VOCAB, concurrency), jobs)
     return num / ran.duration_s
 

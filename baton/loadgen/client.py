@@ -58,29 +58,35 @@ class Sender:
                 return
             self._prepared[job.index] = self._make(job)
 
-    async def open(self, jobs: Sequence[Job], begin: float | None = None) -> list[Outcome]:
-        """Send each job at its time, whatever the others do, and wait for all."""
-        begin = time.monotonic() if begin is None else begin
-        running: list[asyncio.Task[Outcome]] = []
+    async def open(
+        self, jobs: Sequence[Job], begin: float | None = None, ended: list[Outcome] | None = None
+    ) -> list[Outcome]:
+        """Send each job at its time, whatever the others do, wait for all and return their outcomes, in the order of their
+        ends. `ended`: the list that fills meanwhile."""
+        begin, ended = time.monotonic() if begin is None else begin, [] if ended is None else ended
+        running: list[asyncio.Task[None]] = []
         for job in jobs:
             request = self._request(job)  # before its time, not at it
             await asyncio.sleep(begin + job.at_s - time.monotonic())
-            running.append(asyncio.create_task(self._one(job, request, begin, job.at_s)))
-        return list(await asyncio.gather(*running))
+            running.append(asyncio.create_task(self._one(job, request, begin, job.at_s, ended)))
+        await asyncio.gather(*running)
+        return ended
 
-    async def closed(self, jobs: Sequence[Job], concurrency: int, begin: float | None = None) -> list[Outcome]:
-        """Send `concurrency` jobs at a time, the next when one has ended, and wait for all."""
-        begin = time.monotonic() if begin is None else begin
-        waiting, done = iter(jobs), []
+    async def closed(
+        self, jobs: Sequence[Job], concurrency: int, begin: float | None = None, ended: list[Outcome] | None = None
+    ) -> list[Outcome]:
+        """Send `concurrency` jobs at a time, the next when one has ended. Else as `open`."""
+        begin, ended = time.monotonic() if begin is None else begin, [] if ended is None else ended
+        waiting = iter(jobs)
 
         async def work() -> None:
             for job in waiting:
                 request = self._request(job)
-                done.append(await self._one(job, request, begin, time.monotonic() - begin))
+                await self._one(job, request, begin, time.monotonic() - begin, ended)
 
         await asyncio.sleep(begin - time.monotonic())
         await asyncio.gather(*(work() for _ in range(concurrency)))
-        return done
+        return ended
 
     def _request(self, job: Job) -> pb.GenerateRequest:
         return self._prepared.pop(job.index, None) or self._make(job)
@@ -109,7 +115,9 @@ class Sender:
                     raise
                 await asyncio.sleep(error.retry_after_s)
 
-    async def _one(self, job: Job, request: pb.GenerateRequest, begin: float, intended_s: float) -> Outcome:
+    async def _one(
+        self, job: Job, request: pb.GenerateRequest, begin: float, intended_s: float, ended: list[Outcome]
+    ) -> None:
         outcome = Outcome(job.index, intended_s, job.num_prompt)
         clock, num_output, num_messages, longest_gap = time.monotonic, 0, 0, 0.0
         at = first = last = outcome.sent_s = clock() - begin
@@ -134,5 +142,5 @@ class Sender:
             outcome.num_cached = message.usage.cached_tokens
             timing = message.timing
             outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
+        ended.append(outcome)
         self._on_end()
-        return outcome

@@ -52,14 +52,14 @@ def curves(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_u
     return _frame(lines, xs, ys, x_unit, y_unit, list(series))
 
 
-def stack(parts: Mapping[str, float], unit: str) -> str:
+def stack(parts: Mapping[str, float], unit: str, colors: Mapping[str, str]) -> str:
     """One bar of parts, one after the other, with a legend that names each."""
     total = sum(parts.values())
     if not total:
         return _nothing()
     bars, legend, x = [], [], 0.0
-    for number, (name, value) in enumerate(parts.items()):
-        width, color = WIDTH * value / total, COLORS[number % len(COLORS)]
+    for name, value in parts.items():
+        width, color = WIDTH * value / total, colors[name]
         title = f"{name} {value:.3g} {unit}, {value / total:.0%}"
         bars.append(
             f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="34" fill="{color}"><title>{title}</title></rect>'

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from baton.loadgen import plot
 from baton.loadgen.outcome import Outcome
+from baton.service.observe.phases import COLORS
 from baton.service.slo import Slo, parse_slo
 
 _NUM_PARTS = 30  # of a run, on a timeline
@@ -44,10 +45,23 @@ def page(summary: Mapping, outcomes: Sequence[Outcome], sweep: Sequence[Mapping]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton bench</title><style>{_STYLE}</style>'
         f"<h1>Baton bench: {html.escape(summary['workload'])}</h1>"
-        f'<p class="facts">{html.escape(summary["target"])}, {summary["date"]}, {html.escape(summary["model"])}</p>'
-        f"{void}{_figures(summary)}<h2>Where the time goes, mean of the answered requests</h2>{plot.stack(phases, 'ms')}"
-        f'<div class="grid">{cells}</div><p class="bound">{html.escape(summary["bound"]["sentence"])}</p></html>\n'
+        f'{void}<p class="bound">{html.escape(summary["bound"]["sentence"])}</p>{_facts(summary)}'
+        f"{_figures(summary)}<h2>Where the time goes, mean of the answered requests</h2>{plot.stack(phases, 'ms', COLORS)}"
+        f'<div class="grid">{cells}</div></html>\n'
     )
+
+
+def _facts(summary: Mapping) -> str:
+    """Return what was measured, on what: target, model, shape of the requests, host and versions."""
+    facts = (
+        summary["target"],
+        summary["date"],
+        summary["model"],
+        summary["shape"],
+        summary["host"],
+        summary["versions"],
+    )
+    return f'<p class="facts">{html.escape("; ".join(facts))}</p>'
 
 
 def verdict(summary: Mapping) -> str:
@@ -56,6 +70,8 @@ def verdict(summary: Mapping) -> str:
 
 
 def _void(summary: Mapping) -> str:
+    if summary["interrupted"]:
+        return f"Interrupted: these are the {summary['num_requests']} requests that had ended."
     return f"Not valid: requests were sent {1e3 * summary['send_lag_p99_s']:.0f} ms late at p99."
 
 

@@ -49,7 +49,8 @@ def summarize(ran: Ran, slo: Slo, is_open: bool) -> dict:
         },
         "send_lag_p99_s": lag_p99_s,
         "sender_cpu_share": ran.cpu_share,
-        "valid": not lags,
+        "interrupted": ran.is_interrupted,
+        "valid": not lags and not ran.is_interrupted,
         "bound": name_bound(answered, ran.cpu_share, lag_p99_s if lags else 0.0)._asdict(),
     }
 

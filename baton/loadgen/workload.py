@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.loadgen.trace import MOONCAKE_BLOCK, TraceEntry
 
@@ -64,9 +65,31 @@ def from_trace(entries: Sequence[TraceEntry], rate_scale: float, length_scale: f
     ]
 
 
-def drawn(rng: random.Random, times: Iterator[float], num: int, num_prompt: int, num_output: int) -> list[Job]:
-    """`num` jobs whose lengths vary by a quarter around the means."""
-    return [Job(index, next(times), _around(rng, num_prompt), _around(rng, num_output)) for index in range(num)]
+class Shape(NamedTuple):
+    """Mean numbers of tokens of a request; the first `shared` of its prompt are the same in all, as a system prompt is."""
+
+    prompt: int
+    output: int
+    shared: int = 0
+
+
+# Sized for small contexts too: proportions of what people send, not their lengths on large models.
+WORKLOADS = {
+    "short": Shape(256, 32),
+    "chat": Shape(384, 128, shared=128),
+    "summarise": Shape(1500, 96),
+    "agent": Shape(1200, 48, shared=1024),
+    "code": Shape(640, 160, shared=64),
+    "long": Shape(6000, 64),
+}
+
+
+def drawn(rng: random.Random, times: Iterator[float], num: int, shape: Shape) -> list[Job]:
+    """Return `num` jobs whose lengths vary by a quarter around the means of `shape`."""
+    shared = ((0,), shape.shared) if shape.shared else ()
+    return [
+        Job(index, next(times), _around(rng, shape.prompt), _around(rng, shape.output), *shared) for index in range(num)
+    ]
 
 
 def _around(rng: random.Random, mean: int) -> int:

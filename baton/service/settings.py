@@ -43,11 +43,15 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
 
 def add_version(parser: argparse.ArgumentParser) -> None:
     """`--version` of the installed package."""
+    parser.add_argument("--version", action="version", version=f"baton {installed_version()}")
+
+
+def installed_version() -> str:
+    """Return the number of the installed package."""
     try:
-        number = importlib.metadata.version("baton")
+        return importlib.metadata.version("baton")
     except importlib.metadata.PackageNotFoundError:
-        number = "(not installed)"
-    parser.add_argument("--version", action="version", version=f"baton {number}")
+        return "(not installed)"
 
 
 def add_flags(

@@ -1,16 +1,19 @@
 """A page for those without Grafana: what the fleet does now, in four small views, and where recent requests spent their
 time. One HTML file that asks this gateway for JSON every second."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
 from baton.service.net.admin import Page, Reply, json_reply
+from baton.service.observe.phases import COLORS
 from baton.v1 import fleet_pb2 as pb
 from gateway.api.fleet_service import FleetService
 
 _PAGE = Path(__file__).with_name("dashboard.html")
+_PHASES_HERE = "{/*phases*/}"  # in the page, which draws phases in the colours of the report
 _NUM_RECENT = 300
 
 
@@ -21,7 +24,8 @@ def pages(fleet: FleetService) -> dict[str, Page]:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
         return json_reply({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
 
-    return {"/": lambda headers: Reply(_PAGE.read_bytes(), "text/html; charset=utf-8"), "/fleet.json": state}
+    page = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS)).encode()
+    return {"/": lambda headers: Reply(page, "text/html; charset=utf-8"), "/fleet.json": state}
 
 
 def _plain(message) -> dict:

@@ -6,12 +6,13 @@ in, so that what passes between processes falls into the delivery phases and is 
 
 from dataclasses import dataclass, field
 
+from baton.service.observe.phases import DECODE
 from baton.service.observe.phases import PHASES as TIMED
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 
 # What a request's whole time is divided into, in order; `decode` is all that comes after its second message.
-PHASES = (*TIMED, "decode")
+PHASES = (*TIMED, DECODE)
 
 
 @dataclass(slots=True)

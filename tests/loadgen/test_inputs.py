@@ -8,7 +8,18 @@ import random
 import pytest
 
 from baton.loadgen.trace import TraceEntry, TraceError, read_trace
-from baton.loadgen.workload import FIRST_TOKEN, Job, arrivals, drawn, fitted, from_trace, prompt_ids, shares
+from baton.loadgen.workload import (
+    FIRST_TOKEN,
+    WORKLOADS,
+    Job,
+    Shape,
+    arrivals,
+    drawn,
+    fitted,
+    from_trace,
+    prompt_ids,
+    shares,
+)
 from baton.service.slo import Slo, parse_slo
 
 MOONCAKE = '{"timestamp": 500, "input_length": 1000, "output_length": 5, "hash_ids": [3, 9]}\n'
@@ -102,11 +113,19 @@ def test_arrivals_come_at_their_rate(kind):
 
 
 def test_jobs_are_drawn_around_the_means_and_cut_to_the_context():
-    jobs = drawn(random.Random(0), iter(range(1000)), 400, 100, 8)
+    jobs = drawn(random.Random(0), iter(range(1000)), 400, Shape(100, 8))
     assert 95 < sum(job.num_prompt for job in jobs) / 400 < 105
     kept, num_cut = fitted([Job(0, 0, 5000, 900), Job(1, 0, 10, 10)], 1024)
     assert num_cut == 1 and kept[1] == Job(1, 0, 10, 10) and kept[0].num_prompt + kept[0].num_output < 1024
     assert sorted(job.index for part in shares(jobs, 3) for job in part) == list(range(400))
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_requests_of_a_workload_share_its_beginning(name):
+    shape = WORKLOADS[name]
+    first, second = (prompt_ids(job, 1000, 1) for job in drawn(random.Random(0), iter(range(9)), 2, shape))
+    num = min(shape.shared, len(first), len(second))
+    assert first[:num] == second[:num] and (num > 0 or first[:20] != second[:20])
 
 
 def test_the_shipped_traces_can_be_read():

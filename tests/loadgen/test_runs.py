@@ -116,6 +116,7 @@ def test_percentiles():
 
 def summary_of(outcomes) -> dict:
     facts = {"workload": "test <b>", "target": "t", "model": "m", "date": "d"}
+    facts |= {"shape": "8 requests", "host": "a host", "versions": "v"}
     return facts | summarize(Ran(outcomes, 4.0, 0.1), Slo(0.15, 0.05), is_open=True)
 
 

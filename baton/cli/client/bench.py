@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import os
+import platform
 import random
 import secrets
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from baton.engine.core import cpu
 from baton.loadgen import report, workload
 from baton.loadgen.client import Unreachable, model_info
 from baton.loadgen.compare import compared, read_summary
@@ -26,10 +28,10 @@ from baton.loadgen.plan import RunPlan
 from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
-from baton.loadgen.workload import Job
+from baton.loadgen.workload import WORKLOADS, Job, Shape
 from baton.service.arguments import positive, whole
 from baton.service.security.access import add_access_flags, read_access
-from baton.service.settings import SettingsError
+from baton.service.settings import SettingsError, installed_version
 from baton.service.slo import Slo, parse_slo
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -64,8 +66,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--length-scale", type=positive, default=1.0, metavar="X", help="lengths of the trace times X")
     parser.add_argument("--num-requests", type=whole, metavar="N", help="requests (default: 200; of a trace: all)")
-    parser.add_argument("--prompt-tokens", type=whole, default=256, metavar="N", help="mean (default: %(default)s)")
-    parser.add_argument("--output-tokens", type=whole, default=32, metavar="N", help="mean (default: %(default)s)")
+    parser.add_argument("--workload", choices=WORKLOADS, default="short", help=f"shape of requests: {_shapes()}")
+    parser.add_argument("--prompt-tokens", type=whole, metavar="N", help="mean (default: the workload's)")
+    parser.add_argument("--output-tokens", type=whole, metavar="N", help="mean (default: the workload's)")
     parser.add_argument("--slo", type=_slo, default=Slo(), metavar="S", help="for instance ttft=300ms,tpot=50ms")
     parser.add_argument("--processes", type=whole, default=1, metavar="N", help="that send (default: 1)")
     parser.add_argument("--timeout", type=positive, default=120.0, metavar="S", help="of one request (default: 120)")
@@ -140,6 +143,8 @@ class _Bench:
             access=read_access(args),
         )
         self._warmed = False
+        named = WORKLOADS[args.workload]
+        self._shape = Shape(args.prompt_tokens or named.prompt, args.output_tokens or named.output, named.shared)
 
     def once(self, entries) -> tuple[dict, Ran, list[dict]]:
         args = self._args
@@ -162,6 +167,8 @@ class _Bench:
             summary, ran = self._step(rate, len(steps))
             steps.append({**summary, "rate": rate})
             tried.append((summary, ran))
+            if ran.is_interrupted:
+                break
             if summary["valid"] and (summary["slo_met_share"] or 0.0) >= _MET_SHARE:
                 best, within = (summary, ran), rate
             elif not within:
@@ -184,7 +191,7 @@ class _Bench:
         rng = random.Random(self._seed)
         times = workload.arrivals(args.arrivals, rate, rng) if rate else iter(lambda: 0.0, None)
         num_jobs: int = num or args.num_requests or _NUM_REQUESTS
-        return workload.drawn(rng, times, num_jobs, args.prompt_tokens, args.output_tokens)
+        return workload.drawn(rng, times, num_jobs, self._shape)
 
     def _measure(self, jobs: Sequence[Job], name: str) -> tuple[dict, Ran]:
         jobs, num_cut = workload.fitted(jobs, self._info.context)
@@ -192,12 +199,17 @@ class _Bench:
             self._warm_up(jobs)
         with tqdm(total=len(jobs), desc="requests", unit="", file=sys.stderr, disable=None) as bar:  # on a terminal
             ran = run_jobs(self._plan, jobs, bar.update)
+        if ran.is_interrupted and not ran.outcomes:
+            raise KeyboardInterrupt
         summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
         facts = {
             "workload": name,
             "target": self._args.target,
             "model": f"{self._info.name}, {self._info.dtype}, weights {self._info.quantization}, kv {self._info.kv_dtype}",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "shape": _shape_of(jobs),
+            "host": f"{len(os.sched_getaffinity(0))} cores of {cpu.name()}",
+            "versions": f"baton {installed_version()}, Python {platform.python_version()}",
             "num_cut_to_context": num_cut,
             "seed": self._seed,
         }
@@ -208,7 +220,8 @@ class _Bench:
         run's: another seed."""
         self._warmed = True
         plan = replace(self._plan, concurrency=_WARM_UP, num_processes=1, seed=self._plan.seed + 1)
-        run_jobs(plan, jobs[:_WARM_UP])
+        if run_jobs(plan, jobs[:_WARM_UP]).is_interrupted:
+            raise KeyboardInterrupt
 
 
 def screen(summary: dict) -> str:
@@ -245,6 +258,23 @@ def _write(folder: Path, summary: dict, ran: Ran, steps: list[dict]) -> None:
 def _fail(message: str, status: int) -> int:
     print(f"baton bench: {message}", file=sys.stderr)
     return status
+
+
+def _shapes() -> str:
+    return "; ".join(
+        f"{name} {shape.prompt} to {shape.output} tokens" + (f", {shape.shared} shared by all" if shape.shared else "")
+        for name, shape in WORKLOADS.items()
+    )
+
+
+def _shape_of(jobs: Sequence[Job]) -> str:
+    """Return the shape of the requests that were sent, in words."""
+    if not jobs:
+        return "no requests"
+    prompt, output = (
+        sum(values) / len(jobs) for values in zip(*((j.num_prompt, j.num_output) for j in jobs), strict=True)
+    )
+    return f"{len(jobs)} requests of {prompt:.0f} prompt and {output:.0f} output tokens (means)"
 
 
 def _slo(text: str) -> Slo:
