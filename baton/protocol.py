@@ -5,3 +5,12 @@ INSTANCE_BYTES = 16  # of the random name that a process has for one start
 ROLES = ("prefill", "decode")  # of workers
 HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")  # of KV blocks, strongest first
 MAX_DRAFT_TOKENS = 16  # proposals that a sequence may have in one step
+
+MAX_MODEL_NAME = 128  # characters
+
+
+def check_model_name(name: str | None, setting: str) -> None:
+    """Raise ValueError, which begins with `setting`, for a name that cannot stand in requests, labels of metrics and log
+    lines; None is no name."""
+    if name is not None and (not 0 < len(name) <= MAX_MODEL_NAME or not name.isprintable() or name != name.strip()):
+        raise ValueError(f"{setting} {name[:40]!r}: give 1 to {MAX_MODEL_NAME} printable characters")

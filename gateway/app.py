@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+from dataclasses import replace
 from functools import partial
 
 from baton import tasks
@@ -58,6 +59,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     ports = open_ports(settings, quotas)
     with progress.phase("gateway", f"reading the tokenizer of {settings.model}"):
         folder = read_model(settings.model)
+    if settings.served_model_name is not None:
+        folder = replace(folder, name=settings.served_model_name)
     gateway = Gateway(settings, folder, ports, quotas)
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")

@@ -121,12 +121,17 @@ class Engine:
         return self.runner.model.weights.form
 
     @property
+    def model_name(self) -> str:
+        """Return the name that clients, metrics and traces know."""
+        return self.config.served_model_name or self.spec.name
+
+    @property
     def start_line(self) -> str:
         """Return the choices made at start, in one line."""
         backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
         mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
         return (
-            f"model {self.spec.name} {self.spec.family} {self.runner.launcher.words}, weights {self.runner.model.weights}, "
+            f"model {self.model_name} {self.spec.family} {self.runner.launcher.words}, weights {self.runner.model.weights}, "
             f"{self.config.dtype}, kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of "
             f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
         )

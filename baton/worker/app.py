@@ -91,7 +91,7 @@ class Worker:
         self._settings, self._role, self._digest = settings, role, digest
         self._memory, self._bound = memory, bound
         self._identity = new_identity(engine)
-        self._spans = Spans(engine.spec.name)
+        self._spans = Spans(engine.model_name)
         self._meters = WorkerMeters(engine, memory.region.memory.nbytes, roofline, bound.guard.num_denied)
         changed = asyncio.Event()
         self._transfer = transfer = KVTransfer(engine, memory, self._identity, settings, bound.guard)

@@ -75,7 +75,7 @@ def _add_limits(limits, engine: Engine) -> None:
 
 def _add_model(model, engine: Engine) -> None:
     config = engine.config
-    model.name = engine.spec.name
+    model.name = engine.model_name
     model.family = engine.spec.family
     model.context = config.max_model_len
     model.vocab_size = engine.spec.vocab_size

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.protocol import check_model_name
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.config.networks import Networks
@@ -17,6 +18,9 @@ class GatewaySettings(Exposure):
     """Settings of one gateway. Raises ValueError, one line, for what cannot work."""
 
     model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
+    served_model_name: str | None = option(
+        "name of the model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
+    )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     prefill_workers: tuple[str, ...] = option("prefill workers; others may register", (), metavar="HOST:PORT,...")
     decode_workers: tuple[str, ...] = option("decode workers; others may register", (), metavar="HOST:PORT,...")
@@ -77,6 +81,7 @@ class GatewaySettings(Exposure):
     log_level: str = option("lowest level that is logged", "info", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        check_model_name(self.served_model_name, "--served-model-name")
         if both := set(self.prefill_workers) & set(self.decode_workers):
             raise ValueError(f"{both.pop()}: is in --prefill-workers and in --decode-workers")
         try:

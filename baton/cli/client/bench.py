@@ -152,10 +152,10 @@ class _Bench:
             jobs = workload.from_trace(entries, args.rate_scale, args.length_scale, args.num_requests)
             name = f"trace {args.trace.name}, rate x {args.rate_scale:g}, lengths x {args.length_scale:g}"
         elif args.closed:
-            jobs, name = self._drawn(None), f"closed loop of {args.closed}"
+            jobs, name = self._drawn(None), f"{args.workload}, closed loop of {args.closed}"
         else:
             rate = args.rate or 4.0
-            jobs, name = self._drawn(rate), f"{args.arrivals} arrivals, {rate:g} requests/s"
+            jobs, name = self._drawn(rate), f"{args.workload}, {args.arrivals} arrivals, {rate:g} requests/s"
         summary, ran = self._measure(jobs, name)
         return summary, ran, []
 
@@ -184,7 +184,10 @@ class _Bench:
         """Run one step of a sweep, with prompts of its own: those of the last step would be found in the cache."""
         self._plan = replace(self._plan, seed=self._seed + 2 + number)
         num = min(self._args.num_requests or _NUM_REQUESTS, max(_LEAST_REQUESTS, round(_SWEEP_STEP_S * rate)))
-        return self._measure(self._drawn(rate, num), f"sweep, {self._args.arrivals} arrivals, {rate:.3g} requests/s")
+        return self._measure(
+            self._drawn(rate, num),
+            f"{self._args.workload}, sweep, {self._args.arrivals} arrivals, {rate:.3g} requests/s",
+        )
 
     def _drawn(self, rate: float | None, num: int | None = None) -> list[Job]:
         args = self._args

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
@@ -31,8 +31,9 @@ from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
 # What `baton up` sets itself.
-_NOT_OPTIONS = ("model", "listen", "admin", "gateways")
-_NOT_GATEWAY_OPTIONS = ("model", "listen", "prefill_workers", "decode_workers", "redis", "admin")
+_NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
+_NOT_GATEWAY_OPTIONS = ("model", "served_model_name", "listen", "prefill_workers", "decode_workers", "redis", "admin")
+_SHIPPED_NAME = "baton-demo"
 _SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "device", "threads")
 
 
@@ -46,6 +47,9 @@ class UpSettings:
     decode: int = option("number of decode workers", 1, metavar="N")
     gateways: int = option(
         "number of gateways; those beyond the first at ports that the system chooses", 1, metavar="N"
+    )
+    served_model_name: str | None = option(
+        "name of the model for clients (default: its folder's)", None, metavar="NAME"
     )
     redis: str | None = option("prefix index in Redis (default: embedded)", None, metavar="URL")
     admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
@@ -127,13 +131,17 @@ def resolve(args: argparse.Namespace) -> Resolved:
     flags = {**{name: each.value for name, each in from_file.items()}, **vars(args)}
     try:
         settings = load_settings(UpSettings, flags)
+        if settings.model is None and settings.served_model_name is None:
+            settings = replace(settings, served_model_name=_SHIPPED_NAME)
         model = settings.model or SHIPPED_MODEL
-        gateway = {name: value for name in ("redis", "admin") if (value := getattr(settings, name))}
+        gateway = {
+            name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))
+        }
         if settings.certs:
             gateway = {**_gateway_files(settings.certs), **gateway}
         gateway |= given(GatewaySettings, flags, "gateway.")
         num_workers = {role: getattr(settings, role) for role in ROLES}
-        workers, cpu_roles = _worker_values(flags, num_workers, model, settings.certs)
+        workers, cpu_roles = _worker_values(flags, num_workers, model, settings)
     except SettingsError as error:
         raise SettingsError(
             name_sources(str(error), {name.rpartition(".")[2]: each for name, each in from_file.items()})
@@ -181,7 +189,7 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
 
 
 def _worker_values(
-    flags: Mapping[str, object], num_workers: dict[str, int], model: Path, certs: Path | None
+    flags: Mapping[str, object], num_workers: dict[str, int], model: Path, up: UpSettings
 ) -> tuple[dict[str, dict[str, object]], list[str]]:
     """Return the worker options that were given, by role, with its threads, each role's checked as its worker would;
     and the roles that compute on the CPU. Raises SettingsError."""
@@ -194,8 +202,9 @@ def _worker_values(
         if all(name in own[role] for role in ROLES):
             flag = name.replace("_", "-")
             raise SettingsError(f"--{flag} has no effect beside --prefill.{flag} and --decode.{flag}")
-    files = {role: _tls_files(certs, role) if certs else {} for role in ROLES}
-    values = {role: {**files[role], **both, **own[role]} for role in ROLES}
+    name = {"served_model_name": up.served_model_name} if up.served_model_name else {}
+    files = {role: _tls_files(up.certs, role) if up.certs else {} for role in ROLES}
+    values = {role: {**files[role], **name, **both, **own[role]} for role in ROLES}
     settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
     threads = divide_cores(num_workers, {role: settings[role].engine.threads for role in ROLES})
     cpu_roles = [role for role in ROLES if settings[role].engine.device == "cpu"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.engine.core.model_spec import ModelSpec
-from baton.protocol import MAX_DRAFT_TOKENS
+from baton.protocol import MAX_DRAFT_TOKENS, check_model_name
 from kvtransfer.layout import KV_FORMS, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 
@@ -31,6 +31,9 @@ class EngineConfig:
     field."""
 
     model: Path = _knob("model folder (config.json, safetensors, tokenizer.json) or .gguf file", metavar="DIR|FILE")
+    served_model_name: str | None = _knob(
+        "name of the model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
+    )
     # auto: the checkpoint's, or cpu.compute_dtype. A checkpoint may be fp16, which is asked for here alone.
     dtype: str = _knob(
         "compute dtype; auto: the checkpoint's, or what is fast", "auto", choices=("auto", "bf16", "fp32")
@@ -93,6 +96,7 @@ class EngineConfig:
             raise ValueError(f"sm_share {self.sm_share:g}: must be above 0 and below 1")
         if self.sm_share is not None and self.device == "cpu":
             raise ValueError("sm_share has no effect on a CPU; give threads")
+        check_model_name(self.served_model_name, "served_model_name")
         self._check_speculation()
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS

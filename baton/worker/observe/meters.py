@@ -25,7 +25,7 @@ class WorkerMeters:
     ):
         """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured.
         `num_denied`: calls by (method, reason), as the guard counts them."""
-        self._metrics = metrics = Metrics(engine.spec.name)
+        self._metrics = metrics = Metrics(engine.model_name)
         self.page = metrics.page
         self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
         self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")

@@ -53,6 +53,15 @@ def test_a_file_says_what_flags_say(model):
     assert "--split=never" in made.gateway_options
 
 
+def test_a_name_reaches_every_process():
+    made = plan("--served-model-name", "acme")
+    for options in (*made.worker_options.values(), made.gateway_options):
+        assert "--served-model-name=acme" in options
+    assert not any("served-model-name" in option for option in plan().gateway_options), "the folder's"
+    with pytest.raises(SettingsError, match="--served-model-name"):
+        plan("--served-model-name", "two\nlines")
+
+
 def test_variables_and_flags_win(monkeypatch):
     monkeypatch.setenv("BATON_BLOCK_SIZE", "64")  # the processes inherit it
     made = plan("--threads", "2", "--decode", "3", file="decode = 2\nblock_size = 16\n[prefill_worker]\nthreads = 5\n")
