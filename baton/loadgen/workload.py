@@ -86,9 +86,10 @@ WORKLOADS = {
 
 def drawn(rng: random.Random, times: Iterator[float], num: int, shape: Shape) -> list[Job]:
     """Return `num` jobs whose lengths vary by a quarter around the means of `shape`."""
-    shared = ((0,), shape.shared) if shape.shared else ()
+    shared, block = ((0,), shape.shared) if shape.shared else ((), MOONCAKE_BLOCK)
     return [
-        Job(index, next(times), _around(rng, shape.prompt), _around(rng, shape.output), *shared) for index in range(num)
+        Job(index, next(times), _around(rng, shape.prompt), _around(rng, shape.output), shared, block)
+        for index in range(num)
     ]
 
 

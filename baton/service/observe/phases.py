@@ -9,7 +9,7 @@ PHASES = (
 DECODE = "decode"
 """All that comes after the second message."""
 
-COLORS = dict(
+COLORS: dict[str, str] = dict(
     zip(
         (*PHASES, DECODE),
         (
