@@ -348,3 +348,37 @@ def test_nothing_runs_between_fork_and_exec(module):
         if isinstance(node, ast.Call):
             assert ast.unparse(node.func) != "os.fork", f"{module}:{node.lineno} forks"
             assert all(word.arg != "preexec_fn" for word in node.keywords), f"{module}:{node.lineno} has a preexec_fn"
+
+
+def names_bound_by(path: Path) -> set[str]:
+    """Every name that a file binds anywhere: a class, a function, an assignment, an import."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return found
+
+
+def test_what_is_imported_by_name_exists():
+    """Imports within functions too, of tests and benches that run seldom."""
+    bound, missing = {}, []
+    for top in ("baton", "kvtransfer", "gateway", "prefill_worker", "decode_worker", "tests", "bench", "examples"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+                    continue
+                file = (ROOT / Path(*node.module.split("."))).with_suffix(".py")
+                if not file.exists() or file.stem.endswith(("_pb2", "_pb2_grpc")):
+                    continue
+                if file not in bound:
+                    bound[file] = names_bound_by(file)
+                missing += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.module} has no {alias.name}"
+                    for alias in node.names
+                    if alias.name not in bound[file]
+                ]
+    assert not missing, missing

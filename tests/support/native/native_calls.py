@@ -173,16 +173,16 @@ def _layers_and_drafts() -> None:
 
 
 def _copies_and_digests() -> None:
-    from baton.worker.kv.native_digests import _copying, _summing
+    from baton.worker.kv.native_digests import NativeMemoryKernels
 
-    library = build.library()
+    kernels = NativeMemoryKernels(build.library())
     draw = np.random.default_rng(0)
     words = draw.integers(0, 1 << 63, (5, 3, 2, 2, 24), np.uint64)
     target, table = np.zeros_like(words), draw.integers(0, 1 << 63, 64, np.uint64)
-    _summing(library)(words, np.array([4, 0, 2]), table, np.array([0, 8, 40]), target, np.array([1, 3, 0]))
-    _summing(library)(words, np.array([1]), table, np.array([3]), None, None)
+    kernels.word_sums(words, np.array([4, 0, 2]), table, np.array([0, 8, 40]), target, np.array([1, 3, 0]))
+    kernels.word_sums(words, np.array([1]), table, np.array([3]), None, None)
     source = draw.integers(0, 255, (4, 3, 2, 80), np.uint8)
-    _copying(library)(np.zeros_like(source), np.array([0, 3]), source, np.array([2, 1]))
+    kernels.copy_runs(np.zeros_like(source), np.array([0, 3]), source, np.array([2, 1]))
 
 
 def main() -> None:
