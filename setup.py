@@ -1,5 +1,5 @@
-"""Wheels that carry the native kernels: `make wheel`, which sets BATON_WHEEL_FOR to an architecture. Without it the wheel is
-for any machine, and each compiles its kernels at its first start."""
+"""Wheels: with the demo model and the .proto files in `baton/shipped`, and with the native kernels by `make wheel`, which sets
+BATON_WHEEL_FOR to an architecture. Without it the wheel is for any machine, and each compiles its kernels at its first start."""
 
 import importlib.util
 import os
@@ -15,7 +15,14 @@ from setuptools.command.build_py import build_py
 MACHINE = os.environ.get("BATON_WHEEL_FOR")
 # Of libstdc++'s versions, the glibc that systems with it have at least (as PEP 600's policies say): 3.4.29 comes with 2.34.
 GLIBC_OF = {19: 17, 24: 28, 28: 31, 29: 34, 30: 35}
-NATIVE = Path(__file__).parent / "baton" / "engine" / "native"
+ROOT = Path(__file__).parent
+NATIVE = ROOT / "baton" / "engine" / "native"
+SHIPPED = (
+    "demo/LICENSE-PSF.txt",
+    "demo/target",
+    "demo/draft",
+    "protos",
+)  # what `baton up` and clients need of a checkout
 
 
 def load(name: str):
@@ -26,13 +33,21 @@ def load(name: str):
     return module
 
 
-class BuildWithKernels(build_py):
-    """Add one library for each tier of the architecture."""
+class BuildWithData(build_py):
+    """Add what is shipped, and one library for each tier of the architecture."""
 
     def run(self):
         super().run()
-        if MACHINE is None:
-            return
+        if self.editable_mode:
+            return  # a checkout has it
+        for name in SHIPPED:
+            source, to = ROOT / name, Path(self.build_lib) / "baton" / "shipped" / Path(name).name
+            to.parent.mkdir(exist_ok=True)
+            shutil.copytree(source, to, dirs_exist_ok=True) if source.is_dir() else shutil.copy(source, to)
+        if MACHINE is not None:
+            self._add_kernels()
+
+    def _add_kernels(self):
         compiler, tiers = load("compiler"), load("tier").tiers_for(MACHINE)
         if not tiers:
             raise SystemExit(f"BATON_WHEEL_FOR={MACHINE}: there are no kernels for it")
@@ -65,4 +80,4 @@ class Binary(Distribution):
         return MACHINE is not None
 
 
-setup(distclass=Binary, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForMachine})
+setup(distclass=Binary, cmdclass={"build_py": BuildWithData, "bdist_wheel": WheelForMachine})

@@ -49,7 +49,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 def installed_version() -> str:
     """Return the number of the installed package."""
     try:
-        return importlib.metadata.version("baton")
+        return importlib.metadata.version("baton-llm")
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
 

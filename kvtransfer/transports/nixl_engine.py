@@ -47,7 +47,7 @@ class NixlAgent:
         """Takes most of a second. Raises TransferFailed, one line."""
         package = find_package()
         if package is None:
-            raise TransferFailed("NIXL is not installed: pip install 'baton[nixl]', or choose other --transports")
+            raise TransferFailed("NIXL is not installed: pip install 'baton-llm[nixl]', or choose other --transports")
         self.base, self.num_bytes, self.kind = base, num_bytes, kind
         self._peers: dict[bytes, _Peer] = {}  # by metadata
         try:

@@ -15,7 +15,9 @@ from baton.cli.launch.keeper import Keeper
 from baton.protocol import ROLES
 
 GATEWAY_DRAIN_S, WORKER_DRAIN_S = 40.0, 15.0  # longer than they give themselves: only what hangs is killed
-SHIPPED_MODEL = Path(__file__).resolve().parents[3] / "demo" / "target"
+_BATON = Path(__file__).resolve().parents[2]
+_IN_WHEEL, _IN_CHECKOUT = _BATON / "shipped" / "target", _BATON.parent / "demo" / "target"
+SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
 
 
 def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | None]) -> dict[str, int | None]:

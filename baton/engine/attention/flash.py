@@ -54,7 +54,11 @@ class FlashAttention2(Attention):
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
-        if reason := unfit_cuda(shape.device, (8, 0)) or missing("flash_attn", "'baton[flash]'") or unfit_rows(shape):
+        if (
+            reason := unfit_cuda(shape.device, (8, 0))
+            or missing("flash_attn", "'baton-llm[flash]'")
+            or unfit_rows(shape)
+        ):
             return reason
         if shape.block_size % PAGE_MULTIPLE:
             return f"block_size {shape.block_size} is not a multiple of {PAGE_MULTIPLE}"

@@ -10,4 +10,4 @@ def unavailable(device: str) -> str:
     """Return why there are no Triton kernels on `device` (cuda | cpu); "" if there are."""
     if device != "cuda" and not INTERPRETED:
         return "needs a CUDA device"
-    return "" if importlib.util.find_spec("triton") else "triton is not installed: pip install 'baton[gpu]'"
+    return "" if importlib.util.find_spec("triton") else "triton is not installed: pip install 'baton-llm[gpu]'"

@@ -141,7 +141,7 @@ def test_without_a_gpu_or_a_module(monkeypatch):
     reason = "the device has compute capability 10.0, needs 9.0 to below 10.0"
     assert BACKENDS["flash3"].unfit(shape_of(device=CUDA)) == reason
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # an import of it fails
-    reason = "flash_attn is not installed: pip install --no-build-isolation 'baton[flash]'"
+    reason = "flash_attn is not installed: pip install --no-build-isolation 'baton-llm[flash]'"
     assert BACKENDS["flash"].unfit(shape_of(device=CUDA)) == reason
 
 

@@ -45,8 +45,10 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     argv = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", folder, ROOT]
     subprocess.run(argv, env=os.environ | {"BATON_WHEEL_FOR": platform.machine()}, check=True)
-    (wheel,) = folder.glob("baton-*.whl")
-    assert wheel.stem.startswith("baton-") and wheel.stem.endswith(platform.machine()) and "manylinux_2_" in wheel.stem
+    (wheel,) = folder.glob("baton_llm-*.whl")
+    assert (
+        wheel.stem.startswith("baton_llm-") and wheel.stem.endswith(platform.machine()) and "manylinux_2_" in wheel.stem
+    )
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
