@@ -38,7 +38,7 @@ from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex, SecretDiffers
 from gateway.prefix.public_prefixes import read_public_prefixes
-from gateway.queue.admission import AdmissionControl, Lines
+from gateway.queue.admission import AdmissionControl, WaitingQueues
 from gateway.queue.quotas import Quotas
 from gateway.request.request_record import RequestRecord
 from gateway.text.templates import ChatTemplate, TemplateFailed
@@ -81,14 +81,14 @@ class Gateway:
         """Raises SettingsError."""
         self._settings, self._server, self._quotas = settings, ports.server, quotas
         self._changed = asyncio.Event()
-        self.lines = Lines(settings.max_queued_requests, settings.max_queued_tokens)
+        self.queues = WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens)
         self.index = _make_index(settings)
         secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
         self.registry = Registry(settings, folder, self.index, secret, self._on_fleet_change)
         self.names = PrefixHashes(self.registry)
         self.recent = RecentRequests()
         slo_classes = read_classes(settings.slo_classes)
-        gauges = request_gauges(self.recent, self.lines) + fleet_gauges(self.registry, self.index)
+        gauges = request_gauges(self.recent, self.queues) + fleet_gauges(self.registry, self.index)
         self.meters = GatewayMeters(folder.name, slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
         tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
         self._pipeline = Pipeline(
@@ -97,7 +97,7 @@ class Gateway:
             names=self.names,
             text=TextWork(tokenizer, _make_template(folder), folder.vocab_size),
             admission=AdmissionControl(settings.max_concurrent_requests, quotas),
-            lines=self.lines,
+            queues=self.queues,
             max_queue_wait_s=settings.max_queue_wait_s,
             on_gap=self.meters.gap,
             slo_classes=slo_classes,
@@ -116,7 +116,7 @@ class Gateway:
             encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)
             self.names.make_public(await read_public_prefixes(settings.public_prefixes, encode))
         self.service.add_to(server)
-        fleet = FleetService(self.registry, self.recent, self.lines, self.index, settings.redis)
+        fleet = FleetService(self.registry, self.recent, self.queues, self.index, settings.redis)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
         worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
         health = Health(server)
@@ -168,7 +168,7 @@ class Gateway:
         access_log.ended(record, error)
 
     def _on_fleet_change(self) -> None:
-        self.lines.call_first()
+        self.queues.call_first()
         self._changed.set()
 
     async def _watch(self, health: Health) -> None:

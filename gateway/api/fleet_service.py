@@ -8,7 +8,7 @@ from baton.v1 import fleet_pb2 as pb
 from gateway.fleet.registry import Registry
 from gateway.observe.recent_requests import RecentRequests
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.queue.admission import Lines
+from gateway.queue.admission import WaitingQueues
 
 SERVICE_NAME = "baton.v1.Fleet"
 
@@ -17,10 +17,15 @@ class FleetService:
     """Say what this gateway sees of its workers and requests."""
 
     def __init__(
-        self, registry: Registry, recent: RecentRequests, lines: Lines, index: PrefixIndex, redis_url: str | None
+        self,
+        registry: Registry,
+        recent: RecentRequests,
+        queues: WaitingQueues,
+        index: PrefixIndex,
+        redis_url: str | None,
     ):
         """`redis_url` None: the prefix index is in this process."""
-        self._registry, self._recent, self._lines, self._index = registry, recent, lines, index
+        self._registry, self._recent, self._queues, self._index = registry, recent, queues, index
         self._redis_url = without_password(redis_url) if redis_url else ""
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:
@@ -33,7 +38,7 @@ class FleetService:
 
     def requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
         """Return requests that run, and the last that have ended."""
-        return self._recent.listed(request, len(self._lines))
+        return self._recent.listed(request, len(self._queues))
 
     def workers(self) -> pb.ListWorkersResponse:
         """Return all workers, whatever their state."""

@@ -8,14 +8,14 @@ from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.observe.recent_requests import RecentRequests
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.queue.admission import Lines
+from gateway.queue.admission import WaitingQueues
 
 
-def request_gauges(recent: RecentRequests, lines: Lines) -> list[Gauge]:
+def request_gauges(recent: RecentRequests, queues: WaitingQueues) -> list[Gauge]:
     """Return gauges of the requests in the gateway."""
     return [
         Gauge("baton_running", "requests in the gateway", lambda: recent.num_running),
-        Gauge("baton_waiting", "requests in the gateway's queues", lambda: len(lines)),
+        Gauge("baton_waiting", "requests in the gateway's queues", lambda: len(queues)),
     ]
 
 

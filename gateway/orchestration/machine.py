@@ -1,6 +1,6 @@
 """The state machine of one request: each event through the table of transitions.py, until the request has ended.
 
-It has no task of its own: legs, lines and the clock all speak through one mailbox, so a cancelled caller cancels
+It has no task of its own: legs, queues and the clock all speak through one mailbox, so a cancelled caller cancels
 everything, and `close()` gives every leg back.
 """
 
@@ -101,10 +101,10 @@ class RequestMachine:
         request = self.request
         if request.is_resumed:
             self.happen(RequestEvent.RESUMED)
-        elif request.lines.credit.is_open_to(request.record.tenant):
+        elif request.queues.credit.is_open_to(request.record.tenant):
             self.happen(RequestEvent.ROOM)
         else:
-            request.place.join(request.lines.credit)
+            request.place.join(request.queues.credit)
 
     def _receive_all(self, entry: tuple[WorkerLeg | None, object] | None) -> None:
         """Take this entry of the mailbox, if it is one, and all behind it."""

@@ -21,7 +21,7 @@ from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.orchestration.states import RequestEvent
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.queue.admission import AdmissionControl, Bid, Lines, rank
+from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueues, rank
 from gateway.queue.quotas import Reservation
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
@@ -43,7 +43,7 @@ class Pipeline:
     names: PrefixHashes
     text: TextWork
     admission: AdmissionControl
-    lines: Lines
+    queues: WaitingQueues
     max_queue_wait_s: float
     on_gap: Callable[[RequestRecord, float], None]  # between two messages of a choice, seconds a token
     slo_classes: Mapping[str, Slo]
@@ -91,7 +91,7 @@ class Pipeline:
         record.num_prompt_tokens = len(prompt_ids)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
-        self._bid(checked, record, max_tokens, deadline)
+        self._check_wait(checked, record, max_tokens, deadline)
         reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
         request = await self._prepare(checked, prompt_ids, max_tokens, deadline, record, emit)
         machine = self.running[checked.key_id] = RequestMachine(request)
@@ -121,7 +121,7 @@ class Pipeline:
         self.retry_budget.begin(digest)
         prepared = PreparedRequest(specs, matches, deadline, digest, bool(checked.resume_from))
         return RequestContext(
-            self.registry.router, self.lines, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
+            self.registry.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
 
     async def _run(self, machine: RequestMachine, num_prompt_tokens: int) -> None:
@@ -142,8 +142,8 @@ class Pipeline:
         if answer.finished:
             self.mean_output += _OUTPUT_SHARE * (answer.num_longest - self.mean_output)
 
-    def _bid(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
-        """Prepare the request for routing and the lines. Raises Overloaded if it would have to wait for too long."""
+    def _check_wait(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
+        """Record how queues see the request. Raises Overloaded if it would have to wait for too long."""
         num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
         if not checked.names_class:
             promised = Slo()  # not asked for: counted, but never a reason to refuse
@@ -153,10 +153,10 @@ class Pipeline:
         )
         self.registry.check_fits(record.routing_request)
         order = rank(record.stamps.received, promised, checked.priority)
-        record.bid = Bid(
+        record.queued = QueuedRequest(
             order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
         )
-        self.lines.check(record.bid, self.registry.router.prefill_s(num_tokens))
+        self.queues.check(record.queued, self.registry.router.prefill_s(num_tokens))
 
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float

@@ -15,14 +15,15 @@ _WORKER_POLL_MS = 50  # while no worker serves that could take over
 
 def ask_for_credit(request: RequestContext, occurred: Occurrence[object]) -> RequestState:
     """Choose workers and send Admit. Raises Unavailable if none serves, Overloaded if it would be too late."""
-    record, lines = request.record, request.lines
+    record, queues = request.record, request.queues
     try:
         decision, prefill_link, decode_link = request.router.route()
     except Unavailable as error:
         return _await_worker(request, error)
     request.failures.note_replaced()
-    if record.decision is None and lines.credit.is_open_to(record.tenant):  # one that has waited is served, late or not
-        record.bid.check(decision, lines.prefill.wait_s(record.bid))
+    # One that has waited is served, late or not.
+    if record.decision is None and queues.credit.is_open_to(record.tenant):
+        record.queued.check(decision, queues.prefill.wait_s(record.queued))
     record.decision = decision
     record.stamps.routed = record.stamps.routed or now()
     record.num_attempts += request.attempt.spec is None
@@ -42,7 +43,7 @@ def await_credit(request: RequestContext, occurred: Occurrence[pb.Refused]) -> N
         return
     router.forget_refusals()
     if router.has_another("decode"):
-        request.place.join(request.lines.credit)
+        request.place.join(request.queues.credit)
     else:
         message = f"no decode worker that serves can hold {needs(router.request)}"
         _await_worker(request, Unavailable(message, 1.0, reason="NO_WORKER"))
@@ -56,8 +57,8 @@ def begin_prefill(request: RequestContext, occurred: Occurrence[pb.Granted]) -> 
     request.leave_line()
     if _is_rest_short(request):
         attempt.prefill_link = None
-    if attempt.prefill_link is not None and not request.lines.prefill.is_open_to(record.tenant):
-        request.place.join(request.lines.prefill)
+    if attempt.prefill_link is not None and not request.queues.prefill.is_open_to(record.tenant):
+        request.place.join(request.queues.prefill)
         return RequestState.AWAITING_PREFILL
     return ask_for_prefill(request, occurred)
 
@@ -89,7 +90,7 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
         request.call_room()  # where no prefill worker can read it, the decode worker can
         return
     router.forget_refusals()
-    request.place.join(request.lines.prefill)
+    request.place.join(request.queues.prefill)
 
 
 def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
@@ -153,7 +154,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
 def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
     """Wait in line for a worker to replace a lost one. Raises `error`, or the loss, where there is no use in it."""
     request.failures.check_wait(error)
-    request.place.join(request.lines.credit)
+    request.place.join(request.queues.credit)
     request.place.note_refusal(pb.Refused(retry_after_ms=_WORKER_POLL_MS))
     return RequestState.AWAITING_CREDIT
 

@@ -90,9 +90,9 @@ def start_over(request: RequestContext, occurred: Occurrence[Any]) -> RequestSta
     if lost is not None:
         return try_again(request, lost)
     request.attempt.spec = None
-    if request.lines.credit.is_open_to(request.record.tenant):
+    if request.queues.credit.is_open_to(request.record.tenant):
         return ask_for_credit(request, occurred)
-    request.place.join(request.lines.credit)
+    request.place.join(request.queues.credit)
     return RequestState.AWAITING_CREDIT
 
 

@@ -13,7 +13,7 @@ from gateway.orchestration.failures import AttemptFailures
 from gateway.orchestration.retry_budget import RetryBudget
 from gateway.orchestration.states import Occurrence, RequestEvent
 from gateway.prefix.prefix_matches import Matches
-from gateway.queue.admission import Lines
+from gateway.queue.admission import WaitingQueues
 from gateway.queue.queue_place import QueuePlace
 from gateway.request.request_record import RequestRecord
 from gateway.request.request_spec import SpecBuilder
@@ -37,18 +37,18 @@ class RequestContext:
     def __init__(
         self,
         router: Router,
-        lines: Lines,
+        queues: WaitingQueues,
         budget: RetryBudget,
         answer: Answer,
         record: RequestRecord,
         prepared: PreparedRequest,
         max_queue_wait_s: float,
     ):
-        self.lines, self.answer, self.record = lines, answer, record
+        self.queues, self.answer, self.record = queues, answer, record
         self.deadline, self.is_resumed = prepared.deadline, prepared.is_resumed
         self.max_queue_wait_s = max_queue_wait_s
         self.mailbox = Mailbox()
-        self.place = QueuePlace(record.bid, self.call_room, max_queue_wait_s)
+        self.place = QueuePlace(record.queued, self.call_room, max_queue_wait_s)
         self.router = RequestRouter(router, prepared.matches, record, answer)
         self.failures = AttemptFailures(budget, prepared.prompt_digest, self.router, answer, record)
         self.attempt = self._new_attempt()

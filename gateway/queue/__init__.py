@@ -1,1 +1,1 @@
-"""Bound what the gateway takes: open requests, quotas of tenants, and the lines in which requests wait."""
+"""Bound what the gateway takes: open requests, quotas of tenants, and the queues in which requests wait."""

@@ -1,4 +1,4 @@
-"""Bound what the gateway takes: requests at once, what each tenant may use, and the lines in which requests wait for
+"""Bound what the gateway takes: requests at once, what each tenant may use, and the queues in which requests wait for
 full workers. A request that could only be served too late is refused at once. However much one tenant sends, others
 find room."""
 
@@ -20,17 +20,17 @@ from gateway.routing.routing import Decision
 _RETRY_AFTER_S, _LONGEST_RETRY_S = 0.5, 10.0
 # Seconds of waiting that a step of priority is worth: no request is overtaken by one that comes later than that.
 _PRIORITY_S, _MOST_STEPS = 1.0, 10
-_NO_HURRY_S = 10.0  # the bound on the first token, in line, of a class without one
+_NO_HURRY_S = 10.0  # the bound on the first token, in queue, of a class without one
 _MARGIN = 0.7  # of the wait that would just do: predictions err, and an admitted request should be served in time
 _LEAST_WAIT_S = 0.05  # a shorter wait is no reason to refuse
-_KEPT = 0.9  # of what the line's speed was, with each that is served
+_KEPT = 0.9  # of what the queue's speed was, with each that is served
 # Of one tenant before another's turn comes, less than a request, so that each is a turn or more; and of turns that it
 # did not take.
 _TURN_TOKENS, _SAVED_TOKENS = 64, 2048
 
 
-class Bid(NamedTuple):
-    """A request as the lines see it. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
+class QueuedRequest(NamedTuple):
+    """A request as the queues see it. `slo`: of the class that it names, else empty. Of one tenant, lower ranks go
     first. `num_expected`: output tokens of all choices, from the mean of recent answers."""
 
     rank: float
@@ -59,10 +59,10 @@ class Bid(NamedTuple):
             message = f"the first token would take {wait_s + alone_s:.1f} s, {wait_s:.1f} s of that in the queue"
             raise Overloaded(message, retry_s, reason="TTFT_BUDGET")
 
-    def check(self, decision: Decision, in_line_s: float) -> None:
-        """Raises Overloaded if the chosen route, and the line before it, break what the class was promised."""
+    def check(self, decision: Decision, in_queue_s: float) -> None:
+        """Raises Overloaded if the chosen route, and the queue before it, break what the class was promised."""
         at_worker_s = decision.ttft_s - decision.alone_ttft_s
-        self.check_wait(at_worker_s + (0.0 if decision.local else in_line_s), decision.alone_ttft_s)
+        self.check_wait(at_worker_s + (0.0 if decision.local else in_queue_s), decision.alone_ttft_s)
         bound_s = self.slo.tpot_s
         if bound_s is not None and decision.tpot_s > max(bound_s, 2 * decision.alone_tpot_s):
             message = f"tokens would take {1e3 * decision.tpot_s:.0f} ms each, the class allows {1e3 * bound_s:.0f} ms"
@@ -70,7 +70,7 @@ class Bid(NamedTuple):
 
 
 def rank(received: float, slo: Slo, priority: int) -> float:
-    """Return the order in line: earliest deadline first, each step of priority worth a second.
+    """Return the order in queue: earliest deadline first, each step of priority worth a second.
 
     The order is fixed at arrival and needs no aging, since all later requests have later deadlines."""
     steps = max(-_MOST_STEPS, min(_MOST_STEPS, priority))
@@ -107,51 +107,51 @@ class AdmissionControl:
         reservation.settle(num_used, now())
 
 
-class Place:
-    """A place in a line."""
+class QueueEntry:
+    """The entry of one request in a queue."""
 
-    __slots__ = ("order", "bid", "call", "is_open")
+    __slots__ = ("order", "queued", "call", "is_open")
 
-    def __init__(self, order: tuple[float, int], bid: Bid, call: Callable[[], None]):
-        self.order, self.bid, self.call, self.is_open = order, bid, call, True
+    def __init__(self, order: tuple[float, int], queued: QueuedRequest, call: Callable[[], None]):
+        self.order, self.queued, self.call, self.is_open = order, queued, call, True
 
-    def __lt__(self, other: "Place") -> bool:
+    def __lt__(self, other: "QueueEntry") -> bool:
         return self.order < other.order
 
 
-class _Queue:
-    """One tenant's places in a line."""
+class _TenantQueue:
+    """One tenant's entries in a queue."""
 
-    __slots__ = ("places", "num", "num_tokens")
+    __slots__ = ("entries", "num", "num_tokens")
 
     def __init__(self) -> None:
-        self.places: list[Place] = []  # a heap; those that left are dropped when they come first
+        self.entries: list[QueueEntry] = []  # a heap; those that left are dropped when they come first
         self.num = self.num_tokens = 0
 
     @property
-    def first(self) -> Place:
-        """The open place with the lowest order."""
-        while not self.places[0].is_open:
-            heapq.heappop(self.places)
-        return self.places[0]
+    def first(self) -> QueueEntry:
+        """The open entry with the lowest order."""
+        while not self.entries[0].is_open:
+            heapq.heappop(self.entries)
+        return self.entries[0]
 
 
-class WaitingLine:
+class WaitingQueue:
     """Requests that every worker of a role has refused.
 
     Tenants take turns. When there may be room, the first request of the tenant whose turn it is gets called; if it is
-    refused again, the next tenant's is called, of which a worker may need less. The line is bounded in requests and in
-    tokens of their prompts, in all and by tenant: a tenant with less than its share finds room in a full line."""
+    refused again, the next tenant's is called, of which a worker may need less. The queue is bounded in requests and in
+    tokens of their prompts, in all and by tenant: a tenant with less than its share finds room in a full queue."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
         self._max, self._max_tokens = max_waiting, max_tokens
-        self._queues: dict[str, _Queue] = {}  # none is empty
+        self._queues: dict[str, _TenantQueue] = {}  # none is empty
         self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
         self._untried: set[str] = set()  # tenants that have not been refused since something has changed
         self._arrivals = itertools.count()
         self._num = self.num_tokens = 0
         self._served_tokens = self._served_s = 0.0
-        self._served_at = 0.0  # the last time, or since when the line has waited
+        self._served_at = 0.0  # the last time, or since when the queue has waited
 
     def is_open_to(self, tenant: str) -> bool:
         """Return whether no request of this tenant waits here."""
@@ -160,97 +160,99 @@ class WaitingLine:
     def __len__(self) -> int:
         return self._num
 
-    def join(self, bid: Bid, call: Callable[[], None]) -> Place:
-        """Return a place. `call` is called each time it is first and there may be room. Raises Overloaded: the line is
-        full."""
-        queue = self._queues.get(bid.tenant) or _Queue()
+    def join(self, queued: QueuedRequest, call: Callable[[], None]) -> QueueEntry:
+        """Return an entry. `call` is called each time it is first and there may be room. Raises Overloaded: the queue
+        is full."""
+        queue = self._queues.get(queued.tenant) or _TenantQueue()
         num_sharing = len(self._queues) + (not queue.num)
         if not has_room(self._max, self._num, queue.num, 1, num_sharing):
             message = f"every worker is full and {self._num} requests wait already, {queue.num} of them of this tenant"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_FULL")
-        has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, bid.num_tokens, num_sharing)
+        has_tokens = has_room(self._max_tokens, self.num_tokens, queue.num_tokens, queued.num_tokens, num_sharing)
         if queue.num and not has_tokens:
             message = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
         if not self._num:
             self._served_at = now()
-        place = Place((bid.rank, next(self._arrivals)), bid, call)
-        self._queues[bid.tenant] = queue
+        entry = QueueEntry((queued.rank, next(self._arrivals)), queued, call)
+        self._queues[queued.tenant] = queue
         self._turns.wait(self._queues)
-        heapq.heappush(queue.places, place)
-        self._count(queue, 1, bid.num_tokens)
-        return place
+        heapq.heappush(queue.entries, entry)
+        self._count(queue, 1, queued.num_tokens)
+        return entry
 
-    def is_first(self, place: Place) -> bool:
-        """Return whether this place is next."""
-        return self._first() is place
+    def is_first(self, entry: QueueEntry) -> bool:
+        """Return whether this entry is next."""
+        return self._first() is entry
 
-    def refused(self, place: Place) -> None:
-        """Call the next tenant: there was no room for this place, which was called or has asked once more."""
-        if self.is_first(place):
+    def refused(self, entry: QueueEntry) -> None:
+        """Call the next tenant: there was no room for this entry, which was called or has asked once more."""
+        if self.is_first(entry):
             self._untried = set(self._queues)
-        self._untried.discard(place.bid.tenant)
+        self._untried.discard(entry.queued.tenant)
         if (tenant := self._turns.next(self._untried)) is not None:
             self._queues[tenant].first.call()
 
-    def leave(self, place: Place, served: bool = True) -> None:
-        """Give up a place. `served`: a worker took the request."""
-        bid = place.bid
-        place.is_open, queue = False, self._queues[bid.tenant]
-        self._count(queue, -1, -bid.num_tokens)
+    def leave(self, entry: QueueEntry, served: bool = True) -> None:
+        """Give up an entry. `served`: a worker took the request."""
+        queued = entry.queued
+        entry.is_open, queue = False, self._queues[queued.tenant]
+        self._count(queue, -1, -queued.num_tokens)
         if served:
             at = now()
-            self._served_tokens = _KEPT * self._served_tokens + bid.num_tokens
+            self._served_tokens = _KEPT * self._served_tokens + queued.num_tokens
             self._served_s, self._served_at = _KEPT * self._served_s + at - self._served_at, at
-            self._turns.charge(bid.tenant, bid.num_tokens + bid.num_expected)
+            self._turns.charge(queued.tenant, queued.num_tokens + queued.num_expected)
         if not queue.num:
-            del self._queues[bid.tenant]
+            del self._queues[queued.tenant]
             self._turns.wait(self._queues)
         self.call_first()
 
     def call_first(self) -> None:
-        """Call the first place: there may be room."""
+        """Call the first entry: there may be room."""
         self._untried = set(self._queues)
-        if (place := self._first()) is not None:
-            place.call()
+        if (entry := self._first()) is not None:
+            entry.call()
 
-    def wait_s(self, bid: Bid) -> float:
-        """Return how many seconds such a request would wait here, at the line's recent speed; 0 until that is known,
+    def wait_s(self, queued: QueuedRequest) -> float:
+        """Return how many seconds such a request would wait here, at the queue's recent speed; 0 until that is known,
         and for a tenant that does not wait here yet, whose request asks at once."""
-        queue = self._queues.get(bid.tenant)
+        queue = self._queues.get(queued.tenant)
         if queue is None or not self._served_tokens:
             return 0.0
-        ahead = sum(place.bid.num_tokens for place in queue.places if place.is_open and place.order[0] <= bid.rank)
+        ahead = sum(
+            entry.queued.num_tokens for entry in queue.entries if entry.is_open and entry.order[0] <= queued.rank
+        )
         # Until it is served each of the others has as much as its own tenant.
-        part = ahead + bid.num_tokens
+        part = ahead + queued.num_tokens
         ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
-        # A line that does not move is slower than it was.
+        # A queue that does not move is slower than it was.
         standing_s = max(0.0, now() - self._served_at - self._served_s * (1 - _KEPT))
         return ahead * (self._served_s + standing_s) / self._served_tokens
 
-    def _first(self) -> Place | None:
+    def _first(self) -> QueueEntry | None:
         tenant = self._turns.next(self._queues)
         return None if tenant is None else self._queues[tenant].first
 
-    def _count(self, queue: _Queue, num: int, num_tokens: int) -> None:
+    def _count(self, queue: _TenantQueue, num: int, num_tokens: int) -> None:
         queue.num, queue.num_tokens = queue.num + num, queue.num_tokens + num_tokens
         self._num, self.num_tokens = self._num + num, self.num_tokens + num_tokens
 
 
-class Lines:
-    """The two lines: for room to decode, and then for a worker to read the prompt."""
+class WaitingQueues:
+    """The two queues: for room to decode, and then for a worker to read the prompt."""
 
     def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
-        self.credit, self.prefill = WaitingLine(max_waiting, max_tokens), WaitingLine(max_waiting, max_tokens)
+        self.credit, self.prefill = WaitingQueue(max_waiting, max_tokens), WaitingQueue(max_waiting, max_tokens)
 
     def __len__(self) -> int:
         return len(self.credit) + len(self.prefill)
 
-    def check(self, bid: Bid, alone_s: float) -> None:
-        """Raises Overloaded if the lines are too long for this request; `alone_s` as in check_wait."""
-        bid.check_wait(self.credit.wait_s(bid) + self.prefill.wait_s(bid), alone_s)
+    def check(self, queued: QueuedRequest, alone_s: float) -> None:
+        """Raises Overloaded if the queues are too long for this request; `alone_s` as in check_wait."""
+        queued.check_wait(self.credit.wait_s(queued) + self.prefill.wait_s(queued), alone_s)
 
     def call_first(self) -> None:
-        """Call the first place of both lines: there may be room."""
+        """Call the first entry of both queues: there may be room."""
         self.credit.call_first()
         self.prefill.call_first()

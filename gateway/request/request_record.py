@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from baton.service.clock import now
 from baton.service.observe.telemetry import TraceContext
-from gateway.queue.admission import Bid
+from gateway.queue.admission import QueuedRequest
 from gateway.request.timing import Measured, Stamps
 from gateway.request.validation import Checked
 from gateway.routing.routing import Decision, RoutingRequest
@@ -50,7 +50,7 @@ class RequestRecord:
     measured: Measured = field(default_factory=Measured)
     num_prompt_tokens: int | None = None
     routing_request: RoutingRequest | None = None  # the request as routing sees it
-    bid: Bid = Bid(0.0)  # as the lines see it
+    queued: QueuedRequest = QueuedRequest(0.0)  # as the queues see it
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_longest_output: int = 0  # of the longest choice

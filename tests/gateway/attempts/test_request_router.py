@@ -13,7 +13,7 @@ from gateway.orchestration.request_context import PreparedRequest, RequestContex
 from gateway.orchestration.retry_budget import RetryBudget
 from gateway.orchestration.states import RequestState
 from gateway.prefix.prefix_matches import Matches
-from gateway.queue.admission import Lines
+from gateway.queue.admission import WaitingQueues
 from gateway.routing.routing import RoutingRequest
 from tests.support.gateway.records import record
 
@@ -97,7 +97,9 @@ def test_a_single_choice_that_is_continued_is_read_with_the_prompt(fleet, num_ch
 
 async def test_a_machine_without_workers_ends_with_the_router_s_error(fleet):
     prepared = PreparedRequest(None, Matches(), now() + 60, b"digest", is_resumed=False)
-    request = RequestContext(fleet, Lines(4), RetryBudget(), an_answer(), a_record(), prepared, max_queue_wait_s=1.0)
+    request = RequestContext(
+        fleet, WaitingQueues(4), RetryBudget(), an_answer(), a_record(), prepared, max_queue_wait_s=1.0
+    )
     machine = RequestMachine(request)
     with pytest.raises(Unavailable, match="no decode worker serves"):
         await machine.run()

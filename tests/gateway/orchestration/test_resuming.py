@@ -155,7 +155,7 @@ async def test_whoever_lost_the_only_worker_waits_for_it_a_moment(cluster):
         await c.decode[0].start(c.decode[0].port)
         for messages in await asyncio.gather(*running):
             assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
-        assert not c.gateway.lines.credit
+        assert not c.gateway.queues.credit
         await c.idle()
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 import gateway.queue.admission
 from baton.service.errors import Overloaded
 from baton.service.slo import Slo
-from gateway.queue.admission import AdmissionControl, Bid, Lines, WaitingLine, rank
+from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueue, WaitingQueues, rank
 from gateway.queue.quotas import Quota, Quotas
 from gateway.routing.routing import Decision
 
@@ -20,133 +20,139 @@ def clock(monkeypatch):
     return at
 
 
-def bid(received: float = 0.0, slo: Slo = BATCH, priority: int = 0, num_tokens: int = 100, **fields) -> Bid:
-    return Bid(rank(received, slo, priority), num_tokens, slo, **fields)
+def queued(
+    received: float = 0.0, slo: Slo = BATCH, priority: int = 0, num_tokens: int = 100, **fields
+) -> QueuedRequest:
+    return QueuedRequest(rank(received, slo, priority), num_tokens, slo, **fields)
 
 
 def test_a_line_calls_its_first_only():
-    called, line = [], WaitingLine(3)
+    called, queue = [], WaitingQueue(3)
     low, high = (
-        line.join(bid(), lambda: called.append("low")),
-        line.join(bid(priority=5), lambda: called.append("high")),
+        queue.join(queued(), lambda: called.append("low")),
+        queue.join(queued(priority=5), lambda: called.append("high")),
     )
-    late = line.join(bid(priority=5), lambda: called.append("late"))
+    late = queue.join(queued(priority=5), lambda: called.append("late"))
     with pytest.raises(Overloaded, match="3 requests wait already"):
-        line.join(bid(priority=9), lambda: None)
-    line.call_first()
-    assert called == ["high"] and line.is_first(high)
-    line.leave(late)
-    line.leave(high)
+        queue.join(queued(priority=9), lambda: None)
+    queue.call_first()
+    assert called == ["high"] and queue.is_first(high)
+    queue.leave(late)
+    queue.leave(high)
     assert called == ["high", "high", "low"]
-    line.leave(low)
-    line.call_first()
-    assert not line and len(called) == 3 and line.num_tokens == 0
+    queue.leave(low)
+    queue.call_first()
+    assert not queue and len(called) == 3 and queue.num_tokens == 0
 
 
 def test_a_line_is_bounded_in_tokens():
-    line = WaitingLine(100, max_tokens=1000)
-    whole = line.join(bid(num_tokens=5000), lambda: None)  # alone it may be as long as it is
+    queue = WaitingQueue(100, max_tokens=1000)
+    whole = queue.join(queued(num_tokens=5000), lambda: None)  # alone it may be as long as it is
     with pytest.raises(Overloaded, match="5000 tokens wait already, at most 1000 may") as caught:
-        line.join(bid(num_tokens=1), lambda: None)
+        queue.join(queued(num_tokens=1), lambda: None)
     assert caught.value.reason == "QUEUE_TOKENS" and caught.value.retry_after_s > 0
-    line.leave(whole)
-    line.join(bid(num_tokens=600), lambda: None)
-    line.join(bid(num_tokens=400), lambda: None)
-    assert line.num_tokens == 1000
+    queue.leave(whole)
+    queue.join(queued(num_tokens=600), lambda: None)
+    queue.join(queued(num_tokens=400), lambda: None)
+    assert queue.num_tokens == 1000
 
 
-# ---- tenants in a line ----
+# ---- tenants in a queue ----
 
 
-def of(tenant: str, received: float = 0.0, num_tokens: int = 100, num_expected: float = 0.0, priority: int = 0) -> Bid:
-    return Bid(rank(received, BATCH, priority), num_tokens, tenant=tenant, num_expected=num_expected)
+def of(
+    tenant: str, received: float = 0.0, num_tokens: int = 100, num_expected: float = 0.0, priority: int = 0
+) -> QueuedRequest:
+    return QueuedRequest(rank(received, BATCH, priority), num_tokens, tenant=tenant, num_expected=num_expected)
 
 
-def serve(line: WaitingLine, places: list) -> str:
+def serve(queue: WaitingQueue, entries: list) -> str:
     """Serve the first until none waits, and return their tenants, in order."""
     order = []
-    while line:
-        place = next(place for place in places if place.is_open and line.is_first(place))
-        order.append(place.bid.tenant[0])
-        line.leave(place)
+    while queue:
+        entry = next(entry for entry in entries if entry.is_open and queue.is_first(entry))
+        order.append(entry.queued.tenant[0])
+        queue.leave(entry)
     return "".join(order)
 
 
 def test_tenants_take_turns():
     """The order does not depend on how much a tenant has waiting, or on its priorities."""
-    line = WaitingLine(1000)
-    places = [line.join(of("flood", num_tokens=600, priority=10), lambda: None) for _ in range(20)]
-    places += [line.join(of("quiet", received=5.0, num_tokens=600), lambda: None) for _ in range(3)]
-    assert serve(line, places)[:7].count("q") == 3
-    assert not line and line.num_tokens == 0 and not line._turns._left
+    queue = WaitingQueue(1000)
+    entries = [queue.join(of("flood", num_tokens=600, priority=10), lambda: None) for _ in range(20)]
+    entries += [queue.join(of("quiet", received=5.0, num_tokens=600), lambda: None) for _ in range(3)]
+    assert serve(queue, entries)[:7].count("q") == 3
+    assert not queue and queue.num_tokens == 0 and not queue._turns._left
 
 
 def test_turns_are_by_tokens_read_and_written():
-    line = WaitingLine(1000)
-    places = [line.join(of("flood", num_tokens=100, num_expected=1900), lambda: None) for _ in range(40)]
-    places += [line.join(of("quiet", num_tokens=400, num_expected=100), lambda: None) for _ in range(80)]
-    order = serve(line, places)
+    queue = WaitingQueue(1000)
+    entries = [queue.join(of("flood", num_tokens=100, num_expected=1900), lambda: None) for _ in range(40)]
+    entries += [queue.join(of("quiet", num_tokens=400, num_expected=100), lambda: None) for _ in range(80)]
+    order = serve(queue, entries)
     assert order[:50].count("f") in (9, 10, 11)
 
 
 def test_of_one_tenant_the_earliest_deadline_is_first():
-    line = WaitingLine(10)
-    places = [line.join(of("a", received, num_tokens=1), lambda: None) for received in (3.0, 1.0, 2.0)]
+    queue = WaitingQueue(10)
+    entries = [queue.join(of("a", received, num_tokens=1), lambda: None) for received in (3.0, 1.0, 2.0)]
     order = []
-    while line:
-        place = next(place for place in places if place.is_open and line.is_first(place))
-        order.append(places.index(place))
-        line.leave(place)
+    while queue:
+        entry = next(entry for entry in entries if entry.is_open and queue.is_first(entry))
+        order.append(entries.index(entry))
+        queue.leave(entry)
     assert order == [1, 2, 0]
 
 
 def test_a_flood_fills_nobody_elses_line():
-    line = WaitingLine(8, max_tokens=1000)
+    queue = WaitingQueue(8, max_tokens=1000)
     for _ in range(8):
-        line.join(of("flood"), lambda: None)
+        queue.join(of("flood"), lambda: None)
     with pytest.raises(Overloaded) as caught:
-        line.join(of("flood"), lambda: None)
+        queue.join(of("flood"), lambda: None)
     assert caught.value.reason == "QUEUE_FULL"
     for _ in range(4):
-        line.join(of("quiet"), lambda: None)
+        queue.join(of("quiet"), lambda: None)
     with pytest.raises(Overloaded):
-        line.join(of("quiet"), lambda: None)
-    line.join(of("third", num_tokens=5000), lambda: None)
+        queue.join(of("quiet"), lambda: None)
+    queue.join(of("third", num_tokens=5000), lambda: None)
     with pytest.raises(Overloaded) as caught:
-        line.join(of("third", num_tokens=1), lambda: None)
+        queue.join(of("third", num_tokens=1), lambda: None)
     assert caught.value.reason == "QUEUE_TOKENS"
 
 
 def test_who_is_refused_lets_the_next_tenant_try():
-    called, line = [], WaitingLine(10)
-    places = {name: line.join(of(name), lambda name=name: called.append(name)) for name in ("flood", "quiet", "third")}
-    line.join(of("flood", received=9.0), lambda: called.append("never: it is not the first of its tenant"))
-    line.call_first()
+    called, queue = [], WaitingQueue(10)
+    entries = {
+        name: queue.join(of(name), lambda name=name: called.append(name)) for name in ("flood", "quiet", "third")
+    }
+    queue.join(of("flood", received=9.0), lambda: called.append("never: it is not the first of its tenant"))
+    queue.call_first()
     for _ in range(3):
-        line.refused(places[called[-1]])
+        queue.refused(entries[called[-1]])
     assert sorted(called) == ["flood", "quiet", "third"], "each once: then all wait until something changes"
-    first = next(place for place in places.values() if line.is_first(place))
-    line.refused(first)  # it has asked once more by itself
-    assert len(called) == 4 and called[-1] != first.bid.tenant
+    first = next(entry for entry in entries.values() if queue.is_first(entry))
+    queue.refused(first)  # it has asked once more by itself
+    assert len(called) == 4 and called[-1] != first.queued.tenant
 
 
 def test_the_wait_of_a_tenant_is_its_own(clock):
-    line = WaitingLine(100)
-    places = [line.join(of("flood", clock[0], num_tokens=500), lambda: None) for _ in range(20)]
-    for place in places[:4]:
+    queue = WaitingQueue(100)
+    entries = [queue.join(of("flood", clock[0], num_tokens=500), lambda: None) for _ in range(20)]
+    for entry in entries[:4]:
         clock[0] += 0.5
-        line.leave(place)
-    assert line.wait_s(of("flood", clock[0], 500)) == pytest.approx(16 * 0.5)
-    assert line.wait_s(of("quiet", clock[0], 500)) == 0.0  # it asks at once
-    line.join(of("quiet", clock[0], num_tokens=500), lambda: None)
-    assert line.wait_s(of("quiet", clock[0], 500)) == pytest.approx(1.5)
+        queue.leave(entry)
+    assert queue.wait_s(of("flood", clock[0], 500)) == pytest.approx(16 * 0.5)
+    assert queue.wait_s(of("quiet", clock[0], 500)) == 0.0  # it asks at once
+    queue.join(of("quiet", clock[0], num_tokens=500), lambda: None)
+    assert queue.wait_s(of("quiet", clock[0], 500)) == pytest.approx(1.5)
 
 
 # ---- deadlines ----
 
 
 def test_earlier_deadlines_first():
-    order = [bid(0.0, BATCH), bid(0.5, STANDARD), bid(0.9, INTERACTIVE), bid(0.5, BATCH, priority=9)]
+    order = [queued(0.0, BATCH), queued(0.5, STANDARD), queued(0.9, INTERACTIVE), queued(0.5, BATCH, priority=9)]
     assert [order.index(each) for each in sorted(order, key=lambda each: each.rank)] == [2, 1, 3, 0]
 
 
@@ -159,61 +165,61 @@ def test_earlier_deadlines_first():
 def test_nobody_starves(later):
     """However many come with whatever priority, the lowest batch request is overtaken only by those who come within
     half a minute of it."""
-    waiting, at = bid(0.0, BATCH, priority=-(2**31)), 0.0
+    waiting, at = queued(0.0, BATCH, priority=-(2**31)), 0.0
     for pause_s, slo, priority in later:
         at += pause_s
-        if bid(at, slo, priority).rank < waiting.rank:
+        if queued(at, slo, priority).rank < waiting.rank:
             assert at < 30
 
 
 def test_the_wait_is_as_long_as_the_line_has_been_slow(clock):
-    line = WaitingLine(100)
-    places = [line.join(bid(clock[0], num_tokens=500), lambda: None) for _ in range(10)]
-    assert line.wait_s(bid(clock[0])) == 0.0  # none has been served yet
-    for place in places[:4]:
+    queue = WaitingQueue(100)
+    entries = [queue.join(queued(clock[0], num_tokens=500), lambda: None) for _ in range(10)]
+    assert queue.wait_s(queued(clock[0])) == 0.0  # none has been served yet
+    for entry in entries[:4]:
         clock[0] += 0.5
-        line.leave(place)
-    assert line.wait_s(bid(clock[0])) == pytest.approx(6 * 0.5)
-    assert line.wait_s(bid(clock[0], INTERACTIVE)) == 0.0  # it would go first
-    line.leave(places[4], served=False)
-    assert line.wait_s(bid(clock[0])) == pytest.approx(5 * 0.5)
+        queue.leave(entry)
+    assert queue.wait_s(queued(clock[0])) == pytest.approx(6 * 0.5)
+    assert queue.wait_s(queued(clock[0], INTERACTIVE)) == 0.0  # it would go first
+    queue.leave(entries[4], served=False)
+    assert queue.wait_s(queued(clock[0])) == pytest.approx(5 * 0.5)
     clock[0] += 10
-    assert line.wait_s(bid(clock[0])) > 5  # it does not move
+    assert queue.wait_s(queued(clock[0])) > 5  # it does not move
 
 
 def test_who_would_be_served_too_late_is_told_at_once(clock):
-    lines = Lines(100)
-    places = [lines.prefill.join(bid(clock[0], num_tokens=500), lambda: None) for _ in range(8)]
-    for place in places[:4]:
+    queues = WaitingQueues(100)
+    entries = [queues.prefill.join(queued(clock[0], num_tokens=500), lambda: None) for _ in range(8)]
+    for entry in entries[:4]:
         clock[0] += 0.25
-        lines.prefill.leave(place)
-    lines.check(bid(clock[0], BATCH), 0.1)  # 1 s in line, and no hurry
-    late = Bid(bid(clock[0]).rank, 100, STANDARD)
+        queues.prefill.leave(entry)
+    queues.check(queued(clock[0], BATCH), 0.1)  # 1 s in queue, and no hurry
+    late = QueuedRequest(queued(clock[0]).rank, 100, STANDARD)
     with pytest.raises(Overloaded, match="1.0 s of that in the queue") as caught:
-        lines.check(late, 0.1)
+        queues.check(late, 0.1)
     assert caught.value.reason == "TTFT_BUDGET" and 0.5 <= caught.value.retry_after_s <= 10
-    lines.check(late, 2.0)  # alone it takes twice what the class allows: it may wait as long
+    queues.check(late, 2.0)  # alone it takes twice what the class allows: it may wait as long
     with pytest.raises(Overloaded):
-        lines.check(bid(clock[0], BATCH, max_wait_s=1.0), 0.1)
+        queues.check(queued(clock[0], BATCH, max_wait_s=1.0), 0.1)
 
 
 def test_a_way_that_breaks_a_promise_is_refused():
     way = Decision("p", "d", "", ttft_s=0.9, alone_ttft_s=0.1, tpot_s=0.06, alone_tpot_s=0.02)
-    bid(slo=BATCH).check(way, 1.0)
-    bid(slo=Slo(2.0, 0.1)).check(way, 0.0)
+    queued(slo=BATCH).check(way, 1.0)
+    queued(slo=Slo(2.0, 0.1)).check(way, 0.0)
     with pytest.raises(Overloaded):
-        bid(slo=Slo(2.0, 0.1)).check(way, 1.0)
+        queued(slo=Slo(2.0, 0.1)).check(way, 1.0)
     for slo, reason in ((STANDARD, "TTFT_BUDGET"), (Slo(None, 0.05), "TPOT_BUDGET")):
         with pytest.raises(Overloaded) as caught:
-            bid(slo=slo).check(way, 0.0)
+            queued(slo=slo).check(way, 0.0)
         assert caught.value.reason == reason
 
 
 def test_an_idle_system_refuses_nobody():
     """However slow it is, and whatever was promised."""
     slow = Decision("p", "d", "", ttft_s=30.0, alone_ttft_s=30.0, tpot_s=1.0, alone_tpot_s=1.0)
-    bid(slo=INTERACTIVE).check(slow, 0.0)
-    Lines(1).check(bid(slo=INTERACTIVE), 30.0)
+    queued(slo=INTERACTIVE).check(slow, 0.0)
+    WaitingQueues(1).check(queued(slo=INTERACTIVE), 30.0)
 
 
 def test_the_gateway_and_its_tenants():

@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.service.clock import now
-from gateway.queue.admission import Bid
+from gateway.queue.admission import QueuedRequest
 from tests.gateway.observe.test_meters import samples
 from tests.gateway.orchestration.test_answers import PROMPT, generate, read
 from tests.gateway.orchestration.test_endings import hold, reached, refused, release, start
@@ -28,9 +28,9 @@ def of_class(c, slo_class: str, **fields):
 
 def line_up(c, wait_s: float) -> tuple:
     """Put a request in line for a prefill worker, behind which others would wait that long."""
-    line = c.gateway.lines.prefill
-    line._served_tokens, line._served_s = 1000.0, 1.0
-    return line, line.join(Bid(-1e9, round(1000 * wait_s)), lambda: None)
+    queue = c.gateway.queues.prefill
+    queue._served_tokens, queue._served_s = 1000.0, 1.0
+    return queue, queue.join(QueuedRequest(-1e9, round(1000 * wait_s)), lambda: None)
 
 
 async def test_requests_at_once(cluster, tmp_path):
@@ -209,7 +209,7 @@ async def test_the_lines_are_bounded_in_tokens(cluster):
     async with cluster(max_queued_tokens=400) as c:
         c.prefill[0].refusals = ["queue_full"] * 100_000
         waiting = start(c)
-        await c.until(lambda: len(c.gateway.lines.prefill) == 1)
+        await c.until(lambda: len(c.gateway.queues.prefill) == 1)
         assert (await refused(generate(c))).reason == "QUEUE_TOKENS"
         c.prefill[0].refusals = []
         assert await waiting
