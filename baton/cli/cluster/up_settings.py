@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
+from baton.cli.launch.hub import find_model, name_on_hub
 from baton.cli.launch.keeper import StartError
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
@@ -41,7 +42,11 @@ _SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "d
 class UpSettings:
     """Settings of `baton up` itself; worker options come beside them."""
 
-    model: Path | None = option("model folder or .gguf file (default: the shipped one)", None, metavar="DIR|FILE")
+    model: Path | None = option(
+        "model folder, .gguf file, or OWNER/NAME[@REVISION][:FILE.gguf] on a hub (default: the shipped one)",
+        None,
+        metavar="DIR|FILE|NAME",
+    )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     prefill: int = option("number of prefill workers", 1, metavar="N")
     decode: int = option("number of decode workers", 1, metavar="N")
@@ -108,14 +113,16 @@ def options_of(cls: type) -> list[str]:
 
 
 def make_plan(args: argparse.Namespace) -> StackPlan:
-    """Check all that can be checked before a process is started. Raises SettingsError or StartError."""
+    """Check all that can be checked before a process is started, and download a model that is on a hub. Raises
+    SettingsError or StartError."""
     found = resolve(args)
-    wanted = found.model if is_gguf(found.model) else found.model / "config.json"
+    model = find_model(found.model)
+    wanted = model if is_gguf(model) else model / "config.json"
     if not wanted.is_file():
         what = "give --model DIR" if found.up.model is None else "is it a model folder?"
         raise StartError(f"{wanted} does not exist; {what}", 1)
     return StackPlan(
-        found.model,
+        model,
         found.up.listen,
         found.num_workers,
         {role: to_argv(WorkerSettings, values) for role, values in found.workers.items()},
@@ -131,8 +138,9 @@ def resolve(args: argparse.Namespace) -> Resolved:
     flags = {**{name: each.value for name, each in from_file.items()}, **vars(args)}
     try:
         settings = load_settings(UpSettings, flags)
-        if settings.model is None and settings.served_model_name is None:
-            settings = replace(settings, served_model_name=_SHIPPED_NAME)
+        if settings.served_model_name is None:
+            name = _SHIPPED_NAME if settings.model is None else name_on_hub(settings.model)
+            settings = replace(settings, served_model_name=name)
         model = settings.model or SHIPPED_MODEL
         gateway = {
             name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))

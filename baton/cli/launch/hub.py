@@ -1,0 +1,90 @@
+"""A model by its name on a hub: downloaded once, safetensors only, each file held against the hub's own digest."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from pathlib import Path
+
+from baton.cli.launch.keeper import StartError
+
+_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
+_WANTED = ["*.safetensors", "*.json", "*.jinja"]
+_NOT_WANTED = ["*/*", "consolidated*"]  # files of other programs, and the weights once more in Mistral's own layout
+_CHUNK_BYTES = 8 << 20
+
+
+def name_on_hub(given: Path) -> str | None:
+    """Return OWNER/NAME, or None for a path."""
+    found = _NAME.fullmatch(str(given))
+    return None if given.exists() or found is None else found["repo"]
+
+
+def find_model(given: Path) -> Path:
+    """Return the folder or file of a model: `given` itself, or what `OWNER/NAME[@REVISION][:FILE.gguf]` names on the hub
+    (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as everywhere). Raises StartError, one line."""
+    found = _NAME.fullmatch(str(given))
+    if given.exists() or found is None:
+        return given
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError:
+        raise StartError(
+            f"{given} is no folder here; to download it from a hub: pip install 'baton-llm[hub]'", 2
+        ) from None
+    from huggingface_hub import constants, errors
+
+    wanted = [found["file"]] if found["file"] else _WANTED
+    print(f"starting: {given}: looking it up at {constants.ENDPOINT}", file=sys.stderr, flush=True)
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                found["repo"],
+                revision=found["revision"],
+                allow_patterns=wanted,
+                ignore_patterns=[] if found["file"] else _NOT_WANTED,
+            )
+        )
+    except errors.LocalEntryNotFoundError:
+        cache = Path(constants.HF_HUB_CACHE) / f"models--{found['repo'].replace('/', '--')}"
+        raise StartError(
+            f"{given}: is no folder here, {constants.ENDPOINT} cannot be reached, and nothing of it is in {cache}", 1
+        ) from None
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.EntryNotFoundError) as error:
+        what = {"RevisionNotFoundError": "has no such revision"}.get(
+            type(error).__name__, "has no such model, or not for you"
+        )
+        raise StartError(f"{given}: is no folder here, and {constants.ENDPOINT} {what}", 1) from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise StartError(f"{given}: {' '.join(str(error).split())[:300]}", 1) from None
+    model = folder / found["file"] if found["file"] else folder
+    if not (model.is_file() if found["file"] else any(folder.glob("*.safetensors"))):
+        raise StartError(f"{given}: has no {found['file'] or 'safetensors: other forms of weights are not read'}", 1)
+    _verify(folder)
+    return model
+
+
+def _verify(folder: Path) -> None:
+    """Compare each large file with its SHA-256, after which the hub's cache names it. Raises StartError. Once for a download:
+    a mark beside the file says that it was done."""
+    for path in folder.rglob("*"):
+        blob = path.resolve()
+        if not re.fullmatch("[0-9a-f]{64}", blob.name):
+            continue  # small: its name is no digest of its bytes alone
+        mark = blob.with_name(f"{blob.name}.verified")
+        if mark.exists():
+            continue
+        print(f"starting: verifying {path.name}", file=sys.stderr, flush=True)
+        if _sha256(blob) != blob.name:
+            blob.unlink()
+            raise StartError(f"{path.name}: what was downloaded is not what the hub names; it is removed, try again", 1)
+        mark.touch()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
