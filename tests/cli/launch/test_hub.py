@@ -9,7 +9,7 @@ import pytest
 
 from baton.v1 import inference_pb2
 from tests.support.client import Client
-from tests.support.hub import COMMIT, Hub, serving
+from tests.support.gateway.hub import COMMIT, Hub, serving
 from tests.support.process import ROOT, Process
 
 DEMO = ROOT / "demo" / "target"
