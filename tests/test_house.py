@@ -124,6 +124,9 @@ FOLDERS = {
         "weights": "",
         "core": "native",
         "kv": "",
+        "families": "core",
+        "families.dense": "core families",
+        "families.mixture": "core families families.dense",
         "kernels": "kv",
         "sampling": "core",
         "attention": "native core kv kernels",
@@ -131,7 +134,7 @@ FOLDERS = {
         "schedule": "core kv sampling",
         "layers": "core layers.linear",
         "weights.formats": "weights core layers",
-        "models": "native weights core kv kernels attention layers.linear layers weights.formats",
+        "models": "native weights core families families.dense families.mixture kv kernels attention layers.linear layers weights.formats",
         "speculation.proposers": (
             "native weights core kv sampling attention layers.linear layers weights.formats models"
         ),

@@ -23,7 +23,7 @@ from baton.engine.execute.throughput import Rate
 from baton.engine.execute.watermark import layer_watermark
 from baton.engine.kv.ledger import Ledger
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission

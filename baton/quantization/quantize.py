@@ -17,8 +17,9 @@ from baton.engine.core.model_errors import read_json
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
+from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import quantization_config
-from baton.quantization.core.block import STAGES, Block, Stage, linear_shapes
+from baton.quantization.core.block import STAGES, Block, Stage, linear_shapes, unfit
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.folder import FolderWriter, new_folder
 from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
@@ -48,7 +49,9 @@ def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
         raise QuantizeError(f"scheme {scheme!r}: one of {', '.join(SCHEMES)}")
     if not model.is_dir():
         raise QuantizeError(f"{model}: no such model folder (a folder with config.json and safetensors is needed)")
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
+    if reason := unfit(spec):
+        raise QuantizeError(f"{model}: {reason} is beyond what `baton quantize` knows; serve it with --quantization")
     if (found := quantization_config(model)) is not None:
         method = found.get("quant_method", "unknown")
         raise QuantizeError(f"{model}: already quantized ({method}); give the float model")
@@ -67,7 +70,7 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
         embedding = weights.read(EMBEDDING, (job.spec.vocab_size, job.spec.hidden_size))
         activations = [F.embedding(sample, embedding).float() for sample in samples or ()]
         longest = max((len(sample) for sample in samples or ()), default=1)
-        rope, config = Rope(job.spec.rope, job.spec.head_dim, longest), None
+        rope, config = Rope(job.spec.ropes[0], job.spec.head_dim, longest), None
         for index in tqdm(range(job.spec.num_layers), job.scheme.name, unit="layer", disable=not progress):
             form, activations = _quantize_layer(job, index, weights, rope, activations, writer)
             config = config or config_of(job.scheme.name, form, job.packed)

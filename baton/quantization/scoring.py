@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from kvtransfer.layout import KVLayout
 
 CHUNK = 512  # tokens of one step

@@ -4,7 +4,7 @@ import hashlib
 import secrets
 from pathlib import Path
 
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
 from baton.protocol import INSTANCE_BYTES, PROTOCOL

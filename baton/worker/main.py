@@ -45,7 +45,7 @@ def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | No
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
     with progress.phase(prog, "importing torch"):
-        from baton.engine.core.model_spec import ModelError
+        from baton.engine.core.model_errors import ModelError
         from baton.worker.app import serve
 
         table = load_table()

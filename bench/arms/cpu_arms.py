@@ -11,13 +11,13 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.model_spec import ModelSpec, RopeSpec
+from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
 from baton.engine.core.request import RequestEnded
 from baton.engine.engine import Engine
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight, IntWeight, Weight
@@ -90,18 +90,15 @@ class RandomSource(WeightSource):
 def make_spec(num_layers: int, hidden_size: int, ffn_size: int, vocab_size: int) -> ModelSpec:
     return ModelSpec(
         folder=Path("random"), family="llama", vocab_size=vocab_size, hidden_size=hidden_size,
-        intermediate_size=ffn_size, num_layers=num_layers, num_heads=shape.NUM_HEADS, num_kv_heads=shape.NUM_KV_HEADS,
-        head_dim=shape.HEAD_DIM, norm_eps=1e-5, rope=RopeSpec("default", shape.ROPE_THETA, MAX_LEN, MAX_LEN),
-        windows=(None,) * num_layers, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, tied=False,
-        dtype="bf16", eos_token_ids=(), generation_config={},
+        intermediate_size=ffn_size, num_heads=shape.NUM_HEADS, num_kv_heads=shape.NUM_KV_HEADS,
+        head_dim=shape.HEAD_DIM, norm=NormSpec(1e-5), ropes=(RopeSpec("default", shape.ROPE_THETA, MAX_LEN, MAX_LEN),),
+        layers=(LayerSpec(),) * num_layers, tied=False, dtype="bf16",
     )  # fmt: skip
 
 
 def linear_weights(spec: ModelSpec, head: bool) -> int:
     """Return the number of weights that a token is multiplied by; `head`: its logits are wanted, too."""
-    attention = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim  # q and output; k and v
-    layers = spec.num_layers * spec.hidden_size * (attention + 3 * spec.intermediate_size)
-    return layers + head * spec.hidden_size * spec.vocab_size
+    return spec.num_layer_weights(chosen_only=True) + head * spec.hidden_size * spec.vocab_size
 
 
 class Ours:
@@ -113,8 +110,8 @@ class Ours:
         make, _ = choose_linear(linear, batch_invariant, torch.bfloat16)
         heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16)
         attention, _ = choose_attention("auto", heads, batch_invariant)
-        rope = Rope(spec.rope, spec.head_dim, MAX_LEN)
-        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, rope)
+        ropes = [Rope(rope, spec.head_dim, MAX_LEN) for rope in spec.ropes]
+        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, ropes)
         self.report = model.weights
         self.resident_bytes = self.report.num_bytes + 2 * spec.vocab_size * spec.hidden_size  # and the embedding
         pool = KVPool(KVLayout((model.kv_group("bf16", self._config.block_size),)), self._config.num_blocks)

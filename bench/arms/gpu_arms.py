@@ -13,14 +13,14 @@ from torch import Tensor
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.model_spec import ModelSpec, RopeSpec
+from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
 from baton.engine.core.request import PrefillDone, RequestEnded, TokenRun
 from baton.engine.engine import Engine
 from baton.engine.execute.launcher import GpuLauncher, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.sampling.on_device import DeviceSampler
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.formats.base import HEAD, WeightSource
@@ -80,10 +80,9 @@ def make_spec(sizes: tuple[int, ...], context: int) -> ModelSpec:
     num_layers, hidden, inner, num_heads, num_kv_heads, head_dim, vocab = sizes
     return ModelSpec(
         folder=Path("random"), family="llama", vocab_size=vocab, hidden_size=hidden, intermediate_size=inner,
-        num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, norm_eps=1e-5,
-        rope=RopeSpec("default", 500000.0, context, context), windows=(None,) * num_layers, qkv_bias=False,
-        output_bias=False, mlp_bias=False, qk_norm=False, tied=False, dtype="bf16", eos_token_ids=(),
-        generation_config={},
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
+        ropes=(RopeSpec("default", 500000.0, context, context),), layers=(LayerSpec(),) * num_layers, tied=False,
+        dtype="bf16",
     )  # fmt: skip
 
 
@@ -110,9 +109,9 @@ class Ours:
             spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16, device, kv, BLOCK_SIZE
         )
         attention, _ = choose_attention("auto", shape, exact)
-        rope = Rope(spec.rope, spec.head_dim, context).to(device)
+        ropes = [Rope(rope, spec.head_dim, context).to(device) for rope in spec.ropes]
         with torch.inference_mode():
-            model = Model(spec, torch.bfloat16, RandomSource(form, device), make, attention, rope)
+            model = Model(spec, torch.bfloat16, RandomSource(form, device), make, attention, ropes)
             pool = KVPool(KVLayout((model.kv_group(kv, BLOCK_SIZE),)), num_blocks, device=device)
             on_gpu = device.type == "cuda"
             self.launcher = GpuLauncher(model, pool, self.config, bool(proposers)) if on_gpu else Launcher(model, pool)

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
 from kvtransfer.layout import NumericsClass

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.quantization.calibration import DEFAULT, NUM_SAMPLES, SAMPLE_TOKENS, make_samples, read_prompts
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.quantize import plan, quantize

@@ -11,8 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError, ModelSpec
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import Weights, load_model
+from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import open_source
 from baton.quantization import folder as folders
 from baton.quantization import quantize as module
@@ -63,7 +64,7 @@ def in_transformers(folder, weights_only: bool) -> torch.Tensor:
 
 def dense_of(model, quantized, tmp_path) -> torch.Tensor:
     """Our own logits with the quantized folder's weights expanded into the float model's place."""
-    spec = ModelSpec.from_folder(quantized)
+    spec = read_spec(quantized)
     source = open_source(quantized, "auto", torch.float32, spec.num_heads, spec.num_kv_heads)
     tensors = {}
     for index in range(spec.num_layers):
@@ -129,7 +130,7 @@ def test_calibrated_int4_beats_plain_rounding(model, made, scheme, group):
 
 def test_outlier_columns_come_back(model, made):
     """Read by our own format: integers zero in the columns, bf16 beside them."""
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     source = open_source(made("int8-outlier"), "auto", torch.float32, spec.num_heads, spec.num_kv_heads)
     shapes, (block, *_) = linear_shapes(spec), blocks(model)[2]
     kept = 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.core.model_spec import ModelSpec
+from baton.engine.models.registry import read_spec
 from baton.training.data.batches import Batches
 from baton.training.data.corpus import Corpus, Document
 from baton.training.data.tokenizer import load_tokenizer, train_tokenizer
@@ -36,7 +36,7 @@ def make_learned_model(folder: Path, shape: ModelConfig = SHAPE) -> Path:
 
 def make_trainer(kind: str, model: Path, checkpoint: Path, num_steps: int = 30) -> tuple[Trainer, FrozenTarget]:
     """Return a trainer of heads on TEXT that stops after that many steps."""
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     batches = Batches(load_tokenizer(model), Corpus(DOCUMENTS, (), ()))
     plan = default_plan(spec.vocab_size, 1e6, batches.num_tokens)
     plan = replace(plan, max_tokens=num_steps * plan.batch_tokens, checkpoint_seconds=1e6)

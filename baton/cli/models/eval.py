@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
     import torch  # seconds
 
-    from baton.engine.core.model_spec import ModelError
+    from baton.engine.core.model_errors import ModelError
     from baton.quantization.core.errors import QuantizeError
 
     if args.threads is not None:
@@ -120,10 +120,10 @@ def read_texts(path: Path | None) -> Texts:
 
 def encode(model: Path, texts: Texts) -> list[list[int]]:
     """Token ids of each text behind the model's own beginning: what its tokenizer adds, or its bos or eos."""
-    from baton.engine.core.model_spec import ModelSpec
+    from baton.engine.models.registry import read_spec
     from baton.quantization.calibration import load_tokenizer
 
-    spec, tokenizer = ModelSpec.from_folder(model), load_tokenizer(model)
+    spec, tokenizer = read_spec(model), load_tokenizer(model)
     config = json.loads((model / "config.json").read_text())
     begins = [config.get("bos_token_id"), *spec.eos_token_ids]
     begin = next((token_id for token_id in begins if isinstance(token_id, int)), 0)

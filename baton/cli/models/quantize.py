@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
     import torch  # after the checks: importing it takes seconds
 
-    from baton.engine.core.model_spec import ModelError
+    from baton.engine.core.model_errors import ModelError
     from baton.quantization.core.errors import QuantizeError
     from baton.quantization.quantize import plan, quantize
 

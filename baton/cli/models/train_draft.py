@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train-demo
     import torch  # after the checks: importing it takes seconds
 
-    from baton.engine.core.model_spec import ModelError
+    from baton.engine.core.model_errors import ModelError
     from baton.training.heads.heads import train_heads
 
     if args.threads is not None:

@@ -28,6 +28,8 @@ class AttentionShape:
     device: torch.device = torch.device("cpu")
     kv_form: str = ""  # as stored; "": not known
     block_size: int = 0  # tokens; 0: not known
+    given_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
 
     @property
     def group_size(self) -> int:
@@ -35,7 +37,7 @@ class AttentionShape:
 
     @property
     def scale(self) -> float:
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.given_scale is None else self.given_scale
 
 
 class Attention(ABC):

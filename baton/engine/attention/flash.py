@@ -85,6 +85,7 @@ class FlashAttention2(Attention):
         table = part.table
         k, v = pages(pool, layer)
         options = {"softmax_scale": self.shape.scale, "causal": True, "window_size": self._window(layer)}
+        options |= self._softcap
         if part.key_starts is None:
             rows = q.unflatten(0, (-1, table.max_query_len))
             cached = self._cached(rows, k, v, cache_seqlens=table.kv_lens, block_table=table.block_ids, **options)
@@ -93,6 +94,11 @@ class FlashAttention2(Attention):
             q, k, v, table.query_starts, part.key_starts, table.max_query_len, table.max_kv_len,
             block_table=table.block_ids, **options,
         )  # fmt: skip
+
+    @property
+    def _softcap(self) -> dict[str, float]:
+        """As flash-attn takes it, since 2.6; nothing where there is none."""
+        return {} if self.shape.softcap is None else {"softcap": self.shape.softcap}
 
     def _window(self, layer: int) -> tuple[int, int]:
         """As flash-attn counts it: positions to the left of a token, and to its right."""
@@ -122,7 +128,7 @@ class FlashAttention3(FlashAttention2):
         return self._cached(
             q, *pages(pool, layer), cache_seqlens=table.kv_lens, page_table=table.block_ids,
             cu_seqlens_q=table.query_starts, max_seqlen_q=table.max_query_len, softmax_scale=self.shape.scale,
-            causal=True, window_size=self._window(layer),
+            causal=True, window_size=self._window(layer), **self._softcap,
         )  # fmt: skip
 
 

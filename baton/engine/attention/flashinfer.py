@@ -62,7 +62,7 @@ class FlashInferAttention(Attention):
             wrapper.plan(
                 starts, page_starts, pages, last_pages, shape.num_heads, shape.num_kv_heads, shape.head_dim, size,
                 causal=True, sm_scale=shape.scale, window_left=-1 if window is None else window - 1,
-                q_data_type=shape.dtype, kv_data_type=shape.dtype,
+                q_data_type=shape.dtype, kv_data_type=shape.dtype, logits_soft_cap=shape.softcap,
             )  # fmt: skip
         return FlashInferPlan(pool)
 

@@ -2,6 +2,7 @@
 threads."""
 
 import ctypes
+import struct
 from array import array
 from dataclasses import dataclass
 
@@ -42,8 +43,9 @@ class NativeAttention(Attention):
         library = native.library()
         arguments = (_POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _INT)
         self._attend = library.function("baton_attention", *arguments)
+        scales = struct.unpack("2q", struct.pack("2d", shape.given_scale or 0, shape.softcap or 0))
         windows = (window or 0 for window in shape.windows)
-        self.native_shape = array("q", (shape.num_heads, KINDS[shape.dtype], *windows))
+        self.native_shape = array("q", (shape.num_heads, KINDS[shape.dtype], *scales, *windows))
         self._shape_address = self.native_shape.buffer_info()[0]
         self._pool: KVPool | None = None
         self._native_pool = NativePool()

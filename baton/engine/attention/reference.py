@@ -53,6 +53,8 @@ class ReferenceAttention(Attention):
             keys, values = k[:, begin : begin + SPAN], v[:, begin : begin + SPAN]
             seen = visible(positions, torch.arange(begin, begin + SPAN, device=q.device), self.shape.windows[layer])
             scores = torch.matmul(rows, keys.transpose(1, 2)) * self.shape.scale
+            if self.shape.softcap is not None:
+                scores = torch.tanh(scores / self.shape.softcap) * self.shape.softcap
             scores = scores.masked_fill(~seen, float("-inf"))
             new_maximum = torch.maximum(maximum, scores.amax(dim=2, keepdim=True))
             # A row that has seen nothing yet has no maximum; 0 keeps its exponentials at zero instead of NaN.

@@ -73,6 +73,10 @@ class SdpaAttention(Attention):
         self._before: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # by block table: tails in the last step
         self._now: dict[int, tuple[Tensor, int, KVPool, bool]] = {}  # and in this one
 
+    @classmethod
+    def unfit(cls, shape: AttentionShape) -> str:
+        return "" if shape.softcap is None else "torch's kernel has no soft cap"
+
     def plan(self, batch: ForwardBatch, pool: KVPool) -> SdpaPlan:
         self._before, self._now = self._now, {}
         one_tile = self.shape.group_size <= self.tile
@@ -90,7 +94,8 @@ class SdpaAttention(Attention):
             for call in group.calls:
                 rows = tiles[call.begin : call.end]
                 keys, values = (x[:, :, : call.kv_len].expand(len(rows), -1, -1, -1) for x in (k, v))
-                parts.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=call.masks[window]))
+                mask, scale = call.masks[window], self.shape.given_scale
+                parts.append(F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale))
             out[group.rows] = self._tokens(parts[0] if len(parts) == 1 else torch.cat(parts), group)
 
     # ---- the plan ----

@@ -70,6 +70,11 @@ class TritonAttention(Attention):
         self._kernels = paged_attention
         self._pool: KVPool | None = None
         self._layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        # Of scores to the base of 2. Capped: what a score is multiplied by to give the exponent of its tanh, and the cap.
+        self._scales = (shape.scale * paged_attention.LOG2_E, 0.0)
+        if shape.softcap is not None:
+            cap = shape.softcap
+            self._scales = (2 * shape.scale / cap * paged_attention.LOG2_E, cap * paged_attention.LOG2_E)
         self._block_d = max(16, 1 << (shape.head_dim - 1).bit_length())
         processors = 8
         if shape.device.type == "cuda":
@@ -164,11 +169,11 @@ class TritonAttention(Attention):
             q, out, _or(launch.partials, out), _or(launch.stats, out), k, v, k_scales, v_scales,
             _or(launch.tiles, table.kv_lens), table.query_starts, table.kv_lens, table.block_ids,
             q.stride(0), q.stride(1), out.stride(0), table.block_ids.stride(0), *k.stride()[:3],
-            *k_scales.stride()[:3], shape.scale * self._kernels.LOG2_E, window or 0, group.block_size,
+            *k_scales.stride()[:3], *self._scales, window or 0, group.block_size,
             launch.split_len, launch.num_splits, launch.tiles_per_seq,
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
             BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
-            WINDOWED=window is not None, PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
+            WINDOWED=window is not None, CAPPED=shape.softcap is not None, PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
             num_warps=8 if launch.tile * self._block_d > 64 * 128 else 4, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 

@@ -14,8 +14,9 @@ from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
 from baton.engine.sampling.on_device import DeviceSampler
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
@@ -50,7 +51,7 @@ def load_parts(
         raise ValueError("gpu_memory_utilization has no effect on a CPU; size the pool with num_blocks")
     if device.type == "cpu" and config.sm_share is not None:
         raise ValueError("sm_share has no effect on a CPU; give threads")
-    spec, make = ModelSpec.from_folder(config.model), make or make_proposers
+    spec, make = read_spec(config.model), make or make_proposers
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if device.type == "cpu":

@@ -14,7 +14,7 @@ from torch import Tensor
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.protocol import MAX_DRAFT_TOKENS
 
 Outputs = tuple[Tensor, Tensor]  # hidden [T, hidden_size], logits fp32 [T, vocab_size]

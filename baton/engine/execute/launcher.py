@@ -18,7 +18,7 @@ from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.sm_partition import Partition
 from baton.engine.execute.watermark import LayerEvents
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from kvtransfer.layout import KVLayout
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class GpuLauncher(Launcher):
         """`config` is resolved. Captures the graphs."""
         super().__init__(model, pool)
         # Any other plans a step in host memory that the one before may still read.
-        self.overlaps = model.attention.capturable
+        self.overlaps = model.capturable
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
         table = pool.layout.num_blocks(config.max_model_len)
         self._partition = None if config.sm_share is None else Partition(pool.device, config.sm_share)
@@ -115,7 +115,7 @@ class GpuLauncher(Launcher):
         self._landings = torch.zeros(2, num_tokens, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._turn = 0
         self._graphs: DecodeGraphs | None = None
-        if config.cuda_graphs and model.attention.capturable:
+        if config.cuda_graphs and model.capturable:
             fitting = [width for width in widths(speculates, config.num_draft_tokens) if width * num_seqs <= num_tokens]
             capture = CudaCapture(self._stream)
             sizes = ladder(num_seqs)

@@ -17,7 +17,7 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.device import scope
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.sampling.on_device import draw, plain_row
 from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
 from baton.engine.schedule.scheduler import Slice

@@ -27,9 +27,9 @@ def attend(
     q, out, partials, stats, k, v, k_scales, v_scales, tiles, query_starts, kv_lens, block_table,
     q_stride, q_head_stride, out_stride, table_stride, block_stride, head_stride, token_stride,
     scale_block_stride, scale_head_stride, scale_token_stride,
-    log2_scale, window, block_size, split_len, num_splits, tiles_per_seq,
+    log2_scale, log2_cap, window, block_size, split_len, num_splits, tiles_per_seq,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FORM: tl.constexpr, WINDOWED: tl.constexpr, PARTIAL: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PARTIAL: tl.constexpr, LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL).
 
@@ -81,8 +81,8 @@ def attend(
             if first < last:  # else it is before the window
                 maximum, total, acc = _reduce(
                     q_tile, k, v, k_scales, v_scales, table, before + tokens, whole, first, last,
-                    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED,
+                    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED, CAPPED,
                 )  # fmt: skip
                 places = ((query_start + tokens).to(tl.int64) * num_heads + heads) * num_splits + split
                 tl.store(stats + 2 * places, maximum, mask=tokens < query_len)
@@ -96,8 +96,8 @@ def attend(
             split_maximum, split_total, split_acc = _reduce(
                 q_tile, k, v, k_scales, v_scales, table, before + tokens, whole,
                 tl.maximum(begin, split), tl.minimum(end, split + split_len),
-                block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED,
+                block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED, CAPPED,
             )  # fmt: skip
             maximum, kept, added = _merge(maximum, split_maximum)
             total = total * kept + split_total * added
@@ -155,9 +155,9 @@ def spread(kv_len, num_splits, LEAST_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr)
 @triton.jit
 def _reduce(
     q, k, v, k_scales, v_scales, table, positions, whole, begin, end,
-    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FORM: tl.constexpr, WINDOWED: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Positions [begin, end) for rows at `positions` [M]: maximum [M] (of base-2 scores), sum [M], sums [M, D].
     Every row sees the positions below `whole`, but for a window."""
@@ -170,14 +170,14 @@ def _reduce(
     for start in range(begin, middle, BLOCK_N):
         maximum, total, acc = _span(
             maximum, total, acc, q, k, v, k_scales, v_scales, table, positions, start, end,
-            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, False, False,
+            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, False, CAPPED, False,
         )  # fmt: skip
     for start in range(middle, end, BLOCK_N):
         maximum, total, acc = _span(
             maximum, total, acc, q, k, v, k_scales, v_scales, table, positions, start, end,
-            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED, True,
+            block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED, CAPPED, True,
         )  # fmt: skip
     return maximum, total, acc
 
@@ -185,9 +185,9 @@ def _reduce(
 @triton.jit
 def _span(
     maximum, total, acc, q, k, v, k_scales, v_scales, table, positions, start, end,
-    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, window, block_size,
+    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FORM: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N positions from `start` on. Not MASKED: all of them are there and seen by every row."""
     keys = start + tl.arange(0, BLOCK_N)
@@ -197,6 +197,9 @@ def _span(
     scale_offsets = block_ids * scale_block_stride + (keys % block_size) * scale_token_stride
     k_tile = load_rows(k, k_scales, offsets, scale_offsets, there, HEAD_DIM, BLOCK_D, FORM, q.dtype, MASKED)
     scores = dot(q, tl.trans(k_tile), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)) * log2_scale
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), bounded where it is one already
+        scores = log2_cap * (1.0 - 2.0 / (tl.exp2(tl.minimum(scores, 126.0)) + 1.0))
     if MASKED:
         seen = (keys[None, :] <= positions[:, None]) & there[None, :]
         if WINDOWED:

@@ -1,9 +1,12 @@
-"""SwiGLU, with care for where torch cuts an elementwise loop.
+"""What stands between the two products of an MLP, with care for where torch cuts an elementwise loop.
 
-`F.silu` is a trap for batch invariance: its vector code and the scalar code for what is left over at the end of a loop
-differ in the last bit (fp32: 4 % of elements), and loops end where a thread's share ends. So rows are a multiple of
-the vector loop's stride long, and no call is cut within a row.
+`F.silu` is a trap for batch invariance, as are all functions that torch has in two codes: its vector code and the
+scalar code for what is left over at the end of a loop differ in the last bit (fp32: 4 % of elements), and loops end
+where a thread's share ends. So rows are a multiple of the vector loop's stride long, and no call is cut within a row.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,18 +15,36 @@ from torch import Tensor
 VECTOR_STRIDE = 64  # elements per turn of the widest vector loop (bf16, AVX-512); rows are padded to a multiple of it
 GRAIN = 32768  # elements up to which torch runs an elementwise loop on one thread
 
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * size], gates first -> silu(gate) * up [T, size]. `size` is a multiple of VECTOR_STRIDE."""
+    return gated(gate_up, "silu")
+
+
+def gated(gate_up: Tensor, name: str) -> Tensor:
+    """[T, 2 * size], gates first -> activated gate * up [T, size]. `size` is a multiple of VECTOR_STRIDE."""
     gate, up = gate_up.chunk(2, dim=1)
-    if gate_up.device.type != "cpu":  # one thread an element: nothing is cut
-        return F.silu(gate).mul_(up)
-    num_rows, size = gate.shape
+    return by_rows(FUNCTIONS[name], gate).mul_(up)
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return an elementwise function of x [T, size], `size` a multiple of VECTOR_STRIDE, cut between rows only."""
+    if x.device.type != "cpu":  # one thread an element: nothing is cut
+        return function(x)
+    num_rows, size = x.shape
     num_threads = torch.get_num_threads()
-    whole = gate.numel() < GRAIN or num_threads == 1
+    whole = x.numel() < GRAIN or num_threads == 1
     # Equal shares of whole rows: torch uses all threads, and each gets the same number of rows.
-    even = num_rows % num_threads == 0 and gate.numel() > GRAIN * (num_threads - 1)
+    even = num_rows % num_threads == 0 and x.numel() > GRAIN * (num_threads - 1)
     if whole or even:
-        return F.silu(gate).mul_(up)
+        return function(x)
     rows_per_call = max(1, (GRAIN - 1) // size)
-    return torch.cat([F.silu(rows) for rows in gate.split(rows_per_call)]).mul_(up)
+    return torch.cat([function(rows) for rows in x.split(rows_per_call)])
+
+
+def soft_capped(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap) of x [T, size] of any size."""
+    missing = -x.shape[1] % VECTOR_STRIDE
+    return by_rows(torch.tanh, F.pad(x / cap, (0, missing)))[:, : x.shape[1]] * cap

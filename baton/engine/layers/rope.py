@@ -13,6 +13,7 @@ Two kinds need a choice, because transformers takes their frequencies from the l
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.core.model_spec import RopeSpec
@@ -25,6 +26,7 @@ class Rope:
 
     def __init__(self, spec: RopeSpec, head_dim: int, max_model_len: int):
         self.half = head_dim // 2
+        size = spec.rotary_dim or head_dim
         self.variant = (f"rope-{longrope_side(spec, max_model_len)}",) if spec.kind == "longrope" else ()
         scale = attention_scale(spec)
         blocks = []
@@ -32,9 +34,11 @@ class Rope:
         # threads made it: vector and scalar code of cos, sin and pow differ in the last bit.
         for begin in range(0, max_model_len, BLOCK):
             positions = torch.arange(begin, begin + BLOCK, dtype=torch.float32).unsqueeze(1)
-            angles = positions * frequencies(spec, head_dim, positions, max_model_len)
+            angles = positions * frequencies(spec, size, positions, max_model_len)
             blocks.append(torch.stack((angles.cos() * scale, angles.sin() * scale)))
         cos, sin = torch.cat(blocks, dim=1)
+        if still := self.half - size // 2:  # elements that do not turn
+            cos, sin = F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))
         self._cos = torch.cat((cos, cos), dim=1).unsqueeze(1)
         self._sin = torch.cat((-sin, sin), dim=1).unsqueeze(1)
 
@@ -56,6 +60,19 @@ class Rope:
         """Rotate x [T, heads, head_dim]: the first half of a head pairs with the second."""
         swapped = torch.cat((x[..., self.half :], x[..., : self.half]), dim=-1)
         return torch.addcmul(x * cos, swapped, sin)
+
+
+def order_of_head(spec: RopeSpec, head_dim: int) -> list[int] | None:
+    """Return which element of a head, as its family orders them, stands where, so that the first half pairs with the
+    second and what does not turn is behind either; None: as they are. The rows of q and k are read in this order:
+    what attention adds up is the same."""
+    size, half = spec.rotary_dim or head_dim, head_dim // 2
+    turning = list(range(size))
+    first, second = (turning[::2], turning[1::2]) if spec.interleaved else (turning[: size // 2], turning[size // 2 :])
+    still = list(range(size, head_dim))
+    middle = half - size // 2
+    order = [*first, *still[:middle], *second, *still[middle:]]
+    return None if order == list(range(head_dim)) else order
 
 
 def frequencies(spec: RopeSpec, head_dim: int, positions: Tensor, max_model_len: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Decoder models: the Llama family, its layers fused for CPU and GPU, and loading them."""
+"""A decoder of any family: from a folder to layers, run by torch, or fused for CPU and GPU."""

@@ -59,12 +59,12 @@ class FusedLayers:
 
     name = "fused"
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, rope: Rope):
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, ropes: Sequence[Rope]):
         """All linear layers are PackedLinear; `unfit` has said so."""
         self._attention = attention
-        self._held = (layers, rope)  # what the structs below point at
+        self._held = (layers, ropes)  # what the structs below point at
         self._layers = (_Layer * len(layers))(*(_Layer(*map(_address, _parts(layer))) for layer in layers))
-        cos, sin = rope.signed_tables
+        cos, sin = ropes[0].signed_tables
         self._model = _Model(
             kind=KINDS[attention.shape.dtype],
             hidden_size=spec.hidden_size,
@@ -73,7 +73,7 @@ class FusedLayers:
             sin=sin.data_ptr(),
             layers=ctypes.addressof(self._layers),
             shape=attention.native_shape.buffer_info()[0],
-            eps=spec.norm_eps,
+            eps=spec.norm.eps,
         )
         library = native.library()
         self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT)
@@ -93,6 +93,8 @@ class FusedLayers:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if not isinstance(attention, NativeAttention):
             return f"attention is {attention.name}"
+        if reason := spec.beyond_llama():
+            return reason
         for layer in layers:
             for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
                 if not isinstance(part, PackedLinear):
@@ -136,17 +138,17 @@ class FusedLayers:
 
 
 def fuse(
-    spec: ModelSpec, layers: Sequence[Layer], attention: Attention, rope: Rope
+    spec: ModelSpec, layers: Sequence[Layer], attention: Attention, ropes: Sequence[Rope]
 ) -> tuple[FusedLayers | GpuLayers | None, dict[str, str]]:
     """Return what runs these layers faster than torch, or None; and the reason against each other way."""
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
-        return FusedLayers(spec, layers, attention, rope), {"torch": "fused was chosen"}
+        return FusedLayers(spec, layers, attention, ropes), {"torch": "fused was chosen"}
     if attention.shape.device.type == "cpu" and attention.name not in INTERPRETED:
         return None, reasons
-    if reason := GpuLayers.unfit(layers, attention):
+    if reason := GpuLayers.unfit(spec, layers, attention):
         return None, reasons | {"triton": reason}
-    return GpuLayers(spec, layers, attention, rope), reasons
+    return GpuLayers(spec, layers, attention, ropes), reasons
 
 
 def _parts(layer: Layer) -> list:

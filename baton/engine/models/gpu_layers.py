@@ -22,16 +22,18 @@ class GpuLayers:
 
     name = "triton"
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: Attention, rope: Rope):
+    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: Attention, ropes: Sequence[Rope]):
         from baton.engine.kernels import kv_write, rows  # triton is an extra
 
         self._write_kv, self._rows = kv_write.write_kv, rows
-        self._spec, self._layers, self._attention, self._rope = spec, layers, attention, rope
+        self._spec, self._layers, self._attention, self._ropes = spec, layers, attention, ropes
 
     @staticmethod
-    def unfit(layers: Sequence[Layer], attention: Attention) -> str:
+    def unfit(spec: ModelSpec, layers: Sequence[Layer], attention: Attention) -> str:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if reason := kernels.unavailable(attention.shape.device.type):
+            return reason
+        if reason := spec.beyond_llama():
             return reason
         for layer in layers:
             for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
@@ -48,22 +50,23 @@ class GpuLayers:
         """
         spec, rows, last = self._spec, self._rows, len(self._layers) - 1
         plan = self._attention.plan(batch, pool)
-        tables = self._rope.signed_tables
+        tables = [rope.signed_tables for rope in self._ropes]
         mixed = x.new_empty(x.shape[0], spec.num_heads, spec.head_dim)
         normed = self.norm(x, self._layers[0].input_norm.weight)
         for index, layer in enumerate(self._layers):
+            turns = tables[spec.layers[index].rope or 0]
             heads = layer.qkv(normed).unflatten(1, (-1, spec.head_dim))
-            norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm_eps)
-            q = self._write_kv(heads, spec.num_heads, batch.positions, batch.slots, tables, norms, pool, index)
+            norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
+            q = self._write_kv(heads, spec.num_heads, batch.positions, batch.slots, turns, norms, pool, index)
             if on_layer is not None:
                 on_layer(index)
             self._attention(plan, index, q, mixed)
-            normed = rows.add_norm(x, layer.output(mixed.flatten(1)), layer.mlp_norm.weight, spec.norm_eps)
+            normed = rows.add_norm(x, layer.output(mixed.flatten(1)), layer.mlp_norm.weight, spec.norm.eps)
             moved = layer.down(rows.swiglu(layer.gate_up(normed)))
             if index < last:
-                normed = rows.add_norm(x, moved, self._layers[index + 1].input_norm.weight, spec.norm_eps)
+                normed = rows.add_norm(x, moved, self._layers[index + 1].input_norm.weight, spec.norm.eps)
         return torch.add(x, moved, out=x)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of rows x [R, hidden_size], contiguous."""
-        return self._rows.add_norm(x, None, weight, self._spec.norm_eps)
+        return self._rows.add_norm(x, None, weight, self._spec.norm.eps)

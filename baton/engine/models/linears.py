@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.layers.linear import JoinedLinear, LinearKernel
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import Weight, form_name
-from baton.engine.weights.merge import merge, pad
+from baton.engine.weights.merge import merge, pad, split_rows, take_rows
 
 Make = Callable[[Weight, Tensor | None], LinearKernel]  # (weight, bias) -> kernel
 
@@ -54,22 +54,33 @@ class Linears:
         bias: bool,
         rows: int = 0,
         columns: int = 0,
+        orders: Sequence[Tensor | None] = (),
+        parts: int = 1,
     ) -> LinearKernel:
-        """One kernel for modules that share their input, their outputs one after the other.
+        """Return one kernel for modules that share their input, their outputs one after the other.
 
-        `rows` zeros follow the outputs of each module, `columns` its inputs.
+        `orders`: of the outputs of each module, int64 [size], None: as stored. A module is `parts` of equal size, one
+        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs.
         """
-        weights = [
-            pad(self._source.linear(module, size, in_features), rows, columns)
-            for module, size in zip(modules, sizes, strict=True)
-        ]
-        if not bias:
-            return self.make(weights)
-        biases = [
-            F.pad(self._source.tensor(f"{module}.bias", size), (0, rows))
-            for module, size in zip(modules, sizes, strict=True)
-        ]
-        return self.make(weights, torch.cat(biases))
+        weights, biases = [], []
+        for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
+            weight = self._source.linear(module, size, in_features)
+            vector = self._source.tensor(f"{module}.bias", size) if bias else torch.empty(size)
+            if order is not None:
+                order = order.to(weight.values.device)
+                weight, vector = take_rows(weight, order), vector[order]
+            weights += [pad(part, rows, columns) for part in split_rows(weight, parts)]
+            biases += [F.pad(part, (0, rows)) for part in vector.chunk(parts)]
+        return self.make(weights, torch.cat(biases) if bias else None)
+
+    def expert(
+        self, module: str, index: int, count: int, out_features: int, in_features: int, rows: int = 0,
+        columns: int = 0, parts: int = 1,
+    ) -> LinearKernel:  # fmt: skip
+        """Return the kernel of one of `count` experts that one tensor holds, [count, out_features, in_features]; else
+        as `read` does."""
+        weight = self._source.expert(module, index, count, out_features, in_features)
+        return self.make([pad(part, rows, columns) for part in split_rows(weight, parts)])
 
     def make(self, weights: Sequence[Weight], bias: Tensor | None = None) -> LinearKernel:
         """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not

@@ -11,12 +11,14 @@ from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import choose as choose_attention
 from baton.engine.core.config import EngineConfig, resolve_dtypes
 from baton.engine.core.device import Memory, check_weights, memory_share
-from baton.engine.core.model_spec import WRONG_VALUE, ModelError, ModelSpec
+from baton.engine.core.model_errors import ModelError
+from baton.engine.core.model_spec import WRONG_VALUE
 from baton.engine.kv.pool import CPU, DTYPES
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
+from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.formats.tensors import Weights, weight_files
@@ -34,28 +36,31 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.
     """
-    spec = ModelSpec.from_folder(config.model)
+    spec = read_spec(config.model)
     config = resolve_dtypes(config, spec)
     compute = DTYPES[config.dtype]
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
     heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows)
-    shape = AttentionShape(*heads, compute, device, config.kv_dtype, config.block_size)
+    shape = AttentionShape(
+        *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap
+    )
     backend, attention_reasons = choose_attention(config.attention, shape, config.batch_invariant)
     try:
-        rope = Rope(spec.rope, spec.head_dim, config.max_model_len or spec.context)
+        ropes = [Rope(rope, spec.head_dim, config.max_model_len or spec.context) for rope in spec.ropes]
     except WRONG_VALUE as error:
         named = spec.folder if is_gguf(spec.folder) else spec.folder / "config.json"
         raise ModelError(f"{named}: {error}") from None
     source = open_source(spec.folder, config.quantization, compute, spec.num_heads, spec.num_kv_heads)
     if device != CPU:
         check_weights(source.file_bytes, Memory.of(device), memory_share(config), config.quantization)
-        source, rope = PlacedSource(source, device), rope.to(device)
+        source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
     def make(weight: Weight, bias: Tensor | None) -> LinearKernel:
         _trim()
         return make_linear(weight, bias)
 
-    model = Model(spec, compute, source, make, backend, rope)
+    make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
+    model = Model(spec, compute, source, make, backend, ropes, make_router)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model

@@ -1,7 +1,7 @@
 // The layers of a step in one call: the work between the linear products and attention, and the calls of both.
 //
 // Each row is computed by itself and in one order. Between operations rows have the compute dtype, as in the torch code
-// that this replaces (models/llama.py); within one they are fp32: a rotation or an activation is rounded once.
+// that this replaces (models/decoder.py); within one they are fp32: a rotation or an activation is rounded once.
 #include "fused.h"
 
 namespace baton {

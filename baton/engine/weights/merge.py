@@ -1,4 +1,4 @@
-"""Weights that share their input as one, and zero rows and columns around a weight."""
+"""Weights that share their input as one, some rows of a weight, and zero rows and columns around it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,6 +33,34 @@ def pad(weight: Weight, rows: int = 0, columns: int = 0) -> Weight:
     if isinstance(weight, Fp8Weight):
         return _pad_fp8(weight, rows, columns)
     return _pad_int(weight, rows, columns)
+
+
+def take_rows(weight: Weight, rows: Tensor) -> Weight:
+    """Rows of a weight in the order of `rows`, int64 [R], in its form."""
+    values = weight.values.view(torch.uint8) if isinstance(weight, Fp8Weight) else weight.values
+    values = values[rows]
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(values)
+    if isinstance(weight, Fp8Weight):
+        if weight.scales.shape[0] == 1:
+            scales, height = weight.scales, len(rows)
+        else:
+            scales, height = weight.scales.repeat_interleave(weight.block[0], 0)[rows], 1
+        return replace(weight, values=values.view(weight.values.dtype), scales=scales, block=(height, weight.block[1]))
+    offsets, outliers = weight.offsets, weight.outliers
+    if outliers is not None:
+        outliers = replace(outliers, values=outliers.values[rows])
+    return replace(
+        weight, values=values, scales=weight.scales[rows], offsets=None if offsets is None else offsets[rows],
+        outliers=outliers,
+    )  # fmt: skip
+
+
+def split_rows(weight: Weight, parts: int) -> list[Weight]:
+    """Return the parts, of equal size, that stand one above the other."""
+    if parts == 1:
+        return [weight]
+    return [take_rows(weight, rows) for rows in torch.arange(weight.shape[0], device=weight.values.device).chunk(parts)]
 
 
 def _agree(one: Weight, other: Weight) -> bool:

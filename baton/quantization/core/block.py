@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.base import visible
-from baton.engine.core.model_spec import ModelSpec
-from baton.engine.layers.rope import Rope
+from baton.engine.core.model_spec import ModelSpec, TensorNames
+from baton.engine.layers.rope import Rope, order_of_head
 from baton.quantization.core.errors import QuantizeError
 
 Q, K, V, O = (f"self_attn.{name}_proj" for name in "qkvo")  # noqa: E741
@@ -61,6 +61,17 @@ def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = {Q: (q_size, hidden), K: (kv_size, hidden), V: (kv_size, hidden), O: (hidden, q_size)}
     return attention | {GATE: (size, hidden), UP: (size, hidden), DOWN: (hidden, size)}
+
+
+def unfit(spec: ModelSpec) -> str:
+    """Return what of a model's layers a Block does not compute; "": it computes them."""
+    if reason := spec.beyond_llama():
+        return reason
+    if spec.names != TensorNames() or any(order_of_head(rope, spec.head_dim) for rope in spec.ropes):
+        return "q, k, v as this family stores them"
+    if len(spec.ropes) > 1 or spec.attention_scale is not None or spec.attention_softcap is not None:
+        return "this family's attention"
+    return "a scaled embedding" if spec.embedding_scale != 1 else ""
 
 
 class Block:
@@ -111,7 +122,7 @@ class Block:
         return F.linear(x, self.weights[name], self.biases.get(name))
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.norms[name], self.spec.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], self.norms[name], self.spec.norm.eps)
 
     def _attend(self, x: Tensor) -> Tensor:
         spec = self.spec

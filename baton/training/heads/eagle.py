@@ -26,17 +26,17 @@ class EagleDraft(nn.Module):
         size, head_dim = spec.hidden_size, spec.head_dim
         self.head_dim, self.num_groups = head_dim, spec.num_heads // spec.num_kv_heads
         self.intermediate_size = spec.intermediate_size
-        self.embedding_norm = Fp32RMSNorm(size, spec.norm_eps)
-        self.features_norm = Fp32RMSNorm(size, spec.norm_eps)
+        self.embedding_norm = Fp32RMSNorm(size, spec.norm.eps)
+        self.features_norm = Fp32RMSNorm(size, spec.norm.eps)
         self.project = nn.Linear(2 * size, size, bias=False)
-        self.input_norm = Fp32RMSNorm(size, spec.norm_eps)
+        self.input_norm = Fp32RMSNorm(size, spec.norm.eps)
         self.q_proj = nn.Linear(size, spec.num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(size, spec.num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(size, spec.num_kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(spec.num_heads * head_dim, size, bias=False)
-        self.mlp_norm = Fp32RMSNorm(size, spec.norm_eps)
+        self.mlp_norm = Fp32RMSNorm(size, spec.norm.eps)
         self.mlp = MLP(ModelConfig(spec.vocab_size, size, spec.intermediate_size, 1, spec.num_heads, 1, head_dim))
-        self.norm = Fp32RMSNorm(size, spec.norm_eps)
+        self.norm = Fp32RMSNorm(size, spec.norm.eps)
         for matrix in self.parameters():
             if matrix.ndim == 2:
                 nn.init.normal_(matrix, std=0.02)
@@ -59,8 +59,8 @@ class EagleDraft(nn.Module):
         newest = features[:, :places]
         for step in range(NUM_STEPS):
             embedded = target.embed(token_ids[:, step + 1 : step + 1 + places])
-            tables = target.model.rope.tables(torch.arange(step, step + places), torch.float32)
-            newest = self._step(embedded, newest, (target.model.rope, *tables), past, seen)
+            tables = target.model.ropes[0].tables(torch.arange(step, step + places), torch.float32)
+            newest = self._step(embedded, newest, (target.model.ropes[0], *tables), past, seen)
             yield target.logits(newest)
 
     def _step(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from baton.engine.core.model_spec import ModelSpec
+from baton.engine.models.registry import read_spec
 from baton.engine.speculation.proposers.heads_folder import MARK, target_mark
 from baton.training.data.batches import Batches
 from baton.training.data.corpus import Corpus, Document
@@ -53,7 +53,7 @@ def new_heads(target: FrozenTarget, kind: str, seed: int = 0) -> Heads:
     torch.manual_seed(seed)
     spec, scale = target.spec, target.feature_scale
     if kind == "medusa":
-        return MedusaHeads(spec.hidden_size, NUM_MEDUSA_HEADS, spec.norm_eps, scale)
+        return MedusaHeads(spec.hidden_size, NUM_MEDUSA_HEADS, spec.norm.eps, scale)
     return EagleDraft(spec, scale)
 
 
@@ -67,7 +67,7 @@ def train_heads(
     short or the state is another model's, ModelError if the model folder cannot be read, OSError if `out` cannot be
     written.
     """
-    spec = ModelSpec.from_folder(model)
+    spec = read_spec(model)
     if not (model / "tokenizer.json").is_file():
         raise ValueError(f"{model}: no tokenizer.json, so the text cannot be turned into its tokens")
     batches = Batches(load_tokenizer(model), Corpus(tuple(documents), (), ()), seed)

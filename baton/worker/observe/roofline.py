@@ -42,9 +42,8 @@ class Cost:
 
     def __init__(self, engine: Engine):
         spec, layout = engine.spec, engine.layout
-        query_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        layer = spec.hidden_size * (2 * query_size + 2 * kv_size + 3 * spec.intermediate_size)
-        self._token_flops = 2 * spec.num_layers * layer
+        query_size = spec.num_heads * spec.head_dim
+        self._token_flops = 2 * spec.num_layer_weights(chosen_only=True)
         self._row_flops = 2 * spec.hidden_size * spec.vocab_size
         self._pair_flops = 4 * spec.num_layers * query_size
         self._step_bytes = engine.runner.model.weights.num_bytes

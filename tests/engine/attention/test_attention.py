@@ -6,9 +6,10 @@ import torch
 from baton.engine import native
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, choose
+from baton.engine.core.batch import SeqSlice
 from baton.engine.core.device import scope
 from baton.engine.kv.stored_forms import STORED
-from tests.support.engine.attention_step import assert_close_to_exact, one_step
+from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
 
 WINDOW = 40
 CPU_BACKENDS = ("native", "sdpa", "reference")  # test_attention_triton.py and test_attention_flash.py have the others
@@ -45,6 +46,30 @@ def test_forms(name, compute, form):
     shape = AttentionShape(4, 2, 32, windows=(None,), dtype=dtype)
     backend = made(name, shape)
     assert_close_to_exact(backend, *one_step(shape, [(1, 90), (20, 150)], form=form), atol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int4")])
+def test_a_given_scale_and_soft_cap(name, compute, form):
+    """In a full and in a windowed layer; a row's bits stay its own."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    shape = AttentionShape(4, 2, 32, (None, WINDOW), dtype, **CAPPED)
+    backend = made(name, shape)
+    pool, batch, q = one_step(shape, [(1, 1), (1, 90), (70, 200), (1, 300)], form=form)
+    assert_close_to_exact(backend, pool, batch, q, atol=1e-5 if compute == "fp32" else 2e-2)
+    chunk = batch.seqs[2]
+    last = SeqSlice(0, 1, chunk.kv_len, chunk.block_ids)
+    row = chunk.query_start + chunk.query_len - 1
+    alone = attended(backend, pool, batch_of([last]), 1, q[row : row + 1].contiguous())
+    assert torch.equal(alone[0], attended(backend, pool, batch, 1, q)[row])
+
+
+def test_torch_has_no_soft_cap():
+    shape = AttentionShape(4, 2, 24, (None,), torch.float32, softcap=50.0)
+    backend, reasons = choose("auto", shape)
+    assert backend.name == "reference" and reasons["sdpa"] == "torch's kernel has no soft cap"
+    scaled = AttentionShape(4, 2, 24, (None, WINDOW), torch.float32, given_scale=0.35)
+    assert_close_to_exact(made("sdpa", scaled), *one_step(scaled, [(1, 90), (70, 200)]), atol=2e-6)
 
 
 def test_auto_takes_the_first_that_fits_and_says_why(monkeypatch):

@@ -1,6 +1,7 @@
 """The flash-attn adapters, on every machine through a stand-in; against the real ones where they are."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, NOT_EXACT, choose
 from baton.engine.core.batch import SeqTable
 from tests.support.engine import flash_stand_in
-from tests.support.engine.attention_step import assert_close_to_exact, attended, batch_of, one_step
+from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLASH = ("flash", "flash3")
@@ -37,6 +38,12 @@ def test_stand_in_against_fp64(name, form, heads, stand_in):
     shape = shape_of({"bf16": torch.bfloat16, "fp16": torch.float16}[form], heads, form=form)
     backend, _ = choose(name, shape, batch_invariant=False)
     assert_close_to_exact(backend, *one_step(shape, MIXED, 256, form), atol=2e-2)
+
+
+@pytest.mark.parametrize("name", FLASH)
+def test_a_given_scale_and_soft_cap(name, stand_in):
+    backend = BACKENDS[name](replace(shape_of(), **CAPPED))
+    assert_close_to_exact(backend, *one_step(backend.shape, MIXED, 256, "bf16"), atol=2e-2)
 
 
 @pytest.mark.parametrize(

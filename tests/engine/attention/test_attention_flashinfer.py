@@ -1,6 +1,7 @@
 """The FlashInfer adapter, on every machine through a stand-in; against the real one where it is."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, NOT_EXACT, choose
 from tests.support.engine import flashinfer_stand_in
-from tests.support.engine.attention_step import assert_close_to_exact, one_step
+from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, one_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 MIXED = [(1, 1), (1, 300), (20, 200), (1, 256), (3, 700)]
@@ -34,6 +35,11 @@ def test_stand_in_against_fp64(form, lengths, heads, stand_in):
     shape = shape_of({"bf16": torch.bfloat16, "fp16": torch.float16}[form], heads, form=form)
     backend, _ = choose("flashinfer", shape, batch_invariant=False)
     assert_close_to_exact(backend, *one_step(shape, lengths, 32, form), atol=2e-2)
+
+
+def test_a_given_scale_and_soft_cap(stand_in):
+    backend = BACKENDS["flashinfer"](replace(shape_of(), **CAPPED))
+    assert_close_to_exact(backend, *one_step(backend.shape, MIXED, 32, "bf16"), atol=2e-2)
 
 
 def test_a_step_is_planned_once_for_each_window(stand_in):

@@ -9,7 +9,7 @@ from baton.engine.attention.selection import BACKENDS
 from baton.engine.attention.triton_paged import FIXED_SPLIT
 from baton.engine.core.batch import SeqSlice, SeqTable
 from baton.engine.kv.stored_forms import STORED
-from tests.support.engine.attention_step import assert_close_to_exact, attended, batch_of, one_step
+from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
 
 WINDOW = 40
 TRITON = ("triton", "triton-fast")
@@ -48,6 +48,12 @@ def test_forms(name, form, device):
     """Decoded in the kernel: what remains is the rounding of bf16 products, not that of the form."""
     backend = made(name, (4, 2, 64), device, torch.bfloat16, (None,), form)
     assert_close_to_exact(backend, *one_step(backend.shape, [(1, 90), (20, 150)], form=form), atol=2e-2)
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_a_given_scale_and_soft_cap(name, device):
+    backend = BACKENDS[name](AttentionShape(2, 1, 64, (None, WINDOW), torch.float32, device, **CAPPED))
+    assert_close_to_exact(backend, *one_step(backend.shape, LENGTHS, 64), atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

@@ -38,7 +38,16 @@ def compiled(kernel, pointers: dict[str, str], constants: dict, capability: int,
     return {"products": sorted(found), "shared": made.metadata.shared, "bytes": len(made.asm["cubin"])}
 
 
-def attend(form: str, capability: int, head_dim: int, tile: int, partial: bool, windowed: bool, fusion: bool = False):
+def attend(
+    form: str,
+    capability: int,
+    head_dim: int,
+    tile: int,
+    partial: bool,
+    windowed: bool,
+    fusion: bool = False,
+    capped: bool = False,
+):
     block_d = triton.next_power_of_2(head_dim)
     scaled = form in ("int8", "int4")
     pointers = dict.fromkeys(("q", "out"), "bf16") | dict.fromkeys(("partials", "stats"), "fp32")
@@ -46,7 +55,7 @@ def attend(form: str, capability: int, head_dim: int, tile: int, partial: bool, 
     pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table"), "int32")
     constants = {
         "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": 64,
-        "FORM": form if scaled else "cast", "WINDOWED": windowed, "PARTIAL": partial, "LEAST_SPLIT": 128,
+        "FORM": form if scaled else "cast", "WINDOWED": windowed, "CAPPED": capped, "PARTIAL": partial, "LEAST_SPLIT": 128,
     }  # fmt: skip
     warps = 8 if tile * block_d > 64 * 128 else 4
     return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
@@ -82,6 +91,7 @@ def main() -> None:
         made[f"{capability} combine"] = combine(capability)
         for head_dim in (64, 96, 256):
             made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)
+        made[f"{capability} capped"] = attend("bf16", capability, 256, 64, False, True, capped=True)
         made[f"{capability} fast few"] = attend("bf16", capability, 128, 16, True, False, fusion=True)
         made[f"{capability} fast chunk"] = attend("bf16", capability, 128, 128, False, False, fusion=True)
     json.dump(made, sys.stdout)

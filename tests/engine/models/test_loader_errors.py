@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError, ModelSpec
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model, model_identity
+from baton.engine.models.registry import read_spec
 from tests.support.engine.folders import make_folder
 
 
@@ -67,8 +68,10 @@ def test_weights_of_another_format(folder):
 
 
 def test_unknown_architecture(folder):
-    change_config(folder, architectures=["MambaForCausalLM"])
-    assert_refused(folder, "config.json", "MambaForCausalLM is not supported", "LlamaForCausalLM")
+    change_config(folder, architectures=["MambaForCausalLM"], state_size=16)
+    assert_refused(
+        folder, "config.json", "MambaForCausalLM", "is not supported; the nearest that is", "state-space layers"
+    )
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_hidden_layers"])
@@ -155,6 +158,6 @@ def test_identity_names_config_weights_and_tokenizer(folder):
 
 def test_end_of_sequence_ids_come_from_generation_config(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}))
-    assert ModelSpec.from_folder(folder).eos_token_ids == (5, 7)
+    assert read_spec(folder).eos_token_ids == (5, 7)
     (folder / "generation_config.json").unlink()
-    assert ModelSpec.from_folder(folder).eos_token_ids == (2,)
+    assert read_spec(folder).eos_token_ids == (2,)

@@ -78,7 +78,7 @@ def greedy(hand: Hand, prompts: dict[str, list[int]], chunk: int, count: int = N
     return output
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "reference"])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
 def test_logits_and_greedy(family, attention):
     folder, expected, logits = family
     model = load_model(EngineConfig(folder, attention=attention))

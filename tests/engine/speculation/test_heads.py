@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.engine import native
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.sampling_params import SamplingParams
 from baton.training.data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import torch
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Speculation
 from baton.engine.speculation.control.acceptance import AcceptanceRate
 from baton.engine.speculation.control.speculator import Track

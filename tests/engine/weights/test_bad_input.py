@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.core.config import QUANTIZATIONS, EngineConfig
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.engine.weights.formats.registry import CHOICES
 from tests.support.engine import published

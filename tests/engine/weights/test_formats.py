@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelSpec
 from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight
 from tests.support.engine import published
@@ -19,7 +19,7 @@ IDS = random_ids(40, 1)
 
 def read_all(folder, meanings, dtype=torch.float32) -> dict:
     """Every module that has a meaning, as its folder's format reads it."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     source = open_source(folder, "auto", dtype, spec.num_heads, spec.num_kv_heads)
     return {module: source.linear(module, *value.shape) for module, value in meanings.items()}
 

@@ -8,9 +8,10 @@ from gguf import GGMLQuantizationType as GGMLType
 from gguf import quants
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError, ModelSpec
+from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.models.loader import load_model, model_identity
+from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.gguf import READERS
 from tests.support.engine import published
 from tests.support.engine.folders import LLAMA3, THETA, YARN, Hand, random_ids
@@ -58,7 +59,7 @@ def test_families(tmp_path, family):
     name, changes = FAMILIES[family]
     model = published.dense_folder(tmp_path / "dense", name, **changes)
     write_gguf(tmp_path / "model.gguf", model)
-    spec, dense = (ModelSpec.from_folder(tmp_path / path) for path in ("model.gguf", "dense"))
+    spec, dense = (read_spec(tmp_path / path) for path in ("model.gguf", "dense"))
     fields = ("family", "num_heads", "num_kv_heads", "head_dim", "windows", "qkv_bias", "qk_norm", "tied", "context")
     for field in fields:
         assert getattr(spec, field) == getattr(dense, field), field

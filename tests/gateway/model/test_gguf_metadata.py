@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.engine.core.model_errors import ModelError
-from baton.engine.core.model_spec import ModelSpec
+from baton.engine.models.registry import read_spec
 from baton.service.settings import SettingsError
 from gateway.model.model_file import read_model
 from tests.support.gateway.gguf_metadata import (
@@ -41,7 +41,7 @@ def of_gateway(path) -> str | None:
 
 def of_engine(path) -> str | None:
     try:
-        ModelSpec.from_folder(path)
+        read_spec(path)
     except ModelError as error:
         return str(error)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError
+from baton.engine.core.model_errors import ModelError
 from baton.engine.models.loader import load_model
 from baton.service.settings import SettingsError
 from gateway.model.model_folder import read_folder

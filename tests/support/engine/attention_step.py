@@ -1,7 +1,5 @@
 """A step to attend over, and what comes of it in fp64."""
 
-import math
-
 import torch
 
 from baton.engine.attention.base import Attention, AttentionShape
@@ -9,12 +7,16 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
 from kvtransfer.layout import KVGroup, KVLayout
 
+CAPPED = dict(given_scale=0.35, softcap=3.0)  # of AttentionShape, as Gemma 2 has them
 
-def exact(q, k, v, kv_len, window):
+
+def exact(q, k, v, kv_len, window, scale=None, softcap=None):
     """fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]."""
     group = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, dim=0) for x in (k, v))
-    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) / math.sqrt(q.shape[2])
+    scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     positions = torch.arange(kv_len, device=q.device)
     distance = positions[kv_len - len(q) :].unsqueeze(1) - positions
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -72,5 +74,5 @@ def assert_close_to_exact(backend: Attention, pool: KVPool, batch: ForwardBatch,
         for seq in batch.seqs:
             rows = slice(seq.query_start, seq.query_start + seq.query_len)
             k, v = pool.gather(layer, seq.block_ids.to(q.device), seq.kv_len)
-            truth = exact(q[rows], k, v, seq.kv_len, window)
+            truth = exact(q[rows], k, v, seq.kv_len, window, backend.shape.given_scale, backend.shape.softcap)
             torch.testing.assert_close(out[rows].double(), truth, atol=atol, rtol=0)

@@ -37,16 +37,16 @@ def check_ints(shape: tuple[int, ...], **tensors) -> None:
         check(x.stride(-1) == 1 and x.shape[: len(shape)] == shape, f"{name} must have shape {shape}")
 
 
-def paged(q, k, v, starts, kv_lens, table, scale, causal, window):
+def paged(q, k, v, starts, kv_lens, table, scale, causal, window, softcap):
     """q [T, H, D], sequence after sequence."""
     check(causal and window[1] in (-1, 0), "the stand-in is causal")
-    check(abs(scale - q.shape[-1] ** -0.5) < 1e-9, "the stand-in scales by the head dimension")
     out = torch.full_like(q, float("nan"))
     for seq, kv_len in enumerate(kv_lens):
         rows = slice(starts[seq], starts[seq + 1])
         count = -(-kv_len // k.shape[1])
         keys, values = (x[table[seq, :count].long()].flatten(0, 1)[:kv_len].transpose(0, 1) for x in (k, v))
-        out[rows] = exact(q[rows], keys, values, kv_len, window[0] + 1 if window[0] >= 0 else None).to(q.dtype)
+        width = window[0] + 1 if window[0] >= 0 else None
+        out[rows] = exact(q[rows], keys, values, kv_len, width, scale, softcap).to(q.dtype)
     return out
 
 
@@ -63,7 +63,7 @@ def flash_attn_varlen_func(
     check(isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int), "max_seqlen must be int")
     lens = cu_seqlens_k.diff().tolist()
     check(max(lens) <= max_seqlen_k and int(cu_seqlens_q.diff().max()) <= max_seqlen_q, "a sequence above its bound")
-    return paged(q, k, v, cu_seqlens_q.tolist(), lens, block_table, softmax_scale, causal, window_size)
+    return paged(q, k, v, cu_seqlens_q.tolist(), lens, block_table, softmax_scale, causal, window_size, softcap)
 
 
 def flash_attn_with_kvcache(
@@ -78,7 +78,8 @@ def flash_attn_with_kvcache(
     starts = [q.shape[1] * i for i in range(len(q) + 1)]
     lens = cache_seqlens.tolist()
     rows = q.flatten(0, 1)
-    return paged(rows, k_cache, v_cache, starts, lens, block_table, softmax_scale, causal, window_size).view_as(q)
+    out = paged(rows, k_cache, v_cache, starts, lens, block_table, softmax_scale, causal, window_size, softcap)
+    return out.view_as(q)
 
 
 def flash_attn_3_with_kvcache(
@@ -95,7 +96,7 @@ def flash_attn_3_with_kvcache(
     check_ints((len(cache_seqlens) + 1,), cu_seqlens_q=cu_seqlens_q)
     check(isinstance(max_seqlen_q, int), "max_seqlen_q must be int")
     starts, lens = cu_seqlens_q.tolist(), cache_seqlens.tolist()
-    return paged(q, k_cache, v_cache, starts, lens, page_table, softmax_scale, causal, window_size)
+    return paged(q, k_cache, v_cache, starts, lens, page_table, softmax_scale, causal, window_size, softcap)
 
 
 def modules() -> dict[str, types.ModuleType]:

@@ -41,14 +41,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
         check(head_dim_qk in (64, 128, 256), f"Unsupported head_dim {head_dim_qk}")
         check(causal, "the stand-in is causal")
         sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self._planned = (qo_indptr, paged_kv_indptr, paged_kv_indices, lens, sizes, sm_scale, window_left,
+        self._planned = (qo_indptr, paged_kv_indptr, paged_kv_indices, lens, sizes, sm_scale, logits_soft_cap, window_left,
                          q_data_type, kv_data_type or q_data_type)  # fmt: skip
 
     def run(self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None,
             return_lse=False, enable_pdl=None, window_left=None, sinks=None):  # fmt: skip
         calls.append("run")
         check(self._planned is not None, "plan() comes before run()")
-        starts, page_starts, pages, last, sizes, scale, window, q_dtype, kv_dtype = self._planned
+        starts, page_starts, pages, last, sizes, scale, softcap, window, q_dtype, kv_dtype = self._planned
         num_heads, num_kv_heads, head_dim, page_size = sizes
         k, v = paged_kv_cache
         check(self._layout == "HND" and k.shape[1:] == v.shape[1:] == (num_kv_heads, page_size, head_dim), "k, v")
@@ -56,7 +56,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
         check(q.shape == (int(starts[-1]), num_heads, head_dim) and q.stride(-1) == 1, "q")
         check(q.dtype == q_dtype and k.dtype == kv_dtype, "The dtype of q does not match the q_data_type of plan")
         check(q.dtype in (torch.float16, torch.bfloat16), "q must be fp16 or bf16")
-        check(abs(scale - head_dim**-0.5) < 1e-9, "the stand-in scales by the head dimension")
         out = torch.empty_like(q) if out is None else out
         check(out.shape == q.shape and out.dtype == q.dtype, "out")
         out.fill_(float("nan"))
@@ -64,7 +63,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
             kv_len = (end - begin - 1) * page_size + int(last[seq])
             rows = slice(int(starts[seq]), int(starts[seq + 1]))
             keys, values = (x[pages[begin:end].long()].transpose(0, 1).flatten(1, 2)[:, :kv_len] for x in (k, v))
-            out[rows] = exact(q[rows], keys, values, kv_len, None if window < 0 else window + 1).to(q.dtype)
+            width = None if window < 0 else window + 1
+            out[rows] = exact(q[rows], keys, values, kv_len, width, scale, softcap).to(q.dtype)
         return out
 
 

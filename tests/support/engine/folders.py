@@ -7,7 +7,7 @@ import transformers
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from kvtransfer.layout import KVLayout
 
 SMALL = dict(
@@ -35,6 +35,26 @@ LONG = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
 LONGROPE["original_max_position_embeddings"] = 256
 
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+PHI_LONGROPE = LONGROPE | dict(short_factor=SHORT[:4], long_factor=LONG[:4])
+ALTERNATING = ["sliding_attention", "full_attention"]
+BY_TYPE = {"sliding_attention": THETA | {"rope_type": "default"}, "full_attention": THETA | YARN}
+GEMMA2 = dict(
+    head_dim=16, query_pre_attn_scalar=24, sliding_window=24, attn_logit_softcapping=5.0, tie_word_embeddings=False
+)
+GEMMA3 = dict(
+    head_dim=16,
+    query_pre_attn_scalar=24,
+    sliding_window=24,
+    layer_types=ALTERNATING,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+)
+GRANITE = dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.22, attention_multiplier=0.2)
+EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
+
 # name -> (transformers' prefix, what differs from SMALL)
 FAMILIES = {
     "llama2": ("Llama", dict(num_key_value_heads=4)),
@@ -55,7 +75,31 @@ FAMILIES = {
     "qwen2-yarn": ("Qwen2", dict(rope_parameters=THETA | YARN, tie_word_embeddings=True)),
     "qwen3": ("Qwen3", dict(head_dim=16)),
     "qwen3-tied": ("Qwen3", dict(head_dim=24, num_key_value_heads=1, tie_word_embeddings=True)),
+    "ministral": ("Ministral", dict(head_dim=16, sliding_window=24, layer_types=ALTERNATING)),
+    "smollm3": ("SmolLM3", dict(no_rope_layers=[1, 0], attention_bias=True, mlp_bias=True, pad_token_id=0)),
+    "gemma2": ("Gemma2", GEMMA2),
+    "gemma3": ("Gemma3", GEMMA3),
+    "phi3": ("Phi3", dict(sliding_window=40, pad_token_id=0)),
+    "phi4-mini": ("Phi3", dict(hidden_size=64, rope_parameters=PARTIAL | PHI_LONGROPE, pad_token_id=0)),
+    "olmo2": ("Olmo2", dict(pad_token_id=0)),
+    "olmo3": ("Olmo3", dict(sliding_window=24, layer_types=ALTERNATING, rope_parameters=BY_TYPE, pad_token_id=0)),
+    "granite": ("Granite", GRANITE),
+    "glm4": ("Glm4", dict(head_dim=16, rope_parameters=PARTIAL, pad_token_id=0)),
+    "command-r": ("Cohere", dict(use_qk_norm=True, logit_scale=0.5, pad_token_id=0)),
+    "command-r7b": ("Cohere2", dict(sliding_window=24, layer_types=ALTERNATING, logit_scale=0.5, pad_token_id=0)),
+    "starcoder2": ("Starcoder2", dict(sliding_window=40)),
+    "falcon3": ("Llama", dict(head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1000042.0})),
+    "exaone4": ("Exaone4", dict(sliding_window=24, layer_types=ALTERNATING)),
+    "exaone4-full": ("Exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "mixtral": ("Mixtral", dict(num_local_experts=5, num_experts_per_tok=2)),
+    "qwen2-moe": ("Qwen2Moe", EXPERTS | dict(num_experts=6, shared_expert_intermediate_size=36)),
+    "qwen3-moe": ("Qwen3Moe", EXPERTS | dict(num_experts=8, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0])),
+    "olmoe": ("Olmoe", dict(num_experts=6, num_experts_per_tok=3, pad_token_id=0)),
+    "granite-moe": ("GraniteMoe", GRANITE | dict(num_local_experts=4, num_experts_per_tok=2)),
 }
+
+# One of each kind of layer: what all of them is walked through by tests/engine/models/test_families_served.py.
+SERVED = ("llama3", "mistral", "qwen2-window", "qwen3", *list(FAMILIES)[list(FAMILIES).index("ministral") :])
 
 
 def tiny(vocab_size: int) -> transformers.PreTrainedModel:
@@ -86,13 +130,14 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
     """Save a random model of a family; returns it as transformers has it, for comparison."""
     prefix, differences = FAMILIES[name]
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{prefix}Config")(**(SMALL | differences | changes))
+    config = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    config = config(**(SMALL | differences | changes))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             # Wide enough that greedy tokens vary; biases and norms away from the values that hide them.
             std = 0.3 if key.endswith("bias") else 1.5 / parameter.shape[-1] ** 0.5
-            parameter.normal_(std=std) if parameter.dim() == 2 or "bias" in key else parameter.uniform_(0.5, 1.5)
+            parameter.normal_(std=std) if parameter.dim() > 1 or "bias" in key else parameter.uniform_(0.5, 1.5)
     model.to(dtype).save_pretrained(folder)
     return model
 

@@ -7,6 +7,7 @@ import torch
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
+from baton.engine.models.registry import read_spec
 from baton.quantization.core.block import Block
 from baton.training.model.llama import ModelConfig
 from tests.support.engine.folders import make_folder, random_ids
@@ -29,8 +30,8 @@ def make_demo_like(folder: Path) -> Path:
 
 
 def blocks(folder: Path, context: int = 512) -> tuple[ModelSpec, Weights, list[Block]]:
-    spec, weights = ModelSpec.from_folder(folder), Weights(folder)
-    rope = Rope(spec.rope, spec.head_dim, context)
+    spec, weights = read_spec(folder), Weights(folder)
+    rope = Rope(spec.ropes[0], spec.head_dim, context)
     return spec, weights, [Block(spec, index, weights.read, rope) for index in range(spec.num_layers)]
 
 

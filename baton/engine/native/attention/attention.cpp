@@ -114,6 +114,11 @@ void unpack(const Pool& pool, const Sequence& seq, int64_t layer, int64_t head, 
 
 // ---- a row ----
 
+// Of scores to the base of 2. Capped (cap over 0): what gives the exponent of a score's tanh.
+struct Scale {
+  float scale, cap;
+};
+
 struct Row {
   int64_t position;
   float query_sum;  // for zero points of keys
@@ -126,7 +131,7 @@ inline void put(uint16_t* to, V16 x) { write16(BF16, to, 0, x); }
 // scores [64] -> weights [64] relative to the new maximum; returns what is kept of the sums so far.
 // Not inlined: the compiler must not join its operations in another way for another number of rows.
 template <int64_t F, class T>
-[[gnu::noinline]] float weigh(const float* scores, const Span<T>& span, int64_t begin, int64_t window, float scale,
+[[gnu::noinline]] float weigh(const float* scores, const Span<T>& span, int64_t begin, int64_t window, Scale to,
                               Row& row, T* weights) {
   const int64_t first = window ? row.position - window + 1 - begin : 0, last = row.position - begin;
   const int32_t from = int32_t(std::max<int64_t>(first, 0)), upto = int32_t(std::min<int64_t>(last, SPAN));
@@ -135,7 +140,10 @@ template <int64_t F, class T>
     x[i] = load16(scores + i * 16);
     if (F == FORM_INT8 || F == FORM_INT4) x[i] = x[i] * load16(span.key_scale + i * 16);
     if (F == FORM_INT4) x[i] = fma16(all16(row.query_sum), load16(span.key_zero + i * 16), x[i]);
-    x[i] = within16(x[i] * scale, from - 16 * i, upto - 16 * i, -INFINITY);
+    x[i] = x[i] * to.scale;
+    if (to.cap > 0)  // tanh(x) = 1 - 2 / (exp(2 x) + 1), bounded where it is one already
+      x[i] = (all16(1.0f) - all16(2.0f) / (power_of_two(min16(x[i], all16(126.0f))) + 1.0f)) * to.cap;
+    x[i] = within16(x[i], from - 16 * i, upto - 16 * i, -INFINITY);
     most = max16(x[i], most);
   }
   const float maximum = std::max(row.maximum, max_of16(most));
@@ -155,7 +163,7 @@ template <int64_t F, class T>
 }
 
 template <int64_t F, int R, class T>
-void attend_rows(const T* q, const Span<T>& span, int64_t size, int64_t begin, int64_t window, float scale, Row* rows,
+void attend_rows(const T* q, const Span<T>& span, int64_t size, int64_t begin, int64_t window, Scale scale, Row* rows,
                  float* to) {
   alignas(64) float scores[R * SPAN];
   alignas(64) T weights[R * SPAN];
@@ -201,7 +209,10 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
   }
   Span<T> span;
   span.keys = parts + 3 * words, span.values = parts + 4 * words;
-  const float scale = 1.44269504f / std::sqrt(float(size));  // to powers of two
+  const Shape& shape = call.shape;
+  Scale scale{1.44269504f / std::sqrt(float(size)), 0};
+  if (shape.scale > 0) scale.scale = 1.44269504f * float(shape.scale);
+  if (shape.softcap > 0) scale = {scale.scale * 2 / float(shape.softcap), 1.44269504f * float(shape.softcap)};
   const int64_t least = window ? std::max<int64_t>(0, rows[0].position - window + 1) : 0;
   for (int64_t begin = least / SPAN * SPAN; begin <= rows[count - 1].position; begin += SPAN) {
     unpack<F>(pool, seq, call.layer, head, begin, unpacked, span);

@@ -6,7 +6,9 @@
 namespace baton {
 
 struct Shape {
-  int64_t num_heads, kind, windows[];  // of each layer: positions a token sees, itself included; 0: all
+  int64_t num_heads, kind;
+  double scale, softcap;  // of scores; 0: 1 / sqrt(head_dim), no cap
+  int64_t windows[];      // of each layer: positions a token sees, itself included; 0: all
 };
 
 // Queries are rows [query_start, query_start + query_len) at positions [kv_len - query_len, kv_len).

@@ -20,8 +20,9 @@ from baton.engine.core.config import EngineConfig, default_num_blocks
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.native import native_pool
 from baton.engine.kv.pool import KVPool
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model, weight_files
+from baton.engine.models.registry import read_spec
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
 from baton.engine.speculation.proposers.native_draft import Lack, Passes
@@ -236,7 +237,7 @@ def _slot(reading: Reading, position: int) -> int:
 
 def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
     """A draft for `model`, which was read from config.model. Raises ModelError, ValueError where they do not fit."""
-    spec = ModelSpec.from_folder(folder)
+    spec = read_spec(folder)
     check_fit(folder, spec, config.model, model.spec)
     context = min(spec.context, config.max_model_len, 2 * WINDOW_TOKENS)
     own = EngineConfig(
@@ -268,9 +269,7 @@ def check_fit(folder: Path, draft: ModelSpec, target_folder: Path, target: Model
 
 def num_parameters(spec: ModelSpec) -> int:
     """Return the number of parameters in embeddings and projections."""
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    layer = spec.hidden_size * (heads + 3 * spec.intermediate_size)
-    return spec.num_layers * layer + (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
+    return spec.num_layer_weights() + (1 if spec.tied else 2) * spec.vocab_size * spec.hidden_size
 
 
 def _digest(path: Path) -> bytes:

@@ -26,9 +26,9 @@ from baton.engine.layers.activation import VECTOR_STRIDE
 from baton.engine.layers.linear import choose
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.norm import RMSNorm
+from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
 from baton.engine.models.layer import Layer
-from baton.engine.models.llama import Model
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
 from baton.engine.speculation.proposers.heads_folder import HeadsFolder
@@ -78,7 +78,7 @@ class Eagle(Proposer):
             return make(DenseWeight(torch.cat(parts)), None)
 
         def norm(name: str) -> RMSNorm:
-            return RMSNorm(read(f"{name}.weight", size), spec.norm_eps)
+            return RMSNorm(read(f"{name}.weight", size), spec.norm.eps)
 
         inner = folder.count("intermediate_size")
         padding = -inner % VECTOR_STRIDE
@@ -115,7 +115,7 @@ class Eagle(Proposer):
         spec, layers, attention = replace(spec, intermediate_size=self._inner), [self._layer], NativeAttention(shape)
         if FusedLayers.unfit(spec, layers, attention) or not isinstance(self._project, PackedLinear):
             return None
-        fused = FusedLayers(spec, layers, attention, model.rope)
+        fused = FusedLayers(spec, layers, attention, model.ropes)
         if not Passes.fit(model, fused):
             return None
         norms = (self._embedding_norm, self._features_norm, model.norm)
@@ -251,8 +251,8 @@ class Eagle(Proposer):
         """x [T, hidden_size] -> q, k, v [T, heads, head_dim]."""
         qkv = self._layer.qkv(self._layer.input_norm(x)).split((self._q_size + self._kv_size, self._kv_size), dim=1)
         qk, v = (part.unflatten(1, (-1, self._head_dim)) for part in qkv)
-        cos, sin = self.model.rope.tables(positions, x.dtype)
-        q, k = self.model.rope(qk, cos, sin).split((self._q_size // self._head_dim, v.shape[1]), dim=1)
+        cos, sin = self.model.ropes[0].tables(positions, x.dtype)
+        q, k = self.model.ropes[0](qk, cos, sin).split((self._q_size // self._head_dim, v.shape[1]), dim=1)
         return q, k, v
 
     def _attend(self, q: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.core.model_errors import read_json
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.weights.formats.tensors import Weights
 
 KINDS = ("medusa", "eagle")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.layers.linear import choose
-from baton.engine.models.llama import Model
+from baton.engine.models.decoder import Model
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw
 from baton.engine.speculation.proposers.heads_folder import HeadsFolder
@@ -99,7 +99,7 @@ class Medusa(Proposer):
         return self.model.head(outputs.flatten(0, 1)).float().view(len(hidden), num_heads, -1)
 
     def _norm(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], eps=self.model.spec.norm_eps)
+        return F.rms_norm(x, x.shape[-1:], eps=self.model.spec.norm.eps)
 
 
 def load(folder: Path, model: Model, config: EngineConfig) -> Medusa:

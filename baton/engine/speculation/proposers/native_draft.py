@@ -16,8 +16,8 @@ from baton.engine import native
 from baton.engine.kv.native import NativePool
 from baton.engine.layers.embedding import Embedding, PackedEmbedding
 from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
-from baton.engine.models.llama import Model
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
@@ -77,6 +77,7 @@ class Passes:
         in_dtype = isinstance(table, Embedding) and table.weight.dtype == model.dtype and table.weight.is_contiguous()
         return (
             isinstance(layers, FusedLayers)
+            and model.spec.embedding_scale == 1
             and isinstance(model.head, PackedLinear)
             and (in_dtype or isinstance(table, PackedEmbedding))
         )

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.model_spec import ModelError, read_json
-from baton.engine.models.llama import Model
+from baton.engine.core.model_errors import ModelError, read_json
+from baton.engine.models.decoder import Model
 from baton.engine.speculation.proposers import draft_model, eagle, medusa
 from baton.engine.speculation.proposers.ngram import NgramProposer
 from baton.engine.speculation.proposers.proposer import Proposer

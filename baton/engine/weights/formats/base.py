@@ -39,6 +39,11 @@ class WeightSource(ABC):
         """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and tensor
         name."""
 
+    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
+        """Return the weight [out_features, in_features] of one expert of a tensor that holds `count`. Raises ModelError
+        where the format has no such tensors."""
+        raise ModelError(f"{name}: experts in one tensor are not read from {self.name} weights, give a float folder")
+
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
         """Return the embedding: int64 [T] -> [T, hidden_size] in the compute dtype."""
         return Embedding(self.tensor(f"{EMBED}.weight", vocab_size, hidden_size))
@@ -72,6 +77,11 @@ class DenseFormat(WeightSource):
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))
 
+    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
+        return DenseWeight(
+            self.tensors.slice(f"{name}.weight", index, (count, out_features, in_features)).to(self.dtype)
+        )
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape or
         type."""
@@ -90,6 +100,9 @@ class Format(DenseFormat):
         if self.is_quantized(module):
             return self.quantized(module, out_features, in_features)
         return super().linear(module, out_features, in_features)
+
+    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
+        return WeightSource.expert(self, name, index, count, out_features, in_features)
 
     def is_quantized(self, module: str) -> bool:
         """Return whether the config lists the module as quantized. For the head its tensors decide: configs do not list

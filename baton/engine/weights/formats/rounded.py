@@ -31,10 +31,17 @@ class RoundedFormat(DenseFormat):
         """Read and round a weight [out_features, in_features]. Raises ModelError where it is missing or cannot be
         rounded."""
         weight = self.tensors.read(f"{module}.weight", (out_features, in_features))
-        try:
-            return (self._round_head if module == HEAD else self._round)(weight)
-        except ValueError as error:
-            raise ModelError(f"{self.tensors.where(f'{module}.weight')}: tensor {module}.weight: {error}") from None
+        return self._rounded(weight, f"{module}.weight", self._round_head if module == HEAD else self._round)
+
+    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
+        weight = self.tensors.slice(f"{name}.weight", index, (count, out_features, in_features))
+        return self._rounded(weight, f"{name}.weight", self._round)
 
     def tied_head(self, embedding, vocab_size: int, hidden_size: int) -> Weight:
         return self._round_head(embedding.weight)
+
+    def _rounded(self, weight: Tensor, name: str, to: Callable[[Tensor], Weight]) -> Weight:
+        try:
+            return to(weight)
+        except ValueError as error:
+            raise ModelError(f"{self.tensors.where(name)}: tensor {name}: {error}") from None

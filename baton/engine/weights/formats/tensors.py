@@ -1,6 +1,8 @@
 """The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,7 +21,8 @@ class Weights:
     def __init__(self, folder: Path):
         self.folder = folder
         self._source = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
-        self._files: dict[str, tuple[Path, object]] = {}
+        self._files: dict[str, tuple[Path, Any]] = {}
+        self._read: set[str] = set()
         for path in weight_files(folder):
             file = _open(path)
             for name in file.keys():
@@ -38,18 +41,26 @@ class Weights:
     def read(self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Return a tensor as stored, [*shape] (None: any shape), of one of these dtypes. Raises ModelError where it is
         missing or differs."""
+        return self._checked(name, shape, dtypes, lambda file: file.get_tensor(name))
+
+    def slice(self, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
+        """Return part `index` of a tensor [*shape] along its first dimension. Raises as `read` does."""
+        return self._checked(name, shape, FLOATS, lambda file: file.get_slice(name)[index])
+
+    def _checked(self, name: str, shape: tuple[int, ...] | None, dtypes, get: Callable[[Any], Tensor]) -> Tensor:
         if name not in self._files:
             raise ModelError(f"{self._source}: tensor {name} is missing")
         path, file = self._files[name]
         found = tuple(file.get_slice(name).get_shape())
         if shape is not None and found != shape:
             raise ModelError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
-        tensor = file.get_tensor(name)
+        tensor = get(file)
         if tensor.dtype not in dtypes:
             raise ModelError(
                 f"{path}: tensor {name} is {tensor.dtype}, which is not what config.json says of its weights "
                 f"({', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)})"
             )
+        self._read.add(name)
         return tensor
 
     def _check_index(self) -> None:

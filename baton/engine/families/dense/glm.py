@@ -1,0 +1,15 @@
+"""GLM-4 dense (0414): norms before and behind both halves of a layer, half of each head turned in pairs."""
+
+from baton.engine.core.model_spec import ModelSpec, TensorNames
+from baton.engine.families.config import Config
+
+NAMES = TensorNames(
+    after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm", gate_up=("mlp.gate_up_proj",)
+)
+
+
+def glm4(config: Config) -> ModelSpec:
+    rope = config.rope(131072, partial=0.5, interleaved=True)
+    bias = config.flag("attention_bias", True)
+    norm = config.norm(1.5625e-07)
+    return config.spec("glm4", [rope], num_kv_heads=2, head_dim=128, norm=norm, names=NAMES, qkv_bias=bias)

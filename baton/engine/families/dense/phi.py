@@ -1,0 +1,13 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama's layers with q, k, v in one tensor, gate and up in another; Phi-4-mini turns a part
+of each head."""
+
+from baton.engine.core.model_spec import ModelSpec, TensorNames
+from baton.engine.families.config import Config
+
+NAMES = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def phi3(config: Config) -> ModelSpec:
+    layers = config.same_layers(config.window())
+    rope = config.rope(4096)
+    return config.spec("phi3", [rope], layers, norm=config.norm(1e-5), names=NAMES)

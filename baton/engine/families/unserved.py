@@ -1,0 +1,43 @@
+"""What is said of a family that is not served: the nearest one that is, and what its config.json asks for beside it."""
+
+from difflib import SequenceMatcher
+
+# A key of config.json -> what it asks for. Null, false and 0 ask for nothing.
+ASKS = {
+    "is_encoder_decoder": "an encoder",
+    "vision_config": "a vision encoder",
+    "audio_config": "an audio encoder",
+    "text_config": "a text model within another",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "linear_num_key_heads": "linear attention",
+    "full_attention_interval": "linear attention",
+    "kv_lora_rank": "latent attention",
+    "alibi": "ALiBi positions",
+    "n_routed_experts": "a router over groups of experts",
+    "n_shared_experts": "shared experts",
+    "first_k_dense_replace": "experts from a later layer on",
+    "swiglu_limit": "a clamped SwiGLU",
+    "clip_qkv": "clipped q, k, v",
+    "num_nextn_predict_layers": "layers that predict further tokens",
+    "n_layer": "GPT-2's names of sizes",
+    "n_embd": "GPT-2's names of sizes",
+}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok")
+
+
+def refusal(config: dict, served: tuple[str, ...]) -> str:
+    """Return one line on a config whose architecture is none of `served`."""
+    found = str((config.get("architectures") or ["(none given)"])[0])
+    has_experts = any(config.get(key) for key in EXPERTS)
+    nearest = max(served, key=lambda name: _nearness(found, name, has_experts))
+    asks = dict.fromkeys(what for key, what in ASKS.items() if config.get(key))
+    missing = ", ".join(asks) or "its layers are not described here"
+    return f"architecture {found!r:.80} is not supported; the nearest that is: {nearest}; missing: {missing}"
+
+
+def _nearness(found: str, name: str, has_experts: bool) -> float:
+    """Letters in common; one with experts is nearer to another with experts."""
+    likeness = SequenceMatcher(None, found.lower(), name.lower()).ratio()
+    return likeness + 0.25 * (has_experts == any(part in name for part in ("Moe", "moe", "Mixtral")))

@@ -1,0 +1,157 @@
+"""A decoder of any served family: what its layers do is data (core/model_spec.py)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.attention.base import Attention
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.device import instruction_set
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.kv.pool import KVPool
+from baton.engine.layers.activation import FUNCTIONS, by_rows, gated, soft_capped
+from baton.engine.layers.embedding import tied
+from baton.engine.layers.norm import RMSNorm
+from baton.engine.layers.rope import Rope
+from baton.engine.models.experts import MakeRouter
+from baton.engine.models.fused import fuse
+from baton.engine.models.layer import Layer
+from baton.engine.models.linears import Linears, Make
+from baton.engine.models.read_layer import read_layer, read_norm
+from baton.engine.weights.formats.base import HEAD, WeightSource
+from kvtransfer.layout import KVGroup
+
+
+class Model:
+    """A loaded model. One thread at a time may call `forward`: it owns the scratch memory of its attention backend."""
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention,
+        ropes: Sequence[Rope], make_router: MakeRouter | None = None,
+    ):  # fmt: skip
+        """`make(weight, bias)` gives the kernel that applies a weight of any form; `make_router`, of a model with
+        experts, the fp32 kernel of a router."""
+        self.spec, self.dtype, self.attention, self.ropes = spec, dtype, attention, ropes
+        self.device = attention.shape.device
+        self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
+        linears = Linears(source, make)
+        vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
+        self.embedding = source.embedding(vocab_size, hidden_size)
+        self.layers = [read_layer(spec, index, source, linears, make_router) for index in range(spec.num_layers)]
+        self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
+        if spec.tied:
+            self.head = linears.make([source.tied_head(self.embedding, vocab_size, hidden_size)])
+            self.embedding = tied(self.embedding, self.head)
+        else:
+            self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False)
+        self.weights = linears.report()
+        source.release()
+        self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes)
+
+    @property
+    def numerics(self) -> tuple[str, ...]:
+        """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set, rope factors."""
+        capability = instruction_set(self.device)
+        attention, linears = self.attention.name, "+".join(sorted(self.weights.kernels))
+        variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
+        return (attention, self.layers_name, linears, capability, *variants)
+
+    @property
+    def layers_name(self) -> str:
+        """Return what runs the layers: fused (one native call), triton or torch."""
+        return "torch" if self.fused is None else self.fused.name
+
+    @property
+    def capturable(self) -> bool:
+        """Return whether decode steps may be captured in CUDA graphs: experts are counted on the host."""
+        return self.attention.capturable and all(layer.experts is None for layer in self.layers)
+
+    def kv_group(self, form: str, block_size: int) -> KVGroup:
+        """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
+        return self.spec.kv_group(form, block_size)
+
+    def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Write the KV of all tokens and return logits fp32 [R, vocab_size] of batch.logit_rows.
+
+        `on_layer(layer)` is called when the KV of that layer is written, for all tokens of the step.
+        """
+        return self.logits(self.hidden(batch, pool, on_layer)[batch.logit_rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned."""
+        if self.fused is not None and isinstance(self.norm, RMSNorm):
+            normed = self.fused.norm(hidden.contiguous(), self.norm.weight)
+        else:
+            normed = self.norm(hidden)
+        logits = self.head(normed).float()
+        if self.spec.logit_scale != 1:
+            logits = logits * self.spec.logit_scale
+        return logits if self.spec.logit_softcap is None else soft_capped(logits, self.spec.logit_softcap)
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Write the KV of all tokens and return what the last layer leaves, before the final norm: [>= T, hidden_size],
+        the rows of the batch first."""
+        if self.fused is not None:
+            return self.fused(self._embed(batch.token_ids), batch, pool, on_layer)
+        num_tokens = batch.token_ids.shape[0]
+        missing = -num_tokens % self.head.row_multiple
+        positions = F.pad(batch.positions, (0, missing))
+        x = self._embed(F.pad(batch.token_ids, (0, missing)))
+        tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
+        plan = self.attention.plan(batch, pool)
+        mixed = x.new_zeros(x.shape[0], self.spec.num_heads, self.spec.head_dim)
+        for index, layer in enumerate(self.layers):
+            normed = x if layer.input_norm is None else layer.input_norm(x)
+            q = self._write_kv(layer, index, normed, tables, batch.slots, pool)
+            if on_layer is not None:
+                on_layer(index)
+            self.attention(plan, index, q, mixed[:num_tokens])
+            x = self._half_layers(layer, x, normed, layer.output(mixed.flatten(1)))
+        return x
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x, scale = self.embedding(token_ids), self.spec.embedding_scale
+        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def _half_layers(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention and MLP say to the rows x; `normed`: what attention was asked with."""
+        if layer.attention_out_norm is not None:
+            attended = layer.attention_out_norm(attended)
+        if self.spec.parallel:
+            return x + self._scaled(attended) + self._scaled(self._mlp(layer, normed))
+        x = x + self._scaled(attended)
+        said = self._mlp(layer, x if layer.mlp_norm is None else layer.mlp_norm(x))
+        return x + self._scaled(said if layer.mlp_out_norm is None else layer.mlp_out_norm(said))
+
+    def _scaled(self, added: Tensor) -> Tensor:
+        return added if self.spec.residual_scale == 1 else added * self.spec.residual_scale
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        if layer.experts is not None:
+            return layer.experts(x)
+        if self.spec.gated:
+            return layer.down(gated(layer.gate_up(x), self.spec.activation))
+        return layer.down(by_rows(FUNCTIONS[self.spec.activation], layer.gate_up(x)))
+
+    def _write_kv(
+        self, layer: Layer, index: int, x: Tensor, tables: list[tuple[Tensor, Tensor]], slots: Tensor, pool: KVPool
+    ) -> Tensor:
+        """Project and rotate; K and V go to the pool, the queries [T, num_heads, head_dim] are returned."""
+        spec = self.spec
+        heads = layer.qkv(x).unflatten(1, (-1, spec.head_dim))
+        qk, v = heads.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if layer.q_norm is not None:
+            q, k = qk.split((spec.num_heads, spec.num_kv_heads), dim=1)
+            qk = torch.cat((self._norm_heads(layer.q_norm, q), self._norm_heads(layer.k_norm, k)), dim=1)
+        num_tokens = slots.shape[0]
+        rope = spec.layers[index].rope
+        turned = qk if rope is None else self.ropes[rope](qk, *tables[rope])
+        q, k = turned[:num_tokens].split((spec.num_heads, spec.num_kv_heads), dim=1)
+        pool.write(index, slots, k, v[:num_tokens])
+        return q
+
+    def _norm_heads(self, norm, heads: Tensor) -> Tensor:
+        """Norm heads [T, heads, head_dim], each, or those of a token together."""
+        return norm(heads.flatten(1)).view(heads.shape) if self.spec.qk_norm == "all" else norm(heads)

@@ -1,0 +1,93 @@
+"""A mixture of experts: every row goes to the few experts that its router scores highest.
+
+Batch-invariant: the router is a row's own, in fp32, and ranks equal scores by index; the rows of an expert are gathered
+(a counting sort) and go through its row-invariant linears; what the chosen experts say is added in the order in which
+the row chose them, in fp32. Experts that no row chose are not read.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
+from baton.engine.layers.activation import VECTOR_STRIDE, by_rows, gated
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.models.linears import Linears
+from baton.engine.weights.formats.base import WeightSource
+from baton.engine.weights.forms import DenseWeight
+
+MakeRouter = Callable[[DenseWeight, None], LinearKernel]  # fp32 weight -> its kernel, over fp32 rows
+
+
+class Experts:
+    """Router and experts of one layer."""
+
+    def __init__(
+        self, spec: ModelSpec, experts: ExpertsSpec, prefix: str, source: WeightSource, linears: Linears,
+        make_router: MakeRouter,
+    ):  # fmt: skip
+        """`prefix`: of the names of this layer's tensors. Raises ModelError for what is missing or differs."""
+        self.spec, self._activation = experts, spec.activation
+        hidden, size = spec.hidden_size, experts.intermediate_size
+        modules = [prefix + name for name in experts.names]
+        scores = source.tensor(f"{modules[0]}.weight", experts.num_experts, hidden).float()
+        self.shared_gate_up = self.shared_down = None
+        if experts.shared_size:
+            shared = [prefix + name for name in experts.shared_names]
+            # How much of the shared expert is one more score.
+            scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
+            width = experts.shared_size
+            pads = -width % VECTOR_STRIDE
+            self.shared_gate_up = linears.read(shared[1:3], [width, width], hidden, False, rows=pads)
+            self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads)
+        self.router = make_router(DenseWeight(scores), None)
+        padding = -size % VECTOR_STRIDE
+        self.gate_up: list[LinearKernel] = []
+        self.down: list[LinearKernel] = []
+        for index in range(experts.num_experts):
+            if experts.stacked:
+                gate_up, down = modules[1:]
+                count = experts.num_experts
+                self.gate_up.append(linears.expert(gate_up, index, count, 2 * size, hidden, rows=padding, parts=2))
+                self.down.append(linears.expert(down, index, count, hidden, size, columns=padding))
+            else:
+                gate, up, down = (name.format(index) for name in modules[1:])
+                self.gate_up.append(linears.read([gate, up], [size, size], hidden, False, rows=padding))
+                self.down.append(linears.read([down], [hidden], size, False, columns=padding))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, hidden_size], normed -> [T, hidden_size] in the same dtype."""
+        scores = self.router(x.float())
+        chosen, weights = self.choose(scores[:, : self.spec.num_experts])
+        spoken = self._spoken(x, chosen).unflatten(0, (-1, self.spec.num_chosen)).float()
+        total = spoken[:, 0] * weights[:, :1]
+        for slot in range(1, self.spec.num_chosen):
+            total = total + spoken[:, slot] * weights[:, slot : slot + 1]
+        if self.shared_gate_up is not None:
+            share = scores[:, -1:].expand(-1, VECTOR_STRIDE).contiguous()  # whole vectors: see by_rows
+            shared = self.shared_down(gated(self.shared_gate_up(x), self._activation)).float()
+            total = total + shared * by_rows(torch.sigmoid, share)[:, :1]
+        return total.to(x.dtype)
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 [T, num_experts] -> experts int64 and their weights fp32, [T, num_chosen], best first; of equal scores
+        the lower index."""
+        chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.spec.num_chosen]
+        weights = F.softmax(scores, dim=1).gather(1, chosen)
+        if self.spec.renormalized:
+            weights = weights / weights.sum(dim=1, keepdim=True)
+        return chosen, weights
+
+    def _spoken(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """What each row's chosen experts say of it, [T * num_chosen, hidden_size]."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.bincount(minlength=self.spec.num_experts).tolist()
+        spoken = x.new_empty(flat.shape[0], x.shape[1])
+        for expert, places in enumerate(order.split(counts)):
+            if len(places):
+                rows = x[places // self.spec.num_chosen]
+                spoken[places] = self.down[expert](gated(self.gate_up[expert](rows), self._activation))
+        return spoken

@@ -1,0 +1,102 @@
+"""Read one layer of a model as its spec describes it."""
+
+from dataclasses import replace
+
+import torch
+
+from baton.engine.core.model_spec import ModelSpec, NormSpec
+from baton.engine.layers.activation import VECTOR_STRIDE
+from baton.engine.layers.norm import Norm, make_norm
+from baton.engine.layers.rope import order_of_head
+from baton.engine.models.experts import Experts, MakeRouter
+from baton.engine.models.layer import Layer
+from baton.engine.models.linears import Linears
+from baton.engine.weights.formats.base import WeightSource
+
+
+def read_layer(
+    spec: ModelSpec, index: int, source: WeightSource, linears: Linears, make_router: MakeRouter | None
+) -> Layer:
+    """Return layer `index`. Raises ModelError for a tensor that is missing or differs."""
+    prefix, hidden, names = f"model.layers.{index}.", spec.hidden_size, spec.names
+
+    def norm(name: str) -> Norm | None:
+        return read_norm(spec.norm, source, prefix + name, hidden) if name else None
+
+    order = _order(spec, index)
+    qkv = _read_qkv(spec, prefix, order, linears)
+    experts, gate_up, down = spec.layers[index].experts, None, None
+    if experts is not None:
+        experts = Experts(spec, experts, prefix, source, linears, make_router)
+    else:
+        gate_up, down = _read_mlp(spec, prefix, linears)
+    return Layer(
+        input_norm=norm(names.before_attention),
+        qkv=qkv,
+        q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order),
+        k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order),
+        output=linears.read([f"{prefix}self_attn.o_proj"], [hidden], spec.num_heads * spec.head_dim, spec.output_bias),
+        mlp_norm=norm(names.before_mlp),
+        gate_up=gate_up,
+        down=down,
+        attention_out_norm=norm(names.after_attention),
+        mlp_out_norm=norm(names.after_mlp),
+        experts=experts,
+    )
+
+
+def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Norm:
+    """Return a norm of rows of `size` elements."""
+    bias = source.tensor(f"{name}.bias", size) if spec.bias else None
+    return make_norm(spec, source.tensor(f"{name}.weight", size), bias)
+
+
+def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:
+    rope = spec.layers[index].rope
+    order = None if rope is None else order_of_head(spec.ropes[rope], spec.head_dim)
+    return None if order is None else torch.tensor(order)
+
+
+def _of_heads(order: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The order of one head's elements, for heads one after the other."""
+    return (torch.arange(num_heads).unsqueeze(1) * len(order) + order).flatten()
+
+
+def _read_qkv(spec: ModelSpec, prefix: str, order: torch.Tensor | None, linears: Linears):
+    counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    orders = None
+    if order is not None:
+        orders = [*(_of_heads(order, count) for count in counts[:2]), torch.arange(counts[2] * spec.head_dim)]
+    sizes = [count * spec.head_dim for count in counts]
+    if len(spec.names.qkv) == 1:
+        if orders is not None:
+            starts = (0, sizes[0], sizes[0] + sizes[1])
+            orders = [torch.cat([part + start for part, start in zip(orders, starts, strict=True)])]
+        sizes = [sum(sizes)]
+    modules = [prefix + name for name in spec.names.qkv]
+    return linears.read(modules, sizes, spec.hidden_size, spec.qkv_bias, orders=orders or ())
+
+
+def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears):
+    hidden, size, names = spec.hidden_size, spec.intermediate_size, spec.names
+    padding = -size % VECTOR_STRIDE  # rows have the length that an activation needs
+    modules = [prefix + name for name in names.gate_up]
+    parts = (1 + spec.gated) // len(modules)
+    sizes = [parts * size] * len(modules)
+    gate_up = linears.read(modules, sizes, hidden, spec.mlp_bias, rows=padding, parts=parts)
+    return gate_up, linears.read([prefix + names.down], [hidden], size, spec.mlp_bias, columns=padding)
+
+
+def _read_head_norm(
+    spec: ModelSpec, source: WeightSource, name: str, num_heads: int, order: torch.Tensor | None
+) -> Norm | None:
+    """Return the norm of q or k."""
+    if not spec.qk_norm:
+        return None
+    shape = {"head": (spec.head_dim,), "heads": (num_heads, spec.head_dim), "all": (num_heads * spec.head_dim,)}
+    weight = source.tensor(f"{name}.weight", *shape[spec.qk_norm])
+    if order is not None:
+        device = weight.device
+        order = _of_heads(order, num_heads) if spec.qk_norm == "all" else order
+        weight = weight[..., order.to(device)]
+    return make_norm(replace(spec.norm, bias=False), weight)
