@@ -77,6 +77,9 @@ async def _serve(stack: Stack) -> int:
 async def _announce(stack: Stack) -> bool:
     fields = await stack.start()
     print("ready", *(f"{key}={value}" for key, value in {**fields, "pid": os.getpid()}.items()), flush=True)
+    has_keys = "fleet" in fields  # then the command needs more than an address
+    ask = "" if has_keys else f'; next: baton generate "def f(x):" --target {fields["grpc"]}'
+    print(f"baton: page http://{fields['admin']}/{ask}", file=sys.stderr, flush=True)
     return True
 
 

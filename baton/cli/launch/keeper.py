@@ -174,7 +174,9 @@ class _Child:
             if number == signal.SIGKILL:
                 os.killpg(self._process.pid, number)
             elif self._process.returncode is None:
-                self._process.send_signal(number)
+                # Not send_signal, which polls: a child that has just died would be reaped there, and its status lost to
+                # asyncio ("Unknown child process pid ...").
+                os.kill(self._process.pid, number)
         except ProcessLookupError:
             pass
 

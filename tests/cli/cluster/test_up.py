@@ -90,6 +90,7 @@ def test_ready_line_options_and_drain_order(folder):
     process.send_signal(signal.SIGTERM)
     status, _, err = finish(process)
     assert status == 0 and "draining" in err
+    assert f"baton: page http://{ready['admin']}/; next: baton generate" in err and ready["grpc"] in err
     assert (folder / "drained").read_text().split()[0] == "gateway"
     assert sorted((folder / "drained").read_text().split()[1:]) == ["decode_worker", "decode_worker", "prefill_worker"]
     (prefill,), decode, (gateway,) = (argvs(folder, name) for name in ("prefill_worker", "decode_worker", "gateway"))

@@ -55,6 +55,15 @@ async def test_killed_when_it_does_not_drain(capfd):
     assert "deaf" in capfd.readouterr().err
 
 
+async def test_a_signal_leaves_the_childs_status_to_asyncio(monkeypatch):
+    """Popen.send_signal polls: of a child that has just died asyncio would learn nothing but "Unknown child process"."""
+    signalled = []
+    monkeypatch.setattr(subprocess.Popen, "send_signal", lambda self, number: signalled.append(number))
+    keeper = Keeper("x", program(READY + "time.sleep(60)"))
+    fields = await keeper.started
+    assert await keeper.stop(10) and not signalled and not alive(int(fields["pid"]))
+
+
 async def test_restarts_with_growing_pauses(tmp_path, capfd):
     log = tmp_path / "starts"
     body = READY + f"open({str(log)!r}, 'a').write(f'{{time.monotonic()}}\\n'); sys.exit(7)"
