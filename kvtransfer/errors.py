@@ -69,6 +69,11 @@ class TransportBroken(PeerLost):
         self.transport = transport
 
 
+class DeviceHangs(TransferFailed):
+    """A copy that was begun may still be writing, and nothing can stop it: its blocks must not be used again by this
+    process, which therefore has to end."""
+
+
 class TransferTimedOut(TransferFailed):
     """The caller's deadline has passed."""
 

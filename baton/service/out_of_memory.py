@@ -1,5 +1,6 @@
-"""No memory is left, or the device is lost: the worker ends, and its streams continue elsewhere. What was refused memory is half done, and it is
-unknown which half: fetches were seen to stop for good while the worker said that it served."""
+"""No memory is left, or the device is lost or hangs: the worker ends, and its streams continue elsewhere. What was refused
+memory is half done, and it is unknown which half: fetches were seen to stop for good while the worker said that it
+served."""
 
 import logging
 import os
@@ -16,6 +17,11 @@ def leave_if_exhausted(error: BaseException) -> None:
 def leave_for_lost_device(reason: str) -> None:
     """Does not return. The process that follows has a context of its own; in this one every request would fail."""
     leave(f"the GPU fails for good, so this worker ends: {reason}")
+
+
+def leave_for_hung_device(silent_s: float) -> None:
+    """Does not return. A kernel cannot be stopped: only the end of the process takes the GPU back."""
+    leave(f"the GPU has not finished a step for {silent_s:.0f} s, so this worker ends")
 
 
 def leave(message: str) -> None:

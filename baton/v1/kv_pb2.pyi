@@ -210,18 +210,20 @@ class KVFrame(_message.Message):
     def __init__(self, want: _Optional[_Union[Want, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., mapping: _Optional[_Union[Mapping, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class Mapping(_message.Message):
-    __slots__ = ("num_bytes", "block_bytes", "access", "base", "device")
+    __slots__ = ("num_bytes", "block_bytes", "access", "base", "device", "canary_bytes")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     ACCESS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     block_bytes: int
     access: bytes
     base: int
     device: bytes
-    def __init__(self, num_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., access: _Optional[bytes] = ..., base: _Optional[int] = ..., device: _Optional[bytes] = ...) -> None: ...
+    canary_bytes: int
+    def __init__(self, num_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., access: _Optional[bytes] = ..., base: _Optional[int] = ..., device: _Optional[bytes] = ..., canary_bytes: _Optional[int] = ...) -> None: ...
 
 class Renew(_message.Message):
     __slots__ = ()

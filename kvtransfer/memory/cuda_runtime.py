@@ -12,7 +12,8 @@ from kvtransfer.errors import TransferFailed
 HANDLE_BYTES = 64
 _PCI_ID_BYTES = 32
 _NOT_READY = 600  # cudaErrorNotReady
-_DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 2, 3
+_FIRST_DRIVERS = {12: "525", 13: "580"}  # by the major version of CUDA, whose minor ones need no newer driver
+_HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
 _NON_BLOCKING = 1  # streams that do not wait for the default stream
 _NO_TIMING = 2  # events that are only asked whether they have passed
 _LAZY_PEER_ACCESS = 1
@@ -27,6 +28,8 @@ class IpcHandle(ctypes.Structure):
 
 
 _SIGNATURES = {
+    "cudaDriverGetVersion": (POINTER(c_int),),
+    "cudaRuntimeGetVersion": (POINTER(c_int),),
     "cudaGetDeviceCount": (POINTER(c_int),),
     "cudaSetDevice": (c_int,),
     "cudaMalloc": (POINTER(c_void_p), c_size_t),
@@ -69,6 +72,24 @@ class CudaRuntime:
         """0 where there is no driver."""
         count = c_int()
         return count.value if self._library.cudaGetDeviceCount(byref(count)) == 0 else 0
+
+    def refusal(self) -> str:
+        """Return why there is no GPU to compute on, with the versions found and needed; "" if there is one."""
+        if self.num_devices():
+            return ""
+        driver, needed = c_int(), c_int()
+        self._call("cudaDriverGetVersion", byref(driver))
+        self._call("cudaRuntimeGetVersion", byref(needed))
+        if not driver.value:
+            return "no NVIDIA driver is loaded here"
+        major = needed.value // 1000
+        if driver.value // 1000 < major:
+            first = f"driver {_FIRST_DRIVERS[major]} or newer" if major in _FIRST_DRIVERS else "a newer driver"
+            return (
+                f"the NVIDIA driver serves CUDA up to {_version(driver.value)}, torch here is built for CUDA "
+                f"{_version(needed.value)}: install {first}, or a torch built for CUDA {driver.value // 1000}"
+            )
+        return "the NVIDIA driver shows this process no GPU: see CUDA_VISIBLE_DEVICES and nvidia-smi"
 
     def set_device(self, device: int) -> None:
         self._call("cudaSetDevice", device)
@@ -147,6 +168,11 @@ class CudaRuntime:
             places = (target, pitch, source, pitch, width, height)
             self._call("cudaMemcpy2DAsync", *places, _DEVICE_TO_DEVICE, stream)
 
+    def copy_from_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Returns when the bytes are there."""
+        self._call("cudaMemcpyAsync", target, source, num_bytes, _HOST_TO_DEVICE, stream)
+        self.synchronize(stream)
+
     def copy_to_host(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Returns when the bytes are there."""
         self._call("cudaMemcpyAsync", target, source, num_bytes, _DEVICE_TO_HOST, stream)
@@ -165,16 +191,31 @@ class CudaRuntime:
         raise CudaError(f"{name}: {text.decode() if text else 'error'} ({code})")
 
 
-@functools.cache
 def find_runtime() -> CudaRuntime | None:
     """libcudart of torch's own packages, or the system's; None without one, without a driver, or without a GPU."""
+    return _found()[0]
+
+
+def gpu_refusal() -> str:
+    """Return why `find_runtime` finds none, one line; "" where it does."""
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple[CudaRuntime | None, str]:
     for name in _candidates():
         try:
             runtime = CudaRuntime(ctypes.CDLL(name))
         except (OSError, AttributeError):
             continue
-        return runtime if runtime.num_devices() else None
-    return None
+        why = runtime.refusal()
+        return (None if why else runtime), why
+    return None, "torch here is built without CUDA, and the system has no libcudart"
+
+
+def _version(number: int) -> str:
+    """12080 -> 12.8."""
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _candidates() -> list[str]:

@@ -5,9 +5,11 @@ import numpy as np
 
 from kvtransfer.memory.cuda_runtime import CudaRuntime
 
+CANARY_BYTES = 1 << 20
+
 
 class DeviceRegion:
-    """`address`: of the first byte, on `device`. torch takes the region for an array (torch.as_tensor(region)) by way
+    """`address`: of the first byte, on `device`; behind the last one lie CANARY_BYTES of `canary`. torch takes the region for an array (torch.as_tensor(region)) by way
     of the CUDA array interface, without a copy."""
 
     def __init__(self, runtime: CudaRuntime, device: int, num_bytes: int):
@@ -16,7 +18,10 @@ class DeviceRegion:
             raise ValueError(f"a region of {num_bytes} bytes: at least 1")
         runtime.set_device(device)
         self.runtime, self.device, self.num_bytes = runtime, device, num_bytes
-        self.address = runtime.allocate(num_bytes)
+        self.address = runtime.allocate(num_bytes + CANARY_BYTES)
+        pattern, stream = canary(), runtime.make_stream()
+        runtime.copy_from_host(self.address + num_bytes, pattern.ctypes.data, CANARY_BYTES, stream)
+        runtime.destroy_stream(stream)
 
     @property
     def handle(self) -> bytes:
@@ -34,27 +39,26 @@ class DeviceRegion:
             self.runtime.free(address)
 
 
-class OpenRegions:
-    """Allocations of other processes, each opened once: CUDA counts, and the last close unmaps."""
+def canary() -> np.ndarray:
+    """Return the bytes that lie behind every region: what a taker of another process has to find there."""
+    return np.random.default_rng(0).integers(0, 256, CANARY_BYTES, np.uint8)
 
-    def __init__(self, runtime: CudaRuntime):
-        self._runtime = runtime
-        self._open: dict[bytes, list[int]] = {}  # handle -> [address, users]
 
-    def open(self, handle: bytes) -> int:
-        """Its address here; to be given back by `close`. Raises CudaError."""
-        entry = self._open.get(handle)
-        if entry is None:
-            entry = self._open[handle] = [self._runtime.open_handle(handle), 0]
-        entry[1] += 1
-        return entry[0]
-
-    def close(self, handle: bytes) -> None:
-        entry = self._open[handle]
-        entry[1] -= 1
-        if not entry[1]:
-            del self._open[handle]
-            self._runtime.close_handle(entry[0])
+def wrong_canary_bytes(runtime: CudaRuntime, device: int, address: int) -> int:
+    """Copy the pattern at `address`, of any GPU, to `device` as KV is copied, and count the bytes that arrive wrong.
+    Waits for the GPU. Raises CudaError."""
+    wanted = canary()
+    runtime.set_device(device)
+    stream, scratch = runtime.make_stream(), runtime.allocate(CANARY_BYTES)
+    try:
+        found = ~wanted  # nothing that lies there already is right
+        runtime.copy_from_host(scratch, found.ctypes.data, CANARY_BYTES, stream)
+        runtime.copy(scratch, address, CANARY_BYTES, CANARY_BYTES, 1, stream)
+        runtime.copy_to_host(found.ctypes.data, scratch, CANARY_BYTES, stream)
+    finally:
+        runtime.free(scratch)
+        runtime.destroy_stream(stream)
+    return int(np.count_nonzero(found != wanted))
 
 
 def copied_to_host(region: DeviceRegion, stream: int, offset: int, num_bytes: int) -> np.ndarray:

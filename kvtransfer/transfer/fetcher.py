@@ -11,6 +11,7 @@ from pathlib import Path
 from baton.v1 import kv_pb2
 from kvtransfer.compatible import MIXED, relation
 from kvtransfer.errors import (
+    DigestMismatch,
     KVError,
     LayoutMismatch,
     LeaseExpired,
@@ -36,6 +37,7 @@ from kvtransfer.wire import Taker, decode_handle
 
 _PAUSES_S = (0.05, 0.2, 0.5)  # before each new line to a source that was lost
 _MAX_BROKEN = 256
+_MAX_WRONG = 2  # ranges in a row that arrive wrong over one transport from one source, before another one is taken
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class Fetcher:
         self._transports = allowed(transports)
         self._doors = Dialer(self._pools.host, device and device.region, socket_folder, security)
         self._broken: dict[tuple[bytes, str], None] = {}  # (source, transport) that did not work between the two
+        self._wrong: Counter[tuple[bytes, str]] = Counter()  # digest mismatches since the last fetch that was right
         self._rates = TransferRates()
 
     def taker(self, num_cached_tokens: int = 0) -> Taker:
@@ -177,22 +180,38 @@ class Fetcher:
         """Return the choice left after the used transport failed with this source, now and in later fetches. Raises
         `exc` when none is left."""
         transport = exc.transport
-        self._broken[source, transport] = None
-        if len(self._broken) > _MAX_BROKEN:
-            del self._broken[next(iter(self._broken))]
+        self._set_aside(source, transport)
         left = tuple(endpoint for endpoint in choice.endpoints if endpoint.transport != transport)
         if not left:
             raise exc
         log.warning("%s is not used with this source any more: %s", transport, exc)
         return TransportChoice(left, f"{left[0].transport}, because {transport}: {exc}")
 
+    def _note_wrong(self, choice: TransportChoice, source: bytes, transport: str, exc: DigestMismatch) -> None:
+        """Take another transport from the next fetch on where this one brings wrong bytes again, and there is another."""
+        self._wrong[source, transport] += 1
+        if self._wrong[source, transport] < _MAX_WRONG or len(choice.endpoints) < 2:
+            return
+        del self._wrong[source, transport]
+        self._set_aside(source, transport)
+        log.warning("%s is not used with this source any more: %d times in a row %s", transport, _MAX_WRONG, exc)
+
+    def _set_aside(self, source: bytes, transport: str) -> None:
+        self._broken[source, transport] = None
+        if len(self._broken) > _MAX_BROKEN:
+            del self._broken[next(iter(self._broken))]
+
     async def _pull_once(self, pull: Pull, choice: TransportChoice, want: kv_pb2.Want) -> tuple[str, str]:
         """One line from Want to End; the transport and why it was taken. Raises PeerLost when the line breaks."""
         line, transport, reason = await self._connect(pull, choice)
         try:
             await pull.run(line, transport, want)
+        except DigestMismatch as exc:
+            self._note_wrong(choice, pull.source, transport, exc)
+            raise
         finally:
             line.close()
+        self._wrong.pop((pull.source, transport), None)
         self._rates.note(pull.source, transport, pull.num_bytes, pull.moving.seconds)
         rate = self._rates.gigabytes_per_s(pull.source, transport)
         return transport, f"{reason}; {rate:.1f} GB/s so far" if rate else reason

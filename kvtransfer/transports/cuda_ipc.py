@@ -2,28 +2,35 @@
 one GPU to another of the same host. Also between two processes on one GPU."""
 
 import asyncio
+import logging
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from baton.v1 import kv_pb2
-from kvtransfer.errors import PeerLost, ProtocolError, TransportBroken
+from kvtransfer.errors import DeviceHangs, PeerLost, ProtocolError, TransportBroken
 from kvtransfer.memory.byte_runs import HEIGHT, OWN, PITCH, SOURCE, WIDTH, check_within
 from kvtransfer.memory.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime
-from kvtransfer.memory.device_memory import DeviceRegion, OpenRegions
+from kvtransfer.memory.device_memory import CANARY_BYTES, DeviceRegion, wrong_canary_bytes
 from kvtransfer.transports.mapped_line import MappedLine
 from kvtransfer.transports.shm import reached
-from kvtransfer.transports.socket_folder import SocketFolder
+from kvtransfer.transports.socket_folder import SocketFolder, is_gone, socket_path
 from kvtransfer.transports.socket_line import SocketLine, SocketListener
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 _BUSY_S = 0.002  # so long an event is asked for at every turn of the loop, then every _PAUSE_S
 _PAUSE_S = 0.0002
+OPEN_S = 5.0  # to map a source's pool: tens of GiB, and the first time a context on its GPU
+WATCH_S = 1.0  # between two looks whether a source is gone
+STUCK_S = 30.0  # for a copy of milliseconds; then the GPU hangs
 _ADDRESS = re.compile(r"(?P<socket>[^@]+)@(?P<gpu>[0-9A-Fa-f:.]{1,31})")
+
+log = logging.getLogger(__name__)
 
 
 class CudaIpcListener:
@@ -35,7 +42,7 @@ class CudaIpcListener:
         self._folder = SocketFolder(parent)
         self.address = f"{self._folder.address}@{gpu}"
         sock = self._folder.bind()
-        sizes = {"num_bytes": region.num_bytes, "block_bytes": block_bytes}
+        sizes = {"num_bytes": region.num_bytes, "block_bytes": block_bytes, "canary_bytes": CANARY_BYTES}
         mapping = kv_pb2.Mapping(**sizes, access=handle, device=gpu.encode())
         self._listener = SocketListener(sock, lambda accepted: _CudaSourceLine(accepted, mapping), on_line)
 
@@ -53,6 +60,103 @@ class _CudaSourceLine(SocketLine):
         await self.send(kv_pb2.KVFrame(mapping=self._mapping))
 
 
+class OpenRegions:
+    """Allocations of other processes, by their socket, which a process makes anew at every start: opened once, kept for
+    the next fetch, and closed when that process is gone, which else could not have its memory back. Opening maps tens of
+    GiB and closing waits for the device, so both run in threads. Belongs to the event loop."""
+
+    def __init__(self, region: DeviceRegion):
+        self._region = region
+        self._open: dict[tuple[Path, bytes], asyncio.Future[int]] = {}  # by socket and handle: the address here
+        self._users: Counter[tuple[Path, bytes]] = Counter()
+        self._watching: asyncio.Task | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def open(self, source: Path, mapping: kv_pb2.Mapping) -> int:
+        """Return its address here; to be given back by `leave`. Raises TransportBroken where it cannot be opened, or
+        copies of it arrive wrong."""
+        key = (source, mapping.access)
+        if key not in self._open:
+            loop = asyncio.get_running_loop()
+            self._open[key] = loop.run_in_executor(None, self._map, mapping)
+            self._open[key].add_done_callback(lambda done: done.cancelled() or done.exception())  # seen
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(), name="sources of cuda_ipc")
+        self._users[key] += 1
+        try:
+            async with asyncio.timeout(OPEN_S):
+                return await asyncio.shield(self._open[key])
+        except BaseException as exc:
+            self.leave(source, mapping.access)
+            if isinstance(exc, CudaError):  # two containers that share no PID or IPC namespace, for one
+                raise TransportBroken("cuda_ipc", f"the source's GPU memory cannot be opened here: {exc}") from exc
+            if isinstance(exc, TimeoutError):
+                why = f"the source's GPU memory was not opened within {OPEN_S:g} s"
+                raise TransportBroken("cuda_ipc", why) from exc
+            raise
+
+    def leave(self, source: Path, handle: bytes) -> None:
+        """Give back what `open` returned; the allocation stays open."""
+        key = (source, handle)
+        self._users[key] -= 1
+        done = self._open[key]
+        if done.done() and (done.cancelled() or done.exception()) and not self._users[key]:
+            del self._open[key], self._users[key]
+
+    def close(self) -> None:
+        """Close all of them. No fetch may be under way."""
+        if self._watching is not None:
+            self._watching.cancel()
+        for key in list(self._open):
+            if address := self._taken(key):
+                self._region.runtime.close_handle(address)
+
+    def _map(self, mapping: kv_pb2.Mapping) -> int:
+        """In a thread. Raises CudaError, TransportBroken."""
+        region, runtime = self._region, self._region.runtime
+        runtime.set_device(region.device)
+        address = runtime.open_handle(mapping.access)
+        try:
+            if mapping.canary_bytes == CANARY_BYTES:
+                wrong = wrong_canary_bytes(runtime, region.device, address + mapping.num_bytes)
+                if wrong:
+                    raise TransportBroken(
+                        "cuda_ipc",
+                        f"{wrong} of {CANARY_BYTES} bytes copied from the source's GPU arrived wrong: copies between "
+                        "GPUs do not work on this machine, although CUDA offers them (IOMMU or ACS, mostly)",
+                    )
+        except BaseException:
+            runtime.close_handle(address)
+            raise
+        return address
+
+    async def _watch(self) -> None:
+        """Close what belongs to processes that are gone, as long as anything is open."""
+        while self._open:
+            await asyncio.sleep(WATCH_S)
+            for key in [key for key in self._open if not self._users[key] and is_gone(key[0])]:
+                if address := self._taken(key):
+                    await asyncio.get_running_loop().run_in_executor(None, self._unmap, address)
+
+    def _unmap(self, address: int) -> None:
+        try:
+            self._region.runtime.set_device(self._region.device)
+            self._region.runtime.close_handle(address)
+        except CudaError as exc:
+            log.warning("memory of a source that is gone could not be closed: %s", exc)
+
+    def _taken(self, key: tuple[Path, bytes]) -> int:
+        """Return the address, now the caller's to close; 0 where there is none yet."""
+        done = self._open[key]
+        if not done.done():
+            return 0
+        del self._open[key]
+        self._users.pop(key, None)
+        return 0 if done.cancelled() or done.exception() else done.result()
+
+
 class Copier:
     """Keep a taker's resources from one fetch to the next: a stream of its own, so that copies wait for no kernel, and
     the allocations of its sources."""
@@ -62,15 +166,17 @@ class Copier:
         self.runtime: CudaRuntime = region.runtime
         self.runtime.set_device(region.device)
         self.stream = self.runtime.make_stream()
-        self.opened = OpenRegions(self.runtime)
+        self.opened = OpenRegions(region)
 
     def close(self) -> None:
+        self.opened.close()
         self.runtime.destroy_stream(self.stream)
 
     async def copy(self, source: int, runs: np.ndarray, within_s: float) -> None:
         """Copy runs of the source's pool into one's own. `source`: its address here; `runs`: int64 [n, 5] of
-        byte_runs.merged_runs. Raises PeerLost when the copies have not completed in `within_s`. A copy cannot be
-        stopped: however this ends, it has completed, or the GPU is lost."""
+        byte_runs.merged_runs. Raises PeerLost when the copies have taken longer than `within_s`. A copy cannot be
+        stopped: however this ends, it has completed, so that the blocks may be used again. Only DeviceHangs says that
+        it may still run: then the process has to end."""
         runtime = self.runtime
         runtime.set_device(self.region.device)
         event = runtime.make_event()
@@ -90,31 +196,35 @@ class Copier:
         began, cancelled = time.monotonic(), False
         while not self.runtime.has_passed(event):
             elapsed_s = time.monotonic() - began
-            if elapsed_s > within_s:
-                raise PeerLost(f"a copy within the GPU has not passed after {within_s:g} s")
+            if elapsed_s > within_s + STUCK_S:
+                raise DeviceHangs(f"a copy within the GPU has not passed after {elapsed_s:.0f} s")
             try:
                 await asyncio.sleep(0 if elapsed_s < _BUSY_S else _PAUSE_S)
             except asyncio.CancelledError:
                 cancelled = True
         if cancelled:
             raise asyncio.CancelledError
+        if (elapsed_s := time.monotonic() - began) > within_s:
+            raise PeerLost(f"a copy within the GPU took {elapsed_s:.1f} s, more than {within_s:g} s")
 
 
 class _CudaTakerLine(MappedLine):
-    def __init__(self, sock: socket.socket, copier: Copier, block_bytes: int):
+    def __init__(self, sock: socket.socket, path: Path, copier: Copier, block_bytes: int):
         super().__init__(sock)
+        self._path = path  # of the source's socket
         self._copier = copier
         self._block_bytes = block_bytes
         self._mapping = kv_pb2.Mapping()
         self._source = 0
 
-    def _map(self, mapping: kv_pb2.Mapping) -> None:
+    async def _map(self, mapping: kv_pb2.Mapping) -> None:
         if self._source or len(mapping.access) != HANDLE_BYTES or mapping.block_bytes != self._block_bytes:
             raise ProtocolError("a second Mapping, or one of another pool than its handle speaks of")
-        try:
-            self._source, self._mapping = self._copier.opened.open(mapping.access), mapping
-        except CudaError as exc:  # two containers that share no PID or IPC namespace, for one
-            raise TransportBroken("cuda_ipc", f"the source's GPU memory cannot be opened here: {exc}") from exc
+        source = await self._copier.opened.open(self._path, mapping)
+        if self._closed:
+            self._copier.opened.leave(self._path, mapping.access)
+            raise PeerLost("the line was closed")
+        self._source, self._mapping = source, mapping
 
     async def read(self, runs: np.ndarray) -> None:
         """Copy `runs`, int64 [n, 5] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
@@ -128,7 +238,7 @@ class _CudaTakerLine(MappedLine):
         super().close()
         if self._source:
             self._source = 0
-            self._copier.opened.close(self._mapping.access)
+            self._copier.opened.leave(self._path, self._mapping.access)
 
 
 async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) -> SocketLine:
@@ -142,4 +252,5 @@ async def connect(address: str, parent: Path, copier: Copier, block_bytes: int) 
         raise PeerLost(f"GPU {found['gpu']}: {exc}") from exc
     if not reaches:
         raise PeerLost(f"GPU {found['gpu']} cannot be read from here")
-    return _CudaTakerLine(await reached(found["socket"], parent), copier, block_bytes)
+    sock = await reached(found["socket"], parent)
+    return _CudaTakerLine(sock, Path(socket_path(parent, found["socket"])), copier, block_bytes)

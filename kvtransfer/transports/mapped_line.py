@@ -11,10 +11,10 @@ class MappedLine(SocketLine):
         """A Mapping is for this line alone; the next frame is the caller's."""
         frame = await super().receive()
         if frame.WhichOneof("kind") == "mapping":
-            self._map(frame.mapping)
+            await self._map(frame.mapping)
             frame = await super().receive()
         return frame
 
-    def _map(self, mapping: kv_pb2.Mapping) -> None:
+    async def _map(self, mapping: kv_pb2.Mapping) -> None:
         """Make the source's memory readable. Raises ProtocolError, also for a second Mapping."""
         raise NotImplementedError

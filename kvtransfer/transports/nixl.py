@@ -81,7 +81,7 @@ class _NixlTakerLine(MappedLine):
         self._peer: str | None = None
         self._mapping = kv_pb2.Mapping()
 
-    def _map(self, mapping: kv_pb2.Mapping) -> None:
+    async def _map(self, mapping: kv_pb2.Mapping) -> None:
         if self._peer is not None or mapping.device not in _KINDS or mapping.block_bytes != self._block_bytes:
             raise ProtocolError("a second Mapping, or one of another pool than its handle speaks of")
         self._peer, self._mapping = self._agent.open_peer(mapping.access), mapping

@@ -122,7 +122,7 @@ class _ReadingLine(MappedLine):
             self._lost = True
             raise
 
-    def _map(self, mapping: kv_pb2.Mapping) -> None:
+    async def _map(self, mapping: kv_pb2.Mapping) -> None:
         descriptor = self.take_fd()
         if descriptor is None or self._key:
             raise ProtocolError("a Mapping without its descriptor, or a second one")

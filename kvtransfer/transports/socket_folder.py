@@ -117,6 +117,24 @@ def sweep(parent: Path) -> list[str]:
     return swept
 
 
+def is_gone(path: Path) -> bool:
+    """Return whether the process that made the socket `path` has ended or begun another program. False where that
+    cannot be seen."""
+    try:
+        lock = os.open(path.parent / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+
+
 def _is_abandoned(path: Path) -> bool:
     try:
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC)

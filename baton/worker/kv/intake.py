@@ -11,12 +11,12 @@ from collections.abc import Callable
 from baton.engine.core.request import Key
 from baton.engine.engine import Engine
 from baton.service.logs import fields
-from baton.service.out_of_memory import leave_if_exhausted
+from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
 from baton.worker.legs.leg import Leg
 from baton.worker.wire import end_status
 from baton.worker.wire.end_status import Status
 from kvtransfer.compatible import MIXED
-from kvtransfer.errors import KVError, ProtocolError
+from kvtransfer.errors import DeviceHangs, KVError, ProtocolError
 from kvtransfer.layout import BlockRef, KVHandle
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.fetcher import Fetcher, FetchReport
@@ -128,6 +128,8 @@ class Intake:
         return handle
 
     def _ended(self, leg: Leg, task: asyncio.Task, source: bytes, on_end) -> None:
+        if not task.cancelled() and isinstance(error := task.exception(), DeviceHangs):
+            leave_for_lost_device(str(error))  # before the blocks, which may still be written, are anyone's again
         self._fetching.discard(task)
         self._engine.admission.fetch_settled(leg.key)
         outcome = self._outcome(leg, task)

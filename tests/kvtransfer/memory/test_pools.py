@@ -148,6 +148,40 @@ def test_memory_that_cannot_be_opened_is_tried_once():
     asyncio.run(main())
 
 
+def test_gpus_between_which_copies_do_not_arrive():
+    """CUDA offers them, and an IOMMU breaks them: a canary shows it before any KV is copied."""
+
+    async def main():
+        async with running(("cuda_ipc", "shm"), on_gpu=(True, True)) as rig:
+            rig.gpus[1].library.host.breaks_copies = True
+            report = await rig.fetch(rig.ready_offer(), rig.destination())
+            assert report.transport == "shm" and rig.arrived() and not rig.fetcher.counters["digest_mismatch"]
+            assert "bytes copied from the source's GPU arrived wrong" in report.reason
+
+    asyncio.run(main())
+
+
+def test_a_transport_that_brings_wrong_bytes_twice_is_set_aside():
+    async def main():
+        async with running(("cuda_ipc", "shm"), on_gpu=(True, True)) as rig:
+            host = rig.gpus[1].library.host
+            # What was right in between counts anew.
+            for key, breaks in zip("abcde", (False, True, False, True, True), strict=True):
+                host.breaks_copies = breaks
+                offer = rig.ready_offer(key)
+                if not breaks:
+                    assert (await rig.fetch(offer, rig.destination())).transport == "cuda_ipc"
+                    continue
+                with pytest.raises(errors.DigestMismatch):
+                    await rig.fetch(offer, rig.destination())
+                rig.source.cancel(key)
+            report = await rig.fetch(rig.ready_offer(), rig.destination())
+            assert report.transport == "shm" and rig.arrived()
+            assert "cuda_ipc: did not work with this source" in report.reason
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("names", [("cuda_ipc", "shm"), ("shm", "cuda_ipc")])
 def test_a_block_of_which_each_half_came_another_way(names, small_ranges, monkeypatch):
     """Neither transport's second half may overwrite what the other has brought of the block."""

@@ -4,6 +4,7 @@ That the bytes arrive on a GPU is for the test below that needs one."""
 import asyncio
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ class Pair:
 
     def pool(self, side: int) -> np.ndarray:
         region = self.regions[side]
-        return np.frombuffer(self.libraries[side].allocations[region.address], np.uint8)
+        return np.frombuffer(self.libraries[side].allocations[region.address], np.uint8, region.num_bytes)
 
     def runs(self, moved: Range) -> np.ndarray:
         return merged_runs(LAYOUT, *self.ids, moved)
@@ -91,8 +92,9 @@ def test_neighbours_are_one_copy(tmp_path):
         pair = await Pair(tmp_path).open()
         pair.ids = [np.arange(NUM_BLOCKS)] * 2
         await pair.share()
+        before = pair.libraries[1].num_copies
         await pair.taker.read(pair.runs(Range(0, 16 * NUM_BLOCKS, 0, 2)))
-        assert pair.libraries[1].num_copies == 1 and (pair.pool(1) == pair.bytes).all()
+        assert pair.libraries[1].num_copies == before + 1 and (pair.pool(1) == pair.bytes).all()
         await pair.close()
 
     asyncio.run(main())
@@ -115,6 +117,51 @@ def test_an_allocation_is_opened_once_for_all_lines(tmp_path):
     asyncio.run(main())
 
 
+def test_a_pool_stays_open_until_its_process_is_gone(tmp_path, monkeypatch):
+    """Opening maps tens of GiB, closing waits for the device: neither may happen in each fetch, nor in the loop."""
+    monkeypatch.setattr(cuda_ipc, "WATCH_S", 0.01)
+
+    async def main():
+        pair = Pair(tmp_path)
+        pair.host.open_s = 0.05
+        listener = (await pair.open()).listener
+        await pair.share()
+        pair.taker.close(), pair.source.close()
+        for _ in range(3):
+            lines: asyncio.Queue = asyncio.Queue()
+            listener._listener._on_line = lines.put_nowait
+            pair.taker = await cuda_ipc.connect(listener.address, tmp_path, pair.copier, BLOCK)
+            pair.source = await lines.get()
+            await pair.share()
+            await pair.taker.read(pair.runs(Range(0, 64, 0, 2)))
+            pair.taker.close()
+        library = pair.libraries[1]
+        assert library.num_opened == 1 and threading.get_ident() not in library.opened_in
+        await asyncio.sleep(0.05)
+        assert len(library.opened) == 1, "its process still runs"
+        await listener.close()  # as at the end of the process
+        async with asyncio.timeout(5):
+            while library.opened:
+                await asyncio.sleep(0.01)
+        await pair.close()
+
+    asyncio.run(main())
+
+
+def test_a_pool_that_takes_too_long_to_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "OPEN_S", 0.02)
+
+    async def main():
+        pair = await Pair(tmp_path).open()
+        pair.host.open_s = 0.2
+        with pytest.raises(errors.TransportBroken, match="not opened within 0.02 s"):
+            await pair.share()
+        await asyncio.sleep(0.3)
+        await pair.close()
+
+    asyncio.run(main())
+
+
 def test_cancelled_reads_have_passed_when_they_end(tmp_path):
     async def main():
         pair = await Pair(tmp_path, delay=30).open()
@@ -131,13 +178,29 @@ def test_cancelled_reads_have_passed_when_they_end(tmp_path):
     asyncio.run(main())
 
 
+def test_a_copy_that_is_late_has_passed_when_its_read_ends(tmp_path, monkeypatch):
+    """Else it could write into blocks that belong to another request by then."""
+    monkeypatch.setattr("kvtransfer.transports.socket_line.SILENCE_S", 0.003)
+
+    async def main():
+        pair = await Pair(tmp_path, delay=600).open()
+        await pair.share()
+        with pytest.raises(errors.PeerLost, match=r"took [\d.]+ s, more than 0.003 s"):
+            await pair.taker.read(pair.runs(Range(0, 64, 0, 2)))
+        assert not any(pair.libraries[1].streams.values())
+        await pair.close()
+
+    asyncio.run(main())
+
+
 def test_a_copy_that_never_passes(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtransfer.transports.socket_line.SILENCE_S", 0.05)
+    monkeypatch.setattr("kvtransfer.transports.socket_line.SILENCE_S", 0.01)
+    monkeypatch.setattr(cuda_ipc, "STUCK_S", 0.05)
 
     async def main():
         pair = await Pair(tmp_path, delay=1 << 30).open()
         await pair.share()
-        with pytest.raises(errors.PeerLost, match="has not passed after 0.05 s"):
+        with pytest.raises(errors.DeviceHangs, match="has not passed after"):
             await pair.taker.read(pair.runs(Range(0, 64, 0, 2)))
         await pair.close()
 
@@ -148,7 +211,7 @@ def test_a_copy_that_is_refused_waits_for_those_before(tmp_path):
     async def main():
         pair = await Pair(tmp_path, delay=1 << 30).open()
         await pair.share()
-        pair.libraries[1].fail_copy_at = 5
+        pair.libraries[1].fail_copy_at = pair.libraries[1].num_copies + 5
         with pytest.raises(CudaError, match=r"cudaMemcpy\w*: stand-in error 1 \(1\)"):
             await pair.taker.read(pair.runs(Range(0, 320, 0, 2)))
         assert not any(pair.libraries[1].streams.values())

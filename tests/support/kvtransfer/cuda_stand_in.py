@@ -7,8 +7,11 @@ import itertools
 import mmap
 import secrets
 import tempfile
+import threading
+import time
 from pathlib import Path
 
+INSUFFICIENT_DRIVER, NO_DEVICE = 35, 100
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_PITCH, INVALID_DEVICE, INVALID_CONTEXT, NOT_READY = 1, 2, 12, 101, 201, 600
 
 
@@ -21,11 +24,17 @@ class Host:
         pci_ids=("0000:01:00.0", "0000:02:00.0"),
         peers=frozenset({(0, 1), (1, 0)}),
         num_bytes=1 << 26,
+        driver=13000,
+        built_for=13000,
     ):
+        """`driver`: the newest CUDA that the driver serves, 0 without one; `built_for`: the library's."""
         self.pci_ids, self.peers, self.free_bytes = pci_ids, peers, num_bytes
+        self.driver, self.built_for = driver, built_for
         self._own_folder = None if folder else tempfile.TemporaryDirectory()
         self.folder = Path(folder or self._own_folder.name)
         self.serial = itertools.count(1)
+        self.breaks_copies = False  # what one process reads of another's memory arrives with wrong bytes
+        self.open_s = 0.0  # to open another process's allocation
 
 
 class _Function:
@@ -50,6 +59,7 @@ class Cudart:
         self.streams: dict[int, list] = {}  # stream -> copies not done
         self.events: dict[int, list] = {}  # event -> [stream, asked]
         self.num_copies = 0
+        self.num_opened, self.opened_in = 0, set()  # the threads that opened
         self.fail_copy_at = -1
         self.cannot_open = False  # as in another container
         for name in (name for name in dir(type(self)) if name.startswith("cuda")):
@@ -58,7 +68,19 @@ class Cudart:
     def cudaGetErrorString(self, code):
         return f"stand-in error {code}".encode()
 
+    def cudaDriverGetVersion(self, out):
+        out._obj.value = self.host.driver
+        return 0
+
+    def cudaRuntimeGetVersion(self, out):
+        out._obj.value = self.host.built_for
+        return 0
+
     def cudaGetDeviceCount(self, out):
+        if self.host.driver // 1000 < self.host.built_for // 1000:
+            return INSUFFICIENT_DRIVER
+        if not self.host.pci_ids:
+            return NO_DEVICE
         out._obj.value = len(self.host.pci_ids)
         return 0
 
@@ -106,6 +128,9 @@ class Cudart:
             return INVALID_VALUE
         if name.startswith(self.name) or any(bytes(handle) == each for _, each in self.opened.values()):
             return INVALID_CONTEXT  # a process cannot open its own, nor the same one twice
+        time.sleep(self.host.open_s)
+        self.num_opened += 1
+        self.opened_in.add(threading.get_ident())
         buffer = _mapped(path)
         out._obj.value = ctypes.addressof(buffer)
         self.opened[out._obj.value] = (buffer, bytes(handle))
@@ -141,6 +166,8 @@ class Cudart:
     def cudaStreamSynchronize(self, stream):
         for target, source, num_bytes in self.streams[stream]:
             ctypes.memmove(target, source, num_bytes)
+            if self.host.breaks_copies and self._is_opened(source):
+                ctypes.c_ubyte.from_address(target).value ^= 0xFF
         self.streams[stream].clear()
         return 0
 
@@ -173,14 +200,19 @@ class Cudart:
                           kind, stream)  # fmt: skip
 
     def _copy(self, rows, kind, stream):
-        self.num_copies += 1
+        self.num_copies += kind == 3
         if self.num_copies == self.fail_copy_at:
             return INVALID_VALUE
         for target, source, num_bytes in rows:
-            if not self._reaches(source, num_bytes) or (kind == 3 and not self._reaches(target, num_bytes)):
+            if kind != 1 and not self._reaches(source, num_bytes):
+                return INVALID_VALUE
+            if kind != 2 and not self._reaches(target, num_bytes):
                 return INVALID_VALUE
         self.streams[stream].extend(rows)
         return 0
+
+    def _is_opened(self, address: int) -> bool:
+        return any(begin <= address < begin + len(buffer) for begin, (buffer, _) in self.opened.items())
 
     def _reaches(self, address: int, num_bytes: int) -> bool:
         """Return whether this process has that memory, its own or opened."""

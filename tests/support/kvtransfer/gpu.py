@@ -17,7 +17,7 @@ class Gpu:
     def __init__(self, host: Host, region: Region):
         self.library = Cudart(host)
         self.region = DeviceRegion(CudaRuntime(self.library), 0, len(region.memory))
-        self.pool = np.frombuffer(self.library.allocations[self.region.address], np.uint8)
+        self.pool = np.frombuffer(self.library.allocations[self.region.address], np.uint8, self.region.num_bytes)
         tensors = [torch.frombuffer(memory, dtype=torch.uint8) for memory in (self.pool.data, region.memory)]
         crossing = Crossing(*tensors)
         self.device = DevicePool(self.region, crossing.sums, crossing.copy_out, crossing.copy_in)

@@ -27,7 +27,7 @@ class StandInPool(PoolMemory):
         if self.gpu_region is not None:
             return super().allocate(num_bytes)
         self.gpu_region = DeviceRegion(CudaRuntime(self.library), 0, num_bytes)
-        return memoryview(self.library.allocations[self.gpu_region.address]).cast("B")
+        return memoryview(self.library.allocations[self.gpu_region.address]).cast("B")[:num_bytes]
 
 
 @pytest.fixture(scope="module")
