@@ -69,6 +69,11 @@ def flag(service: str, name: str) -> str:
     return next(word.partition("=")[2] for word in SERVICES[service]["command"] if word.startswith(f"--{name}="))
 
 
+@pytest.mark.parametrize("service", [name for name in WORKERS if SERVICES[name]["profiles"] == ["gpu"]])
+def test_a_worker_on_a_gpu_never_falls_back_to_the_cpu(service):
+    assert SERVICES[service]["environment"]["BATON_DEVICE"] == "cuda"
+
+
 @pytest.mark.parametrize("service", OURS)
 def test_every_variable_is_read_by_the_code(service):
     names = set(flat_fields(settings_of(service)))

@@ -5,6 +5,7 @@ import logging
 import os
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import grpc
@@ -13,6 +14,7 @@ from baton import tasks
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import unfit
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.service import progress
@@ -43,8 +45,10 @@ from baton.worker.session.session import WorkerService
 from baton.worker.session.sessions import Sessions
 from baton.worker.settings import WorkerSettings
 from baton.worker.wire.thread_bridge import ThreadBridge
+from kvtransfer.memory.cuda_runtime import gpu_refusal
 
 STOP_GRACE_S = 1.0
+DRIVER = Path("/proc/driver/nvidia/version")
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +181,8 @@ class Worker:
 
     def _readiness(self) -> tuple[bool, dict]:
         state = self._reports.state
-        return state == "serving", {"ready": state == "serving", "state": state}
+        ready = state in ("serving", "compiling")
+        return ready, {"ready": ready, "state": state}
 
 
 class NextRole(NamedTuple):
@@ -200,6 +205,8 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         log.debug("%s", line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
+    if why := _unused_gpu(engine):
+        log.warning("computes on the CPU although an NVIDIA driver is loaded: %s", why)
     held, context = engine.config.max_model_len, engine.spec.context
     if settings.engine.max_model_len is None and held < context:
         why = f"its KV pool has {engine.num_blocks} blocks; give more --num-blocks"
@@ -214,6 +221,13 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         next_role = await worker.drain_when(stop)
     telemetry.shut_down()
     return NextRole(next_role, f"{host}:{bound.port}") if next_role else None
+
+
+def _unused_gpu(engine: Engine) -> str:
+    """Return why `--device auto` took the CPU of a machine with an NVIDIA driver; "" where it did not."""
+    if engine.pool.device.type != "cpu" or engine.config.device != "auto" or not DRIVER.exists():
+        return ""
+    return gpu_refusal() or unfit()
 
 
 async def _cancel(task: asyncio.Task) -> None:

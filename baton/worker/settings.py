@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.engine.core.config import EngineConfig
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
-from kvtransfer.memory.cuda_runtime import find_runtime
+from kvtransfer.memory.cuda_runtime import find_runtime, gpu_refusal
 
 TRANSPORTS = ("auto", "cuda_ipc", "shm", "nixl", "tcp", "grpc")
 IN_PLAIN_TEXT = ("nixl", "tcp")  # of these, those that reach other machines, and that TLS does not cover
@@ -102,13 +102,14 @@ class WorkerSettings(Exposure):
         engine = self.engine
         if engine.device != "cpu" and find_runtime() is not None:
             return
+        why = f"a CPU ({gpu_refusal()})" if engine.device == "auto" else "a CPU"
         if engine.device == "cuda":
-            raise ValueError("--device cuda: there is no CUDA device here; leave it at auto, or give cpu")
+            raise ValueError(f"--device cuda: {gpu_refusal()}; or leave it at auto, or give cpu")
         if "cuda_ipc" in self.transports:
             raise ValueError("--transports cuda_ipc: KV is on no GPU here; leave it at auto, or give shm or tcp")
         if not engine.cuda_graphs:
-            raise ValueError("--no-cuda-graphs has no effect on a CPU; leave it out")
+            raise ValueError(f"--no-cuda-graphs has no effect on {why}; leave it out")
         if engine.sm_share is not None:
-            raise ValueError("--sm-share has no effect on a CPU; give --threads")
+            raise ValueError(f"--sm-share has no effect on {why}; give --threads")
         if engine.gpu_memory_utilization is not None:
-            raise ValueError("--gpu-memory-utilization has no effect on a CPU; size the pool with --num-blocks")
+            raise ValueError(f"--gpu-memory-utilization has no effect on {why}; size the pool with --num-blocks")

@@ -9,7 +9,7 @@ from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.service.logs import fields
 from baton.service.net.server import Health
-from baton.service.out_of_memory import leave_if_exhausted
+from baton.service.out_of_memory import leave_for_hung_device, leave_if_exhausted
 from baton.worker.observe.tables import Tables
 from baton.worker.session.commands import Commands
 from baton.worker.session.sessions import Sessions
@@ -21,6 +21,8 @@ INDEX_INTERVAL_S = 0.05
 LEDGER_INTERVAL_S = 0.5
 STALLED_AFTER_S = 3.0  # a loop that has work and does not step
 SLOWER_THAN_BEST = 10  # a step of a large model may take longer, and is no stall for that
+HUNG_AFTER = 10  # times as long a GPU has for a step before its process ends: a hung kernel never ends by itself
+COMPILED_WITHIN_S = 600.0  # a kernel that takes longer is as good as stuck
 INTEGRITY_INTERVAL_S = 5.0
 SERVICE_NAME = "baton.v1.Worker"
 
@@ -49,11 +51,30 @@ class Reports:
 
     @property
     def state(self) -> str:
-        """serving | draining | stalled"""
-        silent_s = time.monotonic() - self._loop.last_beat
-        if not self._loop.is_alive or (silent_s > self._patience_s and self._engine.has_work()):
+        """serving | compiling | draining | stalled"""
+        if not self._loop.is_alive:
             return "stalled"
+        if self._silent_s > self._patience_s:
+            return "compiling" if self._is_compiling else "stalled"
         return "draining" if self._commands.is_draining else "serving"
+
+    @property
+    def _silent_s(self) -> float:
+        """Return for how long the engine has not stepped although it has work."""
+        return time.monotonic() - self._loop.last_beat if self._engine.has_work() else 0.0
+
+    @property
+    def _is_compiling(self) -> bool:
+        watch = self._engine.runner.launcher.compiling
+        since = None if watch is None else watch.since
+        return since is not None and time.monotonic() - since < COMPILED_WITHIN_S
+
+    def leave_if_hung(self) -> None:
+        """End the process whose GPU is busy with one step for good."""
+        silent_s = self._silent_s
+        is_hung = silent_s > HUNG_AFTER * self._patience_s and not self._is_compiling
+        if is_hung and self._engine.pool.device.type == "cuda":
+            leave_for_hung_device(silent_s)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -74,6 +95,7 @@ class Reports:
                 messages.load_to_proto(self._engine.load_report(), self.state, self._tables.counts())
             )
             self._set_health()
+            self.leave_if_hung()
             await asyncio.sleep(LOAD_GAP_S)
 
     async def _send_index(self) -> None:
@@ -88,7 +110,7 @@ class Reports:
 
     def _set_health(self) -> None:
         """Report the health of the engine's loop, not of gRPC."""
-        serving = self.state == "serving"
+        serving = self.state in ("serving", "compiling")
         for service in ("", SERVICE_NAME):
             self._health.set(service, serving)
 

@@ -4,6 +4,7 @@ and kernel, and kept for later starts on this machine."""
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -29,7 +30,9 @@ _NUM_STARTS, _BETTER = (
 )  # measured until 3 starts in a row find nothing 1.1 times better: other processes start beside them
 _MIN_SIZE, _GROWTH = 256, 2  # rows and columns of the first product; a product this much larger takes its cube as long
 _MAX_SIZE = {"cpu": 1024, "cuda": 8192}
-_CUDA_BYTES = 1 << 30  # beyond any cache
+_CUDA_BYTES = 256 << 20  # beyond any cache: 126 MB in a B200
+
+log = logging.getLogger(__name__)
 
 Product = Callable[[int], Callable[[], object]]  # takes rows, returns a product of square matrices that is ready to run
 
@@ -68,14 +71,22 @@ class Roofline(NamedTuple):
     flops_per_s: float
 
 
-def of_engine(engine: Engine) -> Roofline:
-    """Return the best rates that starts on this machine have measured; measure again while they still find better ones."""
+def of_engine(engine: Engine) -> Roofline | None:
+    """Return the best rates that starts on this machine have measured; measure again while they still find better ones.
+    None where a GPU has no memory left to measure in."""
     model, config = engine.runner.model, engine.config
     threads = torch.get_num_threads()
     cache = Cache(
         cache_folder(), (_device_name(model.device), threads, torch.__version__, config.dtype, model.head.name)
     )
-    return cache.best_of(lambda: measure(model.device, _product(config, model.device, model.dtype)))
+    try:
+        return cache.best_of(lambda: measure(model.device, _product(config, model.device, model.dtype)))
+    except torch.cuda.OutOfMemoryError:
+        log.warning("there is no baton_utilisation: the GPU has no %d MiB left to measure its rates", _CUDA_BYTES >> 20)
+        return None
+    finally:
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Cache:

@@ -1,0 +1,66 @@
+"""Say whether a worker serves, compiles, is stalled, or has to end."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.engine.kernels.compiling import CompileWatch
+from baton.worker.observe import reports
+from baton.worker.observe.reports import COMPILED_WITHIN_S, HUNG_AFTER, STALLED_AFTER_S, Reports
+
+
+class Bench:
+    """A worker that has work and has not stepped for a while, as its reports see it."""
+
+    def __init__(self, silent_s: float, device: str = "cuda", compiling_s: float | None = None):
+        now = time.monotonic()
+        watch = CompileWatch()
+        watch.since = None if compiling_s is None else now - compiling_s
+        engine = SimpleNamespace(
+            has_work=lambda: True, step_number=3, pool=SimpleNamespace(device=torch.device(device)),
+            runner=SimpleNamespace(launcher=SimpleNamespace(compiling=watch)),
+        )  # fmt: skip
+        loop = SimpleNamespace(last_beat=now - silent_s, is_alive=True)
+        commands = SimpleNamespace(is_draining=False, legs={})
+        self.health: dict[str, bool] = {}
+        health = SimpleNamespace(set=self.health.__setitem__)
+        self.reports = Reports(engine, loop, commands, None, health, None, None)
+
+
+@pytest.fixture
+def left(monkeypatch) -> list[float]:
+    seconds: list[float] = []
+    monkeypatch.setattr(reports, "leave_for_hung_device", seconds.append)
+    return seconds
+
+
+@pytest.mark.parametrize(
+    "silent_s, compiling_s, state",
+    [
+        (0.0, None, "serving"),
+        (STALLED_AFTER_S + 1, None, "stalled"),
+        (STALLED_AFTER_S + 1, STALLED_AFTER_S, "compiling"),
+        (COMPILED_WITHIN_S + 2, COMPILED_WITHIN_S + 1, "stalled"),
+    ],
+)
+def test_a_worker_that_compiles_is_not_stalled(silent_s, compiling_s, state):
+    bench = Bench(silent_s, compiling_s=compiling_s)
+    assert bench.reports.state == state
+    bench.reports._set_health()
+    assert set(bench.health.values()) == {state != "stalled"}
+
+
+@pytest.mark.parametrize(
+    "device, silent_s, compiling_s, ends",
+    [
+        ("cuda", HUNG_AFTER * STALLED_AFTER_S + 1, None, True),
+        ("cuda", STALLED_AFTER_S + 1, None, False),
+        ("cuda", HUNG_AFTER * STALLED_AFTER_S + 1, 10.0, False),
+        ("cpu", HUNG_AFTER * STALLED_AFTER_S + 1, None, False),
+    ],
+)
+def test_a_gpu_that_hangs_ends_its_worker(left, device, silent_s, compiling_s, ends):
+    Bench(silent_s, device, compiling_s).reports.leave_if_hung()
+    assert bool(left) == ends
