@@ -139,7 +139,7 @@ FOLDERS = {
             "native weights core kv sampling attention layers.linear layers weights.formats models"
         ),
         "speculation.control": "core sampling schedule speculation.proposers",
-        "execute": "native core kv sampling schedule models speculation.proposers speculation.control",
+        "execute": "native core kv kernels sampling schedule models speculation.proposers speculation.control",
         ".": "core kv sampling schedule models speculation.proposers speculation.control execute",
     },
     "baton.service": {

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import scope
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Request, RequestEnded
 from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
@@ -257,16 +256,14 @@ class Engine:
             if seq.group.launched_at is None and not seq.group.prefilled:
                 self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
         num_tokens = sum(end - begin for _, begin, end in slices)
-        with scope(self.pool.device):
-            self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
+        self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden
         drawn = self.runner.run(slices, layer_watermark(slices, self.on_progress))
         self.step_number += 1
         self.work.add(slices)
         self.speculator.measure(drawn)
         self.results.collect(slices, drawn, launched_at, self._outputs)
-        with scope(self.pool.device):
-            self.speculator.advance(drawn, self.runner.hidden)
+        self.speculator.advance(drawn, self.runner.hidden)
         self._rate.add(sum(len(samples) for _, samples in drawn))
 
     def _obey(self, command: Command) -> None:

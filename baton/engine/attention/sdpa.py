@@ -117,7 +117,8 @@ class SdpaAttention(Attention):
         kv_lens = [num_positions if self._tail_is_finite(seq, pool) else seq.kv_len for seq in seqs]
         if min(kv_lens) == num_positions:
             return None
-        stale = torch.arange(num_positions) >= torch.tensor(kv_lens).unsqueeze(1)
+        device = self.shape.device
+        stale = torch.arange(num_positions, device=device) >= torch.tensor(kv_lens, device=device).unsqueeze(1)
         return stale.view(-1).nonzero().view(-1)
 
     def _padded(self, kv_len: int) -> int:
@@ -128,28 +129,32 @@ class SdpaAttention(Attention):
     def _decode_group(self, seqs: list[SeqSlice], pool: KVPool) -> TileGroup:
         """`seqs`: longest first."""
         kv_len = self._padded(seqs[0].kv_len)
-        kv_lens = torch.tensor([seq.kv_len for seq in seqs])
-        positions = torch.arange(kv_len)
+        device = self.shape.device
+        kv_lens = torch.tensor([seq.kv_len for seq in seqs], device=device)
+        positions = torch.arange(kv_len, device=device)
         masks = {
             window: self._additive(visible(kv_lens - 1, positions, window)).view(len(seqs), 1, 1, kv_len)
             for window in self._windows
         }
         start = seqs[0].query_start
-        rows = slice(start, start + 1) if len(seqs) == 1 else torch.tensor([seq.query_start for seq in seqs])
+        starts = [seq.query_start for seq in seqs]
+        rows = slice(start, start + 1) if len(seqs) == 1 else torch.tensor(starts, device=device)
         table = self._block_table(seqs, pool, kv_len)
         stale = self._stale(seqs, pool, table.shape[1] * pool.block_size)
         return TileGroup(rows, 0, self.decode_rows, table, stale, (Call(0, len(seqs), kv_len, masks),))
 
     def _chunk_group(self, seq: SeqSlice, pool: KVPool) -> TileGroup:
         size = self.shape.group_size
-        positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len).repeat_interleave(size)
+        positions = torch.arange(seq.kv_len - seq.query_len, seq.kv_len, device=self.shape.device).repeat_interleave(
+            size
+        )
         # Rows of padding have the last position: they are computed and thrown away.
         positions = F.pad(positions, (0, -len(positions) % self.tile), value=seq.kv_len - 1).view(-1, 1, self.tile)
         calls = []
         for begin in range(0, len(positions), TILES_PER_CALL):
             tiles = positions[begin : begin + TILES_PER_CALL]
             kv_len = self._padded(int(tiles[-1, 0, -1]) + 1)
-            keys = torch.arange(kv_len)
+            keys = torch.arange(kv_len, device=self.shape.device)
             masks = {
                 window: self._additive(visible(tiles.reshape(-1), keys, window)).view(len(tiles), 1, self.tile, kv_len)
                 for window in self._windows
@@ -162,7 +167,7 @@ class SdpaAttention(Attention):
 
     def _block_table(self, seqs: list[SeqSlice], pool: KVPool, kv_len: int) -> Tensor:
         """Blocks for `kv_len` positions; beyond a sequence's own it repeats its first one, finite and masked."""
-        table = torch.empty(len(seqs), -(-kv_len // pool.block_size), dtype=torch.int64)
+        table = torch.empty(len(seqs), -(-kv_len // pool.block_size), dtype=torch.int64, device=self.shape.device)
         for row, seq in zip(table, seqs, strict=True):
             used = -(-seq.kv_len // pool.block_size)
             row[:used] = seq.block_ids[:used]
@@ -170,7 +175,7 @@ class SdpaAttention(Attention):
         return table
 
     def _additive(self, seen: Tensor) -> Tensor:
-        return torch.zeros(seen.shape, dtype=self.shape.dtype).masked_fill_(~seen, float("-inf"))
+        return torch.zeros(seen.shape, dtype=self.shape.dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
 
     # ---- a layer ----
 

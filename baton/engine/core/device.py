@@ -1,6 +1,7 @@
 """The device that an engine computes on: found, or refused with the reason; how much of its memory the pool gets."""
 
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ MIN_CAPABILITY = (8, 0)  # bf16 products
 UTILIZATION = 0.9  # of the memory, by default: graphs, libraries and fragmentation take from the rest
 GIB = 1 << 30
 CONTEXT_BYTES = GIB  # what CUDA and its libraries take outside torch's allocator; an estimate, not measured
+QUIET_S, POLL_S = 2.0, 0.25
 # Bytes a weight takes against bf16, for saying what would fit.
 SMALLER = {"fp8": 0.53, "int8": 0.53, "int4-g128": 0.31}
 
@@ -31,6 +33,18 @@ class Memory:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return cls(total, free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
+
+
+def wait_for_memory(read: Callable[[], Memory], share: float, pause: Callable[[float], None] = time.sleep) -> None:
+    """Wait while the driver takes back the memory of a process that has just ended, this one's former program too: until
+    `share` of the GPU is free, or nothing more of it has become free for QUIET_S."""
+    memory, quiet_s = read(), 0.0
+    most = memory.free
+    while most < share * memory.total and quiet_s < QUIET_S:
+        pause(POLL_S)
+        free = read().free
+        quiet_s = 0.0 if free > most + memory.total // 100 else quiet_s + POLL_S
+        most = max(most, free)
 
 
 def memory_share(config: EngineConfig) -> float:
@@ -85,11 +99,6 @@ def instruction_set(device: torch.device) -> str:
         of_torch = torch.backends.cpu.get_cpu_capability().lower()
         return of_torch if library is None else f"{of_torch}+{library.products}"
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-
-def scope(device: torch.device) -> AbstractContextManager:
-    """Make tensors on the device by default, within this context; on a CPU it costs nothing."""
-    return nullcontext() if device.type == "cpu" else device
 
 
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:

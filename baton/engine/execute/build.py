@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from baton.engine import native
 from baton.engine.core import cpu
 from baton.engine.core.config import EngineConfig, resolve
-from baton.engine.core.device import GIB, Memory, find_device, memory_share, pool_blocks, scope
+from baton.engine.core.device import GIB, Memory, find_device, memory_share, pool_blocks, wait_for_memory
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
@@ -79,19 +80,20 @@ def _on_gpu(
     """The pool gets what is left after the weights and one step of the largest kind."""
     # What is loaded before the pool has its size serves the longest context that could fit.
     widest = resolve(config if config.num_blocks else replace(config, num_blocks=UNBOUNDED), spec)
+    wait_for_memory(partial(Memory.of, device), memory_share(config))
     model = load_model(widest, device)
     proposers = make(widest, model)
-    with torch.inference_mode(), scope(device):
+    with torch.inference_mode():
         if config.num_blocks is None:
-            config = replace(config, num_blocks=_num_blocks(widest, model))
+            config = replace(config, num_blocks=_num_blocks(widest, model, bool(proposers)))
         config = resolve(config, spec)
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
         launcher = GpuLauncher(model, pool, config, bool(proposers))
     return EngineParts(config, model, pool, DeviceSampler(), proposers, launcher)
 
 
-def _num_blocks(config: EngineConfig, model: Model) -> int:
-    used = step_bytes(model, config)
+def _num_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:
+    used = step_bytes(model, config, speculates)
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
     return pool_blocks(Memory.of(model.device), memory_share(config), used, layout.block_bytes, least)

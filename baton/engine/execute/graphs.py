@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch instead of one per kernel, for a ladder of batch sizes.
 
 A step fits where all its sequences have the same number of tokens: one, or one and as many proposals. It runs in the
-next larger graph of its width; graphs read the same buffers (inputs.py) and share one pool of memory, the largest
-captured first so that the others fit into what it took. Prefill chunks, and steps that mix widths, run eagerly.
+next larger graph of its width; graphs read the same buffers (inputs.py), leave their outputs in the same ones, and share
+one pool of memory, the largest captured first so that the others fit into what it took. Prefill chunks, and steps that mix
+widths, run eagerly.
 """
 
 from bisect import bisect_left
@@ -35,6 +36,10 @@ class DecodeGraphs:
         self._num_blocks = pool.layout.num_blocks(max_kv_len)
         self._graphs: dict[StepShape, tuple[Callable[[], None], Outputs]] = {}
         shapes = [self._shape(size, width) for width in widths for size in sizes]
+        largest = max(shape.num_tokens for shape in shapes)
+        # Of all graphs: logits of each would take 0.5 MB a row and vocabulary of 128k, 1.4 GB for a ladder up to 256.
+        self._hidden = torch.empty(largest, model.spec.hidden_size, dtype=model.dtype, device=pool.device)
+        self._logits = torch.empty(largest, model.spec.vocab_size, dtype=torch.float32, device=pool.device)
         for shape in sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True):
             self._graphs[shape] = capture(self._step(shape))
 
@@ -75,8 +80,9 @@ class DecodeGraphs:
 
         def run() -> Outputs:
             batch = self._inputs.static(shape, width, self._max_kv_len)
-            hidden = self._model.hidden(batch, self._pool)[: shape.num_tokens]
-            return hidden, self._model.logits(hidden)
+            hidden = self._hidden[: shape.num_tokens]
+            hidden.copy_(self._model.hidden(batch, self._pool)[: shape.num_tokens])
+            return hidden, self._model.logits(hidden, self._logits[: shape.num_tokens])
 
         self._inputs.send_padded(first_step(width), shape)
         return run

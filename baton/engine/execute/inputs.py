@@ -16,6 +16,9 @@ from torch import Tensor
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable, known_ids
 
+NUM_LONGS = 4  # parts of int64; those of int32 follow
+ALIGNMENT = 16  # bytes, that Triton's kernels are specialized by
+
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
@@ -27,16 +30,24 @@ class StepShape:
     num_blocks: int
 
     @property
-    def num_longs(self) -> int:
-        return 3 * self.num_tokens + self.num_rows
+    def sizes(self) -> tuple[int, ...]:
+        """Return the elements of each of StepViews' parts, in order: NUM_LONGS of int64, the others of int32."""
+        tokens, seqs = self.num_tokens, self.num_seqs
+        return tokens, tokens, tokens, self.num_rows, seqs + 1, seqs, seqs * self.num_blocks
 
     @property
-    def num_ints(self) -> int:
-        return 2 * self.num_seqs + 1 + self.num_seqs * self.num_blocks
+    def offsets(self) -> tuple[int, ...]:
+        """Return the byte at which each part begins, and the end. Every part is aligned, whatever the counts are: a
+        kernel that is compiled for aligned arguments would else be compiled once more while requests wait."""
+        places = [0]
+        for index, size in enumerate(self.sizes):
+            num_bytes = size * (8 if index < NUM_LONGS else 4)
+            places.append(places[-1] + num_bytes + -num_bytes % ALIGNMENT)
+        return tuple(places)
 
     @property
     def num_bytes(self) -> int:
-        return 8 * self.num_longs + 4 * self.num_ints
+        return self.offsets[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +65,12 @@ class StepViews:
     @classmethod
     def of(cls, buffer: Tensor, shape: StepShape) -> "StepViews":
         """Return views of `buffer`, uint8 [at least shape.num_bytes]."""
-        border = 8 * shape.num_longs
-        longs, ints = buffer[:border].view(torch.int64), buffer[border : shape.num_bytes].view(torch.int32)
-        tokens, seqs = shape.num_tokens, shape.num_seqs
-        starts, lens, table = ints.split((seqs + 1, seqs, seqs * shape.num_blocks))
-        return cls(*longs.split((tokens, tokens, tokens, shape.num_rows)), starts, lens, table.view(seqs, -1))
+        parts = []
+        for index, (begin, size) in enumerate(zip(shape.offsets, shape.sizes, strict=False)):
+            dtype = torch.int64 if index < NUM_LONGS else torch.int32
+            parts.append(buffer[begin : begin + size * dtype.itemsize].view(dtype))
+        *others, table = parts
+        return cls(*others, table.view(shape.num_seqs, -1))
 
 
 class StepInputs:

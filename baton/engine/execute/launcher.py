@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from baton.engine import native
+from baton.engine import kernels, native
 from baton.engine.core.batch import ForwardBatch, SeqSlice, known_ids
 from baton.engine.core.config import EngineConfig
 from baton.engine.execute.activation_memory import activations_on
@@ -17,8 +17,12 @@ from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, width
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.sm_partition import Partition
 from baton.engine.execute.watermark import LayerEvents
+from baton.engine.kernels.compiling import CompileWatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
+from baton.engine.sampling.on_device import draw
+from baton.engine.sampling.sampler import SampleRow
+from baton.sampling_params import SamplingParams
 from kvtransfer.layout import KVLayout
 
 logger = logging.getLogger(__name__)
@@ -40,6 +44,7 @@ class LaunchedTokens:
 class Launcher:
     """The model and its pool on a CPU."""
 
+    compiling: CompileWatch | None = None  # of kernels that are compiled when they are first needed
     overlaps = False  # a step is launched while the one before it computes; on a CPU both would share its cores
     num_graphs = 0
 
@@ -105,6 +110,9 @@ class GpuLauncher(Launcher):
     def __init__(self, model: Model, pool: KVPool, config: EngineConfig, speculates: bool):
         """`config` is resolved. Captures the graphs."""
         super().__init__(model, pool)
+        self.compiling = CompileWatch()
+        if not kernels.unavailable("cuda"):
+            self.compiling.install()
         # Any other plans a step in host memory that the one before may still read.
         self.overlaps = model.capturable
         num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_seqs
@@ -116,7 +124,7 @@ class GpuLauncher(Launcher):
         self._turn = 0
         self._graphs: DecodeGraphs | None = None
         if config.cuda_graphs and model.capturable:
-            fitting = [width for width in widths(speculates, config.num_draft_tokens) if width * num_seqs <= num_tokens]
+            fitting = fitting_widths(config, speculates)
             capture = CudaCapture(self._stream)
             sizes = ladder(num_seqs)
             with self.place():
@@ -179,20 +187,49 @@ class GpuLauncher(Launcher):
         (self._stream or torch.cuda.current_stream(self.pool.device)).synchronize()
 
 
-def step_bytes(model: Model, config: EngineConfig) -> int:
-    """Measure the memory that the largest step takes beside weights and pool: run one, in a pool of its own."""
+def fitting_widths(config: EngineConfig, speculates: bool) -> list[int]:
+    """Return the tokens of a sequence in the steps that have graphs."""
+    most = config.max_num_batched_tokens // config.max_num_seqs
+    return [width for width in widths(speculates, config.num_draft_tokens) if width <= most]
+
+
+def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
+    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, with the draw
+    of all its rows, and what graphs hold on to behind the pool, whose memory no other step may use."""
     device, block_size = model.device, config.block_size
-    num_tokens = min(config.max_num_batched_tokens, config.max_model_len)
+    num_tokens, num_seqs = min(config.max_num_batched_tokens, config.max_model_len), config.max_num_seqs
     layout = KVLayout((model.kv_group(config.kv_dtype, block_size),))
     pool = KVPool(layout, layout.num_blocks(num_tokens), device=device)
     rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
     batch = ForwardBatch(
-        torch.zeros_like(rows), rows, rows, [SeqSlice(0, num_tokens, num_tokens, block_ids)],
-        rows[: config.max_num_seqs],
-    )  # fmt: skip
+        torch.zeros_like(rows), rows, rows, [SeqSlice(0, num_tokens, num_tokens, block_ids)], rows[:num_seqs]
+    )
     inputs = StepInputs(device, StepShape(num_tokens, len(batch.logit_rows), 1, pool.num_blocks))
+    sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]
+
+    def largest_step() -> None:
+        logits = Launcher(model, pool).run(inputs.send(batch), False, None)[1]
+        draw(logits, sampled[: len(logits)])
+
+    taken = _peak_bytes(device, largest_step)
+    if not config.cuda_graphs or not model.capturable:
+        return taken
+    width = max(fitting_widths(config, speculates))
+    shape = StepShape(num_seqs * width, num_seqs * width, num_seqs, layout.num_blocks(config.max_model_len))
+    static = StepInputs(device, shape)
+
+    def largest_graph() -> None:
+        DecodeGraphs(
+            model, pool, static, [num_seqs], [width], config.max_model_len, lambda run: (torch.cuda.synchronize, run())
+        )
+
+    return taken + _peak_bytes(device, largest_graph)
+
+
+def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:
+    """Return the most memory that `run` had at any time."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    Launcher(model, pool).run(inputs.send(batch), False, None)
+    run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from baton import failpoints
 from baton.engine.core.batch import ForwardBatch, SeqSlice
-from baton.engine.core.device import scope
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
@@ -59,13 +58,12 @@ class Runner:
         ends = [index for index, piece in enumerate(slices) if piece.end == piece.seq.num_tokens]
         batch = self._batch(slices, ends)
         seqs = [slices[index].seq for index in ends]
-        with scope(self.pool.device):
-            self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer)
-            if any(seq.draft_ids for seq in seqs):
-                drawn = self._verified(logits, seqs)
-            else:
-                drawn = self._drawn(logits, seqs) if seqs else []
-            self.launcher.wait()
+        self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer)
+        if any(seq.draft_ids for seq in seqs):
+            drawn = self._verified(logits, seqs)
+        else:
+            drawn = self._drawn(logits, seqs) if seqs else []
+        self.launcher.wait()
         return drawn
 
     @torch.inference_mode()
@@ -75,8 +73,7 @@ class Runner:
         rows = {} if before is None else {piece.seq: row for row, piece in enumerate(before.slices)}
         batch = self._batch(slices, list(range(len(slices))), rows)
         draws = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in slices]
-        with scope(self.pool.device):
-            tokens = self.launcher.launch(batch, lambda logits: draw(logits, draws), before and before.tokens)
+        tokens = self.launcher.launch(batch, lambda logits: draw(logits, draws), before and before.tokens)
         return Flight(slices, tokens, launched_at)
 
     def read(self, flight: Flight) -> list[Drawn]:
@@ -88,7 +85,9 @@ class Runner:
         """One row of logits each."""
         counts = [1 if seq.group.prefilled else seq.group.request.sampling.n for seq in seqs]
         if len(seqs) < sum(counts):
-            logits = logits.repeat_interleave(torch.tensor(counts), dim=0)
+            logits = logits.repeat_interleave(
+                torch.tensor(counts, device=logits.device), dim=0, output_size=sum(counts)
+            )
         rows = []
         for seq in seqs:
             request = seq.group.request

@@ -21,7 +21,7 @@ import triton.language as tl
 from baton.engine.kernels.tiles import dot, narrow
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x, w, scales, offsets, bias, x_scales, y, partials,
     num_rows, num_out, num_in, x_stride, w_stride, group, num_groups, segment_len, num_segments,
@@ -127,7 +127,7 @@ def _finish(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_segments(
     partials, scales, bias, x_scales, y, num_rows, num_out, num_segments,
     KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -79,16 +79,19 @@ class Model:
         """
         return self.logits(self.hidden(batch, pool, on_layer)[batch.logit_rows])
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned; in `out` where that is given."""
         if self.fused is not None and isinstance(self.norm, RMSNorm):
             normed = self.fused.norm(hidden.contiguous(), self.norm.weight)
         else:
             normed = self.norm(hidden)
-        logits = self.head(normed).float()
+        logits = self.head(normed)
+        logits = logits.float() if out is None else out.copy_(logits)
         if self.spec.logit_scale != 1:
             logits = logits * self.spec.logit_scale
-        return logits if self.spec.logit_softcap is None else soft_capped(logits, self.spec.logit_softcap)
+        if self.spec.logit_softcap is not None:
+            logits = soft_capped(logits, self.spec.logit_softcap)
+        return logits if out is None or logits is out else out.copy_(logits)
 
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the KV of all tokens and return what the last layer leaves, before the final norm: [>= T, hidden_size],

@@ -26,7 +26,7 @@ def candidates(scores: Tensor, params: SamplingParams) -> Tensor:
         probabilities = scores.softmax(dim=0)
         kept = probabilities >= params.min_p * probabilities.max()
         ids = kept.nonzero().view(-1) if ids is None else ids[kept]
-    return torch.arange(scores.numel()) if ids is None else ids
+    return torch.arange(scores.numel(), device=scores.device) if ids is None else ids
 
 
 def nucleus(scores: Tensor, top_p: float) -> Tensor:

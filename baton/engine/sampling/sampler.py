@@ -100,10 +100,11 @@ def draw_filtered(scores: Tensor, row: SampleRow) -> int:
 
 def draw_plain(scores: Tensor, rows: Sequence[SampleRow]) -> list[int]:
     """One token per row of scores [R, vocab_size] (before temperature), no filters: any token may win."""
-    temperatures = torch.tensor([row.params.temperature for row in rows]).unsqueeze(1)
-    keys = torch.tensor([noise_key(row.params.seed, row.choice, row.position) for row in rows]).unsqueeze(1)
+    device = scores.device
+    temperatures = torch.tensor([row.params.temperature for row in rows], device=device).unsqueeze(1)
+    keys = [noise_key(row.params.seed, row.choice, row.position) for row in rows]
     scores = scores / temperatures
-    uniforms = uniform(keys, torch.arange(scores.shape[1]))
+    uniforms = uniform(torch.tensor(keys, device=device).unsqueeze(1), torch.arange(scores.shape[1], device=device))
     rough = scores + gumbel(uniforms.float())
     near = rough >= rough.amax(dim=1, keepdim=True) - NEAR
     token_ids = []

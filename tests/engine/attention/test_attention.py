@@ -7,7 +7,6 @@ from baton.engine import native
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS, choose
 from baton.engine.core.batch import SeqSlice
-from baton.engine.core.device import scope
 from baton.engine.kv.stored_forms import STORED
 from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
 
@@ -125,7 +124,7 @@ def test_torch_on_a_gpu(name):
     shape = AttentionShape(8, 2, 64, windows=(None, WINDOW), dtype=torch.bfloat16, device=device)
     backend, _ = choose(name, shape, batch_invariant=False)
     step = one_step(shape, [(1, 90), (20, 150)], form="bf16")
-    with scope(device):
+    with device:
         assert_close_to_exact(backend, *step, atol=2e-2)
     with pytest.raises(ValueError, match="refused in batch-invariant mode"):
         choose(name, shape)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import GIB, Memory, check_weights, find_device, pool_blocks
+from baton.engine.core.device import GIB, Memory, check_weights, find_device, pool_blocks, wait_for_memory
 from baton.engine.engine import Engine
 from baton.engine.weights.formats.placed import placed
 from tests.support.engine.folders import make_folder
@@ -74,6 +74,24 @@ def test_two_workers_share_a_gpu():
     blocks = pool_blocks(first, 0.45, step, GIB // 128, 100)
     second = replace(first, free=first.free - weights - blocks * GIB // 128 - GIB)
     assert pool_blocks(second, 0.45, step, GIB // 128, 100) == blocks == 16 * 128
+
+
+@pytest.mark.parametrize(
+    "frees, num_pauses",
+    [
+        ([130], 0),  # there is room at once
+        ([20, 40, 90, 127], 3),  # the driver takes a while
+        ([60], 8),  # another process has the rest: 2 s, and the start says what there is
+    ],
+)
+def test_memory_of_a_process_that_just_ended_is_waited_for(frees, num_pauses):
+    left, pauses = [GIB * free for free in frees], []
+
+    def read() -> Memory:
+        return replace(H200, free=left.pop(0) if len(left) > 1 else left[0])
+
+    wait_for_memory(read, 0.9, pauses.append)
+    assert len(pauses) == num_pauses
 
 
 def test_a_model_that_does_not_fit():

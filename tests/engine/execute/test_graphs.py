@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from baton.engine import kernels
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import scope
 from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
 from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
 from baton.engine.kv.pool import KVPool
@@ -50,7 +49,7 @@ class Bench:
         table = layout.num_blocks(CONTEXT)
         self.inputs = [StepInputs(DEVICE, StepShape(32, 32, 8, table)) for _ in range(2)]
         capture = CudaCapture() if DEVICE.type == "cuda" else compute_again
-        with torch.inference_mode(), scope(DEVICE):
+        with torch.inference_mode():
             self.graphs = DecodeGraphs(self.model, self.pools[0], self.inputs[0], (1, 4), (1, 3), CONTEXT, capture)
         content = torch.randn(self.pools[0].blocks.shape, device=DEVICE)
         for pool in self.pools:
@@ -70,7 +69,7 @@ class Bench:
     def check(self, kv_lens: list[int], width: int) -> None:
         batch = self.batch(kv_lens, width)
         shape = self.graphs.shape_for(batch)
-        with torch.inference_mode(), scope(DEVICE):
+        with torch.inference_mode():
             _, logits = self.graphs.run(batch, shape)
             wanted = self.model.forward(self.inputs[1].send(batch), self.pools[1])
         assert logits.shape == wanted.shape

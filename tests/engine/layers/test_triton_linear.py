@@ -1,8 +1,10 @@
 """Triton's linear kernels against the dequantized weight in float64: on a GPU, or in Triton's interpreter on a CPU.
 Outputs are poisoned: what a kernel does not write shows."""
 
+import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +168,38 @@ def test_a_copy_of_the_weight_must_pay(tmp_path, tinygemm_of_the_cpu):
         tuning.Table(tmp_path / f"{taken}.json", measure).apply(kernel, DEVICE, BF16)
         kernel(torch.zeros(1, 256, device=DEVICE, dtype=BF16))
         assert calls[-1] == taken
+
+
+def test_a_library_that_refuses_a_shape_is_left_out(tmp_path, caplog):
+    """As cuBLAS did with int8: known from the call alone, and for some numbers of rows."""
+    kernel = GpuLinear(on_device(dense_weight((16, 64), BF16)), None, BF16, False)
+
+    def refuse(x):
+        if len(x) == 256:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")
+
+    def measure(run):
+        run()
+        return 1.0
+
+    kernel.paths = {"cublas": refuse, "tile16": len, "tile128": len}
+    tuning.Table(tmp_path / "table.json", measure).apply(kernel, DEVICE, BF16)
+    assert set(json.loads((tmp_path / "table.json").read_text())[kernel.key].values()) == {"tile16"}
+    assert "cublas is left out for dense" in caplog.text and "CUBLAS_STATUS_NOT_SUPPORTED when" in caplog.text
+    kernel.paths["tile128"] = refuse
+    with pytest.raises(RuntimeError, match="NOT_SUPPORTED"):  # a fault of our own is not passed over
+        tuning.Table(tmp_path / "other.json", measure).apply(kernel, DEVICE, BF16)
+
+
+def test_the_copy_of_a_weight_is_made_before_the_pool(monkeypatch):
+    """Known from a file that it is the fastest, it would else be made by the first step."""
+    kernel = GpuLinear(on_device(int_weight((16, 256), 4, 32)), None, BF16, False)
+    monkeypatch.setattr(kernel, "_packed", lambda: SimpleNamespace(num_bytes=7000))
+    before = kernel.num_bytes
+    kernel.use([(math.inf, "tinygemm")])
+    assert kernel.num_bytes == before + 7000
+    kernel.use([(math.inf, "tile16")])
+    assert kernel.num_bytes == before
 
 
 def test_a_table_is_measured_once_and_read_again(tmp_path):

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
-from baton.engine.core.device import scope
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import Hand, make_folder, random_ids
 
@@ -53,7 +52,7 @@ def test_models(tmp_path, family):
         model = load_model(EngineConfig(tmp_path, attention=attention), device)
         assert model.layers_name == ("triton" if attention == "triton" else "torch")
         hand = Hand(model)
-        with scope(device):
+        with device:
             steps = [
                 hand.step({"a": random_ids(20, 1)}),
                 hand.step({"a": random_ids(7, 2), "b": random_ids(9, 3)}),

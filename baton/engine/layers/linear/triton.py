@@ -26,6 +26,7 @@ MIN_SEGMENT = 512  # inputs
 ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_CAPABILITY = (8, 9)
+LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # of torch and what it calls
 
 Path = Callable[[Tensor], Tensor]
 
@@ -104,10 +105,11 @@ class GpuLinear(LinearKernel):
         return self._weight.num_in
 
     def use(self, by_rows: list[tuple[float, str]]) -> None:
-        """`by_rows`: (largest number of rows, path) ascending, the last one infinite."""
+        """`by_rows`: (largest number of rows, path) ascending, the last one infinite. Makes the copy of the weight that a
+        path needs at once: behind the pool there might be no memory for it."""
         self._by_rows = by_rows
-        if all(name not in self.copying for _, name in by_rows):
-            self._tiny = None
+        taken = any(name in self.copying for _, name in by_rows)
+        self._tiny = (self._tiny or self._packed()) if taken else None
 
     def __call__(self, x: Tensor) -> Tensor:
         num_rows = x.shape[0]
@@ -191,12 +193,14 @@ class GpuLinear(LinearKernel):
         return y
 
     def _tinygemm(self, x: Tensor) -> Tensor:
-        stored = self._weight
-        if self._tiny is None:
-            levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
-            self._tiny = tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
+        self._tiny = self._tiny or self._packed()
         y = self._tiny(x)
         return y if self._dense_bias is None else y + self._dense_bias
+
+    def _packed(self) -> tinygemm.TinyGemm:
+        stored = self._weight
+        levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
+        return tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
 
     def _int_mm(self, x: Tensor) -> Tensor:
         values, x_scales = self._activated(x)

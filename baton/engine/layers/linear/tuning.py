@@ -3,6 +3,7 @@ and kept in a file."""
 
 import hashlib
 import json
+import logging
 import math
 import os
 import statistics
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.layers.linear.triton import GpuLinear
+from baton.engine.layers.linear.triton import LIBRARY_PATHS, GpuLinear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 NUM_RUNS = 7
@@ -20,6 +21,8 @@ FLUSH_BYTES = 256 << 20  # beyond the L2 of any GPU: in a model other weights ha
 COPY_MARGIN = 1.1  # by which a path that keeps a copy of the weight must be the faster one
 # Below baton/engine: another kernel is another table.
 SOURCES = ("layers/linear/triton.py", "layers/linear/tinygemm.py", "kernels/linear.py")
+
+logger = logging.getLogger(__name__)
 
 Measure = Callable[[Callable[[], object]], float]  # seconds of one run
 
@@ -40,16 +43,27 @@ class Table:
         found = self._best.get(kernel.key, {})
         if not all(found.get(str(rows)) in kernel.paths for rows in ROWS):
             x = torch.randn(ROWS[-1], kernel.num_in, device=device).to(dtype)
-            found = {str(rows): self._fastest(kernel, x[:rows]) for rows in ROWS}
+            found = self._fastest(kernel, x)
             self._best[kernel.key] = found
             self._save()
         limits = [float(rows) for rows in ROWS[:-1]] + [math.inf]
         kernel.use([(limit, found[str(rows)]) for limit, rows in zip(limits, ROWS, strict=True)])
 
-    def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> str:
-        fitting = {name: path for name, path in kernel.paths.items() if kernel.fits(name, len(x))}
-        seconds = {name: self._measure(lambda path=path: path(x)) for name, path in fitting.items()}
-        return min(seconds, key=lambda name: seconds[name] * (COPY_MARGIN if name in kernel.copying else 1))
+    def _fastest(self, kernel: GpuLinear, x: torch.Tensor) -> dict[str, str]:
+        """Return the fastest path for each of ROWS. A path of a library that raises for any of them is left out."""
+        seconds: dict[int, dict[str, float]] = {rows: {} for rows in ROWS}
+        for name, path in list(kernel.paths.items()):
+            try:
+                for rows in (rows for rows in ROWS if kernel.fits(name, rows)):
+                    seconds[rows][name] = self._measure(lambda path=path, rows=rows: path(x[:rows]))
+            except RuntimeError as error:
+                if name not in LIBRARY_PATHS:
+                    raise
+                logger.warning("%s is left out for %s: %s", name, kernel.key, " ".join(str(error).split()))
+                for each in seconds.values():
+                    each.pop(name, None)
+        cost = {name: COPY_MARGIN if name in kernel.copying else 1 for name in kernel.paths}
+        return {str(rows): min(found, key=lambda name: found[name] * cost[name]) for rows, found in seconds.items()}
 
     def _save(self) -> None:
         part = self._path.with_suffix(f".{os.getpid()}")

@@ -180,7 +180,7 @@ class DraftModel(Proposer):
             return False
         if missing > 0:
             reading.block_ids += [self._free.pop() for _ in range(missing)]
-            reading.table = torch.tensor(reading.block_ids)
+            reading.table = torch.tensor(reading.block_ids, device=self.model.device)
         return True
 
     def _give_back(self, reading: Reading) -> None:
@@ -218,12 +218,13 @@ class DraftModel(Proposer):
         return self._forward([token_id for _, token_id in guesses], positions, slots, seqs, list(range(len(guesses))))
 
     def _forward(self, token_ids, positions, slots, seqs, rows) -> Tensor:
+        device = self.model.device
         batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            slots=torch.tensor(slots, device=device),
             seqs=seqs,
-            logit_rows=torch.tensor(rows, dtype=torch.int64),
+            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
         )
         return self.model.forward(batch, self.pool)
 

@@ -138,7 +138,9 @@ class Eagle(Proposer):
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
         """Keep the rows of `hidden` [>= rows, hidden_size] at accepted positions, until the next proposal."""
         index = [row for a in advances for row in range(a.first_row, a.first_row + a.num_accepted + 1)]
-        kept = hidden[torch.tensor(index)].split([advance.num_accepted + 1 for advance in advances])
+        kept = hidden[torch.tensor(index, device=hidden.device)].split(
+            [advance.num_accepted + 1 for advance in advances]
+        )
         for (draftee, _, num_accepted, _), rows in zip(advances, kept, strict=True):
             context = draftee.state
             if context is None:
@@ -208,8 +210,8 @@ class Eagle(Proposer):
                 token_ids += draftee.token_ids[first + 1 : first + 1 + len(rows)]
                 positions += range(first, first + len(rows))
             last_rows.append(len(positions) - 1)
-        x = self._enter(torch.tensor(token_ids), self.model.norm(torch.cat(hidden)))
-        q, k, v = self._rotated(x, torch.tensor(positions))
+        x = self._enter(self._ints(token_ids), self.model.norm(torch.cat(hidden)))
+        q, k, v = self._rotated(x, self._ints(positions))
         begin = 0
         for draftee, last in zip(draftees, last_rows, strict=True):
             context, num_new = draftee.state, last + 1 - begin
@@ -232,14 +234,17 @@ class Eagle(Proposer):
 
     def _next(self, active: Sequence[tuple[Draftee, list[int], int]], features: Tensor) -> tuple[Tensor, Tensor]:
         """The row after a drafted token: K and V behind the verified ones, where the next catch-up writes over them."""
-        x = self._enter(torch.tensor([draft[-1] for _, draft, _ in active]), features)
+        x = self._enter(self._ints([draft[-1] for _, draft, _ in active]), features)
         positions = [len(draftee.token_ids) - 2 + len(draft) for draftee, draft, _ in active]
-        q, k, v = self._rotated(x, torch.tensor(positions))
-        slots = torch.tensor([draftee.state.slot for draftee, _, _ in active])
-        places = torch.tensor([draftee.state.num_rows + len(draft) - 1 for draftee, draft, _ in active])
+        q, k, v = self._rotated(x, self._ints(positions))
+        slots = self._ints([draftee.state.slot for draftee, _, _ in active])
+        places = self._ints([draftee.state.num_rows + len(draft) - 1 for draftee, draft, _ in active])
         self._kv[slots, 0, :, places] = k
         self._kv[slots, 1, :, places] = v
         return x, q
+
+    def _ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, device=self.model.device)
 
     # ---- the layer ----
 
@@ -262,9 +267,9 @@ class Eagle(Proposer):
             kv = self._kv[slots[0], :, :, max(0, longest - WINDOW) : longest].unsqueeze(0)
             mask = None
         else:
-            kv = self._kv[torch.tensor(slots), :, :, :longest]
-            ends = torch.tensor(lengths).unsqueeze(1)
-            places = torch.arange(longest)
+            kv = self._kv[self._ints(slots), :, :, :longest]
+            ends = self._ints(lengths).unsqueeze(1)
+            places = torch.arange(longest, device=ends.device)
             mask = ((places < ends) & (places >= ends - WINDOW)).view(len(slots), 1, 1, longest)
         queries = q.unflatten(1, (kv.shape[2], -1))  # those that share a KV head are rows of one product
         return F.scaled_dot_product_attention(queries, kv[:, 0], kv[:, 1], attn_mask=mask).flatten(1)

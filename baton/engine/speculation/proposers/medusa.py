@@ -71,7 +71,7 @@ class Medusa(Proposer):
         counts = [min(asks[index].num_tokens, self.num_heads) for index in known]
         logits = self._logits(
             torch.stack([draftee.state for draftee in draftees]),
-            torch.tensor([draftee.token_ids[-1] for draftee in draftees]),
+            torch.tensor([draftee.token_ids[-1] for draftee in draftees], device=self.model.device),
             max(counts),
         )
         for place in range(max(counts)):
@@ -85,7 +85,8 @@ class Medusa(Proposer):
 
     def advance(self, advances: Sequence[Advance], hidden: Tensor | None) -> None:
         """Keep the row of `hidden` [>= rows, hidden_size] that each sequence's last token was drawn from."""
-        last_rows = hidden[torch.tensor([advance.first_row + advance.num_accepted for advance in advances])]
+        last = [advance.first_row + advance.num_accepted for advance in advances]
+        last_rows = hidden[torch.tensor(last, device=hidden.device)]
         for advance, row in zip(advances, last_rows.unbind(), strict=True):
             advance.draftee.state = row
 
