@@ -19,7 +19,7 @@ from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
 from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import quantization_config
-from baton.quantization.core.block import STAGES, Block, Stage, linear_shapes, unfit
+from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, linear_shapes, unfit
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.folder import FolderWriter, new_folder
 from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
@@ -50,8 +50,13 @@ def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
     if not model.is_dir():
         raise QuantizeError(f"{model}: no such model folder (a folder with config.json and safetensors is needed)")
     spec = read_spec(model)
-    if reason := unfit(spec):
-        raise QuantizeError(f"{model}: {reason} is beyond what `baton quantize` knows; serve it with --quantization")
+    if (reason := unfit(spec)) and SCHEMES[scheme].calibrated:
+        plain = ", ".join(name for name, known in SCHEMES.items() if not known.calibrated)
+        raise QuantizeError(
+            f"{model}: scheme {scheme} is calibrated through Llama's layers, not {reason}; take {plain}"
+        )
+    if any(layer.experts and layer.experts.stacked for layer in spec.layers):
+        raise QuantizeError(f"{model}: experts in one tensor are not quantized; serve it with --quantization")
     if (found := quantization_config(model)) is not None:
         method = found.get("quant_method", "unknown")
         raise QuantizeError(f"{model}: already quantized ({method}); give the float model")
@@ -67,6 +72,9 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
     """
     with new_folder(out) as writer, torch.inference_mode():
         weights = Weights(job.spec.folder)
+        if unfit(job.spec):
+            _round_as_stored(job, weights, writer, progress)
+            return
         embedding = weights.read(EMBEDDING, (job.spec.vocab_size, job.spec.hidden_size))
         activations = [F.embedding(sample, embedding).float() for sample in samples or ()]
         longest = max((len(sample) for sample in samples or ()), default=1)
@@ -78,6 +86,33 @@ def quantize(job: QuantizeJob, out: Path, samples: list[Tensor] | None = None, p
         if not job.spec.tied:
             writer.add({HEAD: weights.read(HEAD, (job.spec.vocab_size, job.spec.hidden_size))})
         writer.finish(job.spec.folder, read_json(job.spec.folder / "config.json") | {"quantization_config": config})
+
+
+def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, progress: bool) -> None:
+    """Round every linear of the layers, a tensor at a time, and copy the rest: nothing of the layers is computed."""
+    spec, config, rounded = job.spec, None, set[str]()
+    for index in tqdm(range(spec.num_layers), job.scheme.name, unit="layer", disable=not progress):
+        for name, shape in linear_shapes(spec, index).items():
+            module = f"model.layers.{index}.{name}"
+            weight = weights.read(f"{module}.weight", shape).float()
+            if not torch.isfinite(weight).all():
+                raise QuantizeError(f"{spec.folder}: tensor {module}.weight holds NaN or infinity")
+            form = job.scheme.round(LayerWeights({name: weight}), Stage((name,), []), job.settings)[name]
+            writer.add(tensors_of(module, form, job.settings.dtype, job.packed))
+            config = config or config_of(job.scheme.name, form, job.packed)
+            rounded.add(f"{module}.weight")
+    for name in weights.names():
+        if name not in rounded:
+            writer.add({name: weights.read(name)})
+    assert config is not None, "a model has layers"
+    routers = [
+        f"model.layers.{index}.{name}"
+        for index, layer in enumerate(spec.layers)
+        if layer.experts is not None
+        for name in (layer.experts.names[0], *layer.experts.shared_names[:1])
+    ]
+    quantization = config | {"ignore": [*config["ignore"], *routers]}
+    writer.finish(spec.folder, read_json(spec.folder / "config.json") | {"quantization_config": quantization})
 
 
 def _quantize_layer(
@@ -114,7 +149,7 @@ def _write(job: QuantizeJob, block: Block, forms: dict[str, Form], writer: Folde
 
 def _group(spec: ModelSpec, scheme: Scheme, group: int | None) -> int | None:
     """The group asked for, or for int4 the largest that divides every linear."""
-    widths = sorted({shape[1] for shape in linear_shapes(spec).values()})
+    widths = sorted({shape[1] for index in range(spec.num_layers) for shape in linear_shapes(spec, index).values()})
     if group is None:
         if not scheme.grouped:
             return None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.weights.forms import Fp8Weight, IntWeight
-from baton.quantization.core.block import Block, Stage
+from baton.quantization.core.block import Block, LayerWeights, Stage
 from baton.quantization.core.grid import fit
 from baton.quantization.methods import awq, gptq, outliers, smoothquant
 
@@ -31,31 +31,31 @@ class Scheme:
     """`round` makes the forms of one stage. `stage.inputs` are empty lists unless `calibrated`."""
 
     name: str
-    round: Callable[[Block, Stage, Settings], dict[str, Form]]
+    round: Callable[[LayerWeights, Stage, Settings], dict[str, Form]]
     fold: Callable[[Block, Stage, Settings], None] | None = None
     calibrated: bool = False
     grouped: bool = False
 
 
-def _int8(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _int8(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     rounded = {name: _rounded(block.weights[name], 8, None, settings) for name in stage.names}
     return {name: replace(form, activations="dynamic") for name, form in rounded.items()}
 
 
-def _int8_weight_only(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _int8_weight_only(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     return {name: _rounded(block.weights[name], 8, settings.group, settings) for name in stage.names}
 
 
-def _int4(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _int4(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     return {name: _rounded(block.weights[name], 4, settings.group, settings) for name in stage.names}
 
 
-def _int4_awq(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _int4_awq(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     importance = stage.second_moment().diagonal()
     return {name: _rounded(block.weights[name], 4, settings.group, settings, importance) for name in stage.names}
 
 
-def _int4_gptq(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _int4_gptq(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     moment = stage.second_moment()
     forms = {}
     for name in stage.names:
@@ -65,7 +65,7 @@ def _int4_gptq(block: Block, stage: Stage, settings: Settings) -> dict[str, Form
     return forms
 
 
-def _int8_outlier(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _int8_outlier(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     columns, forms = outliers.find(stage), {}
     for name in stage.names:
         rest, kept = outliers.split(block.weights[name], columns)
@@ -73,11 +73,11 @@ def _int8_outlier(block: Block, stage: Stage, settings: Settings) -> dict[str, F
     return forms
 
 
-def _fp8(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _fp8(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     return {name: _float8(block.weights[name], settings.dtype, "dynamic") for name in stage.names}
 
 
-def _fp8_static(block: Block, stage: Stage, settings: Settings) -> dict[str, Form]:
+def _fp8_static(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
     largest = (stage.largest().max() / FP8_MAX).to(settings.dtype).item() or 1.0
     return {name: _float8(block.weights[name], settings.dtype, "static", largest) for name in stage.names}
 

@@ -62,6 +62,11 @@ class ExpertsSpec:
     shared_size: int = 0  # intermediate size of the expert that every token visits; 0: none
     shared_names: tuple[str, ...] = ()  # of that expert: what decides how much of it, then gate, up and down
 
+    def __post_init__(self) -> None:
+        """Raise ValueError where more are chosen than there are."""
+        if self.num_chosen > self.num_experts:
+            raise ValueError(f"num_experts_per_tok {self.num_chosen}: there are {self.num_experts} experts")
+
     @property
     def stacked(self) -> bool:
         """Return whether one tensor holds all experts."""

@@ -47,6 +47,7 @@ class Model:
         else:
             self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False)
         self.weights = linears.report()
+        source.check_all_read("model.layers.")
         source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes)
 

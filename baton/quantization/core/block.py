@@ -55,12 +55,23 @@ class Stage:
         return torch.cat([x[index % step :: step] for index, x in enumerate(self.inputs)])
 
 
-def linear_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
-    """[out, in] of every linear of a layer."""
-    hidden, size = spec.hidden_size, spec.intermediate_size
+def linear_shapes(spec: ModelSpec, index: int = 0) -> dict[str, tuple[int, int]]:
+    """Return [out, in] of every linear of layer `index`; routers aside, which are never rounded."""
+    hidden, size, names = spec.hidden_size, spec.intermediate_size, spec.names
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = {Q: (q_size, hidden), K: (kv_size, hidden), V: (kv_size, hidden), O: (hidden, q_size)}
-    return attention | {GATE: (size, hidden), UP: (size, hidden), DOWN: (hidden, size)}
+    parts = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
+    shapes = {name: (out, hidden) for name, out in zip(names.qkv, parts, strict=True)} | {O: (hidden, q_size)}
+    if (experts := spec.layers[index].experts) is None:
+        width = (1 + spec.gated) * size // len(names.gate_up)
+        return shapes | dict.fromkeys(names.gate_up, (width, hidden)) | {names.down: (hidden, size)}
+    for expert in range(experts.num_experts):
+        *wide, down = (name.format(expert) for name in experts.names[1:])
+        width = experts.intermediate_size
+        shapes |= dict.fromkeys(wide, (width, hidden)) | {down: (hidden, width)}
+    if experts.shared_size:
+        _, *wide, down = experts.shared_names
+        shapes |= dict.fromkeys(wide, (experts.shared_size, hidden)) | {down: (hidden, experts.shared_size)}
+    return shapes
 
 
 def unfit(spec: ModelSpec) -> str:
@@ -74,7 +85,14 @@ def unfit(spec: ModelSpec) -> str:
     return "a scaled embedding" if spec.embedding_scale != 1 else ""
 
 
-class Block:
+class LayerWeights:
+    """Linears of one layer, or one of them, by their names below `model.layers.N.`, fp32 [out, in]."""
+
+    def __init__(self, weights: dict[str, Tensor]):
+        self.weights = weights
+
+
+class Block(LayerWeights):
     """Weights, biases and norms of one layer by their names below `model.layers.N.`, all fp32.
 
     Raises QuantizeError for values that are not finite, and what `read` raises.
@@ -93,7 +111,7 @@ class Block:
                 raise QuantizeError(f"{spec.folder}: tensor model.layers.{index}.{name} holds NaN or infinity")
             return values
 
-        self.weights = {name: get(f"{name}.weight", *shape) for name, shape in shapes.items()}
+        super().__init__({name: get(f"{name}.weight", *shape) for name, shape in shapes.items()})
         self.biases = {
             name: get(f"{name}.bias", shape[0]) for name, shape in shapes.items() if biased.get(name, spec.mlp_bias)
         }

@@ -14,6 +14,7 @@ from baton.engine.weights.forms import DenseWeight, Weight
 
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 CONFIG = "config.json"
+BUFFERS = ("rotary_emb.inv_freq",)  # of old folders: computed here
 
 
 class WeightSource(ABC):
@@ -53,6 +54,9 @@ class WeightSource(ABC):
         `embedding` returned, as a linear weight."""
         return DenseWeight(embedding.weight)
 
+    def check_all_read(self, prefix: str) -> None:
+        """Raise ModelError where a tensor below `prefix` is left over: config.json and tensors contradict each other."""
+
     def release(self) -> None:
         """Release pages of mapped files: all is read."""
 
@@ -82,6 +86,12 @@ class DenseFormat(WeightSource):
             self.tensors.slice(f"{name}.weight", index, (count, out_features, in_features)).to(self.dtype)
         )
 
+    def check_all_read(self, prefix: str) -> None:
+        left = [name for name in self.tensors.unread() if name.startswith(prefix) and not name.endswith(BUFFERS)]
+        if left:
+            where = self.tensors.where(left[0])
+            raise ModelError(f"{where}: tensor {left[0]} has no place in the model that config.json describes")
+
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor [*shape] in the compute dtype. Raises ModelError where it is missing or has another shape or
         type."""
@@ -103,6 +113,9 @@ class Format(DenseFormat):
 
     def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
         return WeightSource.expert(self, name, index, count, out_features, in_features)
+
+    def check_all_read(self, prefix: str) -> None:
+        """Formats store more than they need (zero points of symmetric weights, orders)."""
 
     def is_quantized(self, module: str) -> bool:
         """Return whether the config lists the module as quantized. For the head its tensors decide: configs do not list

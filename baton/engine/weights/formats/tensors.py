@@ -34,6 +34,14 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def names(self) -> list[str]:
+        """Return the names of all tensors."""
+        return list(self._files)
+
+    def unread(self) -> list[str]:
+        """Return the names of tensors that nobody has asked for."""
+        return [name for name in self._files if name not in self._read]
+
     def where(self, name: str) -> Path:
         """The file that holds a tensor, or would."""
         return self._files[name][0] if name in self._files else self._source

@@ -1,0 +1,126 @@
+"""A mixture of experts: who is chosen, what is read, and what is refused; parity is in test_parity_models.py."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
+from baton.engine.models.loader import load_model
+from tests.support.engine.folders import Hand, make_folder, random_ids
+
+IDS = random_ids(40, 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_folder(tmp_path / "model", "qwen3-moe", hidden_size=64)
+    return tmp_path / "model"
+
+
+def experts_of(folder, **options):
+    return load_model(EngineConfig(folder, **options)).layers[1].experts
+
+
+def test_equal_scores_are_ranked_by_index(folder):
+    experts = experts_of(folder)
+    chosen, weights = experts.choose(torch.tensor([[1.0, 3, 3, 1, 3, 3, 0, 0], [0.0] * 8]))
+    assert chosen.tolist() == [[1, 2, 4], [0, 1, 2]]
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+
+
+def test_the_router_is_fp32_in_a_bf16_model(folder):
+    experts = experts_of(folder, dtype="bf16")
+    assert experts.router(torch.zeros(1, 64)).dtype == torch.float32
+
+
+def test_only_chosen_experts_are_read(folder):
+    """One row reads three of eight, and a row is the same bits alone as among others."""
+    experts, used = experts_of(folder), []
+    for index, kernel in enumerate(experts.gate_up):
+        experts.gate_up[index] = lambda x, index=index, kernel=kernel: used.append(index) or kernel(x)
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        together = experts(x)
+        used.clear()
+        alone = experts(x[4:5])
+        chosen, _ = experts.choose(experts.router(x[4:5]))
+    assert sorted(used) == sorted(chosen[0].tolist()) and len(used) == 3
+    assert torch.equal(alone[0], together[4])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "granite-moe"])
+@pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-g32"])
+def test_rounded_as_they_are_read(tmp_path, name, quantization):
+    """Near to the float model, whose experts they are."""
+    sizes = dict(hidden_size=64, num_hidden_layers=1)
+    sizes |= {"qwen2-moe": dict(moe_intermediate_size=96, shared_expert_intermediate_size=64)}.get(name, {})
+    make_folder(tmp_path, name, intermediate_size=96, **sizes)
+    logits = [
+        Hand(load_model(EngineConfig(tmp_path, quantization=way))).step({"a": IDS})["a"]
+        for way in ("auto", quantization)
+    ]
+    error = (logits[1] - logits[0]).square().mean() / logits[0].square().mean()
+    assert 0 < error < (1e-3 if quantization.startswith("int8") else 0.1)
+
+
+def refused(folder) -> str:
+    with pytest.raises(ModelError) as error:
+        load_model(EngineConfig(folder))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def change(folder, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("part", ["experts.5.down_proj.weight", "gate.weight"])
+def test_missing_experts_and_router(folder, part):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[f"model.layers.1.mlp.{part}"]
+    save_file(tensors, folder / "model.safetensors")
+    assert f"tensor model.layers.1.mlp.{part} is missing" in refused(folder)
+
+
+def test_a_config_with_another_number_of_experts(folder):
+    change(folder, num_experts=4, num_local_experts=4)
+    assert "mlp.gate.weight has shape [8, 64], config.json asks for [4, 64]" in refused(folder)
+
+
+def test_a_layer_that_is_dense_in_the_config_alone(folder):
+    change(folder, mlp_only_layers=[0, 1])
+    assert "model.layers.1.mlp.gate_proj.weight is missing" in refused(folder)
+
+
+def test_more_chosen_than_there_are(folder):
+    change(folder, num_experts_per_tok=9)
+    assert "num_experts_per_tok 9: there are 8 experts" in refused(folder)
+
+
+def test_a_tensor_that_the_config_does_not_describe(tmp_path):
+    make_folder(tmp_path, "llama-mqa-bias")
+    change(tmp_path, attention_bias=False)
+    message = refused(tmp_path)
+    assert "self_attn." in message and "bias has no place in the model that config.json describes" in message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "nearest", "missing"),
+    [
+        ("DeepseekV3ForCausalLM", dict(kv_lora_rank=512, n_routed_experts=256), "Moe", "latent attention"),
+        ("GptOssForCausalLM", dict(num_local_experts=32, swiglu_limit=7.0), "Mo", "clamped SwiGLU"),
+        ("Gemma3nForCausalLM", dict(vision_config={"a": 1}), "Gemma3ForCausalLM", "a vision encoder"),
+        ("Qwen3NextForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3Moe", "linear attention"),
+        ("Phi4ForCausalLM", {}, "Phi3ForCausalLM", "its layers are not described here"),
+    ],
+)
+def test_a_family_that_is_not_served_names_the_nearest(folder, architecture, keys, nearest, missing):
+    path = folder / "config.json"
+    path.write_text(json.dumps({"architectures": [architecture], "num_hidden_layers": 2} | keys))
+    message = refused(folder)
+    assert architecture in message and missing in message
+    assert nearest in message.split("the nearest that is: ")[1].split(";")[0]

@@ -1,0 +1,47 @@
+"""Families whose layers calibration does not compute: rounded as stored, by the schemes that need no calibration."""
+
+import pytest
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.models.loader import load_model
+from baton.quantization.core.errors import QuantizeError
+from baton.quantization.quantize import plan, quantize
+from tests.support.engine.folders import Hand, make_folder, random_ids
+
+SIZES = dict(hidden_size=64, intermediate_size=96)
+EXPERTS = dict(moe_intermediate_size=96)
+IDS = random_ids(40, 3)
+# Of the logits' power; 2 where one has nothing to do with the other. Rounding sends some rows to other experts.
+WORST = {"int8": 0.02, "int8-weight-only": 0.02, "int4-rtn": 0.4, "fp8": 0.08}
+
+
+def logits(folder):
+    return Hand(load_model(EngineConfig(folder))).step({"a": IDS})["a"]
+
+
+@pytest.mark.parametrize("scheme", WORST)
+@pytest.mark.parametrize("name", ["gemma3", "phi4-mini", "starcoder2", "qwen2-moe", "qwen3-moe"])
+def test_rounded_as_stored(tmp_path, name, scheme):
+    more = {"qwen2-moe": EXPERTS | dict(shared_expert_intermediate_size=64), "qwen3-moe": EXPERTS}.get(name, {})
+    make_folder(tmp_path / "float", name, **SIZES, **more)
+    quantize(plan(tmp_path / "float", scheme), tmp_path / "made")
+    expected, found = logits(tmp_path / "float"), logits(tmp_path / "made")
+    error = (found - expected).square().mean() / expected.square().mean()
+    assert 0 < error < WORST[scheme]
+    sizes = [(tmp_path / part / "model.safetensors").stat().st_size for part in ("float", "made")]
+    assert sizes[1] < 0.7 * sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "message"),
+    [
+        ("gemma3", "int4-gptq", "int4-gptq is calibrated through Llama's layers, not norms elsewhere; take int8, "),
+        ("mixtral", "int4-awq", "int4-awq is calibrated through Llama's layers, not mixture of experts; take int8, "),
+        ("granite-moe", "int8", "experts in one tensor are not quantized; serve it with --quantization"),
+    ],
+)
+def test_what_is_refused(tmp_path, name, scheme, message):
+    make_folder(tmp_path, name, **SIZES)
+    with pytest.raises(QuantizeError) as error:
+        plan(tmp_path, scheme)
+    assert message in str(error.value) and "\n" not in str(error.value)
