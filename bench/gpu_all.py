@@ -1,6 +1,6 @@
 """Everything that waits for a GPU, in order: python bench/gpu_all.py FOLDER [--only JOB ...] [--quick].
 
-Correctness first, then every part of bench/gpu.py, then the handoff. Each job is a process of its own that is ended
+`baton doctor --gpu` comes before it, and what that covers is not done again here. Correctness first, then every part of bench/gpu.py, then the handoff. Each job is a process of its own that is ended
 after --limit-s, so that a host that grants ten minutes at a time can be given the jobs one by one; FOLDER gets
 JOB.txt, what it printed, and JOB.json, its rows. Ends with the number of jobs that did not end with 0 (a bench that
 missed a goal ends with 1); without a CUDA device with 2 and one line.
@@ -28,8 +28,7 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp")
 def jobs(folder: Path, quick: bool) -> dict[str, list[str]]:
     """Name -> arguments of python. Kernels also run compiled: their suites take the GPU where there is one."""
     kernels = [
-        "tests/engine/layers/test_triton_linear.py", "tests/engine/models/test_gpu_layers.py",
-        "tests/engine/execute/test_graphs.py", "tests/engine/sampling/test_on_device.py",
+        "tests/engine/models/test_gpu_layers.py", "tests/engine/sampling/test_on_device.py",
     ]  # fmt: skip
     attention = ["tests/engine/kernels/test_kv_write.py"]
     attention += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/engine/attention/test_attention_*.py"))

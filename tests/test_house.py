@@ -172,7 +172,8 @@ FOLDERS = {
         "client": "",
         "models": "",
         "launch": "",
-        "cluster": "launch",
+        "gpu": "launch",
+        "cluster": "launch gpu",
     },
 }
 

@@ -13,6 +13,7 @@ import grpc
 
 from baton.cli.cluster.findings import Findings
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, measure, prove
+from baton.cli.gpu import doctor as gpu_doctor
 from baton.protocol import ROLES
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
@@ -58,12 +59,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--redis", default="", metavar="URL", help="prefix index (default: the gateway's)")
     parser.add_argument("--collector", default="", metavar="URL", help="OTLP endpoint (default: the gateway's)")
     parser.add_argument("--json", action="store_true", help="one document, at the end")
+    gpu_doctor.add_flags(parser)
     add_access_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 a request works, 1 it does not, 2 wrong use."""
+    if args.gpu or args.model is not None:
+        return gpu_doctor.run(args)
     report = Findings(args.json)
     try:
         asyncio.run(_examine_within_limit(args, read_access(args), report))
@@ -122,8 +126,7 @@ async def _gateway(target: str, access: Access, found: Found, report: Findings) 
             stub = fleet_pb2_grpc.FleetStub(channel)
             fleet = await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            report.warn("gateway", target, *_unreachable(error, "gateway", "--target"))
-            return
+            return report.warn("gateway", target, *_unreachable(error, "gateway", "--target"))
     if fleet.not_ready:
         report.warn("gateway", target, f"not ready, {fleet.not_ready}", "see the workers below")
     else:

@@ -2,8 +2,8 @@
 one."""
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -80,6 +80,10 @@ class Launcher:
 
     def place(self) -> AbstractContextManager:
         """Enter the stream in which all of a step runs, its sampling and copies too."""
+        return nullcontext()
+
+    def without_graphs(self) -> AbstractContextManager:
+        """Compute every step eagerly within this context; for checking graphs against that."""
         return nullcontext()
 
     def wait(self) -> None:
@@ -179,6 +183,14 @@ class GpuLauncher(Launcher):
     @property
     def _stream(self) -> torch.cuda.Stream | None:
         return None if self._partition is None else self._partition.stream
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
 
     def place(self) -> AbstractContextManager:
         return torch.cuda.stream(self._stream)

@@ -1,0 +1,38 @@
+"""The word of a step: what was checked, whether it is right, and the figures."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+Say = Callable[[str, bool | None, str], None]  # what was checked; right, wrong, or None: nothing to check; in words
+_MARKS = {True: "  ok  ", False: "  FAIL", None: "   -  "}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row of the table."""
+
+    step: str
+    what: str
+    is_right: bool | None
+    text: str
+
+    @property
+    def row(self) -> str:
+        return f"{_MARKS[self.is_right]}  {self.step:<8} {self.what:<34} {' '.join(self.text.split())}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> "Check":
+        """Raises ValueError for a line that is none."""
+        try:
+            return cls(**json.loads(line))
+        except TypeError as error:
+            raise ValueError(f"no check: {line[:80]}") from error
+
+
+def sayer(step: str, add: Callable[[Check], None]) -> Say:
+    """Return what a step reports with."""
+    return lambda what, is_right, text: add(Check(step, what, is_right, text))

@@ -1,0 +1,96 @@
+"""Run the steps one by one, each in a process that is ended when its time is up: a kernel that hangs, or a fault that
+kills the CUDA context, ends one row of the table and not the others."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from baton.cli.gpu.check import Check
+from kvtransfer.memory.cuda_runtime import gpu_refusal
+
+LIMIT_S = 600.0
+# In the order in which they tell the most; seconds that a step has. Together they stay below LIMIT_S.
+STEPS = {
+    "host": 20, "copies": 50, "kernels": 120, "graphs": 80, "engine": 110, "workers": 90, "model": 80, "faults": 40,
+}  # fmt: skip
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu", action="store_true", help="check this GPU host instead, within ten minutes: no stack needs to run"
+    )
+    parser.add_argument("--model", type=Path, metavar="DIR", help="with --gpu: a model folder to try, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table and, in its last line, the number of failures; return 0 where there are none, else 1; 2 for wrong
+    use."""
+    if not args.gpu:
+        print("baton doctor: --model has an effect with --gpu alone", file=sys.stderr)
+        return 2
+    if why := gpu_refusal():
+        print(f"baton doctor --gpu: no GPU can be used: {why}; 1 failure")
+        return 1
+    return run_steps(list(STEPS), lambda name: step_command(name, args.model), STEPS)
+
+
+def run_steps(names: Sequence[str], command: Callable[[str], list[str]], seconds: Mapping[str, float]) -> int:
+    """`command`: of a step, by name."""
+    failures = 0
+
+    def add(check: Check) -> None:
+        nonlocal failures
+        failures += check.is_right is False
+        print(check.row, flush=True)
+
+    deadline = time.monotonic() + LIMIT_S
+    for name in names:
+        run_step(name, command(name), min(seconds[name], deadline - time.monotonic()), add)
+    print(f"{failures} {'failure' if failures == 1 else 'failures'}")
+    return 1 if failures else 0
+
+
+def step_command(name: str, model: Path | None) -> list[str]:
+    return [sys.executable, "-m", "baton.cli.gpu.step", name, *([] if model is None else [str(model)])]
+
+
+def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[Check], None]) -> None:
+    """Add the checks as they come; one more where the step breaks off or its time is up."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        timer = threading.Timer(max(limit_s, 0.1), _end, (process,))
+        timer.start()
+        begun = time.monotonic()
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                add(Check.from_json(line))
+            except ValueError:
+                continue  # what a library prints
+        status = process.wait()
+        timer.cancel()
+        _end(process)  # and what it has left behind
+        if status and time.monotonic() - begun >= limit_s:
+            add(Check(name, "time", False, f"not done within {limit_s:.0f} s"))
+        elif status:
+            errors.seek(0)
+            said = [line for line in errors.read().splitlines() if line.strip()] or ["(nothing)"]
+            add(Check(name, "step", False, f"broke off with status {status}: {said[-1].strip()}"))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the step and all that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

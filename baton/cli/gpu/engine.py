@@ -1,0 +1,55 @@
+"""Step 5: decode steps of an engine in the shape of an 8B model: time a token, the bare graph, and that serving compiles
+no kernel and takes no more memory."""
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+from baton.cli.gpu.check import Say
+from baton.cli.gpu.random_engine import LLAMA_8B, RandomEngine
+
+BATCHES = (1, 64, 256)
+NUM_STEPS = 200
+PROMPT = 100
+SAMPLINGS = {"greedy": {}, "top_p": dict(temperature=0.6, top_p=0.9, seed=1)}
+
+
+def check(
+    say: Say, model: Path | None, device: torch.device | None = None, sizes=LLAMA_8B, batches=BATCHES,
+    num_steps: int = NUM_STEPS,
+) -> None:  # fmt: skip
+    device = device or torch.device("cuda", 0)
+    context = 2 * (PROMPT + num_steps)
+    made = RandomEngine("bf16", device, sizes, exact=True, max_num_seqs=max(batches), context=context, chunk=2048)
+    watch = made.launcher.compiling
+    for batch_size in batches:
+        for name, sampling in SAMPLINGS.items():
+            prompts = [made.ids(PROMPT + row % 3) for row in range(batch_size)]
+            made.answers(prompts, 4, **sampling)
+            kernels, held = watch.num_kernels if watch else 0, _held(device)
+            seconds, cpu_s = _steps(made, prompts, num_steps, sampling)
+            grown = _held(device) - held
+            compiled = watch.num_kernels - kernels if watch else 0
+            text = f"{seconds * 1e3:.2f} ms a step, {cpu_s * 1e3:.2f} of them Python's, "
+            text += f"{compiled} kernels compiled and {grown >> 20} MiB taken meanwhile"
+            say(f"batch {batch_size}, {name}", compiled == 0 and grown <= 0, text)
+    made.close()
+
+
+def _steps(made: RandomEngine, prompts: list[list[int]], num_steps: int, sampling: dict) -> tuple[float, float]:
+    """Return the median time of the steps that follow one another, and the processor's time of one."""
+    begun = time.thread_time()
+    times: list[float] = []
+    for ids in prompts:
+        made.engine.submit(made.request(ids, num_steps, **sampling))
+    while made.engine.has_work():
+        before = time.perf_counter()
+        made.engine.step()
+        times.append(time.perf_counter() - before)
+    return statistics.median(times), (time.thread_time() - begun) / len(times)
+
+
+def _held(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

@@ -1,0 +1,120 @@
+"""Step 1: driver and torch, each GPU and who holds its memory, and what Triton needs to compile here."""
+
+import ctypes.util
+import importlib.util
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from baton.cli.gpu.check import Say
+from kvtransfer.memory.cuda_runtime import gpu_refusal
+
+MIN_CAPABILITY = (8, 0)
+MIN_FREE = 0.5  # of a GPU's memory
+MIN_SHM_BYTES = 64 << 20
+_FIELDS = (
+    "index", "name", "driver_version", "compute_cap", "memory.total", "memory.free", "mig.mode.current",
+    "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.hw_slowdown", "pci.bus_id",
+)  # fmt: skip
+
+
+class Probe:
+    """The machine as this process sees it."""
+
+    def smi(self, *arguments: str) -> list[list[str]] | None:
+        """Return the rows of nvidia-smi, None where there is none."""
+        program = shutil.which("nvidia-smi")
+        if program is None:
+            return None
+        argv = [program, *arguments, "--format=csv,noheader,nounits"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=10)
+        return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+
+    def driver_refusal(self) -> str:
+        return gpu_refusal()
+
+    def has_module(self, name: str) -> bool:
+        return importlib.util.find_spec(name) is not None
+
+    def program(self, name: str) -> str | None:
+        return shutil.which(name)
+
+    def header(self) -> Path:
+        return Path(sysconfig.get_paths()["include"]) / "Python.h"
+
+    def libcuda(self) -> str | None:
+        return os.environ.get("TRITON_LIBCUDA_PATH") or ctypes.util.find_library("cuda")
+
+    def cache(self) -> Path:
+        return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton")
+
+    def shm_bytes(self) -> int:
+        return shutil.disk_usage("/dev/shm").total
+
+    def numa_node(self, bus_id: str) -> int:
+        """Return the node that a GPU hangs on; -1 where the machine has one only, or does not say."""
+        short = bus_id.lower().removeprefix("0000")  # nvidia-smi writes eight digits of domain, the kernel four
+        try:
+            return int(Path(f"/sys/bus/pci/devices/{short}/numa_node").read_text())
+        except (OSError, ValueError):
+            return -1
+
+
+def check(say: Say, model: Path | None, probe: Probe | None = None) -> None:
+    probe = probe or Probe()
+    why = probe.driver_refusal()
+    say("driver and torch", not why, why or "the driver serves the CUDA that torch is built for")
+    _gpus(say, probe)
+    _compiling(say, probe)
+    _shared(say, probe)
+
+
+def _gpus(say: Say, probe: Probe) -> None:
+    rows = probe.smi(f"--query-gpu={','.join(_FIELDS)}")
+    if rows is None:
+        say("GPUs", None, "nvidia-smi is not here: memory, MIG, ECC and throttling were not looked at")
+        return
+    for row in rows:
+        if len(row) != len(_FIELDS):
+            say("GPUs", None, f"nvidia-smi says: {' '.join(row)}")
+            continue
+        found = dict(zip(_FIELDS, row, strict=True))
+        name = f"GPU {found['index']}"
+        capability = tuple(int(part) for part in found["compute_cap"].split("."))
+        say(name, capability >= MIN_CAPABILITY, f"{found['name']}, compute capability {found['compute_cap']}, "
+            f"driver {found['driver_version']}, NUMA node {probe.numa_node(found['pci.bus_id'])}")  # fmt: skip
+        total, free = float(found["memory.total"]), float(found["memory.free"])
+        say(f"{name}: memory", free >= MIN_FREE * total, f"{free / 1024:.1f} GiB free of {total / 1024:.1f}")
+        is_split = found["mig.mode.current"] == "Enabled"
+        say(f"{name}: MIG", None if is_split else True,
+            "on: copies between two instances are refused, KV goes through host memory" if is_split else "off")  # fmt: skip
+        errors = found["ecc.errors.uncorrected.volatile.total"]
+        say(f"{name}: ECC", errors in ("0", "[N/A]"), f"uncorrected errors: {errors}")
+        slowed = found["clocks_throttle_reasons.hw_slowdown"]
+        say(f"{name}: clocks", slowed != "Active", "slowed down by heat or power" if slowed == "Active" else "free")
+    for pid, memory, process in probe.smi("--query-compute-apps=pid,used_memory,process_name") or ():
+        say("holds memory", None, f"process {pid}, {process}: {memory} MiB")
+
+
+def _compiling(say: Say, probe: Probe) -> None:
+    """What Triton needs: itself, a C compiler, Python's headers, libcuda, and a folder to keep kernels in."""
+    has_triton = probe.has_module("triton")
+    say("triton", has_triton, "installed" if has_triton else "pip install 'baton[gpu]'")
+    compiler = probe.program("gcc") or probe.program("cc") or probe.program("clang")
+    say("C compiler", compiler is not None, compiler or "Triton builds its launchers with one: install gcc")
+    header = probe.header()
+    say("Python.h", header.exists(), str(header) if header.exists() else f"{header} is missing: install python3-dev")
+    libcuda = probe.libcuda()
+    say("libcuda", libcuda is not None,
+        libcuda or "ldconfig knows none: run ldconfig, or set TRITON_LIBCUDA_PATH to its folder")  # fmt: skip
+    cache = probe.cache()
+    nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    is_writable = os.access(nearest, os.W_OK)
+    say("kernel cache", is_writable, f"{cache}{'' if is_writable else ' cannot be written: every start compiles anew'}")
+
+
+def _shared(say: Say, probe: Probe) -> None:
+    num_bytes = probe.shm_bytes()
+    say("/dev/shm", num_bytes >= MIN_SHM_BYTES, f"{num_bytes >> 20} MiB")

@@ -1,0 +1,87 @@
+"""Step 6: a prefill and a decode worker on this machine, with the model or a demo model: answers are those of one worker,
+and KV goes by the transport that was chosen."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from baton.cli.gpu.check import Say
+from baton.cli.launch.stack import SHIPPED_MODEL
+
+PROMPT = "The quick brown fox jumps over the lazy dog, and then " * 12
+NUM_TOKENS = 32
+START_S = 60.0
+_READY = re.compile(r"^ready grpc=(\S+)")
+
+
+def check(say: Say, model: Path | None) -> None:
+    folder = model or SHIPPED_MODEL
+    if not Path(folder).is_dir():
+        say("split equals whole", None, "there is no demo model here: give --model DIR")
+        return
+    with stack(folder, "--prefill", "1", "--decode", "1", "--split", "always") as (target, _):
+        split = answer(target)
+        _transport(say, target)
+    with stack(folder, "--prefill", "0", "--decode", "1") as (target, _):
+        whole = answer(target)
+    is_right = bool(whole) and split == whole
+    say(
+        "split equals whole", is_right, f"{len(whole)} characters" if is_right else f"{split[:60]!r} and {whole[:60]!r}"
+    )
+
+
+@contextmanager
+def stack(folder: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run `baton up` and yield the address of its gateway, and the process. Raises RuntimeError with its last line where it does not
+    start in START_S."""
+    argv = [sys.executable, "-m", "baton.cli", "up", "--model", str(folder), "--listen", "127.0.0.1:0", *flags]
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, text=True)
+        try:
+            yield _ready(process, out), process
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _ready(process: subprocess.Popen, out) -> str:
+    deadline, lines = time.monotonic() + START_S, []
+    while time.monotonic() < deadline:
+        out.seek(0)
+        lines = out.read().splitlines()
+        for line in lines:
+            if found := _READY.match(line):
+                return found[1]
+        if process.poll() is not None:
+            raise RuntimeError(f"baton up ended with {process.returncode}: {lines[-1] if lines else 'it said nothing'}")
+        time.sleep(0.2)
+    raise RuntimeError(f"baton up was not ready within {START_S:.0f} s: {lines[-1] if lines else 'it said nothing'}")
+
+
+def answer(target: str) -> str:
+    """Return the greedy text that follows PROMPT; empty where the request failed."""
+    argv = [sys.executable, "-m", "baton.cli", "generate", PROMPT, "--target", target, "--max-tokens", str(NUM_TOKENS),
+            "--temperature", "0"]  # fmt: skip
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _transport(say: Say, target: str) -> None:
+    argv = [sys.executable, "-m", "baton.cli", "doctor", "--target", target, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=40)
+    try:
+        rows = json.loads(done.stdout)["checks"]
+    except (ValueError, KeyError):
+        say("transport", False, f"baton doctor said: {(done.stdout + done.stderr)[-100:]}")
+        return
+    chosen = [row["text"] for row in rows if row["part"] == "handoff" and "chosen" in row["text"]]
+    say("transport", bool(chosen) and "cuda_ipc" in chosen[0], chosen[0] if chosen else "no prompt was handed over")

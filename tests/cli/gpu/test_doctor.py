@@ -1,0 +1,67 @@
+"""The runner of `baton doctor --gpu`: a row for whatever becomes of a step, one line without a GPU."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from baton.cli.gpu import doctor
+from baton.cli.gpu.check import Check
+from kvtransfer.memory.cuda_runtime import find_runtime
+
+GOOD = "from baton.cli.gpu.check import Check; print('noise'); print(Check('a', 'memory', True, '1 GiB').to_json())"
+BAD = "from baton.cli.gpu.check import Check; print(Check('b', 'bytes', False, '3 are wrong').to_json())"
+BROKEN = "raise RuntimeError('no such kernel')"
+HUNG = GOOD + "; import time, sys; sys.stdout.flush(); time.sleep(60)"
+
+
+def run(capsys, programs: dict[str, str], seconds: float = 30.0) -> tuple[int, list[str]]:
+    limits = dict.fromkeys(programs, seconds)
+    status = doctor.run_steps(list(programs), lambda name: [sys.executable, "-c", programs[name]], limits)
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_all_is_well(capsys):
+    status, lines = run(capsys, {"a": GOOD})
+    assert status == 0 and lines[-1] == "0 failures"
+    assert lines[0].split() == ["ok", "a", "memory", "1", "GiB"]
+
+
+def test_failures_are_counted(capsys):
+    status, lines = run(capsys, {"a": GOOD, "b": BAD, "c": BROKEN})
+    assert status == 1 and lines[-1] == "2 failures"
+    assert "FAIL" in lines[1] and "3 are wrong" in lines[1]
+    assert "broke off with status 1: RuntimeError: no such kernel" in lines[2]
+
+
+def test_a_step_that_hangs_ends_when_its_time_is_up(capsys):
+    begun = time.monotonic()
+    status, lines = run(capsys, {"a": HUNG}, seconds=5.0)
+    assert status == 1 and time.monotonic() - begun < 30
+    assert [line.split()[0] for line in lines] == ["ok", "FAIL", "1"] and "not done within 5 s" in lines[1]
+
+
+def test_the_steps_fit_into_ten_minutes():
+    assert sum(doctor.STEPS.values()) <= doctor.LIMIT_S == 600
+
+
+def test_what_is_no_check():
+    for line in ("noise", "{}", '{"step": 1}'):
+        with pytest.raises(ValueError):
+            Check.from_json(line)
+
+
+@pytest.mark.skipif(find_runtime() is not None, reason="this machine has a GPU")
+def test_without_a_gpu_it_is_one_line():
+    argv = [sys.executable, "-m", "baton.cli", "doctor", "--gpu"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    (line,) = done.stdout.splitlines()
+    assert done.returncode == 1 and not done.stderr
+    assert line.startswith("baton doctor --gpu: no GPU can be used: ") and line.endswith("; 1 failure")
+
+
+def test_a_model_needs_its_flag():
+    argv = [sys.executable, "-m", "baton.cli", "doctor", "--model", "folder"]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2 and "--gpu alone" in done.stderr

@@ -1,0 +1,303 @@
+"""The steps of `baton doctor --gpu` on stand-ins: what each calls right, and what it finds wrong."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
+pytest.importorskip("triton")
+
+from baton.cli.gpu import copies, engine, faults, graphs, host, kernels
+from baton.cli.gpu import model as model_step
+from baton.cli.gpu.random_engine import RandomEngine
+from baton.engine import kernels as triton_kernels
+from kvtransfer.memory.cuda_runtime import CudaRuntime
+from kvtransfer.memory.device_memory import DeviceRegion
+from tests.support.kvtransfer.cuda_stand_in import Cudart, Host
+from tests.support.models import make_model
+
+CPU = torch.device("cpu")
+TINY = (2, 64, 128, 4, 2, 16, 300)
+
+
+class Table(dict):
+    """What a step says: (verdict, text) by what was checked."""
+
+    def __call__(self, what, is_right, text) -> None:
+        assert what not in self and "\n" not in text
+        self[what] = is_right, text
+
+    @property
+    def wrong(self) -> list[str]:
+        return [what for what, (is_right, _) in self.items() if is_right is False]
+
+
+# ---- host ----
+
+
+class Machine(host.Probe):
+    """One H100 with everything that is needed, but for what a test takes away."""
+
+    gpu = "0, NVIDIA H100 80GB HBM3, 580.65.06, 9.0, 81559, 80000, Disabled, 0, Not Active, 00000000:01:00.0"
+
+    def __init__(self, folder: Path, **changed):
+        self._folder, self._changed = folder, changed
+
+    def smi(self, *arguments):
+        rows = [self.gpu] if "--query-gpu" in arguments[0] else ["4711, 900, python"]
+        return [[cell.strip() for cell in row.split(",")] for row in rows]
+
+    def driver_refusal(self):
+        return self._changed.get("driver", "")
+
+    def has_module(self, name):
+        return self._changed.get("triton", True)
+
+    def program(self, name):
+        return self._changed.get("compiler", "/usr/bin/gcc")
+
+    def header(self):
+        return self._folder / self._changed.get("header", "")
+
+    def libcuda(self):
+        return self._changed.get("libcuda", "libcuda.so.1")
+
+    def cache(self):
+        return self._folder
+
+    def shm_bytes(self):
+        return self._changed.get("shm", 1 << 30)
+
+    def numa_node(self, bus_id):
+        return 1
+
+
+def on_host(machine: Machine) -> Table:
+    table = Table()
+    host.check(table, None, machine)
+    return table
+
+
+def test_a_host_that_is_ready(tmp_path):
+    table = on_host(Machine(tmp_path))
+    assert not table.wrong and table["GPU 0: MIG"] == (True, "off")
+    assert "capability 9.0, driver 580.65.06, NUMA node 1" in table["GPU 0"][1]
+    assert table["holds memory"] == (None, "process 4711, python: 900 MiB")
+
+
+@pytest.mark.parametrize(
+    "changed, what",
+    [
+        (dict(driver="the NVIDIA driver serves CUDA up to 12.2"), "driver and torch"),
+        (dict(triton=False), "triton"),
+        (dict(compiler=None), "C compiler"),
+        (dict(header="missing"), "Python.h"),
+        (dict(libcuda=None), "libcuda"),
+        (dict(shm=1 << 20), "/dev/shm"),
+    ],
+)
+def test_a_host_that_lacks_something(tmp_path, changed, what):
+    assert on_host(Machine(tmp_path, **changed)).wrong == [what]
+
+
+@pytest.mark.parametrize(
+    "was, becomes, what",
+    [
+        ("9.0", "7.5", "GPU 0"),
+        ("80000", "9000", "GPU 0: memory"),
+        (", 0, Not", ", 3, Not", "GPU 0: ECC"),
+        ("Not Active", "Active", "GPU 0: clocks"),
+    ],
+)
+def test_a_gpu_that_is_not_well(tmp_path, was, becomes, what):
+    machine = Machine(tmp_path)
+    machine.gpu = machine.gpu.replace(was, becomes, 1)
+    assert on_host(machine).wrong == [what]
+
+
+def test_a_gpu_in_instances(tmp_path):
+    machine = Machine(tmp_path)
+    machine.gpu = machine.gpu.replace("Disabled", "Enabled")
+    table = on_host(machine)
+    assert not table.wrong and "through host memory" in table["GPU 0: MIG"][1]
+
+
+# ---- copies ----
+
+
+def on_gpus(gpus: Host) -> Table:
+    @contextmanager
+    def hold(device, num_bytes):
+        region = DeviceRegion(CudaRuntime(Cudart(gpus)), device, num_bytes)
+        yield region.handle
+        region.close()
+
+    table = Table()
+    copies.check(table, None, CudaRuntime(Cudart(gpus)), hold, num_bytes=1 << 20)
+    return table
+
+
+def test_copies_between_gpus():
+    table = on_gpus(Host())
+    assert len(table) == 4 and not table.wrong and "GB/s; opened in" in table["GPU 0 to GPU 1"][1]
+
+
+def test_copies_that_arrive_wrong():
+    gpus = Host()
+    gpus.breaks_copies = True
+    table = on_gpus(gpus)
+    assert len(table.wrong) == 4 and "arrived wrong, although CUDA offers copies" in table["GPU 0 to GPU 1"][1]
+
+
+def test_gpus_without_copies():
+    table = on_gpus(Host(peers=frozenset()))
+    assert not table.wrong and table["GPU 0 to GPU 1"][0] is None and table["GPU 1 to GPU 1"][0] is True
+
+
+def test_memory_that_is_full():
+    table = on_gpus(Host(num_bytes=1000))
+    assert len(table.wrong) == 4 and "one PID and one IPC namespace" in table["GPU 0 to GPU 0"][1]
+
+
+# ---- kernels ----
+
+interpreted = pytest.mark.skipif(triton_kernels.INTERPRETED is False, reason="Triton's interpreter is off here")
+
+
+@interpreted
+def test_kernels_that_are_right(monkeypatch):
+    monkeypatch.setattr(kernels, "FORMS", ("bf16", "int4-g128"))
+    monkeypatch.setattr(kernels, "ROWS", (1, 20))
+    monkeypatch.setattr(kernels, "LENGTHS", ((1, 300), (3, 40)))
+    table = Table()
+    kernels.check(table, None, CPU, (32, 128), (4, 2, 16))
+    assert not table.wrong and len(table) == 6
+    assert "rows alone have the bits of a batch" in table["bf16 product, exact"][1]
+
+
+@interpreted
+def test_kernels_that_are_wrong(monkeypatch):
+    monkeypatch.setattr(kernels, "FORMS", ("bf16",))
+    monkeypatch.setattr(kernels, "ROWS", (1, 20))
+    monkeypatch.setattr(kernels, "LENGTHS", ((1, 40),))
+    call = kernels.GpuChoice.__call__
+    monkeypatch.setattr(kernels.GpuChoice, "__call__", lambda *given: lambda x: call(*given)(x) * (1 + len(x) % 2))
+    table = Table()
+    kernels.check(table, None, CPU, (32, 64), (4, 2, 16))
+    assert table.wrong == ["bf16 product, exact", "bf16 product, fast"]
+    assert "A ROW ALONE DIFFERS" in table["bf16 product, exact"][1].upper()
+
+
+# ---- graphs and engine ----
+
+
+class Stepping:
+    """An engine whose tokens depend on whether it has graphs as a test says."""
+
+    def __init__(self, num_graphs: int, eager: int):
+        self.launcher = SimpleNamespace(num_graphs=num_graphs, without_graphs=self.without_graphs)
+        self._eager, self._difference = eager, 0
+
+    @contextmanager
+    def without_graphs(self):
+        self._difference = self._eager
+        yield
+        self._difference = 0
+
+    def ids(self, count):
+        return list(range(count))
+
+    def answers(self, prompts, num_output, **sampling):
+        return [[len(ids) + self._difference] for ids in prompts]
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "num_graphs, eager, wrong", [(9, 0, []), (0, 0, ["capture"]), (9, 1, ["tokens, greedy", "tokens, top_p"])]
+)
+def test_graphs(monkeypatch, num_graphs, eager, wrong):
+    monkeypatch.setattr(graphs, "RandomEngine", lambda *_, **__: Stepping(num_graphs, eager))
+    table = Table()
+    graphs.check(table, None, CPU)
+    assert table.wrong == wrong
+
+
+@pytest.mark.parametrize("num_compiled, grown", [(0, 0), (1, 0), (0, 1 << 20)])
+def test_steps_of_an_engine(monkeypatch, num_compiled, grown):
+    """A kernel that is compiled, or memory that is taken, while requests are served is a failure."""
+    counts, held = [], []
+
+    def make(*given, **options):
+        made = RandomEngine(*given, **options)
+        made.launcher.compiling = Counting(counts, num_compiled)
+        return made
+
+    monkeypatch.setattr(engine, "RandomEngine", make)
+    monkeypatch.setattr(engine, "_held", lambda device: held.append(grown) or grown * len(held))
+    table = Table()
+    engine.check(table, None, CPU, TINY, batches=(2,), num_steps=5)
+    assert len(table) == 2 and (len(table.wrong) == 2) == bool(num_compiled or grown)
+    assert " ms a step, " in table["batch 2, greedy"][1]
+
+
+class Counting:
+    """A watch that counts more each time it is read."""
+
+    def __init__(self, reads: list, step: int):
+        self._reads, self._step = reads, step
+
+    @property
+    def num_kernels(self) -> int:
+        self._reads.append(1)
+        return self._step * len(self._reads)
+
+
+# ---- a model, and faults ----
+
+
+def test_a_model_beside_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_step, "NUM_PROMPTS", 3)
+    monkeypatch.setattr(
+        model_step,
+        "_engine",
+        lambda folder, device: model_step.Engine.load(
+            model_step.EngineConfig(folder, device=device, num_blocks=16, max_num_seqs=2, max_num_batched_tokens=128)
+        ),
+    )
+    folder = make_model(tmp_path / "tiny")
+    table = Table()
+    model_step.check(table, folder, "cpu")
+    assert table["logits"][0] is True and "3 of 3 prompts agree" in table["logits"][1]
+    ours = model_step._ours
+    monkeypatch.setattr(model_step, "_ours", lambda *given: {id_: -9.0 - i for i, id_ in enumerate(ours(*given))})
+    table = Table()
+    model_step.check(table, folder, "cpu")
+    assert table.wrong == ["logits"]
+
+
+def test_no_model_to_try():
+    table = Table()
+    model_step.check(table, None)
+    assert table == {"logits": (None, "give --model DIR")}
+
+
+@pytest.mark.parametrize(
+    "program, is_right",
+    [
+        ("import os, time; print(time.time(), flush=True); os._exit(1)", True),
+        ("import time; print(time.time(), flush=True); time.sleep(1.2); raise SystemExit(1)", False),
+        ("import time; print(time.time(), flush=True); raise SystemExit(3)", False),
+        ("raise SystemExit('no CUDA')", False),
+    ],
+)
+def test_a_fault_must_end_its_process(program, is_right):
+    table = Table()
+    faults._lost_device(table, program)
+    assert table["a kernel's fault"][0] is is_right
