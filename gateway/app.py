@@ -6,12 +6,14 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from baton import tasks
 from baton.service import progress
 from baton.service.logs import fields
 from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
+from baton.service.net.host_names import HostNames
 from baton.service.net.server import Health
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.settings import SettingsError
@@ -21,6 +23,7 @@ from gateway.api.fleet_service import SERVICE_NAME as FLEET_NAME
 from gateway.api.fleet_service import FleetService
 from gateway.api.ports import Ports, open_ports
 from gateway.api.registration_service import RegistrationService
+from gateway.api.request_handler import RequestHandler
 from gateway.api.servicer import SERVICE_NAME, InferenceService
 from gateway.config.settings import GatewaySettings
 from gateway.config.slo_classes import read_classes
@@ -44,6 +47,9 @@ from gateway.request.request_record import RequestRecord
 from gateway.text.templates import ChatTemplate, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gateway.http.server import HttpServer
 
 _STOP_GRACE_S = 1.0
 # New objects before the collector looks for circles among them: every request makes hundreds that live for its time and
@@ -79,7 +85,8 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, folder: ModelFolder, ports: Ports, quotas: Quotas):
         """Raises SettingsError."""
-        self._settings, self._server, self._quotas = settings, ports.server, quotas
+        self._settings, self._quotas = settings, quotas
+        self._server, self._guard = ports.server, ports.guard
         self._changed = asyncio.Event()
         self.queues = WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens)
         self.index = _make_index(settings)
@@ -102,7 +109,7 @@ class Gateway:
             on_gap=self.meters.gap,
             slo_classes=slo_classes,
         )
-        self.service = InferenceService(
+        self.handler = RequestHandler(
             self._pipeline, settings, self.recent.began, self._on_request_end, ports.guard.hold
         )
         self._secret_checked = asyncio.Event()
@@ -115,7 +122,7 @@ class Gateway:
         if settings.public_prefixes:
             encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)
             self.names.make_public(await read_public_prefixes(settings.public_prefixes, encode))
-        self.service.add_to(server)
+        InferenceService(self.handler).add_to(server)
         fleet = FleetService(self.registry, self.recent, self.queues, self.index, settings.redis)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
         worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
@@ -125,12 +132,16 @@ class Gateway:
             grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
         admin = Admin(self.readiness, {"/metrics": self.meters.page, **dashboard.pages(fleet)}, settings.admin_hosts)
         admin_port = await admin.start(settings.admin)
+        self.http = http = self._open_http()
         await server.start()
         if not settings.decode_workers:
             log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
         grpc_address, admin_address = f"{_host(settings.listen)}:{port}", f"{_host(settings.admin)}:{admin_port}"
         fleet_address = f" fleet={_host(settings.fleet_listen)}:{fleet_port}" if fleet_port else ""
-        self._ready_line = f"ready grpc={grpc_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
+        http_address = f" http={_host(settings.http or '')}:{http.port}" if http else ""
+        self._ready_line = (
+            f"ready grpc={grpc_address}{http_address}{fleet_address} admin={admin_address} pid={os.getpid()}"
+        )
         watching = tasks.start("readiness", partial(self._watch, health), fatal=(SettingsError,))
         running = [watching, tasks.start("registry", self.registry.run)]
         if settings.redis:
@@ -146,6 +157,8 @@ class Gateway:
             await self._drain(health)
             return 0
         finally:
+            if http:
+                await http.stop()
             await server.stop(_STOP_GRACE_S)
             await admin.stop()
             self._pipeline.text.close()
@@ -153,9 +166,25 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
+    def _open_http(self) -> "HttpServer | None":
+        """Serve the HTTP API, if there is to be one. Raises ListenError."""
+        settings = self._settings
+        if settings.http is None:
+            return None
+        from gateway.http.app import make_app
+        from gateway.http.server import open_http
+
+        names = None
+        if settings.credentials is None:
+            names = HostNames((_host(settings.http), *settings.admin_hosts))
+        app = make_app(self.handler, self._guard, settings.http_origins, names)
+        server = open_http(settings.http, app, settings.tls)
+        server.start()
+        return server
+
     def readiness(self) -> tuple[bool, dict]:
         """Return whether requests can be served, and the page that says so: the workers as this gateway sees them."""
-        reason = "draining" if self.service.is_draining else self.registry.not_ready()
+        reason = "draining" if self.handler.is_draining else self.registry.not_ready()
         workers = {
             link.address: {"state": link.state.value, "reason": link.reason, "num_legs": len(link.legs)}
             for link in self.registry.links
@@ -177,7 +206,7 @@ class Gateway:
             reason = self.registry.not_ready()
             if reason is None and not self._secret_checked.is_set():
                 await self._check_secret()
-            serving = reason is None and not self.service.is_draining
+            serving = reason is None and not self.handler.is_draining
             for name in ("", SERVICE_NAME):
                 health.set(name, serving)
             if serving and self._ready_line:
@@ -205,11 +234,11 @@ class Gateway:
         await SharedUsage(self._quotas, self._settings.redis, self.registry.instance).run()
 
     async def _drain(self, health: Health) -> None:
-        self.service.is_draining = True
+        self.handler.is_draining = True
         health.shut_down()
-        log.info("draining %s", fields(running=self.service.num_running))
+        log.info("draining %s", fields(running=self.handler.num_running))
         deadline = asyncio.get_running_loop().time() + self._settings.drain_grace_s
-        while self.service.num_running and asyncio.get_running_loop().time() < deadline:
+        while self.handler.num_running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         if self._pipeline.running:
             self._give_up()

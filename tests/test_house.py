@@ -112,7 +112,8 @@ FOLDERS = {
         "attempts": "prefix routing link request answer fleet",
         "orchestration": "config routing text prefix queue link request answer fleet attempts",
         "api": "config prefix queue discovery request answer fleet observe orchestration",
-        ".": "store model config text prefix queue link discovery request fleet observe orchestration api",
+        "http": "request api",
+        ".": "store model config text prefix queue link discovery request fleet observe orchestration api http",
     },
     "baton.engine": {
         "native": "",

@@ -61,7 +61,9 @@ class WorkerSettings(Exposure):
         if not self.transports:
             raise ValueError("--transports is empty: give auto, or some of " + ", ".join(TRANSPORTS[1:]))
         self._check_address()
-        self.check_exposure(self.listen, self.admin, self.tls is not None, "--tls-cert, --tls-key and --tls-ca")
+        self.check_exposure(
+            {"--listen": self.listen}, self.admin, self.tls is not None, "--tls-cert, --tls-key and --tls-ca"
+        )
         if named := [name for name in self.transports if name in IN_PLAIN_TEXT and not self._may_be_plain]:
             raise ValueError(
                 f"--transports {named[0]}: is in plain text, and --listen {self.listen} is beyond loopback; "

@@ -22,6 +22,12 @@ class GatewaySettings(Exposure):
         "name of the model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
     )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
+    http: str | None = option(
+        "address of the HTTP API in OpenAI's form (default: not served)", None, metavar="HOST:PORT"
+    )
+    http_origins: tuple[str, ...] = option(
+        "origins of web pages that browsers may let call --http (default: none)", (), metavar="URL,..."
+    )
     prefill_workers: tuple[str, ...] = option("prefill workers; others may register", (), metavar="HOST:PORT,...")
     decode_workers: tuple[str, ...] = option("decode workers; others may register", (), metavar="HOST:PORT,...")
     worker_networks: tuple[str, ...] = option(
@@ -102,16 +108,19 @@ class GatewaySettings(Exposure):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
         is_protected = bool(self.tls and self.credentials)
-        self.check_exposure(self.listen, self.admin, is_protected, "--tls-cert, --tls-key, --tls-ca and --credentials")
+        self.check_exposure(
+            self._listens, self.admin, is_protected, "--tls-cert, --tls-key, --tls-ca and --credentials"
+        )
         self._check_doors()
         if not 0 <= self.trace_sample <= 1:
             raise ValueError(f"--trace-sample {self.trace_sample}: must be 0 to 1")
         if self.cluster_secret is None and not self.is_loopback:
-            raise ValueError(
-                f"--listen {self.listen}: outside loopback, names of cached prefixes need --cluster-secret"
-            )
+            flag, address = next(each for each in self._listens.items() if not is_loopback(each[1]))
+            raise ValueError(f"{flag} {address}: outside loopback, names of cached prefixes need --cluster-secret")
 
     def _check_doors(self) -> None:
+        if self.http_origins and self.http is None:
+            raise ValueError("--http-origins has no effect without --http")
         if self.tls and self.credentials is None:
             raise ValueError("--credentials is missing: with TLS alone no client could identify itself")
         if self.credentials is not None and self.cluster_secret is None:
@@ -126,4 +135,9 @@ class GatewaySettings(Exposure):
     @property
     def is_loopback(self) -> bool:
         """Return whether clients can only come from this host."""
-        return is_loopback(self.listen)
+        return all(map(is_loopback, self._listens.values()))
+
+    @property
+    def _listens(self) -> dict[str, str]:
+        """Return the addresses for clients, by flag."""
+        return {"--listen": self.listen, **({"--http": self.http} if self.http else {})}

@@ -49,6 +49,11 @@ class Detokenizer:
         text = self._decode([*self._word, token_id, *self._word])
         return text[self._len_before : len(text) - self._len_behind].encode()
 
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """Return a token as it is shown alone, and its bytes: of a special one, which has no text, its name."""
+        raw = self._bytes[token_id] or (self._tokenizer.id_to_token(token_id) or "").encode()
+        return raw.decode(errors="replace"), raw
+
     def _first_bytes_of(self, token_id: int) -> bytes:
         """The same of a text's first token, where some vocabularies take a space away."""
         text, value = self._decode([token_id]), self._byte_of(self._tokenizer.id_to_token(token_id) or "")

@@ -1,5 +1,7 @@
 """Every program in examples/ runs, and says what it should."""
 
+import json
+import re
 import secrets
 import subprocess
 import sys
@@ -49,6 +51,24 @@ def test_trace(gateway, receiver):
     out = run("trace.py", gateway, trace_id)
     assert trace_id in out and "ttft_s" in out
     receiver.wait_for(lambda spans: {"prefill", "decode"} <= {span.name for span in spans if span.trace_id == trace_id})
+
+
+@pytest.fixture(scope="module")
+def http_stack(run_stack):
+    with run_stack("http", num_prefill=0, gateway_options=("--http", "127.0.0.1:0")) as stack:
+        yield stack
+
+
+@pytest.mark.parametrize("language, program", [("curl", ["bash", "-c"]), ("openai", [sys.executable, "-c"])])
+def test_the_http_examples_of_the_docs(http_stack, language, program):
+    page = (EXAMPLES.parent / "docs" / "user.md").read_text()
+    (text,) = re.findall(f"<!-- {language} -->\n```\n(.*?)```\n<!-- end -->", page, re.DOTALL)
+    assert text.count("127.0.0.1:8000") == 1
+    text = text.replace("127.0.0.1:8000", http_stack.gateways[0].ready()["http"])
+    ended = subprocess.run([*program, text], capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 0 and ended.stdout.strip(), ended.stderr
+    if language == "curl":
+        assert json.loads(ended.stdout)["usage"]["completion_tokens"] == 16
 
 
 def test_engine_alone(model):

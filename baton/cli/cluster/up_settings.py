@@ -33,7 +33,16 @@ from gateway.config.settings import GatewaySettings
 
 # What `baton up` sets itself.
 _NOT_OPTIONS = ("model", "listen", "admin", "gateways", "served_model_name")
-_NOT_GATEWAY_OPTIONS = ("model", "served_model_name", "listen", "prefill_workers", "decode_workers", "redis", "admin")
+_NOT_GATEWAY_OPTIONS = (
+    "model",
+    "served_model_name",
+    "listen",
+    "http",
+    "prefill_workers",
+    "decode_workers",
+    "redis",
+    "admin",
+)
 _SHIPPED_NAME = "baton-demo"
 _SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "device", "threads")
 
@@ -48,6 +57,9 @@ class UpSettings:
         metavar="DIR|FILE|NAME",
     )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
+    http: str | None = option(
+        "address of the HTTP API in OpenAI's form (default: not served)", None, metavar="HOST:PORT"
+    )
     prefill: int = option("number of prefill workers", 1, metavar="N")
     decode: int = option("number of decode workers", 1, metavar="N")
     gateways: int = option(
@@ -129,6 +141,7 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
         to_argv(GatewaySettings, found.gateway),
         found.up.gateways,
         found.cpu_roles,
+        found.up.http,
     )
 
 

@@ -49,6 +49,7 @@ class StackPlan:
     gateway_options: Sequence[str] = ()
     num_gateways: int = 1
     cpu_roles: Collection[str] = ()
+    http: str | None = None  # of the first gateway; others at ports that the system chooses
 
 
 class Stack:
@@ -65,13 +66,16 @@ class Stack:
         `gateways`, the addresses of all where there are several, and `gpus`, used of those there are. Raises PortError, or keeper.StartError when a process
         ends before it was ready."""
         plan = self._plan
-        listens = [self._reserve(plan.listen)]
-        listens += [self._reserve(f"{plan.listen.rpartition(':')[0]}:0") for _ in range(plan.num_gateways - 1)]
+        listens = self._reserve_each(plan.listen)
+        https = self._reserve_each(plan.http) if plan.http else [None] * plan.num_gateways
         addresses = {role: [self._reserve("127.0.0.1:0") for _ in range(plan.num_workers[role])] for role in ROLES}
         gpus = visible_gpus()
         shares = deal_gpus(gpus, sum(plan.num_workers[role] for role in ROLES if role not in plan.cpu_roles))
         self._workers = [Keeper(*program) for program in self._worker_programs(addresses, iter(shares))]
-        self._gateways = [Keeper(*self._gateway_program(n, listen, addresses)) for n, listen in enumerate(listens)]
+        self._gateways = [
+            Keeper(*self._gateway_program(n, *ports, addresses))
+            for n, ports in enumerate(zip(listens, https, strict=True))
+        ]
         await self._all_or_first_failure()
         fields = dict(self._gateways[0].started.result())
         if shares:
@@ -119,13 +123,21 @@ class Stack:
                     argv += ["--workers-per-gpu", str(share.num_workers)]
                 yield f"{role} worker {index}", [*argv, *options], share.env if share else {}
 
-    def _gateway_program(self, number: int, listen: str, addresses: Mapping[str, list[str]]) -> tuple[str, list[str]]:
+    def _gateway_program(
+        self, number: int, listen: str, http: str | None, addresses: Mapping[str, list[str]]
+    ) -> tuple[str, list[str]]:
         argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]
+        argv += ["--http", http] if http else []
         for role in ROLES:
             if addresses[role]:
                 argv += [f"--{role}-workers", ",".join(addresses[role])]
         argv += self._plan.gateway_options
         return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
+
+    def _reserve_each(self, address: str) -> list[str]:
+        """Return an address for each gateway: this one, and of its host."""
+        others = [f"{address.rpartition(':')[0]}:0"] * (self._plan.num_gateways - 1)
+        return [self._reserve(each) for each in (address, *others)]
 
     def _reserve(self, address: str) -> str:
         """A bound socket that never listens keeps the port ours between two lives of a process, and still lets the

@@ -1,15 +1,11 @@
-"""A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process adds.
-
-A request must name this host: by an address, by a name of loopback, by what is listened on, or by a name that the
-operator gave. A page from elsewhere, open in an operator's browser, can make its own name lead here, and could read all.
-"""
+"""A few pages of HTTP for operators, orchestrators and Prometheus: /healthz, /readyz, /metrics and what a process adds."""
 
 import asyncio
-import ipaddress
 import json
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
+from baton.service.net.host_names import HostNames, without_port
 from baton.service.net.server import ListenError, split_address
 
 _MAX_HEAD_BYTES = 8192
@@ -51,14 +47,14 @@ class Admin:
             "/readyz": lambda headers: _readiness(readiness),
             **pages,
         }
-        self._hosts = {"localhost", *(host.lower() for host in hosts)}
+        self._hosts = HostNames(hosts)
         self._open: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
 
     async def start(self, address: str) -> int:
         """Listen and return the port. Raises ListenError."""
         host, port = split_address(address)
-        self._hosts.add(host.lower())
+        self._hosts.add(host)
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=_MAX_HEAD_BYTES)
         except OSError as error:
@@ -101,28 +97,13 @@ class Admin:
         hosts = [value for name, value in named if name == "host"]
         if len(hosts) != 1 and (hosts or words[2] != "HTTP/1.0"):
             return json_reply({"error": "a request names its Host once"}, 400)
-        if hosts and not self._is_ours(_name(hosts[0])):
-            return json_reply(
-                {"error": f"{_name(hosts[0])[:100]} is not this host: --admin-hosts lists its names"}, 421
-            )
+        if hosts and hosts[0] not in self._hosts:
+            told = f"{without_port(hosts[0])[:100]} is not this host: --admin-hosts lists its names"
+            return json_reply({"error": told}, 421)
         page = self._pages.get(words[1].partition("?")[0])
         if page is None:
             return json_reply({"error": f"here are {', '.join(sorted(self._pages))}"}, 404)
         return page(dict(named))
-
-    def _is_ours(self, name: str) -> bool:
-        """An address always is: what a stranger can make lead here is a name."""
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return name in self._hosts
-        return True
-
-
-def _name(host: str) -> str:
-    """Without its port: of "gateway.example:9464", "[::1]:9464"."""
-    name, colon, port = host.lower().rpartition(":")
-    return name if colon and port.isdecimal() else host.lower()
 
 
 def _readiness(readiness: Callable[[], tuple[bool, dict]]) -> Reply:

@@ -67,7 +67,7 @@ def make_server(
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", round(IDLE_S * 1000)),
         # Of each port. More are closed at once; without a bound they take the descriptors of all else.
-        ("grpc.max_allowed_incoming_connections", _num_descriptors() // _PORT_SHARE),
+        ("grpc.max_allowed_incoming_connections", num_descriptors() // _PORT_SHARE),
         ("grpc.so_reuseport", 0),  # a second process must not bind the same port silently
     )
     return grpc.aio.server(interceptors=tuple(interceptors), options=options)
@@ -76,7 +76,7 @@ def make_server(
 def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
     """Listen on "host:port" (port 0: the system chooses) and return the port. Without `credentials` in plain text.
     Raises AddressInUse or ListenError."""
-    _try_listening(address)  # gRPC would say it over many lines on stderr, and name no errno
+    listening_socket(address).close()  # gRPC would say it over many lines on stderr, and name no errno
     try:
         port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError as error:
@@ -94,20 +94,27 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _try_listening(address: str) -> None:
+def listening_socket(address: str, backlog: int = 1) -> socket.socket:
+    """Listen on "host:port" (port 0: the system chooses). Raises AddressInUse or ListenError."""
     host, port = split_address(address)
     try:
         family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            probe.listen(1)
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setblocking(False)
+            listener.bind(where)
+            listener.listen(backlog)
+        except BaseException:
+            listener.close()
+            raise
     except socket.gaierror as error:
         raise ListenError(f"cannot listen on {address}: {host}: {error.strerror}") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUse(f"{address} is in use: stop what listens there or choose another address") from None
         raise ListenError(f"cannot listen on {address}: {error.strerror}") from None
+    return listener
 
 
 class Health(health_pb2_grpc.HealthServicer):
@@ -159,8 +166,8 @@ def enable_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> 
     reflection.enable_server_reflection(names, server)
 
 
-def _num_descriptors() -> int:
-    """That this process may have open. Unlimited: more than a million."""
+def num_descriptors() -> int:
+    """Return how many this process may have open. Unlimited: more than a million."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return soft if 0 <= soft < 1 << 20 else 1 << 20
 
@@ -170,10 +177,10 @@ def _raise_descriptors() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # a hard limit beyond what the kernel would set now
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if _num_descriptors() < _FEW_DESCRIPTORS:
+    if num_descriptors() < _FEW_DESCRIPTORS:
         log.warning(
             "few descriptors: raise the hard limit, ulimit -Hn %s",
-            fields(limit=_num_descriptors(), wanted=_FEW_DESCRIPTORS),
+            fields(limit=num_descriptors(), wanted=_FEW_DESCRIPTORS),
         )
 
 

@@ -1,5 +1,6 @@
 """Settings of gateways and workers about ports that are reachable from beyond this host, and their protection."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,16 +32,17 @@ class Exposure:
     def tls(self) -> Tls | None:
         return Tls(self.tls_cert, self.tls_key, self.tls_ca) if self.tls_cert and self.tls_key and self.tls_ca else None
 
-    def check_exposure(self, listen: str, admin: str, is_protected: bool, needs: str) -> None:
-        """`is_protected`: by what `needs` names. Raises ValueError, one line."""
+    def check_exposure(self, listens: Mapping[str, str], admin: str, is_protected: bool, needs: str) -> None:
+        """`listens`: addresses by flag. `is_protected`: by what `needs` names. Raises ValueError, one line."""
         given = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
         if missing and len(missing) < len(given):
             raise ValueError(f"{missing[0]} is missing: --tls-cert, --tls-key and --tls-ca go together")
         if self.insecure:
             return
-        if not is_protected and not is_loopback(listen):
-            raise ValueError(f"--listen {listen}: beyond loopback this needs {needs}; or say --insecure")
+        for flag, address in listens.items():
+            if not is_protected and not is_loopback(address):
+                raise ValueError(f"{flag} {address}: beyond loopback this needs {needs}; or say --insecure")
         if not self.open_admin and not is_loopback(admin):
             raise ValueError(f"--admin {admin}: is plain HTTP, open to all that reach it; or say --open-admin")
 

@@ -11,7 +11,7 @@ import contextvars
 import inspect
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import NoReturn
 
 import grpc
@@ -78,19 +78,21 @@ class Guard(grpc.aio.ServerInterceptor):
                 return None  # UNIMPLEMENTED: tools look for the newest form of reflection first
             if allowed is None:
                 raise PermissionDenied("no caller may use this method")
-            tenant = self._tenant(handler_call_details.invocation_metadata, allowed)
+            shown = [
+                str(value) for key, value in handler_call_details.invocation_metadata or () if key == "authorization"
+            ]
+            tenant = self.identify(shown, allowed)
         except BatonError as error:
             return self._refusal(handler_call_details.method, error)
         handler = await continuation(handler_call_details)
         return handler and self._guarded(handler, handler_call_details.method, allowed, tenant)
 
-    def _tenant(self, metadata, allowed: frozenset[str]) -> str | None:
-        """Return the tenant of the bearer's credential; None without one. Raises Unauthenticated where one is
-        required."""
-        shown = [value for key, value in metadata or () if key == "authorization"]
+    def identify(self, shown: Sequence[str], allowed: frozenset[str]) -> str | None:
+        """Return the tenant of the bearer's credential, `shown` as values of `authorization`; None without one. Raises
+        Unauthenticated where one is required."""
         if not shown or self._credentials is None:
             return None
-        scheme, _, bearer = str(shown[0]).partition(" ")
+        scheme, _, bearer = shown[0].partition(" ")
         try:
             if len(shown) > 1 or scheme.lower() != "bearer":
                 raise Unauthenticated("authorization must be one `Bearer KEY`")
@@ -124,16 +126,23 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _enter(self, context, method: str, allowed: frozenset[str], tenant: str | None) -> CallSlot:
         """Return the slot of a call. Aborts the call if its caller lacks the role, or has too many calls open."""
         roles = frozenset() if self._is_open else roles_of(context.auth_context())
-        names = roles | ({TENANT} if tenant else set())
         try:
-            if not (self._is_open or allowed == ANYONE or allowed & names):
-                raise _why(names, allowed)
-            _tenant.set(tenant or DEFAULT_TENANT)
-            caller = tenant or (DEFAULT_TENANT if TENANT in allowed else roles or None)
-            return self.places.enter(method, caller, context.peer())
+            return self.enter(method, allowed, tenant, roles, context.peer())
         except BatonError as error:
             await self.hold(error)
             await self._deny(context, method, error)
+
+    def enter(
+        self, method: str, allowed: frozenset[str], tenant: str | None, roles: frozenset[str], peer: str
+    ) -> CallSlot:
+        """Return the slot of a call that begins, whose tenant is the current one from now on. Raises Unauthenticated,
+        PermissionDenied or Overloaded."""
+        names = roles | ({TENANT} if tenant else set())
+        if not (self._is_open or allowed == ANYONE or allowed & names):
+            raise _why(names, allowed)
+        _tenant.set(tenant or DEFAULT_TENANT)
+        caller = tenant or (DEFAULT_TENANT if TENANT in allowed else roles or None)
+        return self.places.enter(method, caller, peer)
 
     async def hold(self, error: BatonError) -> None:
         """Wait until the caller's tenant may be refused; where there is one tenant, do not wait."""
@@ -164,12 +173,16 @@ class Guard(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     async def _deny(self, context, method: str, error: BatonError) -> NoReturn:
+        self.note_denied(method, error, context.peer())
+        await abort(context, error)
+
+    def note_denied(self, method: str, error: BatonError, peer: str) -> None:
+        """Count and log a call that is refused before it is served."""
         known = method if method in METHODS else "other"
         self.num_denied[known, error.reason] += 1
         num = self.num_denied[known, error.reason]
         if num & (num - 1) == 0:  # 1, 2, 4, 8, ...: strangers do not fill the log
-            log.warning("denied %s", fields(method=known, reason=error.reason, peer=context.peer(), num=num))
-        await abort(context, error)
+            log.warning("denied %s", fields(method=known, reason=error.reason, peer=peer, num=num))
 
 
 def _readable(deserialize: Callable | None) -> Callable | None:

@@ -61,10 +61,33 @@ class Tls:
             require_certificate,
         )
 
+    def context(self) -> ssl.SSLContext:
+        """For a port that is not gRPC's, and asks for no certificates. The files are looked at with every handshake."""
+        files, shown = _files(self), None
+        first = current = self._context()
+
+        def changed(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            nonlocal shown, current
+            try:
+                if (found := files.read()) is not shown:
+                    shown, current = found, self._context()
+            except (OSError, ssl.SSLError):  # they are being replaced
+                pass
+            connection.context = current
+
+        first.sni_callback = changed  # called for every handshake, with a name or without
+        return first
+
     def channel(self) -> grpc.ChannelCredentials:
         """For one channel, of the files as they are now, or as they were when they last fitted together. Raises OSError."""
         found = _files(self).read()
         return grpc.ssl_channel_credentials(found.ca, found.key, found.cert)
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        context.load_cert_chain(self.cert, self.key)
+        return context
 
     def _verify(self) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -132,7 +132,7 @@ async def test_the_client_goes(cluster, watch, gate, span):
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
         await reached(c, gate)
         call.cancel()
-        await c.until(lambda: c.gateway.service.num_running == 0)
+        await c.until(lambda: c.gateway.handler.num_running == 0)
         release(c, gate)
         await c.idle()
         spans = agree(c, watch, asyncio.get_running_loop().time() - begun, "cancelled")

@@ -55,7 +55,7 @@ async def test_the_client_goes(cluster, gate, n):
         await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
         release(c, gate)
         await c.idle()
-        assert c.gateway.service.num_running == 0
+        assert c.gateway.handler.num_running == 0
         assert len(await generate(c, max_tokens=2)) >= 1
 
 
@@ -257,7 +257,7 @@ async def test_too_many_requests(cluster):
     async with cluster(max_concurrent_requests=2) as c:
         hold(c, "prefill")
         running = [start(c), start(c)]
-        await c.until(lambda: c.gateway.service.num_running == 2)
+        await c.until(lambda: c.gateway.handler.num_running == 2)
         said = await refused(start(c))
         assert said.reason == "TOO_MANY_REQUESTS" and said.retry_after_s
         release(c, "prefill")
@@ -320,7 +320,7 @@ async def test_draining(cluster):
         hold(c, "decode")
         running = start(c)
         await reached(c, "decode")
-        c.gateway.service.is_draining = True
+        c.gateway.handler.is_draining = True
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "DRAINING"
         release(c, "decode")
@@ -336,5 +336,5 @@ async def test_a_message_to_who_has_just_gone_is_a_cancellation(cluster, caplog)
     async with cluster() as c:
         caplog.clear()
         with pytest.raises(asyncio.CancelledError):
-            await c.gateway.service._answered(write, context=None)
+            await c.gateway.handler._settled(write())
         assert not caplog.records

@@ -37,7 +37,7 @@ async def test_requests_at_once(cluster, tmp_path):
     async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
         hold(c, "decode")
         running = [start(c), start(c)]
-        await c.until(lambda: c.gateway.service.num_running == 2)
+        await c.until(lambda: c.gateway.handler.num_running == 2)
         error = await refused(generate(c))
         assert (error.code.name, error.reason) == ("RESOURCE_EXHAUSTED", "TENANT_REQUESTS")
         assert "concurrent_requests" in error.message and error.retry_after_s > 0
@@ -60,7 +60,7 @@ async def test_choices_at_once(cluster, tmp_path):
     async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 8\n")) as c:
         hold(c, "decode")
         running = [start(c, n=5), start(c, n=3)]
-        await c.until(lambda: c.gateway.service.num_running == 2)
+        await c.until(lambda: c.gateway.handler.num_running == 2)
         assert (await refused(generate(c))).reason == "TENANT_REQUESTS"
         release(c, "decode")
         await asyncio.gather(*running)
@@ -78,7 +78,7 @@ async def test_what_a_request_may_come_to_is_set_aside(cluster, tmp_path):
         assert (await refused(generate(c))).reason == "TENANT_TOKENS"
         running.cancel()
         release(c, "decode")
-        await c.until(lambda: c.gateway.service.num_running == 0)
+        await c.until(lambda: c.gateway.handler.num_running == 0)
         assert await generate(c, max_tokens=2)
 
 
@@ -136,7 +136,7 @@ async def end(c, how: str) -> None:
             await first
         release(c, "decode")
         assert await second
-    await c.until(lambda: c.gateway.service.num_running == 0)
+    await c.until(lambda: c.gateway.handler.num_running == 0)
     await c.idle()
     for worker in c.workers:
         worker.commands.clear()
@@ -226,7 +226,7 @@ async def test_what_a_promise_holds_is_let_go(cluster):
 async def test_how_requests_were_routed_is_counted(cluster):
     async with cluster() as c:
         await generate(c, max_tokens=2)
-        await c.until(lambda: c.gateway.service.num_running == 0)
+        await c.until(lambda: c.gateway.handler.num_running == 0)
         seen = samples(c.gateway.meters)
         assert seen["baton_routes_total", "forced", "split"] == 1
         assert seen["baton_route_cost_seconds_count", "taken"] == seen["baton_route_cost_seconds_count", "other"] == 1

@@ -80,7 +80,7 @@ async def test_a_key_that_is_revoked_ends_no_stream_and_begins_none(served, keys
             return gather([message async for message in stream])
 
         running = [asyncio.create_task(read()) for _ in range(5)]
-        await c.until(lambda: c.gateway.service.num_running == 5)
+        await c.until(lambda: c.gateway.handler.num_running == 5)
         keys.remove("acme")
         revoked_at, num_late = time.monotonic(), 0
         while await is_known(c, keys.shown("acme")):
@@ -88,7 +88,7 @@ async def test_a_key_that_is_revoked_ends_no_stream_and_begins_none(served, keys
             assert num_late < 3  # the file is looked at every second, by the call that comes then
             await asyncio.sleep(0.02)
         assert await is_known(c, keys.shown("globex"))
-        assert c.gateway.service.num_running == 5
+        assert c.gateway.handler.num_running == 5
         c.decode[0].release("decode")
         for reply in await asyncio.gather(*running):
             assert reply.token_ids == tokens_of(PROMPT, 6, 400)

@@ -83,9 +83,9 @@ async def test_two_tenants_may_choose_one_request_id(tenants, ask):
     async with tenants() as c:
         c.decode[0].hold("decode")
         running = asyncio.create_task(ask(c, "acme", request_id="mine"))
-        await c.until(lambda: c.gateway.service.num_running == 1)
+        await c.until(lambda: c.gateway.handler.num_running == 1)
         other = asyncio.create_task(ask(c, "globex", list(range(40, 340)), request_id="mine"))
-        await c.until(lambda: c.gateway.service.num_running == 2)
+        await c.until(lambda: c.gateway.handler.num_running == 2)
         await c.until(lambda: len(c.gateway.recent._running) == 2)
         c.decode[0].release("decode")
         first, second = await running, await other

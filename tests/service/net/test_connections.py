@@ -130,4 +130,4 @@ async def test_connections_on_one_port_leave_descriptors_for_the_other():
 def test_without_a_limit_there_is_a_bound(monkeypatch):
     for found, bound in ((resource.RLIM_INFINITY, 1 << 20), (1 << 30, 1 << 20), (20_000, 20_000)):
         monkeypatch.setattr(resource, "getrlimit", lambda which, found=found: (found, found))
-        assert grpc_server._num_descriptors() == bound
+        assert grpc_server.num_descriptors() == bound

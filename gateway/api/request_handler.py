@@ -1,0 +1,202 @@
+"""Requests as every transport hands them over, and their answers as messages: checked, recorded, served. Every end that
+is not an answer is a BatonError."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
+
+import grpc
+
+from baton.service.clock import now
+from baton.service.errors import BatonError, DeadlineExceeded, Internal, Unavailable
+from baton.service.logs import fields
+from baton.service.observe.telemetry import TraceContext, new_context
+from baton.service.security import guard
+from baton.v1 import inference_pb2 as pb
+from gateway.answer.answer import Emit
+from gateway.config.served_model import ServedModel
+from gateway.config.settings import GatewaySettings
+from gateway.observe import request_trace
+from gateway.orchestration.pipeline import Pipeline
+from gateway.request.request_record import RequestRecord
+from gateway.request.timing import Stamps
+from gateway.request.validation import check, check_model, check_size
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class CallContext(NamedTuple):
+    """What a transport knows of a call beside its message and its tenant."""
+
+    time_left_s: float | None = None  # None: the client named no deadline
+    parent: TraceContext | None = None  # the client's span
+
+
+class RequestHandler:
+    """Answer requests of this gateway's clients, whatever transport they came by."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        settings: GatewaySettings,
+        on_begin: Callable[[RequestRecord], None],
+        on_end: Callable[[RequestRecord, BaseException | None], None],
+        hold: Callable[[BatonError], Awaitable[None]],
+    ):
+        """`on_begin(record)` and `on_end(record, error)` are called once each a request, however it ends. `hold(error)`
+        waits until the error may be sent."""
+        self.is_draining = False
+        self.num_running = 0
+        self._pipeline, self._settings = pipeline, settings
+        self._on_begin, self._on_end, self._hold = on_begin, on_end, hold
+
+    @property
+    def model(self) -> ServedModel:
+        """Return the served model."""
+        return self._pipeline.registry.model
+
+    def token_text(self, token_id: int) -> tuple[str, bytes]:
+        """Return a token as it is shown alone, and the bytes that it stands for."""
+        return self._pipeline.text.detokenizer.shown(token_id)
+
+    async def generate(self, box: list[pb.GenerateRequest], call: CallContext, emit: Emit) -> None:
+        """Answer the request in `box`, which is taken out of it, in messages for `emit`. Raises BatonError."""
+        record = self._record(box[0], call)
+        error: BaseException | None = None
+        self.num_running += 1
+        self._on_begin(record)
+        try:
+            await self._settled(self._generate(box, call, record, emit), record)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.num_running -= 1
+            record.stamps.ended = (error is None and record.stamps.last_sent) or now()
+            request_trace.draw(record, error)
+            self._on_end(record, error)
+
+    async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:
+        """Return an answer in one message. Raises BatonError."""
+        response = pb.CompleteResponse()
+
+        async def gather(message: pb.GenerateResponse) -> None:
+            _add(response, message)
+
+        await self.generate(box, call, gather)
+        return response
+
+    async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
+        """Return the token ids of a text or a conversation. Raises BatonError."""
+        return await self._settled(self._tokenize(request, call))
+
+    async def detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
+        """Return the text of token ids. Raises BatonError."""
+        return await self._settled(self._detokenize(request, call))
+
+    async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+        """Return what is known of the served model. Raises BatonError."""
+        return await self._settled(self._model_info(request))
+
+    async def _generate(
+        self, box: list[pb.GenerateRequest], call: CallContext, record: RequestRecord, emit: Emit
+    ) -> None:
+        deadline = self._deadline(call, record.stamps.received)
+        if self.is_draining:
+            raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
+        model = self.model
+        max_priority = self._pipeline.admission.quotas.quota(record.tenant).max_priority
+        record.checked = checked = check(box.pop(), model, record.tenant, max_priority)
+        await self._pipeline.serve(checked, model, deadline, record, emit)
+
+    async def _tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
+        check_size(request)
+        model = self.model
+        check_model(request.model, model)
+        until = self._deadline(call, now())
+        return pb.TokenizeResponse(token_ids=await self._pipeline.tokenize(request, model, guard.tenant(), until))
+
+    async def _detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
+        check_size(request)
+        model = self.model
+        check_model(request.model, model)
+        until = self._deadline(call, now())
+        return pb.DetokenizeResponse(
+            text=await self._pipeline.detokenize(request.token_ids, model, guard.tenant(), until)
+        )
+
+    async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
+        registry = self._pipeline.registry
+        model, card = self.model, registry.card
+        check_model(request.model, model)
+        if card is None:
+            raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
+        return pb.GetModelInfoResponse(
+            name=model.name,
+            family=card.family,
+            context=model.context,
+            vocab_size=model.vocab_size,
+            dtype=card.dtype,
+            quantization=card.quantization,
+            kv_dtype=card.kv_dtype,
+            attention=card.attention,
+            transports=card.transports,
+            proposers=card.proposers,
+        )
+
+    async def _settled(self, work: Awaitable[T], record: RequestRecord | None = None) -> T:
+        """Return what `work` does. Raises BatonError, once it may be sent: what was not expected becomes Internal.
+        Cancellation is passed on, also that of a write to a client that has gone."""
+        try:
+            return await work
+        except BatonError as error:
+            await self._hold(error)
+            raise
+        except grpc.aio.InternalError:  # the client has just gone: gRPC's cancellation is on its way
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            trace_id = f"{record.context.trace_id:032x}" if record else ""
+            log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
+            raise Internal(f"the gateway failed: {type(error).__name__}") from error
+
+    def _record(self, request: pb.GenerateRequest, call: CallContext) -> RequestRecord:
+        received = now()
+        root = new_context(call.parent, self._settings.trace_sample)
+        return RequestRecord(
+            context=root,
+            parent=call.parent or TraceContext(root.trace_id, 0, root.sampled),
+            stamps=Stamps(received),
+            model=self.model.name,
+            operation="chat" if request.WhichOneof("input") == "messages" else "text_completion",
+            tenant=guard.tenant(),
+        )
+
+    def _deadline(self, call: CallContext, received: float) -> float:
+        """Return the client's deadline, within our own bound (time.monotonic()). Raises DeadlineExceeded if it has
+        passed."""
+        left_s = call.time_left_s
+        if left_s is None:
+            left_s = self._settings.default_timeout_s
+        if left_s <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        return received + min(left_s, self._settings.max_timeout_s)
+
+
+def _add(response: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
+    """Add a streamed message to the one answer."""
+    while len(response.choices) <= message.index:
+        response.choices.add(index=len(response.choices))
+    choice = response.choices[message.index]
+    choice.text += message.text
+    choice.token_ids.extend(message.token_ids)
+    choice.logprobs.extend(message.logprobs)
+    if message.finish_reason:
+        choice.finish_reason, choice.matched_stop = message.finish_reason, message.matched_stop
+    if message.HasField("seed"):
+        response.seed, response.request_id = message.seed, message.request_id
+    if message.HasField("usage"):
+        response.usage.CopyFrom(message.usage)
+        response.timing.CopyFrom(message.timing)

@@ -1,0 +1,166 @@
+"""Answers in OpenAI's form: one object, or the events of a stream."""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from baton.v1 import inference_pb2 as pb
+from gateway.http.requests import Asked
+
+Json = dict[str, Any]
+TokenText = Callable[[int], tuple[str, bytes]]
+"""From a token's id to its text as it is shown, and the bytes that it stands for."""
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+DONE = b"data: [DONE]\n\n"
+
+
+def to_bytes(value: Json) -> bytes:
+    """Return the value as JSON."""
+    return _dumps(value).encode()
+
+
+def event(value: Json) -> bytes:
+    """Return the value as an event of a stream."""
+    return b"data: " + to_bytes(value) + b"\n\n"
+
+
+class _ObjectNames(NamedTuple):
+    """What OpenAI calls the object."""
+
+    object: str
+    chunk: str  # of a stream
+
+
+class AnswerForm:
+    """The form of one answer. `ChatForm` and `CompletionForm` say what a choice looks like."""
+
+    names: _ObjectNames
+
+    def __init__(self, asked: Asked, model: str, token_text: TokenText):
+        self._asked, self._model, self._token_text = asked, model, token_text
+        self._created = int(time.time())
+        head = _dumps(self._head(self.names.chunk))
+        # What every event of a stream begins and ends with is written once: a token costs its own part alone.
+        self._before = f'data: {head[:-1]},"choices":['
+        self._behind = '],"usage":null}\n\n' if asked.include_usage else "]}\n\n"
+        self._begun: set[int] = set()
+
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+        """Return the event for a message to the prompt of that number; empty, where it says nothing here."""
+        index = prompt * self._asked.num_choices + message.index
+        is_first = index not in self._begun
+        self._begun.add(index)
+        if not (is_first or message.text or message.finish_reason or self._shows_tokens(message)):
+            return b""  # half a character, or of a stop string
+        choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
+        return f"{self._before}{_dumps(choice)}{self._behind}".encode()
+
+    def usage_chunk(self, usages: Iterable[pb.Usage]) -> bytes:
+        """Return the event with the usage, which has no choices."""
+        return event({**self._head(self.names.chunk), "choices": [], "usage": _usage(usages)})
+
+    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
+        """Return the answer in one object."""
+        choices = [
+            {"index": prompt * self._asked.num_choices + choice.index, **self._choice(choice), **self._end(choice)}
+            for prompt, response in enumerate(responses)
+            for choice in response.choices
+        ]
+        usage = _usage(response.usage for response in responses)
+        return {**self._head(self.names.object), "choices": choices, "usage": usage}
+
+    def _head(self, what: str) -> Json:
+        return {"id": self._asked.id, "object": what, "created": self._created, "model": self._model}
+
+    def _shows_tokens(self, message: pb.GenerateResponse) -> bool:
+        return bool(message.logprobs or (self._asked.return_token_ids and message.token_ids))
+
+    def _end(self, part: pb.GenerateResponse | pb.Choice) -> Json:
+        found: Json = {"finish_reason": None}
+        if part.finish_reason:
+            name = pb.FinishReason.Name(part.finish_reason)
+            found = {"finish_reason": name.removeprefix("FINISH_REASON_").lower()}
+            found["stop_reason"] = part.matched_stop or None
+        if self._asked.return_token_ids:
+            found["token_ids"] = list(part.token_ids)
+        return found
+
+    def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
+        raise NotImplementedError
+
+    def _choice(self, choice: pb.Choice) -> Json:
+        raise NotImplementedError
+
+
+class ChatForm(AnswerForm):
+    """Of /v1/chat/completions."""
+
+    names = _ObjectNames("chat.completion", "chat.completion.chunk")
+
+    def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
+        delta: Json = {"role": "assistant", "content": message.text} if is_first else {}
+        if message.text:
+            delta["content"] = message.text
+        return {"delta": delta, **({"logprobs": self._logprobs(message.logprobs)} if message.logprobs else {})}
+
+    def _choice(self, choice: pb.Choice) -> Json:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None}
+
+    def _logprobs(self, logprobs: Iterable[pb.Logprobs]) -> Json:
+        tokens = []
+        for each in logprobs:
+            top = [self._token(best) for best in each.top]
+            tokens.append({**self._token(each.chosen), "top_logprobs": top})
+        return {"content": tokens, "refusal": None}
+
+    def _token(self, token: pb.TokenLogprob) -> Json:
+        text, raw = self._token_text(token.token_id)
+        return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(raw)}
+
+
+class CompletionForm(AnswerForm):
+    """Of /v1/completions."""
+
+    names = _ObjectNames("text_completion", "text_completion")
+
+    def __init__(self, asked: Asked, model: str, token_text: TokenText):
+        super().__init__(asked, model, token_text)
+        self._offsets: dict[int, int] = {}  # characters of the choices' tokens so far
+
+    def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
+        return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
+
+    def _choice(self, choice: pb.Choice) -> Json:
+        self._offsets.clear()
+        return {"text": choice.text, "logprobs": self._logprobs(choice.logprobs, choice.index)}
+
+    def _logprobs(self, logprobs: Iterable[pb.Logprobs], index: int) -> Json | None:
+        if not logprobs:
+            return None
+        found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for each in logprobs:
+            text = self._token_text(each.chosen.token_id)[0]
+            offset = self._offsets.get(index, 0)
+            self._offsets[index] = offset + len(text)
+            found["tokens"].append(text)
+            found["token_logprobs"].append(max(each.chosen.logprob, _LEAST_LOGPROB))
+            best = {self._token_text(b.token_id)[0]: max(b.logprob, _LEAST_LOGPROB) for b in reversed(each.top)}
+            found["top_logprobs"].append(best)
+            found["text_offset"].append(offset)
+        return found
+
+
+def _usage(usages: Iterable[pb.Usage]) -> Json:
+    """Return the sum, in OpenAI's words."""
+    usages = list(usages)
+    num_prompt, num_output = (sum(getattr(u, name) for u in usages) for name in ("prompt_tokens", "output_tokens"))
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }

@@ -1,0 +1,189 @@
+"""The paths of OpenAI's API, each the gRPC call that it stands for."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.service.errors import NotFound
+from baton.service.net.host_names import HostNames
+from baton.service.security.guard import Guard
+from baton.v1 import inference_pb2 as pb
+from gateway.api.request_handler import RequestHandler
+from gateway.http.answers import DONE, AnswerForm, ChatForm, CompletionForm, Json, to_bytes
+from gateway.http.call import BadCall, HttpCall
+from gateway.http.errors import status_of, to_json
+from gateway.http.openapi import document
+from gateway.http.requests import (
+    DETOKENIZE_NAMES,
+    TOKENIZE_NAMES,
+    Asked,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+)
+
+_INFERENCE = "/baton.v1.Inference/"
+T = TypeVar("T")
+
+
+class OpenAI:
+    """Serve the calls; one for the gateway."""
+
+    def __init__(self, handler: RequestHandler):
+        self._handler, self._created = handler, int(time.time())
+
+    async def chat_completions(self, call: HttpCall) -> None:
+        """POST /v1/chat/completions."""
+        await self._answer(call, read_chat(call.values), ChatForm)
+
+    async def completions(self, call: HttpCall) -> None:
+        """POST /v1/completions."""
+        await self._answer(call, read_completion(call.values), CompletionForm)
+
+    async def models(self, call: HttpCall) -> None:
+        """GET /v1/models."""
+        await call.reply({"object": "list", "data": [await self._model("")]})
+
+    async def model(self, call: HttpCall) -> None:
+        """GET /v1/models/{model}."""
+        await call.reply(await self._model(call.path_params["model"]))
+
+    async def tokenize(self, call: HttpCall) -> None:
+        """POST /tokenize."""
+        request = read_tokenize(call.values)
+        call.names = TOKENIZE_NAMES
+        token_ids = list((await self._handler.tokenize(request, call.context)).token_ids)
+        context = self._handler.model.context
+        await call.reply({"count": len(token_ids), "max_model_len": context, "tokens": token_ids})
+
+    async def detokenize(self, call: HttpCall) -> None:
+        """POST /detokenize."""
+        request = read_detokenize(call.values)
+        call.names = DETOKENIZE_NAMES
+        await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
+
+    async def _answer(self, call: HttpCall, asked: Asked, kind: type[AnswerForm]) -> None:
+        call.names = asked.names
+        form = kind(asked, self._handler.model.name, self._handler.token_text)
+        boxes = [[request] for request in asked.requests]
+        asked.requests.clear()  # the handler takes each out of its box: a prompt is not kept for the length of its answer
+        if asked.stream:
+            return await self._stream(call, asked, form, boxes)
+        context = call.context
+        await call.reply(form.whole(await _all([self._handler.complete(box, context) for box in boxes])))
+
+    async def _stream(
+        self, call: HttpCall, asked: Asked, form: AnswerForm, boxes: Sequence[list[pb.GenerateRequest]]
+    ) -> None:
+        context, usages = call.context, list[pb.Usage]()
+
+        async def emit(prompt: int, message: pb.GenerateResponse) -> None:
+            if message.HasField("usage"):
+                usages.append(message.usage)
+            if not call.has_begun:
+                await call.begin_stream()
+            if data := form.chunk(prompt, message):
+                await call.write(data)
+
+        await _all([self._handler.generate(box, context, partial(emit, n)) for n, box in enumerate(boxes)])
+        await call.end((form.usage_chunk(usages) if asked.include_usage else b"") + DONE)
+
+    async def _model(self, name: str) -> Json:
+        info = await self._handler.model_info(pb.GetModelInfoRequest(model=name))
+        known = {"id": info.name, "object": "model", "created": self._created, "owned_by": "baton"}
+        return {**known, "max_model_len": info.context}
+
+
+class _Endpoint:
+    """One path, as an application of its own: no request is made into an object that nobody asks for."""
+
+    def __init__(self, guard: Guard, method: str, serve: Callable[[HttpCall], Coroutine[Any, Any, None]]):
+        """`method`: of baton.v1.Inference, whose callers and slots are those of this path too."""
+        self._guard, self._method, self._serve = guard, _INFERENCE + method, serve
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await HttpCall(scope, receive, send).run(self._guard, self._method, self._serve)
+
+
+class _HostCheck:
+    """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
+    this host, can make its own name lead here, and would read all answers."""
+
+    def __init__(self, app: ASGIApp, names: HostNames):
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) == 1 and hosts[0] in self._names:
+            return await self._app(scope, receive, send)
+        error = BadCall("host", "is not this one: --admin-hosts lists its names", "UNKNOWN_HOST")
+        await Response(to_bytes(to_json(error, {})), status_of(error), media_type="application/json")(
+            scope, receive, send
+        )
+
+
+def make_app(
+    handler: RequestHandler, guard: Guard, origins: Sequence[str] = (), host_names: HostNames | None = None
+) -> ASGIApp:
+    """Return the application. `origins`: of pages that browsers may let call it; `host_names`: those that a request
+    must name, where any caller may call everything."""
+    api, openapi = OpenAI(handler), to_bytes(document())
+
+    def route(path: str, serve: Callable, method: str, verb: str = "POST") -> Route:
+        return Route(path, _Endpoint(guard, method, serve), methods=[verb])
+
+    async def openapi_json(request: Request) -> Response:
+        return Response(openapi, media_type="application/json")
+
+    routes = [
+        route("/v1/chat/completions", api.chat_completions, "Generate"),
+        route("/v1/completions", api.completions, "Generate"),
+        route("/v1/models", api.models, "GetModelInfo", "GET"),
+        route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
+        route("/tokenize", api.tokenize, "Tokenize"),
+        route("/detokenize", api.detokenize, "Detokenize"),
+        Route("/openapi.json", openapi_json),
+    ]
+    middleware = [Middleware(_HostCheck, names=host_names)] if host_names else []
+    if origins:
+        cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
+        middleware.insert(0, cors)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers={404: _elsewhere, 405: _elsewhere})
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _elsewhere(request: Request, raised: Exception) -> Response:
+    """Answer a path or a verb that is not here."""
+    path = request.url.path[:100]
+    if isinstance(raised, HTTPException) and raised.status_code == 405:
+        error, headers = BadCall("method", f"{path} takes another one", "METHOD_NOT_ALLOWED"), raised.headers
+    else:
+        error, headers = NotFound(f"{path} is not here; /openapi.json lists the paths"), None
+    body = to_bytes(to_json(error, {}))
+    return Response(body, status_of(error), headers, media_type="application/json")
+
+
+async def _all(works: Sequence[Awaitable[T]]) -> list[T]:
+    """Do all at once and return what they do. Raises what the first to fail does, and ends the others."""
+    if len(works) == 1:
+        return [await works[0]]
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,194 @@
+"""One HTTP call behind the same guard as gRPC's: a tenant by its key, a slot from before the body is read, bounds on
+the body's bytes and time, an answer, and a client that may hang up at any moment."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from baton.service.errors import BatonError, InvalidRequest
+from baton.service.observe.telemetry import parse_traceparent
+from baton.service.security.guard import METHODS, Guard
+from gateway.api.request_handler import CallContext
+from gateway.http.answers import Json, event, to_bytes
+from gateway.http.errors import headers_of, status_of, to_json
+from gateway.http.requests import parse
+from gateway.request.validation import MAX_REQUEST_BYTES
+
+ABORT = "baton.abort"  # extension of the scope: ends the connection at once
+TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
+_LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
+_LAST_WORDS_S = 1.0  # to a client that does not read
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy that gathers tokens would undo the stream
+)
+
+
+class ClientGone(Exception):
+    """The client has hung up: nobody waits for an answer."""
+
+
+class HttpCall:
+    """A request and its answer. `names`: the client's words for fields of baton.v1, once its body was read."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self.headers = Headers(scope=scope)
+        self.path_params: Mapping[str, str] = scope["path_params"]
+        self.values: dict[str, Any] = {}  # the body's
+        self.names: Mapping[str, str] = {}
+        self.has_begun = False  # its answer
+        self._has_ended = False
+        self._has_read_all = False
+        self._is_gone = False
+        self._scope, self._receive, self._send = scope, receive, send
+
+    async def run(self, guard: Guard, method: str, serve: Callable[["HttpCall"], Coroutine[Any, Any, None]]) -> None:
+        """Let `serve` answer where the guard allows calls of `method`, the gRPC one that this stands for. A BatonError
+        becomes the answer."""
+        peer, is_served = _peer(self._scope), False
+        try:
+            tenant = guard.identify(self.headers.getlist("authorization"), METHODS[method])
+            with guard.enter(method, METHODS[method], tenant, frozenset(), peer) as slot:
+                body = await slot.first(self._body())
+                if self._scope["method"] == "POST":
+                    self.values = parse(body)
+                is_served = True
+                await self._while_connected(serve(self))
+        except BatonError as error:
+            if not is_served:
+                await guard.hold(error)
+                guard.note_denied(method, error, peer)
+            await self._fail(error)
+        except ClientGone:
+            pass
+
+    @property
+    def context(self) -> CallContext:
+        """Return what its headers say of deadline and trace. Raises InvalidRequest."""
+        parent = parse_traceparent(self.headers.get("traceparent", ""))
+        text = self.headers.get(TIMEOUT_HEADER)
+        if text is None:
+            return CallContext(parent=parent)
+        try:
+            time_left_s = float(text)
+        except ValueError:
+            time_left_s = math.nan
+        if not math.isfinite(time_left_s):
+            raise InvalidRequest(TIMEOUT_HEADER, "must be a number of seconds")
+        return CallContext(time_left_s, parent)
+
+    async def reply(self, value: Json, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """Answer with one object."""
+        body = to_bytes(value)
+        own = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
+        await self._begin(status, (*own, *headers))
+        await self.end(body)
+
+    async def begin_stream(self) -> None:
+        """Begin an answer of events."""
+        await self._begin(200, _STREAM_HEADERS)
+
+    async def write(self, data: bytes) -> None:
+        """Send a part of the answer; waits for a client that reads more slowly."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """Send the last part of the answer."""
+        self._has_ended = True
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _begin(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def _fail(self, error: BatonError) -> None:
+        """Answer with the error: as a status, or as the last event of an answer that has begun."""
+        value, headers = to_json(error, self.names), headers_of(error)
+        if self.has_begun:
+            await self._fail_late(value)
+        elif self._has_read_all:
+            await self.reply(value, status_of(error), tuple(headers))
+        else:
+            body = to_bytes(value)
+            own = ((b"content-type", b"application/json"), (b"connection", b"close"))
+            await self._begin(status_of(error), (*own, (b"content-length", b"%d" % len(body)), *headers))
+            await self.write(body)
+            await self._read_on()
+            await self.end()
+
+    async def _fail_late(self, value: Json) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.end(event(value))
+        except TimeoutError:
+            self._scope["extensions"][ABORT]()
+
+    async def _read_on(self) -> None:
+        """Read, and drop, what the client still sends: closed at once, it would see a broken connection and no
+        answer."""
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                while (await self._receive()).get("more_body"):
+                    pass
+        except TimeoutError:
+            return
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        """Yield the body, whole. Raises BatonError for one that is too large or not JSON, ClientGone."""
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if self._scope["method"] == "POST" and kind != "application/json":
+            # Also what keeps pages of other hosts out: a browser sends them JSON only where that host allows it.
+            raise BadCall("content-type", "must be application/json", "NOT_JSON")
+        body, length = bytearray(), self.headers.get("content-length", "")
+        while True:
+            if len(body) > MAX_REQUEST_BYTES or (length.isdecimal() and int(length) > MAX_REQUEST_BYTES):
+                raise BadCall("body", f"has over {MAX_REQUEST_BYTES} bytes", "BODY_TOO_LARGE")
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if not message.get("more_body") and len(body) <= MAX_REQUEST_BYTES:
+                self._has_read_all = True
+                yield bytes(body)
+                return
+
+    async def _while_connected(self, work: Awaitable[None]) -> None:
+        """Do the work; cancelled, and ClientGone raised, when the client hangs up."""
+        task = asyncio.current_task()
+        assert task is not None
+        watching = asyncio.create_task(self._watch(task))
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not self._is_gone:
+                raise
+            task.uncancel()
+            raise ClientGone from None
+        finally:
+            watching.cancel()
+
+    async def _watch(self, task: asyncio.Task) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self._has_ended:
+            self._is_gone = True
+            task.cancel()
+
+
+class BadCall(InvalidRequest):
+    """The head or the body of a call is not acceptable; HTTP has a status of its own for the reason."""
+
+    def __init__(self, field: str, message: str, reason: str):
+        super().__init__(field, message)
+        self.reason = reason
+
+
+def _peer(scope: Scope) -> str:
+    """Return the client's address, as gRPC would name it."""
+    host, port = scope["client"] or ("", 0)
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -1,0 +1,76 @@
+"""Errors in the form of OpenAI's API: a status, a type, the field of the client's own request, and when to come back."""
+
+import math
+from collections.abc import Mapping
+
+import grpc
+
+from baton.service.errors import BatonError
+
+Code = grpc.StatusCode
+
+_STATUSES = {
+    Code.INVALID_ARGUMENT: 400,
+    Code.FAILED_PRECONDITION: 400,
+    Code.UNAUTHENTICATED: 401,
+    Code.PERMISSION_DENIED: 403,
+    Code.NOT_FOUND: 404,
+    Code.ALREADY_EXISTS: 409,
+    Code.RESOURCE_EXHAUSTED: 429,
+    Code.CANCELLED: 499,
+    Code.UNAVAILABLE: 503,
+    Code.DEADLINE_EXCEEDED: 504,
+}  # of others 500
+# Where HTTP has a status of its own for what gRPC says in fewer.
+_STATUSES_OF_REASONS = {
+    "METHOD_NOT_ALLOWED": 405,
+    "MESSAGE_LATE": 408,
+    "BODY_TOO_LARGE": 413,
+    "NOT_JSON": 415,
+    "UNKNOWN_HOST": 421,
+    "HEAD_TOO_LARGE": 431,
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def status_of(error: BatonError) -> int:
+    """Return the HTTP status."""
+    return _STATUSES_OF_REASONS.get(error.reason) or _STATUSES.get(error.code, 500)
+
+
+def to_json(error: BatonError, names: Mapping[str, str]) -> dict:
+    """Return the body. `names`: the client's own words for fields of baton.v1, by path."""
+    status = status_of(error)
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
+    message, param = error.message, None
+    if error.field is not None:
+        param = rename(error.field, names)
+        if message.startswith(error.field):
+            message = param + message.removeprefix(error.field)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
+
+
+def rename(path: str, names: Mapping[str, str]) -> str:
+    """Return the client's word for a field of baton.v1: of "messages.messages[0].role", "messages[0].role"."""
+    known = [each for each in names if path == each or path.startswith((f"{each}.", f"{each}["))]
+    if not known:
+        return path
+    longest = max(known, key=len)
+    return names[longest] + path.removeprefix(longest)
+
+
+def headers_of(error: BatonError) -> list[tuple[bytes, bytes]]:
+    """Return the headers that go with an error: what to show, or when to come back."""
+    if error.code is Code.UNAUTHENTICATED:
+        return [(b"www-authenticate", b"Bearer")]
+    if error.retry_after_s is None:
+        return []
+    return [
+        (b"retry-after", b"%d" % math.ceil(error.retry_after_s)),  # whole seconds, as HTTP has it
+        (b"retry-after-ms", b"%d" % math.ceil(1e3 * error.retry_after_s)),  # OpenAI's clients look here first
+    ]

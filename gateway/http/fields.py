@@ -1,0 +1,166 @@
+"""One table: a field of OpenAI's requests, its form in JSON, and the field of baton.v1.GenerateRequest that says the
+same. The reader of requests, the words of errors and the OpenAPI document come from it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+
+
+class ValueKind(NamedTuple):
+    """A form of a value: in words, as JSON schema, and how it is read. `read` raises ValueError or TypeError."""
+
+    words: str
+    schema: dict[str, Any]
+    read: Callable[[Any], Any]
+
+
+class Field(NamedTuple):
+    """`path`: of GenerateRequest, as "sampling.top_p"."""
+
+    name: str
+    path: str
+    kind: ValueKind
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return float(value)
+
+
+def _integer(value: object) -> int:
+    if isinstance(value, float) and value.is_integer():  # an integer too, says JSON schema
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError
+    return value
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    value.encode()  # half a surrogate pair is no text
+    return value
+
+
+def _strings(value: object) -> list[str]:
+    return [_string(each) for each in value] if isinstance(value, list) else [_string(value)]
+
+
+def _token_ids(value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_integer(each) for each in value]
+
+
+def _top_k(value: object) -> int:
+    return max(0, _integer(value)) if value == -1 else _integer(value)
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise TypeError
+    return {int(token_id): _number(bias) for token_id, bias in value.items()}
+
+
+_ID = {"type": "integer", "minimum": 0, "maximum": 0xFFFF_FFFF}
+BOOLEAN = ValueKind("true or false", {"type": "boolean"}, _boolean)
+NUMBER = ValueKind("a number", {"type": "number"}, _number)
+INTEGER = ValueKind("an integer, 0 to 4294967295", _ID, _integer)
+SEED = ValueKind("an integer, 0 or more", {"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}, _integer)
+SIGNED = ValueKind("an integer", {"type": "integer", "minimum": -(1 << 31), "maximum": (1 << 31) - 1}, _integer)
+STRING = ValueKind("a string", {"type": "string"}, _string)
+STRINGS = ValueKind(
+    "a string, or a list of strings",
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    _strings,
+)
+TOKEN_IDS = ValueKind("a list of token ids", {"type": "array", "items": _ID}, _token_ids)
+TOP_K = ValueKind("an integer; 0 and -1: off", {"type": "integer", "minimum": -1, "maximum": 0xFFFF_FFFF}, _top_k)
+LOGIT_BIAS = ValueKind(
+    "an object of numbers by token id",
+    {"type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}, "additionalProperties": {"type": "number"}},
+    _logit_bias,
+)
+
+_KINDS = {
+    FieldDescriptor.TYPE_FLOAT: NUMBER,
+    FieldDescriptor.TYPE_UINT32: INTEGER,
+    FieldDescriptor.TYPE_INT32: SIGNED,
+    FieldDescriptor.TYPE_UINT64: SEED,
+    FieldDescriptor.TYPE_BOOL: BOOLEAN,
+    FieldDescriptor.TYPE_STRING: STRING,
+}
+_UNLIKE = {"top_k": TOP_K, "logit_bias": LOGIT_BIAS, "stop": STRINGS, "stop_token_ids": TOKEN_IDS}
+
+
+def _rows(message: Any, names: Iterable[str], before: str = "") -> tuple[Field, ...]:
+    """Return rows for fields that OpenAI, or vLLM, calls by the name that they have in baton.v1."""
+    kinds = {name: _UNLIKE.get(name) or _KINDS[message.fields_by_name[name].type] for name in names}
+    return tuple(Field(name, before + name, kind) for name, kind in kinds.items())
+
+
+_BOTH = (
+    *_rows(pb.GenerateRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class")),
+    *_rows(
+        pb.Sampling.DESCRIPTOR,
+        (name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name != "logprobs"),
+        "sampling.",
+    ),
+    *_rows(pb.Stopping.DESCRIPTOR, pb.Stopping.DESCRIPTOR.fields_by_name, "stopping."),
+)
+CHAT = (
+    *_BOTH,
+    Field("max_completion_tokens", "stopping.max_tokens", INTEGER),
+    Field("top_logprobs", "sampling.logprobs", INTEGER),
+)
+COMPLETION = (*_BOTH, Field("logprobs", "sampling.logprobs", INTEGER))
+
+# Fields that are accepted where they ask for what is done anyway, with the values that do.
+_NEUTRAL = {
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "skip_special_tokens": (True,),
+}
+CHAT_NEUTRAL: Mapping[str, tuple] = {
+    **_NEUTRAL,
+    "add_generation_prompt": (True,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),  # among no tools
+    "tools": ([],),
+}
+COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+
+
+def write(request: Any, field: Field, value: object) -> None:
+    """Set the field of the request to a value from JSON. Raises InvalidRequest, in the client's own words."""
+    try:
+        put(request, field.path, field.kind.read(value))
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(field.name, f"must be {field.kind.words}") from None
+
+
+def put(message: Any, path: str, value: object) -> None:
+    """Set a field of a message, by its path. Raises TypeError, ValueError or OverflowError."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        message = getattr(message, parent)
+    if isinstance(value, dict):
+        getattr(message, name).update(value)
+    elif isinstance(value, list):
+        getattr(message, name).extend(value)
+    else:
+        setattr(message, name, value)

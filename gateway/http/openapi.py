@@ -1,0 +1,164 @@
+"""The OpenAPI document, made from the table by which requests are read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.http.fields import (
+    BOOLEAN,
+    CHAT,
+    CHAT_NEUTRAL,
+    COMPLETION,
+    COMPLETION_NEUTRAL,
+    STRING,
+    TOKEN_IDS,
+    Field,
+)
+from gateway.http.requests import MAX_PROMPTS
+
+Json = dict[str, Any]
+
+_STATUSES = {
+    400: "The request is not acceptable; `param` names the field.",
+    401: "No valid key.",
+    403: "The caller may not do this.",
+    404: "There is no such model.",
+    408: "The body came too slowly.",
+    409: "The request_id is in use.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "Not now: come back after Retry-After seconds.",
+    503: "Nothing serves at the moment.",
+    504: "The deadline passed.",
+}
+_ANSWER = {
+    "type": "object",
+    "required": ["id", "object", "created", "model", "choices"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"type": "string"},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "choices": {"type": "array", "items": {"type": "object", "required": ["index", "finish_reason"]}},
+        "usage": {"type": "object"},
+    },
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+_MESSAGES = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+            "content": {"anyOf": [{"type": "string"}, _PARTS]},
+        },
+        "additionalProperties": False,
+    },
+}
+_TOKENS = {**TOKEN_IDS.schema, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _TOKENS,
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+_STREAMED = {
+    "stream": BOOLEAN.schema,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": BOOLEAN.schema, "include_obfuscation": BOOLEAN.schema},
+        "additionalProperties": False,
+    },
+    "user": STRING.schema,
+    "return_token_ids": BOOLEAN.schema,
+}
+
+
+def document() -> Json:
+    """Return the document."""
+    chat = _body({"messages": _MESSAGES, "logprobs": BOOLEAN.schema, **_STREAMED}, ["messages"], CHAT, CHAT_NEUTRAL)
+    completion = _body({"prompt": _PROMPT, **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
+    tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, "messages": _MESSAGES}, [])
+    detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
+    paths = {
+        "/v1/models": {"get": _operation("The served model.", {"type": "object"})},
+        "/v1/models/{model}": {
+            "get": _operation("One model, if it is served.", {"type": "object"}),
+            "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+        },
+        "/v1/chat/completions": {"post": _operation("Answer a conversation.", _ANSWER, chat, streams=True)},
+        "/v1/completions": {"post": _operation("Continue prompts.", _ANSWER, completion, streams=True)},
+        "/tokenize": {"post": _operation("Token ids of a text or a conversation.", {"type": "object"}, tokenize)},
+        "/detokenize": {"post": _operation("Text of token ids.", {"type": "object"}, detokenize)},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": "1", "description": "OpenAI's API, as far as this server has it."},
+        "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{"key": []}, {}],
+        "paths": paths,
+    }
+
+
+def _body(
+    others: Mapping[str, Json],
+    required: list[str],
+    table: Sequence[Field] = (),
+    neutral: Mapping[str, tuple] = {},
+) -> Json:
+    """Return the schema of a body. `neutral`: fields of which only these values are accepted."""
+    properties = {**others, **{row.name: row.kind.schema for row in table}}
+    nullable = {name: schema if name in required else _or_null(schema) for name, schema in properties.items()}
+    accepted = {name: {"enum": [*values, None]} for name, values in neutral.items()}
+    return {
+        "type": "object",
+        "required": required,
+        "properties": {**nullable, **accepted},
+        "additionalProperties": False,
+    }
+
+
+def _or_null(schema: Json) -> Json:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _operation(summary: str, answer: Json, body: Json | None = None, streams: bool = False) -> Json:
+    content: Json = {"application/json": {"schema": answer}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    failures = {
+        str(status): {"description": words, "content": {"application/json": {"schema": _ERROR}}}
+        for status, words in _STATUSES.items()
+    }
+    operation: Json = {"summary": summary, "responses": {"200": {"description": "The answer.", "content": content}}}
+    operation["responses"] |= failures
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return operation

@@ -1,0 +1,230 @@
+"""Bodies of OpenAI's requests, read into messages of baton.v1. What is not known is refused by its name: a field that
+is left out without a word would change the answer."""
+
+import json
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.http.fields import (
+    BOOLEAN,
+    CHAT,
+    CHAT_NEUTRAL,
+    COMPLETION,
+    COMPLETION_NEUTRAL,
+    STRING,
+    TOKEN_IDS,
+    Field,
+    ValueKind,
+    put,
+    write,
+)
+
+MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
+DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
+_STREAMED = ("stream", "stream_options", "user", "return_token_ids")
+_ROLES = {"developer": "system"}  # the same to a chat template
+
+# Words for fields of baton.v1 that no row of the table has.
+CHAT_NAMES = {"messages.messages": "messages", "messages": "messages", "input": "messages"}
+PROMPT_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "input": "prompt"}
+TOKENIZE_NAMES = {"messages.messages": "messages", "text": "prompt", "input": "prompt"}
+DETOKENIZE_NAMES = {"token_ids": "tokens"}
+
+
+@dataclass
+class Asked:
+    """What a body asks for. `names`: its words for fields of baton.v1, by path."""
+
+    id: str
+    requests: list[pb.GenerateRequest]
+    names: dict[str, str]
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    num_choices: int = field(init=False)  # of each request
+
+    def __post_init__(self) -> None:
+        self.num_choices = max(1, self.requests[0].sampling.n)
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Return the object that a body is. Raises InvalidRequest."""
+    try:
+        values = json.loads(body, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("body", f"is not JSON: {str(error)[:200]}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("body", "must be a JSON object")
+    return {name: value for name, value in values.items() if value is not None}  # null: as if it were left out
+
+
+def read_chat(values: Mapping[str, Any]) -> Asked:
+    """Read the body of /v1/chat/completions. Raises InvalidRequest."""
+    _check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, "messages", "logprobs"))
+    request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
+    request.messages.messages.extend(read_messages(values))
+    _fill(request, values, CHAT, names)
+    if {"max_tokens", "max_completion_tokens"} <= values.keys():
+        raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
+    if _value(values, "logprobs", BOOLEAN, False):
+        request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
+    elif "top_logprobs" in values:
+        raise InvalidRequest("top_logprobs", "needs logprobs: true")
+    return _asked("chatcmpl", [request], values, names)
+
+
+def read_completion(values: Mapping[str, Any]) -> Asked:
+    """Read the body of /v1/completions. Raises InvalidRequest."""
+    _check_known(values, COMPLETION, COMPLETION_NEUTRAL, (*_STREAMED, "prompt"))
+    shared, names = pb.GenerateRequest(), dict(PROMPT_NAMES)
+    _fill(shared, values, COMPLETION, names)
+    if not shared.stopping.HasField("max_tokens"):
+        shared.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
+    requests = []
+    for prompt in _prompts(values):
+        request = pb.GenerateRequest()
+        request.CopyFrom(shared)
+        put(request, "text" if isinstance(prompt, str) else "token_ids.ids", prompt)
+        requests.append(request)
+    return _asked("cmpl", requests, values, names)
+
+
+def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:
+    """Read the body of /tokenize. Raises InvalidRequest."""
+    _check_known(values, (), {"add_generation_prompt": (True,)}, ("model", "prompt", "messages"))
+    request = pb.TokenizeRequest(model=_value(values, "model", STRING, ""))
+    if "messages" in values and "prompt" in values:
+        raise InvalidRequest("prompt", "is given beside messages: send one of them")
+    if "messages" in values:
+        request.messages.messages.extend(read_messages(values))
+    else:
+        request.text = _value(values, "prompt", STRING)
+    return request
+
+
+def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
+    """Read the body of /detokenize. Raises InvalidRequest."""
+    _check_known(values, (), {}, ("model", "tokens"))
+    request = pb.DetokenizeRequest(model=_value(values, "model", STRING, ""))
+    write(request, Field("tokens", "token_ids", TOKEN_IDS), _value(values, "tokens", TOKEN_IDS))
+    return request
+
+
+def read_messages(values: Mapping[str, Any]) -> list[pb.Message]:
+    """Read a conversation. Raises InvalidRequest."""
+    messages = values.get("messages")
+    if not isinstance(messages, list):
+        raise InvalidRequest("messages", "must be a list of messages" if "messages" in values else "is missing")
+    if not messages:
+        raise InvalidRequest("messages", "is empty")
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _message(where: str, message: object) -> pb.Message:
+    if not isinstance(message, dict):
+        raise InvalidRequest(where, "must be an object with role and content")
+    for name, value in message.items():
+        if name not in ("role", "content") and value not in (None, []):
+            raise InvalidRequest(f"{where}.{name[:80]}", "is not supported here")
+    role = _read(f"{where}.role", STRING, message.get("role"))
+    return pb.Message(role=_ROLES.get(role, role), content=_content(f"{where}.content", message.get("content")))
+
+
+def _content(where: str, content: object) -> str:
+    """Return the text of a content: a string, or a list of parts of type text."""
+    if not isinstance(content, list):
+        return _read(where, ValueKind("a string, or a list of parts", {}, STRING.read), content)
+    texts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
+            raise InvalidRequest(f"{where}[{index}]", 'only parts {"type": "text", "text": ...} are supported here')
+        texts.append(_read(f"{where}[{index}].text", STRING, part.get("text")))
+    return "".join(texts)
+
+
+def _prompts(values: Mapping[str, Any]) -> Sequence[str | list[int]]:
+    """Return the prompts: one as a string or a list of token ids, several as a list of these."""
+    prompt = values.get("prompt")
+    if prompt is None:
+        raise InvalidRequest("prompt", "is missing")
+    if isinstance(prompt, str) or not isinstance(prompt, list):
+        return [
+            _read("prompt", ValueKind("a string, a list of token ids, or a list of these", {}, STRING.read), prompt)
+        ]
+    if prompt and isinstance(prompt[0], int):
+        return [_token_ids("prompt", prompt)]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"has {len(prompt)} prompts, 1 to {MAX_PROMPTS} are allowed")
+    return [
+        _token_ids(f"prompt[{index}]", each) if isinstance(each, list) else _read(f"prompt[{index}]", STRING, each)
+        for index, each in enumerate(prompt)
+    ]
+
+
+def _token_ids(where: str, value: object) -> list[int]:
+    token_ids = _read(where, TOKEN_IDS, value)
+    if not token_ids or min(token_ids) < 0 or max(token_ids) > 0xFFFF_FFFF:
+        raise InvalidRequest(where, "is empty" if not token_ids else "holds what is no token id")
+    return token_ids
+
+
+def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str, Any], names: dict[str, str]) -> Asked:
+    request_id = requests[0].request_id or secrets.token_hex(12)
+    for index, request in enumerate(requests):
+        request.request_id = f"{request_id}-{index}" if len(requests) > 1 else request_id
+    options = values.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise InvalidRequest("stream_options", "must be an object")
+    if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
+        raise InvalidRequest(f"stream_options.{unknown.pop()[:80]}", "is not known here")
+    stream = _value(values, "stream", BOOLEAN, False)
+    if options and not stream:
+        raise InvalidRequest("stream_options", "needs stream: true")
+    _value(values, "user", STRING, "")  # its sender's business: the tenant is who has the key
+    include_usage = _value({**options, "stream": True}, "include_usage", BOOLEAN, False)
+    return_token_ids = _value(values, "return_token_ids", BOOLEAN, False)
+    return Asked(f"{prefix}-{request_id}", requests, names, stream, include_usage, return_token_ids)
+
+
+def _check_known(
+    values: Mapping[str, Any], table: Sequence[Field], neutral: Mapping[str, tuple], others: Collection[str]
+) -> None:
+    known = {row.name for row in table} | set(others)
+    for name, value in values.items():
+        if name in neutral:
+            if value not in neutral[name] or isinstance(value, bool) != isinstance(neutral[name][0], bool):
+                raise InvalidRequest(name, "is not supported here")
+        elif name not in known:
+            raise InvalidRequest(name[:80], "is not known here")
+
+
+def _fill(
+    request: pb.GenerateRequest, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]
+) -> None:
+    for row in table:
+        if row.name in values:
+            write(request, row, values[row.name])
+            names[row.path] = row.name
+
+
+def _value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any = None) -> Any:
+    if name not in values:
+        if default is None:
+            raise InvalidRequest(name, "is missing")
+        return default
+    return _read(name, kind, values[name])
+
+
+def _read(where: str, kind: ValueKind, value: object) -> Any:
+    try:
+        return kind.read(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(where, f"must be {kind.words}") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,188 @@
+"""The port of OpenAI's API: uvicorn, in this process and its event loop, with bounds on connections and heads."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+
+import httptools
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from baton.service.errors import InvalidRequest
+from baton.service.net.server import HANDSHAKE_S, MAX_METADATA_BYTES, listening_socket, num_descriptors
+from baton.service.security.guard import MAX_METADATA_PAIRS
+from baton.service.security.tls import Tls
+from gateway.http.answers import to_bytes
+from gateway.http.call import ABORT, BadCall
+from gateway.http.errors import status_of, to_json
+
+_HEAD_S = 5.0  # from the connection, or the first byte after an answer, to the end of a request's head
+_FLUSH_S = 5.0  # for a client to read the end of its last answer
+_IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
+_STOP_S = 1
+_PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
+_BACKLOG = 2048
+_ACCEPT_PAUSE_S = 0.05  # where there are no descriptors left
+
+# It would log each stranger's bytes that are no HTTP.
+logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection: its heads are bounded in bytes, entries and time, and nobody waits for a client to read its
+    last answer for ever. Silent at first, or amid a head, it is closed."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._in_head, self._num_head_bytes, self._num_headers = True, 0, 0
+        self._timer = self.loop.call_later(_HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._num_head_bytes += len(data)
+        if self.transport.is_closing():
+            self._abort_in(_FLUSH_S)
+        elif self._in_head and self._num_head_bytes > MAX_METADATA_BYTES:
+            self.send_400_response("")
+        elif self._in_head and self.timeout_keep_alive_task is None and self._timer.cancelled():
+            self._abort_in(_HEAD_S)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {ABORT: self.transport.abort}  # pyright: ignore[reportGeneralTypeIssues]
+        self._in_head = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_headers += 1
+        if self._num_headers > MAX_METADATA_PAIRS or sum(map(_size, self.headers)) > MAX_METADATA_BYTES:
+            self._num_head_bytes = MAX_METADATA_BYTES + 1
+            raise httptools.HttpParserError("head too large")  # ends the connection with send_400_response
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
+        self._timer.cancel()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._abort_in(_FLUSH_S)
+        elif self.cycle.response_complete:  # no further request waits
+            self._in_head = True
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._abort_in(_FLUSH_S)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a head that is no HTTP, or too large."""
+        error = InvalidRequest("head", "this is no HTTP/1.1")
+        if self._num_head_bytes > MAX_METADATA_BYTES:
+            told = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
+            error = BadCall("head", told, "HEAD_TOO_LARGE")
+        body = to_bytes(to_json(error, {}))
+        words = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status_of(error)] + words + body)
+        self.transport.close()
+
+    def _abort_in(self, seconds: float) -> None:
+        self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+
+class HttpServer(uvicorn.Server):
+    """Serve an application at one address, from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, tls: Tls | None):
+        config = uvicorn.Config(
+            app,
+            http=HttpConnection,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=_STOP_S,
+        )
+        super().__init__(config)
+        self.port: int = listener.getsockname()[1]
+        self._listener, self._tls = listener, tls and tls.context()
+        self._max_connections = num_descriptors() // _PORT_SHARE
+        self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
+        self._running: asyncio.Task | None = None
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._running = asyncio.create_task(self.serve(), name="http")
+
+    async def stop(self) -> None:
+        """End what still runs, and the port with it."""
+        self._listener.close()
+        if self._running is not None:
+            self.should_exit = True
+            await self._running
+
+    def capture_signals(self) -> contextlib.AbstractContextManager:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Leave signals to the process."""
+        return contextlib.nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections. Not as uvicorn would: connections count here from before their TLS handshake on."""
+        self.servers = []
+        self._accepting = asyncio.create_task(self._accept(), name="http accept")
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        for task in self._opening:
+            task.cancel()
+        await super().shutdown(sockets)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._opening) + len(self.server_state.connections) >= self._max_connections:
+                connection.close()
+                continue
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = asyncio.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        timeout_s = HANDSHAKE_S if self._tls else None
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connection, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except (OSError, ssl.SSLError):
+            connection.close()
+
+    def _connection(self) -> HttpConnection:
+        return HttpConnection(self.config, self.server_state, {})
+
+
+def open_http(address: str, app: ASGIApp, tls: Tls | None) -> HttpServer:
+    """Bind the port; nothing is served before `start`. Raises ListenError."""
+    return HttpServer(app, listening_socket(address, _BACKLOG), tls)
+
+
+def _size(header: tuple[bytes, bytes]) -> int:
+    return len(header[0]) + len(header[1])

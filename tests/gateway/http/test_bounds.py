@@ -1,0 +1,148 @@
+"""What strangers send, over bare sockets: one clear answer, in bounded time and memory, and the connection ends."""
+
+import asyncio
+import json
+import re
+
+import pytest
+
+from gateway.http import call as call_module
+from gateway.http import server as server_module
+from tests.gateway.http.conftest import decoded
+from tests.support.pace import patience
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+ASK = json.dumps({"prompt": [20, 21, 22], "max_tokens": 2}).encode()
+
+
+async def said(c, *parts: bytes, pause_s: float = 0.0) -> bytes:
+    """Send the parts, and return all that is answered until the connection ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(pause_s)
+        return await asyncio.wait_for(reader.read(), patience(20))
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def with_length(body: bytes, length: int | None = None) -> bytes:
+    return HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % (len(body) if length is None else length) + body
+
+
+@pytest.mark.parametrize(
+    "request_bytes, status, param",
+    [
+        (with_length(b"{"), 400, "body"),
+        (with_length(ASK).replace(b"application/json", b"text/plain"), 415, "content-type"),
+        (with_length(ASK).replace(b"localhost", b"evil.example"), 421, "host"),
+        (with_length(ASK).replace(b"/v1/completions", b"/v1/nothing"), 404, None),
+        (with_length(ASK).replace(b"POST", b"PUT"), 405, "method"),
+        (with_length(b'{"prompt": "a", "nonsense": 1}'), 400, "nonsense"),
+        (with_length(b'{"prompt": "a", "model": "other"}'), 404, None),
+        (with_length(b'{"prompt": "a", "max_tokens": 2000}'), 400, "max_tokens"),
+        (with_length(ASK).replace(b"host:", b"x-request-timeout: 0\r\nhost:"), 504, None),
+        (with_length(ASK).replace(b"host:", b"x-request-timeout: soon\r\nhost:"), 400, "x-request-timeout"),
+        (HEAD + 70 * b"x-a: 1\r\n" + b"\r\n", 431, "head"),
+        (HEAD + b"x-long: " + 9000 * b"a" + b"\r\n\r\n", 431, "head"),
+        (HEAD + b"x-long: " + 9000 * b"a", 431, "head"),
+        (b"\x16\x03\x01 no words\r\n\r\n", 400, "head"),
+    ],
+)
+async def test_refused_with_its_status_and_field(served, request_bytes, status, param):
+    async with served() as (c, _):
+        found, headers, value = decoded(await said(c, request_bytes))
+        assert (found, value["error"]["param"]) == (status, param)
+        assert headers["content-type"] == "application/json" and "\n" not in value["error"]["message"]
+
+
+async def test_100_mb_are_refused_at_their_head(served):
+    async with served() as (c, _):
+        found, headers, value = decoded(await said(c, with_length(bytes(1 << 20), 100_000_000)))
+        assert (found, value["error"]["code"], headers["connection"]) == (413, "body_too_large", "close")
+
+
+async def test_a_body_without_a_length_is_cut_off_where_it_is_too_long(served):
+    chunk = b"%x\r\n" % (1 << 16) + bytes(1 << 16) + b"\r\n"
+    async with served() as (c, _):
+        found, _, value = decoded(await said(c, HEAD + b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 17))
+        assert (found, value["error"]["param"]) == (413, "body")
+
+
+async def test_a_slow_body_is_waited_for_so_long(served, monkeypatch):
+    monkeypatch.setattr(call_module, "_LINGER_S", 0.01)
+    async with served() as (c, _):
+        assert decoded(await said(c, with_length(b"{", 100)))[0] == 408
+        assert not c.gateway._guard.places._num_open
+
+
+@pytest.mark.parametrize("begun", [b"", b"GE", b"\r\n", HEAD], ids=["nothing", "two letters", "an empty line", "half"])
+async def test_a_silent_connection_is_closed(served, monkeypatch, begun):
+    monkeypatch.setattr(server_module, "_HEAD_S", 0.2)
+    async with served() as (c, _):
+        assert await said(c, begun) == b""
+        await c.until(lambda: not c.gateway.http.server_state.connections)
+
+
+async def test_more_connections_than_allowed_are_closed_at_once(served):
+    async with served() as (c, client):
+        c.gateway.http._max_connections = 3
+        open_ones = [await asyncio.open_connection("127.0.0.1", c.gateway.http.port) for _ in range(3)]
+        await c.until(lambda: len(c.gateway.http.server_state.connections) == 3)
+        assert await said(c) == b""
+        for _, writer in open_ones:
+            writer.close()
+        await c.until(lambda: not c.gateway.http.server_state.connections)
+        assert (await client.models.list()).data
+
+
+async def test_one_connection_serves_many_requests_and_pipelined_ones(served):
+    ask = HEAD + b"content-length: %d\r\n\r\n" % len(ASK) + ASK
+    async with served() as (c, _):
+        answer = await said(c, ask + ask, with_length(ASK), pause_s=0.2)
+        assert [int(code) for code in re.findall(rb"HTTP/1.1 (\d+)", answer)] == [200] * 3
+
+
+async def test_overload_says_when_to_come_back(served):
+    async with served(max_concurrent_requests=1) as (c, client):
+        c.decode[0].hold("decode")
+        first = asyncio.create_task(client.completions.create(model="fake", prompt=[20, 21], max_tokens=2))
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        found, headers, value = decoded(await said(c, with_length(ASK)))
+        assert (found, value["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["retry-after"]) >= 1 and int(headers["retry-after-ms"]) > 0
+        c.decode[0].release("decode")
+        assert (await first).usage.completion_tokens == 2
+
+
+async def test_what_fails_after_the_first_token_is_the_last_event(served):
+    async with served(drain_grace_s=0.1) as (c, client):
+        c.decode[0].hold("decode")
+        stream = await client.completions.create(
+            model="fake", prompt=[20, 21], max_tokens=4, stream=True, extra_headers={"x-request-timeout": "0.5"}
+        )
+        with pytest.raises(Exception, match="deadline"):
+            async for _ in stream:
+                pass
+        c.decode[0].release("decode")
+
+
+async def test_a_drained_gateway_refuses(served):
+    async with served() as (c, _):
+        c.gateway.handler.is_draining = True
+        found, headers, value = decoded(await said(c, with_length(ASK)))
+        assert (found, value["error"]["code"], headers["retry-after"]) == (503, "draining", "1")
+
+
+async def test_pages_of_other_origins_are_let_in_by_name_alone(served):
+    ask = b"OPTIONS /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\norigin: https://app.example\r\n"
+    ask += b"access-control-request-method: POST\r\n\r\n"
+    async with served() as (c, _):
+        assert b"access-control-allow-origin" not in await said(c, ask)
+    async with served(http_origins=("https://app.example",)) as (c, _):
+        assert b"access-control-allow-origin: https://app.example" in await said(c, ask)
+        assert b"access-control-allow-origin" not in await said(c, ask.replace(b"app.example", b"evil.example"))

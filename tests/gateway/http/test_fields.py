@@ -1,0 +1,145 @@
+"""The table, both ways: a value lands in its field of baton.v1 and in no other, and what is wrong with that field is
+told in the client's own word for it."""
+
+import pytest
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.http.errors import rename, to_json
+from gateway.http.fields import CHAT, CHAT_NEUTRAL, COMPLETION, COMPLETION_NEUTRAL, Field
+from gateway.http.openapi import document
+from gateway.http.requests import parse, read_chat, read_completion, read_detokenize, read_tokenize
+
+VALUES = {
+    "true or false": (True, True),
+    "a number": (0.5, 0.5),
+    "an integer, 0 to 4294967295": (3, 3),
+    "an integer, 0 or more": (1 << 60, 1 << 60),
+    "an integer": (-2, -2),
+    "a string": ("word", "word"),
+    "a string, or a list of strings": ("end", ["end"]),
+    "a list of token ids": ([4, 5], [4, 5]),
+    "an integer; 0 and -1: off": (-1, 0),
+    "an object of numbers by token id": ({"7": -1.5}, {7: -1.5}),
+}
+READERS = {
+    "chat": (read_chat, {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
+    "completion": (read_completion, {"prompt": "hi", "max_tokens": 1}),
+}
+ROWS = [("chat", row) for row in CHAT] + [("completion", row) for row in COMPLETION]
+
+
+def at(message, path: str):
+    for name in path.split("."):
+        message = getattr(message, name)
+    return message
+
+
+def leaves(message, before: str = "") -> set[str]:
+    found = set()
+    for descriptor, value in message.ListFields():
+        is_message = descriptor.message_type is not None and not descriptor.message_type.GetOptions().map_entry
+        found |= leaves(value, f"{before}{descriptor.name}.") if is_message else {before + descriptor.name}
+    return found
+
+
+@pytest.mark.parametrize("door, row", ROWS, ids=lambda each: each.name if isinstance(each, Field) else each)
+def test_each_field_lands_in_its_own_and_is_told_by_its_own_word(door, row):
+    read, body = READERS[door]
+    given, wanted = VALUES[row.kind.words]
+    body = {name: value for name, value in body.items() if name != row.name}
+    asked, plain = read({**body, row.name: given}), read(body)
+    found = at(asked.requests[0], row.path)
+    assert (dict(found) if isinstance(wanted, dict) else list(found) if isinstance(wanted, list) else found) == wanted
+    added = leaves_of(asked) - leaves_of(plain)
+    assert added <= {row.path} and row.path in leaves_of(asked)
+    assert rename(row.path, asked.names) == row.name
+    told = to_json(InvalidRequest(row.path, "must not"), asked.names)["error"]
+    assert (told["param"], told["message"]) == (row.name, f"{row.name}: must not")
+
+
+def leaves_of(asked) -> set[str]:
+    request = pb.GenerateRequest()
+    request.CopyFrom(asked.requests[0])
+    request.ClearField("messages")
+    return leaves(request)
+
+
+@pytest.mark.parametrize("door, row", ROWS, ids=lambda each: each.name if isinstance(each, Field) else each)
+@pytest.mark.parametrize("wrong", [{"a": 1}, [None], "\ud800", -(1 << 70)], ids=str)
+def test_a_value_of_another_form_names_its_field(door, row, wrong):
+    read, body = READERS[door]
+    if row.kind.words == "a number" and isinstance(wrong, int):
+        wrong = True  # no number; each other one is for the field's own range to refuse
+    with pytest.raises(InvalidRequest) as caught:
+        read({**body, row.name: wrong})
+    assert caught.value.field == row.name and row.kind.words in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "read, body, field",
+    [
+        (read_chat, {}, "messages"),
+        (read_chat, {"messages": []}, "messages"),
+        (read_chat, {"messages": ["hi"]}, "messages[0]"),
+        (read_chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (read_chat, {"messages": [{"content": "hi"}]}, "messages[0].role"),
+        (read_chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        (read_chat, {**READERS["chat"][1], "tools": [{"type": "function"}]}, "tools"),
+        (read_chat, {**READERS["chat"][1], "response_format": {"type": "json_object"}}, "response_format"),
+        (read_chat, {**READERS["chat"][1], "structured_outputs": {}}, "structured_outputs"),
+        (read_chat, {**READERS["chat"][1], "temprature": 1}, "temprature"),
+        (read_chat, {**READERS["chat"][1], "logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        (read_chat, {**READERS["chat"][1], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),
+        (read_chat, {**READERS["chat"][1], "stream_options": {"include_usage": True}}, "stream_options"),
+        (read_chat, {**READERS["chat"][1], "stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (read_completion, {}, "prompt"),
+        (read_completion, {"prompt": []}, "prompt"),
+        (read_completion, {"prompt": 7}, "prompt"),
+        (read_completion, {"prompt": [[]]}, "prompt[0]"),
+        (read_completion, {"prompt": [[-1]]}, "prompt[0]"),
+        (read_completion, {"prompt": ["a"] * 33}, "prompt"),
+        (read_completion, {"prompt": "a", "echo": True}, "echo"),
+        (read_completion, {"prompt": "a", "best_of": 2}, "best_of"),
+        (read_completion, {"prompt": "a", "best_of": True}, "best_of"),
+        (read_tokenize, {}, "prompt"),
+        (read_tokenize, {"prompt": "a", "messages": READERS["chat"][1]["messages"]}, "prompt"),
+        (read_detokenize, {"tokens": "a"}, "tokens"),
+        (read_detokenize, {"tokens": [1 << 40]}, "tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(read, body, field):
+    with pytest.raises(InvalidRequest) as caught:
+        read(body)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b"\xff", b'{"a": NaN}', b'{"a": Infinity}', b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"],
+    ids=range(8),
+)
+def test_what_is_no_json_is_the_sender_s_fault(body):
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body)
+    assert caught.value.field == "body" and len(caught.value.message) < 300
+
+
+def test_null_is_as_if_it_were_left_out():
+    assert read_chat(parse(b'{"messages": [{"role": "user", "content": "hi"}], "stop": null, "tools": null}')).requests
+
+
+def test_the_document_has_every_field_and_no_other():
+    paths = document()["paths"]
+    for path, table, neutral in (
+        ("/v1/chat/completions", CHAT, CHAT_NEUTRAL),
+        ("/v1/completions", COMPLETION, COMPLETION_NEUTRAL),
+    ):
+        body = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert {row.name for row in table} | neutral.keys() <= body.keys()
+        read = read_chat if "chat" in path else read_completion
+        for name in body:
+            with pytest.raises(InvalidRequest) as caught:
+                read({**READERS["chat" if "chat" in path else "completion"][1], name: {"no": "such value"}})
+            assert caught.value.field.startswith(name)

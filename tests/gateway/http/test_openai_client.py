@@ -1,0 +1,140 @@
+"""OpenAI's own client, against what the gRPC door says of the same request."""
+
+import asyncio
+
+import pytest
+
+from tests.gateway.orchestration.test_answers import read
+from tests.support.client import gather, make_request
+
+MESSAGES = [{"role": "user", "content": "a quick brown fox"}]
+PROMPT = list(range(20, 90))
+
+
+async def over_grpc(c, prompt, **fields):
+    return gather(await read(c.stub.Generate(make_request(prompt, **fields), timeout=20)))
+
+
+async def test_models(served):
+    async with served() as (_, client):
+        (model,) = (await client.models.list()).data
+        assert (model.id, model.owned_by) == ("fake", "baton") and model.model_dump()["max_model_len"] == 1024
+        assert (await client.models.retrieve("fake")).id == "fake"
+
+
+async def test_chat_says_what_grpc_says(served):
+    async with served() as (c, client):
+        said = await over_grpc(c, [("user", "a quick brown fox")], max_tokens=9, seed=7, n=2, logprobs=2)
+        asked = {"model": "fake", "messages": MESSAGES, "max_completion_tokens": 9, "seed": 7, "n": 2}
+        whole = await client.chat.completions.create(
+            **asked, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True}
+        )
+        assert [choice.message.content for choice in whole.choices] == [said.choices[n].text for n in range(2)]
+        assert [choice.model_extra["token_ids"] for choice in whole.choices] == [
+            said.choices[n].token_ids for n in range(2)
+        ]
+        assert {choice.finish_reason for choice in whole.choices} == {"length"}
+        assert len(whole.choices[0].logprobs.content) == 9
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (
+            said.usage.prompt_tokens, said.usage.output_tokens,
+        )  # fmt: skip
+        texts, ends, usage = ["", ""], [], None
+        options = {"include_usage": True}
+        async for chunk in await client.chat.completions.create(**asked, stream=True, stream_options=options):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                ends += [choice.finish_reason] if choice.finish_reason else []
+        assert texts == [said.choices[n].text for n in range(2)] and ends == ["length"] * 2
+        assert usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_parts_and_developers_are_text_and_system(served):
+    async with served() as (c, client):
+        said = await over_grpc(c, [("system", "be brief"), ("user", "a fox")], max_tokens=4, seed=1)
+        messages = [
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "fox"}]},
+        ]
+        whole = await client.chat.completions.create(model="fake", messages=messages, max_tokens=4, seed=1)
+        assert whole.choices[0].message.content == said.text
+
+
+async def test_completions_of_every_form_of_a_prompt(served):
+    async with served() as (c, client):
+        said = await over_grpc(c, PROMPT, max_tokens=5, seed=3)
+        ask = {"model": "fake", "max_tokens": 5, "seed": 3}
+        whole = await client.completions.create(prompt=PROMPT, logprobs=1, **ask)
+        assert whole.choices[0].text == said.text
+        logprobs = whole.choices[0].logprobs
+        assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == 5
+        several = await client.completions.create(prompt=["a fox", "a dog"], n=2, **ask)
+        assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+        for prompt, choices in (("a fox", several.choices[:2]), ("a dog", several.choices[2:])):
+            one = await over_grpc(c, prompt, max_tokens=5, seed=3, n=2)
+            assert [choice.text for choice in choices] == [one.choices[n].text for n in range(2)]
+        texts = {0: "", 1: ""}
+        async for chunk in await client.completions.create(prompt=[PROMPT, "a dog"], stream=True, **ask):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+        assert texts == {0: said.text, 1: several.choices[2].text}
+
+
+async def test_a_completion_has_16_tokens_unless_it_says(served):
+    async with served() as (_, client):
+        whole = await client.completions.create(model="fake", prompt=PROMPT)
+        assert whole.usage.completion_tokens == 16
+
+
+async def test_stop_strings_and_the_cache_are_told(served):
+    async with served() as (c, client):
+        said = await over_grpc(c, list(range(20, 320)), max_tokens=9)
+        middle = said.text[3:5]
+        await c.spread()
+        whole = await client.completions.create(
+            model="fake", prompt=list(range(20, 320)), max_tokens=9, stop=middle, seed=said.seed
+        )
+        assert whole.choices[0].text == said.text[: said.text.index(middle)]
+        assert whole.choices[0].finish_reason == "stop"
+        assert whole.choices[0].model_extra["stop_reason"] == middle
+        assert whole.usage.prompt_tokens_details.cached_tokens == 256
+
+
+async def test_the_first_token_does_not_wait_for_the_second(served):
+    async with served() as (c, client):
+        c.decode[0].hold("decode")
+        stream = await client.completions.create(model="fake", prompt=PROMPT, max_tokens=4, stream=True)
+        chunks = aiter(stream)
+        first = await asyncio.wait_for(anext(chunks), 10)
+        assert first.choices[0].finish_reason is None
+        c.decode[0].release("decode")
+        assert [chunk async for chunk in chunks][-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_hangs_up_cancels_its_request(served, streams):
+    async with served() as (c, client):
+        c.decode[0].hold("decode")
+        asking = asyncio.create_task(
+            client.completions.create(model="fake", prompt=PROMPT, max_tokens=4, stream=streams)
+        )
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        if streams:
+            await (await asking).close()
+        else:
+            asking.cancel()
+        await c.until(lambda: c.gateway.handler.num_running == 0)
+        c.decode[0].release("decode")
+        await c.idle()
+
+
+async def test_requests_are_traced_and_counted_like_those_of_grpc(served, caplog):
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    async with served() as (_, client):
+        with caplog.at_level("INFO", "gateway.observe.access_log"):
+            await client.completions.create(
+                model="fake", prompt=PROMPT, max_tokens=2,
+                extra_headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"}, extra_body={"request_id": "mine"},
+            )  # fmt: skip
+        (line,) = [record.getMessage() for record in caplog.records if "request ended" in record.getMessage()]
+        assert f"trace_id={trace}" in line and "request_id=mine" in line and "outcome=ok" in line
