@@ -177,10 +177,16 @@ class ModelSpec:
         for layer in self.layers:
             width = (2 + self.gated) * self.intermediate_size
             if (experts := layer.experts) is not None:
-                count = experts.num_chosen if chosen_only else experts.num_experts
-                width = experts.num_experts + 3 * (count * experts.intermediate_size + experts.shared_size)
+                width = experts.num_experts + 3 * experts.shared_size  # router, and the expert of every token
             total += self.hidden_size * (attention + width)
-        return total
+        return total + self.num_expert_weights(chosen_only)
+
+    def num_expert_weights(self, chosen_only: bool = False) -> int:
+        """Return the weights of all experts among which routers choose; `chosen_only`: of those that one token meets."""
+        found = [layer.experts for layer in self.layers if layer.experts is not None]
+        counts = (experts.num_chosen if chosen_only else experts.num_experts for experts in found)
+        sizes = (experts.intermediate_size for experts in found)
+        return sum(3 * self.hidden_size * count * size for count, size in zip(counts, sizes, strict=True))
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool. Windowed layers keep all tokens too."""

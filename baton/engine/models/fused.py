@@ -13,20 +13,45 @@ from baton.engine.core.batch import ForwardBatch
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE
+from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.norm import Norm, RMSNorm
 from baton.engine.layers.rope import Rope
+from baton.engine.models.experts import Experts
 from baton.engine.models.gpu_layers import INTERPRETED, GpuLayers
 from baton.engine.models.layer import Layer
 
 ROW_MULTIPLE = 16  # a row of the residual stream is whole vectors
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_LAYER = ("input_norm", "qkv", "q_norm", "k_norm", "output", "mlp_norm", "gate_up", "down")
+_LINEARS = ("qkv", "output", "gate_up", "down")
+_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
+# As fused.h numbers them.
+_ACTIVATIONS = ("silu", "gelu_tanh")
+_NORMS_OF_HEADS = {"": 0, "head": 0, "heads": 1, "all": 2}
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of native/fused.h."""
+
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("kind", _INT), ("is_layer_norm", _INT)]
+
+
+class _Experts(ctypes.Structure):
+    """`Experts` of native/fused.h."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("num_experts", "num_chosen", "renormalized", "intermediate_size", "shared_size")),
+        *((name, _POINTER) for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down")),
+    ]
 
 
 class _Layer(ctypes.Structure):
     """`Layer` of native/fused.h."""
 
-    _fields_ = [(name, _POINTER) for name in _LAYER]
+    _fields_ = [
+        *((name, _Norm) for name in _NORMS),
+        *((name, _POINTER) for name in (*_LINEARS, "cos", "sin", "experts")),
+    ]
 
 
 class _Model(ctypes.Structure):
@@ -34,8 +59,9 @@ class _Model(ctypes.Structure):
 
     _fields_ = [
         *((name, _INT) for name in ("kind", "hidden_size", "intermediate_size")),
-        *((name, _POINTER) for name in ("cos", "sin", "layers", "shape")),
-        ("eps", ctypes.c_double),
+        *((name, _INT) for name in ("activation", "gated", "parallel", "norm_of_heads")),
+        *((name, _POINTER) for name in ("layers", "shape")),
+        *((name, ctypes.c_double) for name in ("eps", "residual_scale")),
     ]
 
 
@@ -62,18 +88,22 @@ class FusedLayers:
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, ropes: Sequence[Rope]):
         """All linear layers are PackedLinear; `unfit` has said so."""
         self._attention = attention
+        self._experts = [None if layer.experts is None else _experts(layer.experts) for layer in layers]
         self._held = (layers, ropes)  # what the structs below point at
-        self._layers = (_Layer * len(layers))(*(_Layer(*map(_address, _parts(layer))) for layer in layers))
-        cos, sin = ropes[0].signed_tables
+        own = zip(layers, spec.layers, self._experts)  # the layers of a draft may be fewer than its target's
+        self._layers = (_Layer * len(layers))(*(_layer(layer, ropes, of.rope, experts) for layer, of, experts in own))
         self._model = _Model(
             kind=KINDS[attention.shape.dtype],
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE,
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
+            activation=_ACTIVATIONS.index(spec.activation),
+            gated=spec.gated,
+            parallel=spec.parallel,
+            norm_of_heads=_NORMS_OF_HEADS[spec.qk_norm],
             layers=ctypes.addressof(self._layers),
             shape=attention.native_shape.buffer_info()[0],
             eps=spec.norm.eps,
+            residual_scale=spec.residual_scale,
         )
         library = native.library()
         self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT)
@@ -93,10 +123,8 @@ class FusedLayers:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if not isinstance(attention, NativeAttention):
             return f"attention is {attention.name}"
-        if reason := spec.beyond_llama():
-            return reason
         for layer in layers:
-            for part in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            for part in _linears(layer):
                 if not isinstance(part, PackedLinear):
                     return f"a linear kernel is {part.name}"
         if spec.hidden_size % ROW_MULTIPLE:
@@ -151,12 +179,46 @@ def fuse(
     return GpuLayers(spec, layers, attention, ropes), reasons
 
 
-def _parts(layer: Layer) -> list:
-    return [getattr(layer, name) for name in _LAYER]
+def _linears(layer: Layer) -> list[LinearKernel]:
+    parts = [layer.qkv, layer.output]
+    if (experts := layer.experts) is None:
+        return [*parts, layer.gate_up, layer.down]
+    shared = [part for part in (experts.shared_gate_up, experts.shared_down) if part is not None]
+    return [*parts, experts.router, *experts.gate_up, *experts.down, *shared]
 
 
-def _address(part) -> int | None:
-    """Return the address of a norm's weight, or of a linear kernel's struct."""
-    if part is None:
-        return None
-    return part.address if isinstance(part, PackedLinear) else part.weight.data_ptr()
+def _layer(layer: Layer, ropes: Sequence[Rope], rope: int | None, experts: _Experts | None) -> _Layer:
+    linears = {name: _address(getattr(layer, name)) for name in _LINEARS}
+    cos, sin = (None, None) if rope is None else (table.data_ptr() for table in ropes[rope].signed_tables)
+    return _Layer(
+        **{name: _norm(getattr(layer, name)) for name in _NORMS}, **linears, cos=cos, sin=sin,
+        experts=None if experts is None else ctypes.addressof(experts),
+    )  # fmt: skip
+
+
+def _norm(norm: Norm | None) -> _Norm:
+    if norm is None:
+        return _Norm()
+    if isinstance(norm, RMSNorm):
+        return _Norm(norm.weight.data_ptr(), None, KINDS[norm.weight.dtype], 0)
+    bias = None if norm.bias is None else norm.bias.data_ptr()
+    return _Norm(norm.weight.data_ptr(), bias, KINDS[norm.weight.dtype], norm.spec.kind == "layer")
+
+
+def _experts(experts: Experts) -> _Experts:
+    """The struct, and with it the tables that it points at."""
+    spec = experts.spec
+    tables = [(_POINTER * spec.num_experts)(*map(_address, parts)) for parts in (experts.gate_up, experts.down)]
+    made = _Experts(
+        spec.num_experts, spec.num_chosen, spec.renormalized,
+        *(size + -size % VECTOR_STRIDE for size in (spec.intermediate_size, spec.shared_size)),
+        _address(experts.router), *map(ctypes.addressof, tables), _address(experts.shared_gate_up),
+        _address(experts.shared_down),
+    )  # fmt: skip
+    made.tables = tables  # held as long as the struct
+    return made
+
+
+def _address(part: LinearKernel | None) -> int | None:
+    """The address of a linear kernel's struct."""
+    return part.address if isinstance(part, PackedLinear) else None

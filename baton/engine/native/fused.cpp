@@ -7,15 +7,6 @@
 namespace baton {
 namespace {
 
-constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // that cost less than waking a second thread
-
-template <class Row>
-void each_row(const Step& step, int64_t size, Row row) {
-  const bool parallel = step.num_threads > 1 && step.num_tokens * size > SERIAL_ELEMENTS;
-#pragma omp parallel for schedule(static) num_threads(step.num_threads) if (parallel)
-  for (int64_t t = 0; t < step.num_tokens; t++) row(t);
-}
-
 // from[at..] scaled to a root mean square of one, times weight.
 void norm(const float* from, const void* weight, int64_t kind, int64_t size, float eps, float* to) {
   V16 squares{};
@@ -24,24 +15,56 @@ void norm(const float* from, const void* weight, int64_t kind, int64_t size, flo
   for (int64_t i = 0; i < size; i += 16) store16(to + i, load16(from + i) * scale * read16(kind, weight, i));
 }
 
-// x += delta (null: nothing); normed = norm(x) (no weight: not wanted). normed may be delta.
-void add_norm(const Model& model, const Step& step, const void* delta, const void* weight, void* normed) {
+// As `norm`, of any kind: a mean taken away first, a bias added. `index`: of its first weight.
+void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row) {
+  if (of.is_layer_norm) {
+    V16 sum{};
+    for (int64_t i = 0; i < size; i += 16) sum = sum + load16(row + i);
+    const float mean = sum16(sum) / float(size);
+    for (int64_t i = 0; i < size; i += 16) store16(row + i, load16(row + i) - mean);
+  }
+  norm(row, (const char*)of.weight + index * (of.kind == FP32 ? 4 : 2), of.kind, size, eps, row);
+  if (of.bias)
+    for (int64_t i = 0; i < size; i += 16) store16(row + i, load16(row + i) + load16(of.bias + index + i));
+}
+
+// x += delta (null: nothing), normed before by `of_delta` and scaled; normed = norm(x) (no weight: not wanted). normed
+// may be delta.
+void add_norm(const Model& model, const Step& step, const void* delta, const Norm& of_delta, const Norm& of_row,
+              void* normed) {
   const int64_t size = model.hidden_size, kind = model.kind;
+  const float scale = float(model.residual_scale);
   each_row(step, size, [&](int64_t t) {
     thread_local std::vector<char> memory;
-    float* row = (float*)scratch(memory, size * 4);
+    float* row = (float*)scratch(memory, size * 8);
+    float* added = row + size;
+    if (of_delta.weight) {
+      for (int64_t i = 0; i < size; i += 16) store16(added + i, read16(kind, delta, t * size + i));
+      norm(of_delta, 0, size, float(model.eps), added);
+    }
     for (int64_t i = 0; i < size; i += 16) {
       V16 x = read16(kind, step.x, t * size + i);
       if (delta) {
-        x = rounded16(kind, x + read16(kind, delta, t * size + i));
+        V16 y = of_delta.weight ? rounded16(kind, load16(added + i)) : read16(kind, delta, t * size + i);
+        if (scale != 1) y = rounded16(kind, y * scale);
+        x = rounded16(kind, x + y);
         write16(kind, step.x, t * size + i, x);
       }
       store16(row + i, x);
     }
-    if (!weight) return;
-    norm(row, weight, kind, size, float(model.eps), row);
+    if (!of_row.weight) return;
+    norm(of_row, 0, size, float(model.eps), row);
     for (int64_t i = 0; i < size; i += 16) write16(kind, normed, t * size + i, load16(row + i));
   });
+}
+
+// The `size` elements from `at` on, of all heads of q or k, as one row.
+void norm_heads(const Model& model, const Norm& of, void* qkv, int64_t at, int64_t size) {
+  thread_local std::vector<char> memory;
+  float* row = (float*)scratch(memory, size * 4);
+  for (int64_t i = 0; i < size; i += 16) store16(row + i, read16(model.kind, qkv, at + i));
+  norm(of, 0, size, float(model.eps), row);
+  for (int64_t i = 0; i < size; i += 16) write16(model.kind, qkv, at + i, load16(row + i));
 }
 
 // Rotates the queries of qkv where they are; keys, rotated, and values go to the pool.
@@ -52,17 +75,26 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
   each_row(step, (num_heads + 2 * num_kv_heads) * size, [&](int64_t t) {
     thread_local std::vector<char> memory;
     float* head = (float*)scratch(memory, size * 8);  // twice, one behind the other: a half and the other half
-    const float *cos = model.cos + step.positions[t] * size, *sin = model.sin + step.positions[t] * size;
+    const float *cos = layer.cos + step.positions[t] * size, *sin = layer.sin + step.positions[t] * size;
     const int64_t block_id = step.slots[t] / pool.block_size, offset = step.slots[t] % pool.block_size;
+    if (layer.q_norm.weight && model.norm_of_heads == OF_ALL_HEADS) {
+      const int64_t at = t * (num_heads + 2 * num_kv_heads) * size;
+      norm_heads(model, layer.q_norm, qkv, at, num_heads * size);
+      norm_heads(model, layer.k_norm, qkv, at + num_heads * size, num_kv_heads * size);
+    }
     for (int64_t h = 0; h < num_heads + 2 * num_kv_heads; h++) {
       const int64_t at = (t * (num_heads + 2 * num_kv_heads) + h) * size;
       const bool is_query = h < num_heads, is_value = h >= num_heads + num_kv_heads;
       for (int64_t i = 0; i < size; i += 16) store16(head + i, read16(kind, qkv, at + i));
-      if (const void* weight = is_query ? layer.q_norm : layer.k_norm; weight && !is_value) {
-        norm(head, weight, kind, size, float(model.eps), head);
+      if (const Norm& of = is_query ? layer.q_norm : layer.k_norm;
+          of.weight && !is_value && model.norm_of_heads != OF_ALL_HEADS) {
+        const int64_t which = model.norm_of_heads == OF_EACH_HEAD ? (is_query ? h : h - num_heads) : 0;
+        norm(of, which * size, size, float(model.eps), head);
         for (int64_t i = 0; i < size; i += 16) store16(head + i, rounded16(kind, load16(head + i)));
+        if (is_query && !layer.cos)
+          for (int64_t i = 0; i < size; i += 16) write16(kind, qkv, at + i, load16(head + i));
       }
-      if (!is_value) {
+      if (!is_value && layer.cos) {
         std::memcpy(head + size, head, size * 4);
         for (int64_t i = 0; i < size; i += 16) {
           const V16 turned = fma16(load16(head + i + half), load16(sin + i), load16(head + size + i) * load16(cos + i));
@@ -79,16 +111,13 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
   });
 }
 
-// silu(gate) * up, gates first in a row.
-void swiglu(const Model& model, const Step& step, const void* gate_up, void* out) {
-  const int64_t size = model.intermediate_size, kind = model.kind;
-  each_row(step, size, [&](int64_t t) {
-    for (int64_t i = 0; i < size; i += 16) {
-      const V16 gate = read16(kind, gate_up, t * 2 * size + i), up = read16(kind, gate_up, t * 2 * size + size + i);
-      const V16 power = min16(gate * -1.44269504f, all16(127.0f));
-      write16(kind, out, t * size + i, gate / (power_of_two(power) + 1.0f) * up);
-    }
-  });
+// x -> to, which may be `from`: experts, or the products of one MLP by way of `wide` and `narrow`.
+void run_mlp(const Model& model, const Step& step, const Layer& layer, const void* x, char* wide, char* narrow,
+             void* to) {
+  if (layer.experts) return mix_experts(model, step, *layer.experts, x, to);
+  baton_linear(layer.gate_up, x, wide, step.num_tokens, step.num_threads);
+  activate(model, step, model.intermediate_size, wide, narrow);
+  baton_linear(layer.down, narrow, to, step.num_tokens, step.num_threads);
 }
 
 }  // namespace
@@ -102,23 +131,32 @@ void baton_layers(const Model* model, const Step* step, int64_t first, int64_t l
   const int64_t rows = step->num_tokens, threads = step->num_threads, width = model->kind == FP32 ? 4 : 2;
   const int64_t query_size = model->shape->num_heads * pool.head_dim;
   const int64_t qkv_size = query_size + 2 * pool.num_kv_heads * pool.head_dim;
-  // Three buffers, used in turn.
+  // Buffers, used in turn; the last one where attention and MLP read the same rows.
   const int64_t wide = std::max(qkv_size, 2 * model->intermediate_size) * rows * width;
   const int64_t narrow = std::max(query_size, model->intermediate_size) * rows * width;
-  char* a = scratch(memory, wide + narrow + rows * model->hidden_size * width + 128);
-  char *b = a + (wide + 63) / 64 * 64, *c = b + (narrow + 63) / 64 * 64;
-  add_norm(*model, *step, nullptr, model->layers[first].input_norm, c);
+  const int64_t stream = rows * model->hidden_size * width;
+  char* a = scratch(memory, wide + narrow + (1 + model->parallel) * (stream + 64) + 128);
+  char *b = a + (wide + 63) / 64 * 64, *c = b + (narrow + 63) / 64 * 64, *d = c + (stream + 63) / 64 * 64;
+  const Norm none{};
+  const auto normed = [&](const Norm& of) { return of.weight ? (const void*)c : step->x; };
+  add_norm(*model, *step, nullptr, none, model->layers[first].input_norm, c);
   for (int64_t index = first; index < last; index++) {
     const Layer& layer = model->layers[index];
-    baton_linear(layer.qkv, c, a, rows, threads);
+    const Norm& next = index + 1 < last ? model->layers[index + 1].input_norm : none;
+    const void* asked = normed(layer.input_norm);
+    baton_linear(layer.qkv, asked, a, rows, threads);
     rotate_and_store(*model, *step, layer, index, a);
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
-    baton_linear(layer.output, b, c, rows, threads);
-    add_norm(*model, *step, c, layer.mlp_norm, c);
-    baton_linear(layer.gate_up, c, a, rows, threads);
-    swiglu(*model, *step, a, b);
-    baton_linear(layer.down, b, c, rows, threads);
-    add_norm(*model, *step, c, index + 1 < last ? model->layers[index + 1].input_norm : nullptr, c);
+    if (model->parallel) {
+      baton_linear(layer.output, b, d, rows, threads);
+      run_mlp(*model, *step, layer, asked, a, b, c);
+      add_norm(*model, *step, d, layer.attention_out_norm, none, nullptr);
+    } else {
+      baton_linear(layer.output, b, c, rows, threads);
+      add_norm(*model, *step, c, layer.attention_out_norm, layer.mlp_norm, c);
+      run_mlp(*model, *step, layer, normed(layer.mlp_norm), a, b, c);
+    }
+    add_norm(*model, *step, c, layer.mlp_out_norm, next, c);
   }
 }
 
@@ -126,5 +164,5 @@ void baton_norm(const Model* model, const void* x, const void* weight, void* nor
                 int64_t num_threads) {
   Step step{};
   step.num_tokens = num_rows, step.num_threads = num_threads, step.x = const_cast<void*>(x);
-  add_norm(*model, step, nullptr, weight, normed);
+  add_norm(*model, step, nullptr, Norm{}, Norm{weight, nullptr, model->kind, 0}, normed);
 }

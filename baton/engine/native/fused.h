@@ -6,20 +6,36 @@
 
 namespace baton {
 
-struct Layer {
-  const void* input_norm;
-  const Linear* qkv;
-  const void *q_norm, *k_norm;  // null: none
-  const Linear* output;
-  const void* mlp_norm;
-  const Linear *gate_up, *down;
+// Rows, or heads, are scaled by weights of `kind`; a mean is taken away first where is_layer_norm. No weight: no norm.
+struct Norm {
+  const void* weight;
+  const float* bias;  // null: none
+  int64_t kind, is_layer_norm;
 };
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+// Of a mixture. An expert's linears are those of an MLP; the router scores rows of fp32, the shared expert last.
+struct Experts {
+  int64_t num_experts, num_chosen, renormalized;
+  int64_t intermediate_size, shared_size;  // padded to whole vectors
+  const Linear *router, *const *gate_up, *const *down;
+  const Linear *shared_gate_up, *shared_down;  // null: none
+};
+struct Layer {
+  Norm input_norm, attention_out_norm, mlp_norm, mlp_out_norm;
+  Norm q_norm, k_norm;
+  const Linear *qkv, *output;
+  const Linear *gate_up, *down;
+  const float *cos, *sin;  // [positions][head_dim], the first half of sin negated; null: heads do not turn
+  const Experts* experts;  // in place of gate_up and down; null: none
+};
+// What one weight of q_norm and k_norm is for: a head, each head of its own, all heads of a token.
+enum NormOfHeads : int64_t { OF_A_HEAD = 0, OF_EACH_HEAD = 1, OF_ALL_HEADS = 2 };
 struct Model {
   int64_t kind, hidden_size, intermediate_size;
-  const float *cos, *sin;  // [positions][head_dim], the first half of sin negated
+  int64_t activation, gated, parallel, norm_of_heads;
   const Layer* layers;
   const Shape* shape;
-  double eps;
+  double eps, residual_scale;
 };
 struct Step {
   const Pool* pool;
@@ -30,6 +46,21 @@ struct Step {
   void* x;  // [num_tokens][hidden_size]
 };
 
+constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // that cost less than waking a second thread
+
+template <class Row>
+void each_row(const Step& step, int64_t size, Row row) {
+  const bool parallel = step.num_threads > 1 && step.num_tokens * size > SERIAL_ELEMENTS;
+#pragma omp parallel for schedule(static) num_threads(step.num_threads) if (parallel)
+  for (int64_t t = 0; t < step.num_tokens; t++) row(t);
+}
+
+// What activates `size` gates of a row, times what is beside them where gated: [num_tokens][size or 2 size] -> [][size].
+void activate(const Model& model, const Step& step, int64_t size, const void* from, void* to);
+
+// Of step's rows x, normed, [num_tokens][hidden_size] -> to, of the same kind.
+void mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to);
+
 }  // namespace baton
 
 extern "C" {
@@ -39,7 +70,7 @@ void baton_linear(const baton::Linear* linear, const void* x, void* y, int64_t n
 // Layers [first, last) on step->x, in place; their KV is in the pool afterwards.
 void baton_layers(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);
 
-// x [num_rows][hidden_size] -> normed, as before a product; normed may be x.
+// x [num_rows][hidden_size] -> its RMS norm, as before a product; normed may be x.
 void baton_norm(const baton::Model* model, const void* x, const void* weight, void* normed, int64_t num_rows,
                 int64_t num_threads);
 }

@@ -40,7 +40,7 @@ Product = Callable[[int], Callable[[], object]]  # takes rows, returns a product
 class Cost:
     """Bytes and FLOPs of an engine's work, by the shapes of its model; what any kernel needs at least.
 
-    bytes   the linear weights once a step; the KV of every sequence's context, and of what is new, once
+    bytes   the linear weights once a step, of experts those that its tokens choose, at most all; the KV of every sequence's context, and of what is new, once
     FLOPs   2 a weight and token (the head: a drawn row); 4 an element of a query for each position that it sees"""
 
     def __init__(self, engine: Engine):
@@ -49,11 +49,16 @@ class Cost:
         self._token_flops = 2 * spec.num_layer_weights(chosen_only=True)
         self._row_flops = 2 * spec.hidden_size * spec.vocab_size
         self._pair_flops = 4 * spec.num_layers * query_size
-        self._step_bytes = engine.runner.model.weights.num_bytes
+        num_bytes = engine.runner.model.weights.num_bytes
+        per_weight = num_bytes / (spec.num_layer_weights() + spec.hidden_size * spec.vocab_size)
+        self._expert_bytes = per_weight * spec.num_expert_weights()
+        self._chosen_bytes = per_weight * spec.num_expert_weights(chosen_only=True)  # by one token
+        self._step_bytes = num_bytes - self._expert_bytes
         self._token_bytes = layout.block_bytes / layout.block_size
 
     def bytes_per_s(self, rates: WorkRates) -> float:
-        return rates.steps * self._step_bytes + rates.kv_tokens * self._token_bytes
+        experts = min(rates.tokens * self._chosen_bytes, rates.steps * self._expert_bytes)
+        return rates.steps * self._step_bytes + experts + rates.kv_tokens * self._token_bytes
 
     def flops_per_s(self, rates: WorkRates) -> float:
         return rates.tokens * self._token_flops + rates.rows * self._row_flops + rates.pairs * self._pair_flops

@@ -16,6 +16,7 @@ from baton.engine import native
 from baton.engine.kv.native import NativePool
 from baton.engine.layers.embedding import Embedding, PackedEmbedding
 from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.norm import RMSNorm
 from baton.engine.models.decoder import Model
 from baton.engine.models.fused import FusedLayers
 
@@ -78,6 +79,7 @@ class Passes:
         return (
             isinstance(layers, FusedLayers)
             and model.spec.embedding_scale == 1
+            and isinstance(model.norm, RMSNorm)
             and isinstance(model.head, PackedLinear)
             and (in_dtype or isinstance(table, PackedEmbedding))
         )

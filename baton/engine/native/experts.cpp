@@ -1,0 +1,111 @@
+// MLPs of a layer: the activation between their products, and a mixture of experts.
+//
+// A row's experts are those that its router scores highest, in fp32, the lower index first among equals. Rows are put in
+// order of their expert (a counting sort), so that each expert's linears are called once, and only those that were
+// chosen; a row then adds what its experts say in the order in which it chose them. No sum depends on other rows.
+#include "fused.h"
+
+namespace baton {
+
+void activate(const Model& model, const Step& step, int64_t size, const void* from, void* to) {
+  const int64_t kind = model.kind, width = model.gated ? 2 * size : size;
+  const bool is_silu = model.activation == SILU;
+  each_row(step, size, [&](int64_t t) {
+    for (int64_t i = 0; i < size; i += 16) {
+      const V16 gate = read16(kind, from, t * width + i);
+      // gelu_tanh(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
+      V16 power = gate * -1.44269504f;
+      if (!is_silu) power = (gate + gate * gate * gate * 0.044715f) * (-1.44269504f * 1.59576912f);
+      V16 y = gate / (power_of_two(min16(power, all16(127.0f))) + 1.0f);
+      if (model.gated) y = y * read16(kind, from, t * width + size + i);
+      write16(kind, to, t * size + i, y);
+    }
+  });
+}
+
+namespace {
+
+// The `count` largest of scores, best first, and their share of all or of one another.
+void choose(const Experts& experts, const float* scores, int32_t* chosen, float* weights) {
+  const int64_t size = experts.num_experts, count = experts.num_chosen;
+  const auto is_taken = [&](int64_t slot, int64_t e) { return std::find(chosen, chosen + slot, e) != chosen + slot; };
+  for (int64_t slot = 0; slot < count; slot++) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < size; e++)
+      if ((best < 0 || scores[e] > scores[best]) && !is_taken(slot, e)) best = e;
+    chosen[slot] = int32_t(best);
+  }
+  float total = 0, of_chosen = 0;
+  for (int64_t e = 0; e < size; e++) total += std::exp(scores[e] - scores[chosen[0]]);
+  for (int64_t slot = 0; slot < count; slot++) {
+    weights[slot] = std::exp(scores[chosen[slot]] - scores[chosen[0]]) / total;
+    of_chosen += weights[slot];
+  }
+  if (experts.renormalized)
+    for (int64_t slot = 0; slot < count; slot++) weights[slot] /= of_chosen;
+}
+
+// An MLP on rows [step.num_tokens]; `between` holds them between its products.
+void run_mlp(const Model& model, const Step& step, const Linear* gate_up, const Linear* down, int64_t size,
+             const void* x, char* between, void* to) {
+  char* activated = between + step.num_tokens * 2 * size * (model.kind == FP32 ? 4 : 2);
+  baton_linear(gate_up, x, between, step.num_tokens, step.num_threads);
+  activate(model, step, size, between, activated);
+  baton_linear(down, activated, to, step.num_tokens, step.num_threads);
+}
+
+}  // namespace
+
+void mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to) {
+  static thread_local std::vector<char> memory;
+  static thread_local std::vector<int64_t> starts, places;  // of an expert's rows; of a row's slot among all
+  const int64_t rows = step.num_tokens, hidden = model.hidden_size, count = experts.num_chosen, kind = model.kind;
+  const int64_t bytes = hidden * (kind == FP32 ? 4 : 2), num_scores = experts.router->num_out;
+  const int64_t widest = std::max(experts.intermediate_size, experts.shared_size);
+  const int64_t sizes[] = {rows * hidden * 4, rows * num_scores * 4, rows * count * 4, rows * count * 4,
+                           rows * count * bytes, rows * count * bytes, rows * bytes, rows * count * 3 * widest * 4};
+  int64_t total = 0;
+  for (const int64_t size : sizes) total += (size + 63) / 64 * 64;
+  char* at = scratch(memory, total);
+  int part = 0;
+  const auto take = [&] { return at += (sizes[part] + 63) / 64 * 64, at - (sizes[part++] + 63) / 64 * 64; };
+  float *wide = (float*)take(), *scores = (float*)take();
+  int32_t* chosen = (int32_t*)take();
+  float* weights = (float*)take();
+  char *sorted = take(), *spoken = take(), *shared = take(), *between = take();
+
+  each_row(step, hidden, [&](int64_t t) {
+    for (int64_t i = 0; i < hidden; i += 16) store16(wide + t * hidden + i, read16(kind, x, t * hidden + i));
+  });
+  baton_linear(experts.router, wide, scores, rows, step.num_threads);
+  starts.assign(experts.num_experts + 1, 0), places.resize(rows * count);
+  for (int64_t t = 0; t < rows; t++) {
+    choose(experts, scores + t * num_scores, chosen + t * count, weights + t * count);
+    for (int64_t slot = 0; slot < count; slot++) starts[chosen[t * count + slot] + 1]++;
+  }
+  for (int64_t e = 0; e < experts.num_experts; e++) starts[e + 1] += starts[e];
+  for (int64_t i = 0; i < rows * count; i++) {
+    places[i] = starts[chosen[i]]++;  // from here on the end of the expert's rows
+    std::memcpy(sorted + places[i] * bytes, (const char*)x + i / count * bytes, bytes);
+  }
+  Step own = step;
+  for (int64_t e = 0, begin = 0; e < experts.num_experts; begin = starts[e++]) {
+    if ((own.num_tokens = starts[e] - begin) == 0) continue;
+    run_mlp(model, own, experts.gate_up[e], experts.down[e], experts.intermediate_size, sorted + begin * bytes, between,
+            spoken + begin * bytes);
+  }
+  if (experts.shared_gate_up)
+    run_mlp(model, step, experts.shared_gate_up, experts.shared_down, experts.shared_size, x, between, shared);
+  each_row(step, hidden, [&](int64_t t) {
+    const float share = experts.shared_gate_up ? 1 / (1 + std::exp(-scores[t * num_scores + experts.num_experts])) : 0;
+    for (int64_t i = 0; i < hidden; i += 16) {
+      V16 sum{};
+      for (int64_t slot = 0; slot < count; slot++)
+        sum = sum + read16(kind, spoken, places[t * count + slot] * hidden + i) * weights[t * count + slot];
+      if (experts.shared_gate_up) sum = sum + read16(kind, shared, t * hidden + i) * share;
+      write16(kind, to, t * hidden + i, sum);
+    }
+  });
+}
+
+}  // namespace baton
