@@ -25,15 +25,19 @@ class SamplingRange(NamedTuple):
 
 
 class SamplingParam(NamedTuple):
-    """`default` is without effect. A model's generation_config.json may name another one if `in_model`."""
+    """`default` is without effect. A model's generation_config.json may name another one if `in_model`. Traces have it
+    as `gen_ai.request.NAME` if `in_traces`: those that OpenTelemetry's conventions know."""
 
     default: float
     range: SamplingRange
     in_model: bool
+    in_traces: bool
 
 
-def _within(holds: Callable[[float], bool], rule: str, in_model: bool = True) -> Mapping[str, object]:
-    return {"range": SamplingRange(holds, rule), "in_model": in_model}
+def _within(
+    holds: Callable[[float], bool], rule: str, in_model: bool = True, in_traces: bool = True
+) -> Mapping[str, object]:
+    return {"range": SamplingRange(holds, rule), "in_model": in_model, "in_traces": in_traces}
 
 
 _SCALE = f"{_MIN_SCALE} to {_MAX_SCALE}"
@@ -56,10 +60,11 @@ class SamplingParams:
     )
     top_k: int = field(default=0, metadata=_within(lambda v: v >= 0, "must be at least 0"))  # 0: off
     top_p: float = field(default=1.0, metadata=_within(lambda v: 0 < v <= 1, "must be in (0, 1]"))
-    min_p: float = field(default=0.0, metadata=_within(lambda v: 0 <= v <= 1, "must be in [0, 1]"))
+    min_p: float = field(default=0.0, metadata=_within(lambda v: 0 <= v <= 1, "must be in [0, 1]", in_traces=False))
     seed: int = 0
     repetition_penalty: float = field(
-        default=1.0, metadata=_within(lambda v: _MIN_SCALE <= v <= _MAX_SCALE, f"must be {_SCALE}")
+        default=1.0,
+        metadata=_within(lambda v: _MIN_SCALE <= v <= _MAX_SCALE, f"must be {_SCALE}", in_traces=False),
     )
     presence_penalty: float = field(default=0.0, metadata=_within(*SHIFT, in_model=False))
     frequency_penalty: float = field(default=0.0, metadata=_within(*SHIFT, in_model=False))

@@ -44,14 +44,12 @@ OF_WEIGHTS = ("baton/engine/weights/", "baton/engine/layers/linear/", "baton/eng
 @pytest.mark.parametrize(
     ("words", "most"),
     [
-        # A sampling parameter: the record, a field of two messages, and what draws by it. Five where the GenAI conventions
-        # have it: traces name it by theirs.
+        # A sampling parameter: the record, a field of two messages, and what draws by it.
         (("min_p",), 4),
-        (("presence_penalty",), 5),
-        # A form of KV: its declaration, and two files of C++. One with arithmetic of its own has that in torch and in
-        # Triton too: five.
-        (("fp8_e5m2", "FORM_E5M2"), 4),
-        (("int4", "FORM_INT4"), 5),
+        (("presence_penalty",), 4),
+        # A form of KV: its declaration, and C++. One with arithmetic of its own has that in torch and in Triton too.
+        (("fp8_e5m2", "FORM_E5M2"), 3),
+        (("int4", "FORM_INT4"), 4),
         # A setting: its declaration, and who uses it; more where that is a class that takes it by the same name.
         (("kv_digest",), 2),
         (("strict_numerics",), 2),

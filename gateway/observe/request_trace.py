@@ -11,12 +11,14 @@ A failure is on the span that it happened in and on the root, not on earlier one
 
 from collections.abc import Iterator
 
+from baton.sampling_params import SAMPLING_PARAMS
 from baton.service.errors import BatonError
 from baton.service.observe import telemetry
 from baton.service.observe.telemetry import CLOCK, SpanEvent, emit_span
 from gateway.request.request_record import Failure, RequestRecord
 from gateway.request.timing import breakdown
 
+_SAMPLING = [name for name, param in SAMPLING_PARAMS.items() if param.in_traces]
 _LEAST_WAIT_S = 0.001  # a shorter one was no wait
 _LOST = {
     "admitting": "admit",
@@ -143,11 +145,7 @@ def _request_attributes(record: RequestRecord) -> dict[str, object]:
     return {
         "gen_ai.response.id": checked.request_id,
         "gen_ai.request.max_tokens": checked.max_tokens,
-        "gen_ai.request.temperature": _shortest(sampling.temperature),
-        "gen_ai.request.top_p": _shortest(sampling.top_p),
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.presence_penalty": _shortest(sampling.presence_penalty),
-        "gen_ai.request.frequency_penalty": _shortest(sampling.frequency_penalty),
+        **{f"gen_ai.request.{name}": _shortest(getattr(sampling, name)) for name in _SAMPLING},
         "gen_ai.request.seed": str(sampling.seed),  # 64 bits do not fit an OTLP integer
         "gen_ai.request.choice.count": sampling.n,
         "baton.priority": checked.priority,
@@ -157,8 +155,8 @@ def _request_attributes(record: RequestRecord) -> dict[str, object]:
 
 def _shortest(value: float) -> float:
     """Return the shortest number that is the same in fp32, which is what messages carry: 0.6, not
-    0.6000000238418579."""
-    return float(f"{value:.7g}")
+    0.6000000238418579. An integer stays one."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
 def _route_attributes(record: RequestRecord) -> dict[str, object]:

@@ -2,12 +2,32 @@
 
 #pragma once
 
+#include <type_traits>
+
 #include "vector.h"
 
 namespace baton {
 
 // Stored forms, as attention/native.py numbers them.
 enum Form : int64_t { FORM_FP32, FORM_BF16, FORM_FP16, FORM_E4M3, FORM_E5M2, FORM_INT8, FORM_INT4 };
+
+constexpr bool has_scales(int64_t form) { return form == FORM_INT8 || form == FORM_INT4; }  // one a row, in fp16
+constexpr bool has_zeros(int64_t form) { return form == FORM_INT4; }                        // beside each scale
+constexpr bool fits_bf16(int64_t form) { return form != FORM_FP32 && form != FORM_FP16; }   // without rounding
+
+// use(form), the form known to the compiler.
+template <class Use>
+inline auto with_form(int64_t form, Use use) {
+  switch (form) {
+    case FORM_FP32: return use(std::integral_constant<int64_t, FORM_FP32>());
+    case FORM_BF16: return use(std::integral_constant<int64_t, FORM_BF16>());
+    case FORM_FP16: return use(std::integral_constant<int64_t, FORM_FP16>());
+    case FORM_E4M3: return use(std::integral_constant<int64_t, FORM_E4M3>());
+    case FORM_E5M2: return use(std::integral_constant<int64_t, FORM_E5M2>());
+    case FORM_INT8: return use(std::integral_constant<int64_t, FORM_INT8>());
+    default: return use(std::integral_constant<int64_t, FORM_INT4>());
+  }
+}
 
 // ---- the pool ----
 
@@ -127,7 +147,7 @@ inline void store_scaled(int64_t form, const float* x, int64_t size, uint8_t* ro
 
 // One token of one head, x [size], a multiple of 16, to its place.
 inline void store_row(int64_t form, const float* x, int64_t size, uint8_t* row, uint16_t* scales) {
-  if (form == FORM_INT8 || form == FORM_INT4) return store_scaled(form, x, size, row, scales);
+  if (has_scales(form)) return store_scaled(form, x, size, row, scales);
   if (form <= FORM_FP16) {
     for (int64_t i = 0; i < size; i += 16) write16(form, row, i, load16(x + i));
     return;

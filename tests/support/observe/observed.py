@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from baton.sampling_params import SAMPLING_PARAMS
+
 ROOT = Path(__file__).resolve().parents[3]
 METERS = ("gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py")
 SPANS = ("gateway/observe/request_trace.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
@@ -61,7 +63,9 @@ def constants(*paths: str) -> set[str]:
 
 def attributes() -> set[str]:
     """Names of span and event attributes."""
-    return {name for name in constants(*SPANS) if re.fullmatch(r"(gen_ai|baton|error|rpc)\.[a-z_.]+\*?", name)}
+    found = {name for name in constants(*SPANS) if re.fullmatch(r"(gen_ai|baton|error|rpc)\.[a-z_.]+\*?", name)}
+    found.remove("gen_ai.request.*")
+    return found | {f"gen_ai.request.{name}" for name, param in SAMPLING_PARAMS.items() if param.in_traces}
 
 
 def span_names() -> set[str]:

@@ -55,12 +55,12 @@ struct Span {
 
 template <int64_t F>
 inline void read_scales(const Pool& pool, int64_t block_id, int64_t row, int j, int count, float* scale, float* zero) {
-  if (F != FORM_INT8 && F != FORM_INT4) return;
+  if (!has_scales(F)) return;
   const uint16_t* stored = pool.scales(block_id, row);
-  constexpr int step = F == FORM_INT8 ? 1 : 2;
+  constexpr int step = has_zeros(F) ? 2 : 1;
   for (int i = 0; i < count; i++) {
     scale[j + i] = from_fp16(stored[i * step]);
-    if (F == FORM_INT4) zero[j + i] = from_fp16(stored[i * step + 1]);
+    if (has_zeros(F)) zero[j + i] = from_fp16(stored[i * step + 1]);
   }
 }
 
@@ -138,8 +138,8 @@ template <int64_t F, class T>
   V16 x[4], most = all16(UNSEEN);
   for (int i = 0; i < 4; i++) {
     x[i] = load16(scores + i * 16);
-    if (F == FORM_INT8 || F == FORM_INT4) x[i] = x[i] * load16(span.key_scale + i * 16);
-    if (F == FORM_INT4) x[i] = fma16(all16(row.query_sum), load16(span.key_zero + i * 16), x[i]);
+    if (has_scales(F)) x[i] = x[i] * load16(span.key_scale + i * 16);
+    if (has_zeros(F)) x[i] = fma16(all16(row.query_sum), load16(span.key_zero + i * 16), x[i]);
     x[i] = x[i] * to.scale;
     if (to.cap > 0)  // tanh(x) = 1 - 2 / (exp(2 x) + 1), bounded where it is one already
       x[i] = (all16(1.0f) - all16(2.0f) / (power_of_two(min16(x[i], all16(126.0f))) + 1.0f)) * to.cap;
@@ -152,13 +152,13 @@ template <int64_t F, class T>
   for (int i = 0; i < 4; i++) {
     V16 p = power_of_two(x[i] - maximum);
     total += p;
-    if (F == FORM_INT4) zeros = fma16(p, load16(span.value_zero + i * 16), zeros);
-    if (F == FORM_INT8 || F == FORM_INT4) p = p * load16(span.value_scale + i * 16);
+    if (has_zeros(F)) zeros = fma16(p, load16(span.value_zero + i * 16), zeros);
+    if (has_scales(F)) p = p * load16(span.value_scale + i * 16);
     put(weights + i * 16, p);
   }
   row.maximum = maximum;
   row.total = row.total * kept + sum16(total);
-  if (F == FORM_INT4) row.zeros = row.zeros * kept + sum16(zeros);
+  if (has_zeros(F)) row.zeros = row.zeros * kept + sum16(zeros);
   return kept;
 }
 
@@ -204,7 +204,7 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
     const int64_t token = (first + r) / group, which = head * group + (first + r) % group;
     take(call.shape.kind, call.q, (seq.query_start + token) * call.q_stride + which * size, size, q + r * size);
     rows[r] = {seq.kv_len - seq.query_len + token, 0, UNSEEN, 0, 0};
-    if (F == FORM_INT4)
+    if (has_zeros(F))
       for (int64_t d = 0; d < size; d++) rows[r].query_sum += as_float(q[r * size + d]);
   }
   Span<T> span;
@@ -235,22 +235,14 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
 using Tile = void (*)(const Call&, const Sequence&, int64_t, int64_t, int);
 
 Tile tile_for(int64_t form, [[maybe_unused]] int64_t kind) {
+  return with_form(form, [&](auto known) -> Tile {
+    constexpr int64_t F = known;
 #ifdef BATON_VNNI_BF16
-  if (kind == BF16 && form == FORM_BF16) return attend_tile<FORM_BF16, uint16_t>;
-  if (kind == BF16 && form == FORM_E4M3) return attend_tile<FORM_E4M3, uint16_t>;
-  if (kind == BF16 && form == FORM_E5M2) return attend_tile<FORM_E5M2, uint16_t>;
-  if (kind == BF16 && form == FORM_INT8) return attend_tile<FORM_INT8, uint16_t>;
-  if (kind == BF16 && form == FORM_INT4) return attend_tile<FORM_INT4, uint16_t>;
+    if constexpr (fits_bf16(F))
+      if (kind == BF16) return attend_tile<F, uint16_t>;
 #endif
-  switch (form) {
-    case FORM_FP32: return attend_tile<FORM_FP32, float>;
-    case FORM_BF16: return attend_tile<FORM_BF16, float>;
-    case FORM_FP16: return attend_tile<FORM_FP16, float>;
-    case FORM_E4M3: return attend_tile<FORM_E4M3, float>;
-    case FORM_E5M2: return attend_tile<FORM_E5M2, float>;
-    case FORM_INT8: return attend_tile<FORM_INT8, float>;
-    default: return attend_tile<FORM_INT4, float>;
-  }
+    return attend_tile<F, float>;
+  });
 }
 
 }  // namespace
