@@ -42,12 +42,25 @@ async def supervise(
 
 
 def start(
-    name: str, work: Callable[[], Awaitable[object]], *, group: asyncio.TaskGroup | None = None, **options
-) -> asyncio.Task:
-    """A supervised task of that name, in `group` if there is one; to be cancelled. `options` as of `supervise`."""
-    return (group or asyncio).create_task(supervise(name, work, **options), name=name)
+    name: str,
+    work: Callable[[], Awaitable[object]],
+    *,
+    group: asyncio.TaskGroup | None = None,
+    fatal: tuple[type[Exception], ...] = (),
+    on_failure: Callable[[Exception], None] = lambda error: None,
+) -> asyncio.Task[NoReturn]:
+    """Return a supervised task of that name, in `group` if there is one; to be cancelled. `fatal` and `on_failure` as of
+    `supervise`."""
+    supervised = supervise(name, work, fatal=fatal, on_failure=on_failure)
+    return (group or asyncio).create_task(supervised, name=name)
+
+
+def is_cancelled() -> bool:
+    """Return whether the running task was cancelled. What it awaits may swallow the CancelledError, as redis-py 8.1 does
+    at times."""
+    return (task := asyncio.current_task()) is not None and task.cancelling() > 0
 
 
 def _leave_if_cancelled() -> None:
-    if (task := asyncio.current_task()) is not None and task.cancelling():
+    if is_cancelled():
         raise asyncio.CancelledError

@@ -153,8 +153,9 @@ class Answer:
         self._num_sent += 1
         if usage is not None:
             message.usage.CopyFrom(usage)
+        if durations is not None:
             message.timing.CopyFrom(durations)
-        if choice.sent_at is not None and num_tokens:
+        if choice.sent_at is not None and at is not None and num_tokens:
             self._on_gap((at - choice.sent_at) / num_tokens)
         choice.sent_at = at
         await self._emit(message)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Overloaded
 from baton.service.net.server import ListenError, split_address
+from baton.tasks import is_cancelled
 from gateway.config.networks import Networks
 from gateway.discovery.dial_policy import DialPolicy, Worker
 from gateway.discovery.dns import addresses_of, is_name
@@ -52,7 +53,7 @@ class Registrations:
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
         """Keep a session with each worker that is to be dialled, in tasks of `group`; until cancelled."""
         # Not for ever: a directory in Redis may swallow the cancellation.
-        while not asyncio.current_task().cancelling():
+        while not is_cancelled():
             await self._look(group)
             on_change()
             with contextlib.suppress(TimeoutError):

@@ -27,10 +27,10 @@ class WorkerDirectory(Protocol):
     async def exchange(self, here: Mapping[Worker, float], known: Collection[Worker] = ()) -> set[Worker]:
         """Write for how many seconds each of `here` is registered; return the workers that gateways have written: all
         that are `known`, and a bounded number of others. What is returned is not trusted."""
+        ...
 
+    async def close(self) -> None:
         """Close connections."""
-
-    async def close(self) -> None: ...
 
 
 class LocalDirectory:

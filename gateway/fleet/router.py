@@ -41,6 +41,7 @@ class Router:
         """Return (decision, prefill link or None, decode link). Workers in `avoid` are chosen only if no other serves,
         those in `too_short`, which have called the request too long, never. Raises Unavailable."""
         split = "auto" if too_short else self._split  # the prompt may be too long for every prefill worker
+        reason = ""
         for avoided in self._avoidances(avoid, too_short, True):
             try:
                 return self._route(request, matches, avoided, split)
@@ -124,13 +125,14 @@ class Router:
         prefill, decode = (self._candidates.near(role, request, matches, avoid) for role in ROLES)
         try:
             decision = self._choose(request, prefill, decode, matches, split)
-            fits = decision.reason != "no_prefill_worker"
         except NoRoute:
-            fits = False
-        if not fits:  # perhaps no worker was drawn that has KV for these, or a transport to them
+            decision = None
+        if (
+            decision is None or decision.reason == "no_prefill_worker"
+        ):  # perhaps no worker was drawn that has KV for these, or a transport to them
             prefill = self._candidates.near("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split)
-        source, taker = prefill.get(decision.prefill), decode[decision.decode]
+        source, taker = prefill.get(decision.prefill or ""), decode[decision.decode]
         (source or taker).recent.add(decision.read_s, now())
         taker.recent.add(decision.write_s, now())
         return decision, source, taker
@@ -143,5 +145,5 @@ class Router:
         matches: Matches,
         split: str,
     ) -> Decision:
-        seen = (self._candidates.seen(links.values(), matches, request) for links in (prefill, decode))
-        return choose(request, *seen, split)
+        sources, takers = (self._candidates.seen(links.values(), matches, request) for links in (prefill, decode))
+        return choose(request, sources, takers, split)

@@ -49,6 +49,7 @@ class EventSink(Protocol):
 
     def hurry(self) -> bool:
         """Pass on what has waited; return whether there is something."""
+        ...
 
 
 class Mailbox:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import grpc
 
 from baton.service.logs import fields
+from baton.tasks import is_cancelled
 from baton.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ async def _write(call, outbox, address, on_failure) -> None:
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
         return
     except (Exception, asyncio.CancelledError):
-        if asyncio.current_task().cancelling():
+        if is_cancelled():
             raise
         log.exception("session writer failed %s", fields(address=address))
         on_failure()

@@ -21,6 +21,7 @@ from baton.service.net.client import open_channel
 from baton.service.observe.telemetry import CLOCK
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
+from baton.tasks import is_cancelled
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from gateway.link.mailbox import EventSink, Lost, Rejoined, Stalled
@@ -191,7 +192,7 @@ class WorkerLink:
                 self.note_failure("it sent more than a message may have")
             return f"{error.code().name}: {error.details()}"
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
+            if is_cancelled():
                 raise
             return "its stream was cancelled"
         except Exception as error:  # whatever it sent, the next session may do better

@@ -181,9 +181,11 @@ def _chat_template(folder: Path, tokenizer_config: dict) -> str | None:
 
 
 def _special_tokens(values: dict) -> dict[str, str]:
-    found = {name: values[name] for name in _SPECIAL_NAMES if values.get(name)}
-    found = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
-    for name, value in found.items():
-        if not isinstance(value, str):
-            raise ValueError(f"{name} is {_shown(value)}, not a text")
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        if value := values.get(name):
+            text = value.get("content") if isinstance(value, dict) else value
+            if not isinstance(text, str):
+                raise ValueError(f"{name} is {_shown(text)}, not a text")
+            found[name] = text
     return found

@@ -27,6 +27,7 @@ class IdentitySource(Protocol):
 
     def known_identity(self) -> ModelIdentity:
         """Return the model's identity. Raises Unavailable before a worker has reported it."""
+        ...
 
 
 class Named(NamedTuple):

@@ -18,9 +18,11 @@ class PrefixIndex(Protocol):
     @property
     def down(self) -> str:
         """The reason why lookups find nothing at present; empty while they work."""
+        ...
 
     async def lookup(self, hashes: Sequence[bytes]) -> Matches:
         """Return which workers hold how many of the leading `hashes`. Takes 50 ms at most; any failure means none."""
+        ...
 
     def join(self, worker: bytes, subscribe: Callable[[], None]) -> None:
         """Add a worker that serves now. `subscribe()` asks it for index events, a snapshot first."""

@@ -21,13 +21,14 @@ from redis.exceptions import ResponseError
 from baton import tasks
 from baton.service.clock import now
 from baton.service.logs import fields
+from baton.tasks import is_cancelled
 from baton.v1 import worker_pb2 as pb
 from gateway.prefix.prefix_index import Feed, SecretDiffers
 from gateway.prefix.prefix_matches import Matches
 from gateway.prefix.slot_leases import GIVE_UP_S, KV_TTL_S, SlotLeases
 from gateway.prefix.worker_bitmap import NUM_BYTES, NUM_SLOTS, bit_sets, last_held, sampled_ends, slots_in, spread
 from gateway.store.breaker import Breaker
-from gateway.store.redis_client import FAILURES, cancelled, make_client, values_of, words_of
+from gateway.store.redis_client import FAILURES, make_client, values_of, words_of
 
 BUDGET_S = 0.05
 NAME_BYTES = 16
@@ -177,7 +178,7 @@ class RedisIndex:
             raise
         except FAILURES as error:
             log.warning("redis: no answer, serving without it %s", fields(error=words_of(error)))
-        if cancelled():  # redis-py may swallow it
+        if is_cancelled():  # redis-py may swallow it
             raise asyncio.CancelledError
 
     async def run(self) -> None:
@@ -192,7 +193,7 @@ class RedisIndex:
 
     async def _beat(self) -> None:
         was_up = True
-        while not cancelled():
+        while not is_cancelled():
             try:
                 if not self.is_disabled:
                     await self._heartbeat(now())
@@ -208,7 +209,7 @@ class RedisIndex:
                 was_up = False
                 for entry in self._workers.values():
                     entry.refreshed_at = _NEVER
-            if not cancelled():
+            if not is_cancelled():
                 await self._pause()
 
     async def _pause(self) -> None:
@@ -281,7 +282,7 @@ class RedisIndex:
         return (await values_of(self._control, [name], _MAX_NAME_BYTES))[0]
 
     async def _write(self) -> None:
-        while not cancelled():
+        while not is_cancelled():
             await self._written.wait()
             await asyncio.sleep(_FLUSH_S)
             self._written.clear()

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 from baton.service.clock import now
 from baton.service.logs import fields
 from baton.service.security.credentials import TENANT
+from baton.tasks import is_cancelled
 from gateway.queue.quotas import Quotas, UsageCounts
-from gateway.store.redis_client import cancelled, make_client, words_of
+from gateway.store.redis_client import make_client, words_of
 
 NAME = "baton:gateways"
 TTL_S = 5
@@ -45,7 +46,7 @@ class SharedUsage:
     async def run(self) -> None:
         """Exchange counts every PERIOD_S, until cancelled."""
         try:
-            while not cancelled():
+            while not is_cancelled():
                 await self._look()
                 await asyncio.sleep(PERIOD_S)
         finally:

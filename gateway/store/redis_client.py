@@ -1,7 +1,6 @@
 """Connections to Redis that fail within bounds of time and bytes. Nothing that comes from there is trusted: no value,
 no length, and no announced length."""
 
-import asyncio
 import functools
 import re
 from collections.abc import Sequence
@@ -83,11 +82,6 @@ async def values_of(client: redis.Redis, names: Sequence[bytes], most: int) -> l
     if not isinstance(found, list) or len(found) != len(names):
         raise ValueError("an unexpected reply to a request for values")
     return [value if isinstance(value, bytes) and 0 < len(value) <= most else None for value in found]
-
-
-def cancelled() -> bool:
-    """Return whether this task is to end: redis-py 8.1 at times returns normally from a command that was cancelled."""
-    return asyncio.current_task().cancelling() > 0
 
 
 def words_of(error: Exception) -> str:

@@ -44,9 +44,9 @@ class TextWork:
         field = "messages" if text is None else "text"
         num_chars = len(text) if text is not None else sum(len(message.content) for message in messages)
         self._check_length(field, num_chars, context)
-        if text is None and self._template is None:
-            raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
         if text is None:
+            if self._template is None:
+                raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
             return await self._in_thread(partial(self._encode_chat, messages, context), tenant, deadline)
         work = partial(self._encode_text, text)
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)

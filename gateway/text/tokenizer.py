@@ -43,7 +43,7 @@ class Tokenizer:
         self.added = {token["id"]: token for token in content.get("added_tokens") or ()}
         self._controls = {token["content"]: token for token in self.added.values() if _is_control(token)}
         self._found = ControlTokens(self._controls)
-        self._plain = _without_control(self._normal, content.get("added_tokens") or ())
+        self._plain = _without_control(self._normal, content.get("added_tokens") or [])
         self.decoder_steps = [step["type"] for step in _steps(content.get("decoder"))]
         self._normalizer = self._normal.normalizer
         self._normalizes = any(token.get("normalized") for token in self._controls.values())

@@ -40,6 +40,7 @@ class MemoryKernels(Protocol):
         """Sum words uint64 [block, row, head, unit, word] of blocks `ids`, each times its weight from
         table[starts[block]] on: uint64 [len(ids), unit, row, head]. With a `target` of the same shape, copy the words
         to its blocks `target_ids` on the way."""
+        ...
 
 
 class Piece(NamedTuple):

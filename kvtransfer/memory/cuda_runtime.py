@@ -99,7 +99,7 @@ class CudaRuntime:
         pointer = c_void_p()
         self._call("cudaMalloc", byref(pointer), num_bytes)
         self._call("cudaMemset", pointer, 0, num_bytes)
-        return pointer.value
+        return pointer.value or 0
 
     def free(self, address: int) -> None:
         self._call("cudaFree", address)
@@ -114,7 +114,7 @@ class CudaRuntime:
         """Address of another process's allocation in this one."""
         pointer = c_void_p()
         self._call("cudaIpcOpenMemHandle", byref(pointer), IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
-        return pointer.value
+        return pointer.value or 0
 
     def close_handle(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", address)
@@ -138,7 +138,7 @@ class CudaRuntime:
     def make_stream(self) -> int:
         stream = c_void_p()
         self._call("cudaStreamCreateWithFlags", byref(stream), _NON_BLOCKING)
-        return stream.value
+        return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
         self._call("cudaStreamDestroy", stream)
@@ -146,7 +146,7 @@ class CudaRuntime:
     def make_event(self) -> int:
         event = c_void_p()
         self._call("cudaEventCreateWithFlags", byref(event), _NO_TIMING)
-        return event.value
+        return event.value or 0
 
     def destroy_event(self, event: int) -> None:
         self._call("cudaEventDestroy", event)

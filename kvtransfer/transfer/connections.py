@@ -40,6 +40,7 @@ class Connections:
         if len(self._established) >= MAX_ESTABLISHED:
             raise PeerLost("this source has as many takers as it can serve")
         task = asyncio.current_task()
+        assert task is not None, "called by a dialogue, which is a task"
         self._pending.pop(task, None)
         self._established.add(task)
 

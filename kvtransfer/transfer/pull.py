@@ -38,6 +38,7 @@ class Destination(Protocol):
     def set_aside(self, upto_token: int) -> Sequence[BlockRef]:
         """Blocks that hold the tokens [0, upto_token), from the first on, the same ones at every call. What it raises
         ends the fetch."""
+        ...
 
     def verified(self, upto_token: int) -> None:
         """Digest, generation and lease of everything below were right: it may be attended to and cached."""

@@ -38,6 +38,7 @@ class Line(Protocol):
 
     async def receive(self) -> kv_pb2.KVFrame:
         """Return the next frame. Raises PeerLost, ProtocolError."""
+        ...
 
     async def read(self, runs: np.ndarray) -> None:
         """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, out of the source's pool into one's own (taker's side,

@@ -20,6 +20,8 @@ _FLAGS = (
     ("api_key_file", "file with the API key"),
 )
 
+ChannelOptions = tuple[tuple[str, object], ...]
+
 
 @dataclass(frozen=True)
 class Access:
@@ -31,12 +33,12 @@ class Access:
     api_key_file: Path | None = None
 
     @overload
-    def channel(self, target: str, options: tuple = (), name: str = GATEWAY_NAME) -> grpc.aio.Channel: ...
+    def channel(self, target: str, options: ChannelOptions = (), name: str = GATEWAY_NAME) -> grpc.aio.Channel: ...
     @overload
     def channel(
-        self, target: str, options: tuple = (), name: str = GATEWAY_NAME, *, blocking: Literal[True]
+        self, target: str, options: ChannelOptions = (), name: str = GATEWAY_NAME, *, blocking: Literal[True]
     ) -> grpc.Channel: ...
-    def channel(self, target: str, options: tuple = (), name: str = GATEWAY_NAME, *, blocking: bool = False):
+    def channel(self, target: str, options: ChannelOptions = (), name: str = GATEWAY_NAME, *, blocking: bool = False):
         """A channel to `host:port`, of the files as they are now. With a certificate of ours the server must have
         `name` in its own; else the host of `target`. Raises OSError."""
         kind = grpc if blocking else grpc.aio
