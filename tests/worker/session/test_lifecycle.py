@@ -1,0 +1,245 @@
+"""Keys beyond single cells: orders of events that once lost an end, a block or a token."""
+
+import asyncio
+
+import pytest
+
+from baton.engine.core.request import (
+    DecodeReport,
+    FinishReason,
+    Key,
+    RequestEnded,
+    TokenRun,
+)
+from baton.v1 import worker_pb2 as pb
+from baton.worker.legs.states import KeyEvent, KeyState
+from baton.worker.wire.end_status import Status
+from tests.support.worker.doubles import Bench, OutboxDouble, make_spec
+from tests.support.worker.key_paths import DONE, KEY, OTHER, PATHS, attach, bring_to, let, run
+
+
+def test_a_draining_worker_refuses_what_is_new_and_ends_what_runs():
+    def check(bench):
+        let(bench, KeyEvent.ADMIT)
+        bench.commands.start_draining()
+        other = pb.Key(request_id="other")
+        bench.obey(admit=pb.Admit(key=other, spec=make_spec()))
+        assert bench.outbox.events[-1].refused.reason == "draining"
+        let(bench, KeyEvent.PREFILL_HERE)
+        assert bench.commands.legs[KEY].state is KeyState.RUNNING
+
+    run(check)
+
+
+@pytest.mark.parametrize("spec, names", [
+    (make_spec(0), "num_prompt_tokens"),
+    (make_spec(64, traceparent="x"), ""),
+    (pb.RequestSpec(token_ids=[5000], num_prompt_tokens=1, max_tokens=1, budget_ms=9), "token_ids"),
+    (make_spec(max_tokens=0), "max_tokens"),
+])  # fmt: skip
+def test_a_bad_command_ends_its_key_only(spec, names):
+    def check(bench):
+        if not names:
+            del spec.span_hashes[:]
+        bench.obey(admit=pb.Admit(key=pb.Key(request_id="bad"), spec=spec))
+        ended = bench.outbox.only("ended")
+        assert (ended.code, ended.reason) == (3, "BAD_COMMAND") and names in ended.message
+        assert not bench.engine.calls and not bench.commands.legs
+
+    run(check)
+
+
+def test_a_budget_that_is_used_up_costs_nothing():
+    def check(bench):
+        bench.obey(admit=pb.Admit(key=pb.Key(request_id="late"), spec=make_spec(budget_ms=0)))
+        assert bench.outbox.only("ended").code == 4
+        assert not bench.engine.calls
+
+    run(check)
+
+
+def test_a_grant_that_is_not_used_lapses():
+    async def main():
+        bench = Bench()
+        bench.obey(admit=pb.Admit(key=pb.Key(request_id=KEY[0], attempt=KEY[1]), spec=make_spec(budget_ms=200)))
+        while not bench.engine.count("cancel"):
+            await asyncio.sleep(0.005)
+        bench.come_home(KEY)
+        assert bench.outbox.only("ended").code == 4
+
+    asyncio.run(main())
+
+
+def test_another_gateways_key_is_not_touched():
+    def check(bench):
+        let(bench, KeyEvent.ADMIT)
+        stranger, key = OutboxDouble(), pb.Key(request_id=KEY[0], attempt=KEY[1])
+        bench.obey(stranger, admit=pb.Admit(key=key, spec=make_spec()))
+        bench.obey(stranger, cancel=pb.Cancel(key=key))
+        bench.obey(stranger, start=pb.Start(key=key))
+        assert stranger.kinds() == ["refused"] and stranger.only("refused").reason == "in_use"
+        assert bench.commands.legs[KEY].state is KeyState.ADMITTED
+        bench.commands.on_stream_lost(stranger)
+        assert bench.commands.legs[KEY].state is KeyState.ADMITTED
+
+    run(check)
+
+
+def test_a_cancelled_fetch_gives_its_blocks_up_before_it_is_stopped():
+    def check(bench):
+        let(bench, KeyEvent.ADMIT)
+        let(bench, KeyEvent.FETCH)
+        bench.engine.calls.clear()
+        let(bench, KeyEvent.CANCEL)
+        assert bench.engine.calls == [("cancel", KEY)] and bench.intake.stopped == [KEY]
+        bench.engine_ends(KEY, "cancelled")
+        assert "ended" not in bench.outbox.kinds(), "bytes may still land"
+        bench.intake.end(KEY, Status(1, "CANCELLED"))
+        assert bench.outbox.only("ended").code == 1
+
+    run(check)
+
+
+def test_the_engine_says_why_a_fetch_had_no_place():
+    """The loop ended the key (its deadline) while bytes were on their way."""
+
+    def check(bench):
+        let(bench, KeyEvent.ADMIT)
+        let(bench, KeyEvent.FETCH)
+        bench.intake.end(KEY, None)
+        bench.engine_ends(KEY, "deadline")
+        assert bench.outbox.only("ended").code == 4
+
+    run(check)
+
+
+def test_start_after_the_engine_ended_it():
+    def check(bench):
+        for step in PATHS[KeyState.FETCHED]:
+            let(bench, step)
+        bench.engine.answer["start"] = LookupError("gone")
+        let(bench, KeyEvent.START)
+        bench.engine_ends(KEY, "deadline")
+        assert bench.outbox.only("ended").code == 4
+
+    run(check)
+
+
+def test_a_failed_offer_gives_the_blocks_back():
+    def check(bench):
+        def refuse(*args):
+            raise ValueError("a taker of another shape")
+
+        bench.handoff.lease_prompt = refuse
+        let(bench, KeyEvent.PREFILL)
+        assert ("cancel", KEY) in bench.engine.calls
+        bench.engine_ends(KEY, "cancelled")
+        assert bench.outbox.only("ended").code == 3
+
+    run(check)
+
+
+def test_not_here_is_the_whole_answer():
+    def check(bench):
+        offer = pb.Offer(key=pb.Key(request_id="chain"), budget_ms=1000)
+        offer.spans.hashes.extend([b"h" * 32, b"i" * 32])
+        bench.obey(offer=offer)
+        assert not bench.outbox.events, "its blocks are still leased"
+        bench.engine_ends(Key("chain"), "cancelled")
+        assert bench.outbox.only("not_here").num_matched_tokens == 64 and bench.outbox.kinds() == ["not_here"]
+
+    run(check)
+
+
+def test_done_goes_out_before_the_tokens_and_ended_after_them():
+    def check(bench):
+        let(bench, KeyEvent.PREFILL_HERE)
+        run_ = TokenRun(KEY, 0, 1, (4, 5))
+        report = DecodeReport(0.1, 0.2, 0.3, 4, 5)
+        bench.commands.on_outputs([DONE, run_, RequestEnded(KEY, report=report)])
+        assert bench.outbox.kinds() == ["done", "ended"] and bench.outbox.runs == [run_]
+        decode = bench.outbox.only("ended").decode
+        assert (decode.num_steps, decode.num_preemptions) == (4, 5)
+        assert bench.ended[0].num_output_tokens == 3
+
+    run(check)
+
+
+def test_tokens_of_a_step_that_was_under_way_are_not_lost():
+    def check(bench):
+        bring_to(bench, KeyState.ORPHANED)
+        bench.commands.on_outputs([TokenRun(KEY, 0, 1, (5, 6))])
+        assert not bench.outbox.runs
+        bench.obey(bench.other, attach=attach(next_index=[1]))
+        bench.commands.on_outputs([TokenRun(KEY, 0, 3, (8,)), RequestEnded(KEY)])
+        runs = [(run.key, run.first_index, run.token_ids) for run in bench.other.runs]
+        assert runs == [(OTHER, 1, (5, 6)), (OTHER, 3, (8,))]
+        assert bench.other.only("ended").code == 0 and not bench.commands.legs
+
+    run(check)
+
+
+def test_a_sequence_that_had_ended_is_read_to_its_end():
+    def check(bench):
+        bring_to(bench, KeyState.ORPHANED)
+        last = TokenRun(KEY, 0, 1, (5,), finish_reason=FinishReason.LENGTH)
+        bench.commands.on_outputs([last, RequestEnded(KEY)])
+        assert bench.leg(KEY).state is KeyState.ORPHANED
+        bench.obey(bench.other, attach=attach())
+        (told,) = bench.other.runs
+        assert (told.token_ids, told.finish_reason) == ((7, 5), FinishReason.LENGTH)
+        assert bench.other.only("ended").code == 0
+        assert not bench.engine.count("resume") and not bench.commands.legs
+
+    run(check)
+
+
+@pytest.mark.parametrize("fields", [
+    {"fingerprint": b"another request"},
+    {"previous_attempt": 7},
+    {"next_index": [2]},  # more than it has
+    {"next_index": [0, 0]},
+    {"key": Key("two", 2)},
+], ids=str)  # fmt: skip
+def test_only_the_same_request_is_gone_on_with(fields):
+    def check(bench):
+        bring_to(bench, KeyState.ORPHANED)
+        bench.obey(bench.other, attach=attach(**fields))
+        assert bench.other.kinds() == ["not_here"]
+        assert bench.leg(KEY).state is KeyState.ORPHANED
+
+    run(check)
+
+
+def test_nobody_comes():
+    async def main():
+        bench = Bench(resume_window_s=0.05)
+        bring_to(bench, KeyState.ORPHANED)
+        while not bench.engine.count("cancel"):
+            await asyncio.sleep(0.005)
+        bench.engine_ends(KEY, "cancelled")
+        assert not bench.commands.legs and bench.ended[0].status.reason == "STREAM_LOST"
+
+    asyncio.run(main())
+
+
+def test_a_prompt_that_is_still_read_here_is_not_parked():
+    def check(bench):
+        let(bench, KeyEvent.PREFILL_HERE)
+        let(bench, KeyEvent.STREAM_LOST)
+        assert bench.leg(KEY).state is KeyState.ENDING and not bench.engine.count("park")
+
+    run(check)
+
+
+def test_a_parked_sequence_meets_the_deadline_of_who_attached():
+    async def main():
+        bench = Bench()
+        bring_to(bench, KeyState.ORPHANED)
+        bench.obey(bench.other, attach=attach(budget_ms=30))
+        while not bench.engine.count("cancel"):
+            await asyncio.sleep(0.005)
+        bench.engine_ends(KEY, "cancelled")
+        assert bench.other.only("ended").code == 4
+
+    asyncio.run(main())
