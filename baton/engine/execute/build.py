@@ -89,6 +89,7 @@ def _on_gpu(
         config = resolve(config, spec)
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
         launcher = GpuLauncher(model, pool, config, bool(proposers))
+        launcher.warm_up(config)
     return EngineParts(config, model, pool, DeviceSampler(), proposers, launcher)
 
 

@@ -16,6 +16,7 @@ from baton.engine.execute.activation_memory import activations_on
 from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.sm_partition import Partition
+from baton.engine.execute.warm_up import warm_steps
 from baton.engine.execute.watermark import LayerEvents
 from baton.engine.kernels.compiling import CompileWatch
 from baton.engine.kv.pool import KVPool
@@ -149,6 +150,16 @@ class GpuLauncher(Launcher):
     @property
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
+
+    @torch.inference_mode()
+    def warm_up(self, config: EngineConfig) -> None:
+        """Compile what steps without a graph need. Before serving: it writes to the pool's first blocks."""
+        num_blocks = min(self.pool.num_blocks, self.pool.layout.num_blocks(config.max_model_len))
+        sizes = (config.max_num_batched_tokens, config.max_num_seqs, num_blocks, self.pool.block_size)
+        with self.place():
+            for batch in warm_steps(*sizes):
+                super().run(self._inputs.send(batch), False, None)
+        self.wait()
 
     def run(
         self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None

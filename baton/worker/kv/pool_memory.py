@@ -1,5 +1,8 @@
 """The memory of a worker's KV pool, where other processes may map it; on a GPU with a mirror in host memory."""
 
+import logging
+from pathlib import Path
+
 from baton.engine.kv.pool import KVPool
 from baton.worker.kv.device_pool import device_pool
 from kvtransfer.errors import TransferFailed
@@ -7,6 +10,24 @@ from kvtransfer.memory.cuda_runtime import find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.memory.pools import DevicePool
 from kvtransfer.memory.region import Region
+
+GIB = 1 << 30
+LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroups 2 and 1
+MEMINFO = Path("/proc/meminfo")
+
+log = logging.getLogger(__name__)
+
+
+def available_bytes() -> int:
+    """Return the host memory that this process could have: what is available, at most its container's limit."""
+    line = next(line for line in MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
+    sizes = [int(line.split()[1]) << 10]
+    for path in LIMITS:
+        try:
+            sizes.append(int(path.read_text()))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return min(sizes)
 
 
 class PoolMemory:
@@ -35,8 +56,16 @@ class PoolMemory:
 
     def mirror(self, pool: KVPool) -> None:
         """Add host memory beside a pool on a GPU, for the transports that know no other; pages come as they are used."""
-        if self.gpu_region is not None:
-            self.device = device_pool(pool, self.gpu_region, self.allocate(pool.bytes.nbytes))
+        if self.gpu_region is None:
+            return
+        num_bytes, available = pool.bytes.nbytes, available_bytes()
+        if num_bytes > available:
+            log.warning(
+                "KV that crosses by another transport than cuda_ipc is mirrored in host memory, up to %.1f GiB in time, and "
+                "%.1f are available: give this process more, or fewer --num-blocks",
+                num_bytes / GIB, available / GIB,
+            )  # fmt: skip
+        self.device = device_pool(pool, self.gpu_region, self.allocate(num_bytes))
 
     def close(self) -> None:
         """Unmap it. Nothing may compute any more."""

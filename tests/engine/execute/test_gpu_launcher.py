@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
@@ -119,6 +121,61 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
         assert launcher.step_bytes(engine.runner.model, engine.config, False) == 105
         assert launcher.step_bytes(engine.runner.model, engine.config, True) == 270
     assert drawn == [(4, 0.9)] * 2 and graphs == [([4], [1], 64), ([4], [17], 64)]
+
+
+def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):
+    """For the tokens of the step before, when they have landed; no operator in between asks the device for a value."""
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=2, max_model_len=64
+    )
+    engine = Engine.load(config)
+    launcher_made = engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
+    waits: list[str] = []
+    monkeypatch.setattr(Event, "synchronize", lambda self: waits.append("event"))
+    monkeypatch.setattr(launcher_made, "wait", lambda: waits.append("stream"))
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._local_scalar_dense.default or "nonzero" in str(function):
+                waits.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    sampled = dict(temperature=0.9, seed=3, top_p=0.9)
+    for request in (make_request("a", random_ids(9, 1), 12), make_request("b", random_ids(7, 2), 12, **sampled)):
+        engine.submit(request)
+    steps = []
+    while engine.has_work():
+        before = engine.launched
+        waits.clear()
+        with Asked():
+            engine.step()
+        if before and engine.launched:
+            steps.append(list(waits))
+    assert len(steps) > 5 and all(step == ["event"] for step in steps[1:])
+    assert steps[0] in ([], ["event"]), "two are in flight before the first is read"
+
+
+def test_no_step_runs_under_a_torch_function_mode(monkeypatch):
+    """With one, each attribute of a tensor goes through Python: three times the processor's time of an eager step."""
+    engine = toy_engine()
+
+    class Elsewhere:
+        """The pool, on a device for which modes would be entered."""
+
+        device = torch.device("meta")
+
+        def __init__(self, pool):
+            self._pool = pool
+
+        def __getattr__(self, name):
+            return getattr(self._pool, name)
+
+    modes: list[int] = []
+    engine.pool = engine.runner.pool = Elsewhere(engine.pool)
+    engine.runner.model.before_forward = lambda batch: modes.append(len(_get_current_function_mode_stack()))
+    run(engine, [make_request("a", range(40), 5)])
+    assert len(modes) == 5 and not any(modes)
 
 
 def test_layers_are_told_when_their_events_have_passed():

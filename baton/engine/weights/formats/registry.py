@@ -46,8 +46,9 @@ def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: in
         return DenseFormat(weights, dtype)
     method = str(config.get("quant_method") or "").lower()
     if method not in FORMATS:
+        kind = f" ({algorithm})" if (algorithm := config.get("quant_algo")) else ""
         raise ModelError(
-            f"{path / 'config.json'}: quantization method {method or '(none given)'} is not supported, "
+            f"{path / 'config.json'}: quantization method {method or '(none given)'}{kind} is not supported, "
             f"one of {', '.join(FORMATS)}, or a .gguf file"
         )
     if quantization != AUTO:

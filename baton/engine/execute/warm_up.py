@@ -1,0 +1,35 @@
+"""Steps that are run once before serving, so that no kernel is compiled while requests wait."""
+
+import torch
+
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+
+# The least of each number of rows for which linear kernels have tiles of their own; the most follow.
+CHUNKS = (1, 2, 17, 33, 65, 129)
+SPLIT_CONTEXT = 1024  # positions, of which every form of attention makes several splits
+
+
+def warm_steps(num_tokens: int, num_seqs: int, num_blocks: int, block_size: int) -> list[ForwardBatch]:
+    """Return steps of every kind that runs without a graph, made on the host: chunks of prompts from one token to all
+    of `num_tokens`; decode of few and of `num_seqs` sequences, behind short and long contexts, since KV is split over
+    programs by both; and decode beside chunks. They write to blocks that no request has before serving."""
+    room = num_blocks * block_size
+    most = min(num_tokens, room)
+    steps = [[(size, size)] for size in (*CHUNKS, most) if size <= most]
+    for count in sorted({1, 2, num_seqs}):
+        for kv_len in (1, min(room, SPLIT_CONTEXT)):
+            decode = [(1, kv_len)] * count
+            sizes = [size for size in (7, 33, most - count) if 0 < size <= most - count]
+            steps += [decode, *([*decode, (size, size)] for size in sizes)]
+    return [_step(lens, block_size) for lens in steps]
+
+
+def _step(lens: list[tuple[int, int]], block_size: int) -> ForwardBatch:
+    """Return a step of sequences, new tokens and all positions of each, that share their blocks."""
+    seqs, row = [], 0
+    for query_len, kv_len in lens:
+        seqs.append(SeqSlice(row, query_len, kv_len, torch.arange(-(-kv_len // block_size), device="cpu")))
+        row += query_len
+    positions = torch.cat([torch.arange(kv_len - query_len, kv_len, device="cpu") for query_len, kv_len in lens])
+    ends = torch.tensor([seq.query_start + seq.query_len - 1 for seq in seqs], device="cpu")
+    return ForwardBatch(torch.zeros_like(positions), positions, positions, seqs, ends)
