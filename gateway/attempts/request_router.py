@@ -35,6 +35,15 @@ class RequestRouter:
         """Return whether the prompt needs no prefill worker."""
         return self._router.may_read_where_it_decodes
 
+    @property
+    def max_start_wait_s(self) -> float:
+        """Return the longest wait for a worker that starts."""
+        return self._router.max_start_wait_s
+
+    def expects_worker(self) -> bool:
+        """Return whether a worker that can serve the request may come soon."""
+        return self._router.expects_worker(self.request)
+
     def route(self) -> tuple[Decision, WorkerLink | None, WorkerLink]:
         """Return (decision, prefill worker or None, decode worker). Raises Unavailable."""
         return self._router.route(self.request, self._matches, self._failed | self._refused, self._too_short)

@@ -80,6 +80,9 @@ class GatewaySettings(Exposure):
     max_queued_requests: int = option("requests that may wait for a free worker", 128)
     max_queued_tokens: int = option("prompt tokens of the waiting requests", 262_144)
     max_queue_wait_s: float = option("longest wait for a free worker, in seconds", 10.0)
+    max_start_wait_s: float = option(
+        "longest wait for a worker that is starting, in seconds; 0: a request whose role has no worker is refused", 30.0
+    )
     max_unread_tokens: int = option("tokens that a slow client may leave unread before its request is ended", 4096)
     default_timeout_s: float = option("deadline of requests without one, in seconds", 60.0)
     max_timeout_s: float = option("longest deadline, in seconds", 300.0)
@@ -107,6 +110,8 @@ class GatewaySettings(Exposure):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be over 0")
+        if not 0 <= self.max_start_wait_s < 3600:
+            raise ValueError(f"--max-start-wait-s {self.max_start_wait_s}: must be 0 or more, and below 3600")
         is_protected = bool(self.tls and self.credentials)
         self.check_exposure(
             self._listens, self.admin, is_protected, "--tls-cert, --tls-key, --tls-ca and --credentials"

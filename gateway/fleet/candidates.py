@@ -75,6 +75,13 @@ class Candidates:
         self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
         self.num_changes += 1
 
+    def may_come(self, role: str, request: RoutingRequest, within_s: float) -> bool:
+        """Return whether a worker of this role that does not serve now may do so soon, and could hold the request."""
+        return any(
+            link.may_come(within_s) and (link.limits is None or CAN_HOLD[role](request, link.limits))
+            for link in self._links[role]
+        )
+
     def _note_trust(self, link: WorkerLink) -> None:
         if link.serving and link.breaker.state is not BreakerState.CLOSED:
             self._untrusted[link] = None

@@ -7,6 +7,7 @@ from functools import partial
 
 from baton import tasks
 from baton.protocol import INSTANCE_BYTES, ROLES
+from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Unavailable
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
@@ -32,6 +33,7 @@ from gateway.routing.routing import RoutingRequest, can_decode
 from kvtransfer.naming import ModelIdentity
 
 _RETRY_AFTER_S = 1.0
+_POLL_S = 0.05
 
 
 class Registry:
@@ -63,7 +65,7 @@ class Registry:
         self._add_configured("prefill", settings.prefill_workers)
         self._add_configured("decode", settings.decode_workers)
         self.candidates = Candidates(self._links)
-        self.router = Router(self.candidates, settings.split, self._rates)
+        self.router = Router(self.candidates, settings.split, self._rates, settings.max_start_wait_s)
         sets = {role: self._session_set(role, is_named=False) for role in ROLES}
         self.registered = Registrations(sets, make_directory(settings.redis), Networks(settings.worker_networks))
 
@@ -243,6 +245,14 @@ class Registry:
         if (identity := self.identity) is None:
             raise Unavailable("no worker has reported yet which model it serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return identity
+
+    async def await_identity(self, deadline: float) -> None:
+        """Wait until a worker has reported which model is served, as long as one may come. Raises Unavailable."""
+        most_s = self._settings.max_start_wait_s
+        until = min(deadline, now() + most_s)
+        while self.identity is None and now() < until and any(link.may_come(most_s) for link in self.links):
+            await asyncio.sleep(_POLL_S)
+        self.known_identity()
 
     def _excuses(self, role: str) -> str:
         """Return why no worker of this role serves."""

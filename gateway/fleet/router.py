@@ -26,9 +26,11 @@ _RETRY_AFTER_S = 1.0
 class Router:
     """Belongs to the event loop. Workers to avoid are named by their ids."""
 
-    def __init__(self, candidates: Candidates, split: str, rates: WorkerRates):
-        """`split`: auto, always or never, as in the settings; `rates`: of all workers."""
+    def __init__(self, candidates: Candidates, split: str, rates: WorkerRates, max_start_wait_s: float):
+        """`split`: auto, always or never, as in the settings; `rates`: of all workers; `max_start_wait_s`: for one that
+        starts."""
         self._candidates, self._split, self._rates = candidates, split, rates
+        self.max_start_wait_s = max_start_wait_s
         self._pairs = 0, False  # (num_changes of the candidates, whether any two fit)
 
     def route(
@@ -68,6 +70,11 @@ class Router:
         return any(
             can_hold(request, link.limits) and link.worker_id not in unwanted for link in self._candidates.serving(role)
         )
+
+    def expects_worker(self, request: RoutingRequest) -> bool:
+        """Return whether a worker may come soon that serves a request which none can serve now."""
+        role = "prefill" if self.has_other("decode", request, frozenset()) else "decode"
+        return self._candidates.may_come(role, request, self.max_start_wait_s)
 
     def _avoidances(
         self, avoid: Collection[bytes], too_short: Collection[bytes], is_forced: bool

@@ -36,6 +36,7 @@ _HELLO_TIMEOUT_S = 5.0
 _MAX_REASON_CHARS = 500
 SILENCE_S = 2.25  # loads come four times a second; a longer silence is a dead session
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_STARTING_S, _STARTING_PAUSE_S = 30.0, 0.4  # one that has gone a moment ago is starting again: requests wait for it
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ class LinkState(Enum):
     DRAINING = "draining"
     STALLED = "stalled"
     REFUSED = "refused"  # it answered, and is not one of ours; `reason` says why
+
+
+_COMING = (LinkState.CONNECTING, LinkState.DRAINING, LinkState.STALLED)
 
 
 class WorkerLink:
@@ -74,6 +78,7 @@ class WorkerLink:
         self.load = pb.Load()
         self.state = LinkState.CONNECTING
         self.reason = "not connected yet"
+        self._away_since = now()
         self.num_vain = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
@@ -103,6 +108,10 @@ class WorkerLink:
     def worker_id(self) -> bytes:
         """Instance and epoch, empty without a session: a restarted worker is another one."""
         return self.hello.instance + self.hello.epoch.to_bytes(8, "little") if self.hello else b""
+
+    def may_come(self, within_s: float) -> bool:
+        """Return whether it may yet serve: it has not been away for longer than `within_s`, as one that starts is."""
+        return self.state in _COMING and now() - self._away_since < within_s
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -174,7 +183,8 @@ class WorkerLink:
             if was_up and now() - connected_at > pause_s:  # no worker that dies of each session
                 pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            longest_s = _STARTING_PAUSE_S if self.may_come(_STARTING_S) else _LONGEST_PAUSE_S
+            pause_s = min(2 * pause_s, longest_s)
 
     async def _session(self, channel: grpc.aio.Channel) -> str:
         """Serve one stream to its end; return why it ended."""
@@ -267,6 +277,8 @@ class WorkerLink:
         self.hello = None
 
     def _become(self, state: LinkState, reason: str) -> None:
+        if state in _COMING and self.state not in _COMING:
+            self._away_since = now()
         self.state, self.reason = state, printable(reason[:_MAX_REASON_CHARS])  # may come from a worker
         self._on_change(self)
 

@@ -36,6 +36,7 @@ class AttemptFailures:
         self._num_deaths, self._num_barren = 0.0, 0
         self._suspects: list[tuple[WorkerLink, bytes]] = []  # sources that a transfer failed from: dead, perhaps
         self._unreplaced: tuple[BatonError, float] | None = None  # the last failure, and when to report it
+        self._waits_since: float | None = None  # for any worker
 
     def judge(self, occurred: Occurrence, attempt: Attempt) -> None:
         """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there is to be no
@@ -61,16 +62,18 @@ class AttemptFailures:
 
     def note_replaced(self) -> None:
         """A worker was found for the next attempt."""
-        self._unreplaced = None
+        self._unreplaced = self._waits_since = None
 
     def check_wait(self, error: Unavailable) -> None:
-        """Return if a worker may still replace the one that failed: it may be reconnecting. Raises `error` if none has
-        failed, and the failure once the wait is over."""
-        if self._unreplaced is None:
-            raise error
-        failure, until = self._unreplaced
+        """Return if a worker may still come: one that failed may be reconnecting, another may be starting. Raises the last
+        failure, or `error` if there was none, once there is nothing to wait for."""
+        self._waits_since = self._waits_since or now()
+        failure, until = self._unreplaced or (error, 0.0)
+        if self._router.expects_worker():
+            until = max(until, self._waits_since + self._router.max_start_wait_s)
         if now() >= until:
-            self._record.phase = self._record.failures[-1].phase
+            if self._unreplaced is not None:
+                self._record.phase = self._record.failures[-1].phase
             raise failure
 
     def _failure(self, occurred: Occurrence, attempt: Attempt) -> tuple[BatonError, WorkerLink, bytes]:

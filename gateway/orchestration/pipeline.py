@@ -113,6 +113,7 @@ class Pipeline:
         emit: Emit,
     ) -> RequestContext:
         """Return the request with all that its way through workers needs. Raises BatonError for a poisonous prompt."""
+        await self.registry.await_identity(deadline)
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)

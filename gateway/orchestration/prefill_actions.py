@@ -93,6 +93,14 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
     request.place.join(request.queues.prefill)
 
 
+def end_or_await_start(request: RequestContext, occurred: Occurrence[None]) -> None:
+    """Wait longer where no decode worker serves and one is starting. Raises Overloaded else, as `end_full`."""
+    router = request.router
+    is_starting = not router.has_another("decode") and router.expects_worker()
+    if not (is_starting and request.place.wait_longer(router.max_start_wait_s)):
+        end_full(request, occurred)
+
+
 def end_full(request: RequestContext, occurred: Occurrence[None]) -> None:
     """Raises Overloaded: it has waited in line for too long."""
     waited_s = request.max_queue_wait_s

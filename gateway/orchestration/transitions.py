@@ -31,6 +31,7 @@ from gateway.orchestration.prefill_actions import (
     begin_answer,
     begin_prefill,
     end_full,
+    end_or_await_start,
     fetch,
     note_fetched,
     note_prefix,
@@ -86,7 +87,7 @@ def _table() -> dict[tuple[RequestState, RequestEvent], RequestTransition]:
     return table | {
         (s.AWAITING_CREDIT, e.RESUMED): to(find_sequence, *attach),
         (s.AWAITING_CREDIT, e.ROOM): to(ask_for_credit, s.ADMITTING, s.AWAITING_CREDIT, s.ENDED),
-        (s.AWAITING_CREDIT, e.SILENCE): to(end_full, s.ENDED),
+        (s.AWAITING_CREDIT, e.SILENCE): to(end_or_await_start, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.GRANTED): to(begin_prefill, s.PREFILLING, s.AWAITING_PREFILL, s.ENDED),
         (s.ADMITTING, e.REFUSED): to(await_credit, s.AWAITING_CREDIT, s.ENDED),
         (s.ADMITTING, e.SILENCE): retry,

@@ -43,6 +43,12 @@ class QueuePlace:
         else:
             queue.refused(self._entry[1])
 
+    def wait_longer(self, max_wait_s: float) -> bool:
+        """Let it wait for as long; return whether that is longer than before."""
+        is_longer = max_wait_s > self._max_wait_s
+        self._max_wait_s = max(self._max_wait_s, max_wait_s)
+        return is_longer
+
     def leave(self, served: bool) -> None:
         """Leave the queue, if it is in one. `served`: a worker took the request."""
         if self._entry is not None:

@@ -30,6 +30,9 @@ class Fleet:
         self.avoided.append(frozenset(avoid))
         return bool({FULL, SHORT, BROKEN, LEAVING, GOOD} - avoid)
 
+    def expects_worker(self, ask) -> bool:
+        return False
+
     def holder_for(self, reader, matches, avoid):
         self.avoided.append(frozenset(avoid))
 

@@ -190,7 +190,7 @@ async def test_the_deadline_passes(cluster, watch, gate):
 )
 async def test_the_worker_dies(cluster, watch, gate, role, name):
     """No worker takes over: the phase has the failure, drawn by the gateway, which saw it."""
-    async with cluster() as c:
+    async with cluster(max_start_wait_s=0) as c:
         hold(c, gate)
         running = asyncio.create_task(timed(generate(c, max_tokens=6)))
         await reached(c, gate)

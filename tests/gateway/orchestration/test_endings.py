@@ -128,7 +128,7 @@ async def test_the_decode_worker_dies_in_mid_stream(cluster):
 
 
 async def test_nobody_can_take_over(cluster):
-    async with cluster() as c:
+    async with cluster(max_start_wait_s=0) as c:
         hold(c, "decode")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
         assert (await call.read()).token_ids
@@ -265,12 +265,41 @@ async def test_too_many_requests(cluster):
             assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
 
 
-async def test_no_worker(cluster):
-    async with cluster() as c:
+@pytest.mark.parametrize("num_prefill", [0, 1])
+@pytest.mark.parametrize("wait_s", [0, 0.5])
+async def test_no_worker(cluster, num_prefill, wait_s):
+    async with cluster(num_prefill, max_start_wait_s=wait_s) as c:
         await c.decode[0].stop()
         await c.until(lambda: not c.gateway.registry.decode[0].serving)
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER" and said.retry_after_s
+        c.workers.remove(c.decode[0])
+        await c.idle()
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1])
+async def test_requests_wait_for_the_only_worker_of_a_role(cluster, num_prefill):
+    """One that runs goes on, those that come meanwhile are answered, for longer than a queue's wait."""
+    async with cluster(num_prefill, max_queue_wait_s=0.2) as c:
+        worker, link = c.decode[0], c.gateway.registry.decode[0]
+        hold(c, "decode")
+        call = c.stub.Generate(make_request(PROMPT, max_tokens=6), timeout=20)
+        first = await call.read()
+        await worker.stop()
+        await c.until(lambda: not link.serving)
+        coming = [start(c) for _ in range(3)]
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in coming)
+        release(c, "decode")
+        worker.hello.epoch = worker.epoch = 7
+        await worker.start(worker.port)
+        for messages in await asyncio.gather(*coming):
+            assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
+        messages = [first]
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
+        await c.idle()
 
 
 async def test_a_worker_comes_back_under_a_new_epoch(cluster):

@@ -67,7 +67,7 @@ async def test_a_first_token_is_no_end_for_the_length_of_who_read_the_prompt(clu
 
 async def test_the_longer_one_dies_in_mid_stream(cluster):
     """The shorter one cannot continue, and the client is not refused for having asked for too much."""
-    async with cluster(0, (1024, 256)) as c:
+    async with cluster(0, (1024, 256), max_start_wait_s=0) as c:
         long, _ = c.decode
         call = c.stub.Generate(make_request(**LONG), timeout=20)
         got = await read_some(call, 300)
