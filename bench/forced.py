@@ -42,7 +42,7 @@ def load(proposer: ForcedProposer) -> Engine:
 
 
 class Runs:
-    """Batches of one engine. Answers are greedy, so that plain decoding tells what is to be proposed."""
+    """Batches of one engine. Answers are greedy, so that plain decoding tells what to propose."""
 
     def __init__(self):
         self.proposer = ForcedProposer({}, 0.0, 0)

@@ -167,7 +167,7 @@ class Gateway:
             await asyncio.gather(*running, return_exceptions=True)
 
     def _open_http(self) -> "HttpServer | None":
-        """Serve the HTTP API, if there is to be one. Raises ListenError."""
+        """Serve the HTTP API, if it is configured. Raises ListenError."""
         settings = self._settings
         if settings.http is None:
             return None

@@ -1,4 +1,4 @@
-"""From outcomes to the figures of a run."""
+"""Summarise outcomes into the figures of a run."""
 
 import csv
 import io

@@ -68,7 +68,7 @@ class ClockComparison:
         return min((each.aged(now_ns) for each in self._exchanges), key=lambda each: each.error_s, default=None)
 
     def is_due(self, at: float) -> bool:
-        """Return whether another exchange is to be begun at `at` (monotonic); True begins it."""
+        """Return whether another exchange should begin at `at` (monotonic); True begins it."""
         interval_s = BEAT_INTERVAL_S if len(self._exchanges) == _KEPT else FIRST_INTERVAL_S
         if at - self._beat_at < interval_s:
             return False

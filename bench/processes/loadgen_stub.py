@@ -42,7 +42,7 @@ class Steps:
 
 
 def handlers(num_messages: int, num_tokens: int, steps: Steps) -> grpc.GenericRpcHandler:
-    """Bytes in, bytes out: the stub is to be faster than its caller."""
+    """Bytes in, bytes out: the stub must be faster than its caller."""
     token_ids, text = [107] * num_tokens, " abc" * num_tokens
     message = pb.GenerateResponse(token_ids=token_ids, text=text).SerializeToString()
     last = pb.GenerateResponse(

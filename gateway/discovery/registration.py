@@ -51,7 +51,7 @@ class Registrations:
             self._told.set()
 
     async def follow(self, group: asyncio.TaskGroup, on_change: Callable[[], None]) -> None:
-        """Keep a session with each worker that is to be dialled, in tasks of `group`; until cancelled."""
+        """Keep a session with each discovered worker, in tasks of `group`; until cancelled."""
         # Not for ever: a directory in Redis may swallow the cancellation.
         while not is_cancelled():
             await self._look(group)

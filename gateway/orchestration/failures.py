@@ -39,7 +39,7 @@ class AttemptFailures:
         self._waits_since: float | None = None  # for any worker
 
     def judge(self, occurred: Occurrence, attempt: Attempt) -> None:
-        """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there is to be no
+        """Count what ended `attempt`; from now on its worker is avoided. Raises BatonError if there must be no
         other."""
         error, blamed, worker_id = self._failure(occurred, attempt)
         self._num_deaths += _share_of_death(occurred, attempt)

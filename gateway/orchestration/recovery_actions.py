@@ -14,7 +14,7 @@ from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
 
 
 def try_again(request: RequestContext, occurred: Occurrence[Any]) -> RequestState:
-    """Ask for credit in a new attempt. Raises BatonError if there is to be none."""
+    """Ask for credit in a new attempt. Raises BatonError if none is allowed."""
     attempt, choices = request.attempt, request.answer.choices
     request.failures.judge(occurred, attempt)
     if is_draining(occurred.message) and attempt.is_decoding and len(choices) == 1:

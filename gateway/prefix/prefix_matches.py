@@ -30,7 +30,7 @@ class Matches(Mapping[bytes, int]):
 
     def __init__(self, holders_of: Iterable[int] = (), places: WorkerBits = NOWHERE, rng: random.Random = _RNG):
         """`holders_of`: for each span from the first on, the bits of its holders; read as far as needed. Holders of
-        equally many are listed from a random one on: otherwise all requests would ask the same."""
+        equally many are listed from a random one on: otherwise all requests would ask the same worker."""
         self._places, self._rng = places, rng
         self._first: dict[bytes, int] = {}  # the longest, one by one
         self._levels = _levels(holders_of, places.mask)

@@ -57,7 +57,7 @@ class _Worker:
         self.slot: int | None = None
         self.is_given_up = False  # something was not written there
         self.num_slots = 0  # that it has had
-        self.held_at = _NEVER  # Redis has said so
+        self.held_at = _NEVER  # as confirmed by Redis
         self.pending: dict[bytes, bool] = {}  # span -> sealed; all else is in the slot as the feed has it
         self.refreshed_at = _NEVER
         self.left_at = _NEVER

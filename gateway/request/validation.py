@@ -269,7 +269,7 @@ def _stops(stops, limits: RequestLimits) -> tuple[str, ...]:
 
 
 def _stop_token_ids(stopping: pb.Stopping, served: ServedModel) -> frozenset[int]:
-    """Return the ids that end a choice; the model's end-of-sequence ids are among them unless they are to be
+    """Return the ids that end a choice; the model's end-of-sequence ids are among them unless they must be
     ignored."""
     asked = frozenset(stopping.stop_token_ids)
     if asked:

@@ -5,7 +5,7 @@ slower."""
 from typing import NamedTuple
 
 _HALF_LIFE_S = 30.0  # after which a sighting counts half as much
-_LEAST_WEIGHT = 0.5  # less is left of old sightings: they say nothing any more
+_LEAST_WEIGHT = 0.5  # a fit of less weight, which is old, is not trusted
 # Imagined sightings of a worker as fast as the others, added to its own. Lines fitted to the few sightings
 # of one worker differ by chance: in bench/routing.py the one that had looked slow got a quarter of the mean's requests,
 # the one that had looked fast 1.37 times the mean.

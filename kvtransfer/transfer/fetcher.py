@@ -237,7 +237,7 @@ class Fetcher:
         return kv_pb2.Want(ticket=parsed, taker_instance=self._instance, taker_epoch=self._epoch)
 
     def _check(self, handle: KVHandle, want: kv_pb2.Want) -> tuple[str, tuple[Share, ...]]:
-        """Before anything is allocated: exact or mixed, and what is to be pulled from whom. Raises LayoutMismatch,
+        """Before anything is allocated: exact or mixed, and what to pull from which source. Raises LayoutMismatch,
         TicketRefused."""
         if want.ticket.lease_id != handle.lease_id:
             raise TicketRefused("the ticket is for another lease than the handle")

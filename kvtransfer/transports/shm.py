@@ -71,7 +71,7 @@ class Mappings:
         self._mapped: dict[tuple[int, int], _Mapped] = {}
 
     def open(self, fd: int, num_bytes: int, layout: KVLayout) -> tuple[int, int]:
-        """Takes `fd` over; the returned key is to be given back by `close`. Raises ProtocolError."""
+        """Takes `fd` over; return the key with `close`. Raises ProtocolError."""
         status = os.fstat(fd)
         key = (status.st_dev, status.st_ino)
         mapped = self._mapped.get(key)

@@ -48,7 +48,7 @@ def check_peer(sock: socket.socket) -> None:
 
 
 class SocketFolder:
-    """0700, locked as long as the process lives: the kernel lets go of the lock however the process ends."""
+    """0700, locked as long as the process lives: the kernel releases the lock however the process ends."""
 
     def __init__(self, parent: Path):
         """Removes the folders of the dead first. Raises OSError, one line, when `parent` cannot hold sockets."""

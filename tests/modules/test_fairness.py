@@ -8,7 +8,7 @@ def test_who_is_alone_has_everything():
     assert has_room(8, 7, 7, 1, 1) and not has_room(8, 8, 8, 1, 1)
 
 
-def test_a_part_is_there_for_whoever_comes():
+def test_a_part_is_reserved_for_newcomers():
     assert has_room(8, 8, 0, 4, 2) and has_room(8, 12, 3, 1, 2)
     assert not has_room(8, 12, 4, 1, 2)
     assert not has_room(8, 9, 8, 1, 2), "a tenant with more than its part waits"

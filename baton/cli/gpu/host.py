@@ -54,7 +54,7 @@ class Probe:
         return shutil.disk_usage("/dev/shm").total
 
     def numa_node(self, bus_id: str) -> int:
-        """Return the node that a GPU hangs on; -1 where the machine has one only, or does not say."""
+        """Return the NUMA node of a GPU; -1 where the machine has one only, or does not say."""
         short = bus_id.lower().removeprefix("0000")  # nvidia-smi writes eight digits of domain, the kernel four
         try:
             return int(Path(f"/sys/bus/pci/devices/{short}/numa_node").read_text())
@@ -112,7 +112,9 @@ def _compiling(say: Say, probe: Probe) -> None:
     cache = probe.cache()
     nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
     is_writable = os.access(nearest, os.W_OK)
-    say("kernel cache", is_writable, f"{cache}{'' if is_writable else ' cannot be written: every start compiles anew'}")
+    say(
+        "kernel cache", is_writable, f"{cache}{'' if is_writable else ' cannot be written: every start compiles again'}"
+    )
 
 
 def _shared(say: Say, probe: Probe) -> None:

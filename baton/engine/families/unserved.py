@@ -1,4 +1,4 @@
-"""What is said of a family that is not served: the nearest one that is, and what its config.json asks for beside it."""
+"""Explain that a family is not served: the nearest one that is, and what its config.json asks for beside it."""
 
 from difflib import SequenceMatcher
 

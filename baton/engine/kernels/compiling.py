@@ -17,7 +17,7 @@ class CompileWatch:
         self.since: float | None = None
 
     def install(self) -> None:
-        """Be told by Triton, in place of whoever was before."""
+        """Register as Triton's compile hook, in place of the previous one."""
         from triton import knobs  # an extra
 
         knobs.runtime.jit_cache_hook = self.begun

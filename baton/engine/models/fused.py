@@ -86,7 +86,7 @@ class FusedLayers:
     name = "fused"
 
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, ropes: Sequence[Rope]):
-        """All linear layers are PackedLinear; `unfit` has said so."""
+        """All linear layers are PackedLinear; `unfit` has checked that."""
         self._attention = attention
         self._experts = [None if layer.experts is None else _experts(layer.experts) for layer in layers]
         self._held = (layers, ropes)  # what the structs below point at

@@ -22,7 +22,7 @@ class Groups(dict[Key, Group]):
         return group if group is not None and group.arrival == arrival else None
 
     def expect(self, group: Group) -> None:
-        """Its deadline is to be looked at, which may be another one than before."""
+        """Check its deadline again: it may have changed."""
         if group.deadline == float("inf"):
             return
         heapq.heappush(self._deadlines, (group.deadline, group.arrival, group.key))

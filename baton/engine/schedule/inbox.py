@@ -12,7 +12,7 @@ from baton.engine.core.request import FirstToken, Key, RequestEnded
 
 
 class Enter(NamedTuple):
-    """A group that was admitted or accepted is to be prefilled here."""
+    """A group that was admitted or accepted will be prefilled here."""
 
     key: Key
     arrival: int

@@ -36,8 +36,8 @@ class GroupEvent(Enum):
     RELEASE_LEASE = "release lease"
     CANCEL = "cancel"
     # on the loop's thread
-    ENTER = "enter"  # its prompt is to be read
-    JOIN = "join"  # its choices are to be decoded
+    ENTER = "enter"  # its prompt must be read
+    JOIN = "join"  # its choices must be decoded
     LAUNCH = "launch"  # its first chunk
     HOLD = "hold"  # its prompt is read, for a taker
     PARK = "park"

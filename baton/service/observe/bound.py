@@ -37,7 +37,7 @@ def bound_of(spent_s: Mapping[str, float]) -> Bound:
     and are part of the time that the share is of."""
     by_bound = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
     if not any(by_bound.values()):
-        return Bound("nothing", "No request was answered, so nothing can be said about what limits the run.")
+        return Bound("nothing", "No request was answered, so it is unknown what limits the run.")
     name = max(by_bound, key=lambda each: by_bound[each])
     share = by_bound[name] / sum(spent_s.values())
     evidence = _EVIDENCE[name].format(share=f"{share:.0%} of the answered requests' time")

@@ -78,7 +78,7 @@ class Intake:
     def begin_prefix(
         self, leg: Leg, on_end: Callable[[Leg, FetchReport | Status | None], None], on_verified: Callable[[int], None]
     ) -> bool:
-        """Start to fetch whole spans of a prompt that is to be prefilled here, from the first of its sources that can be
+        """Start to fetch whole spans of a prompt that will be prefilled here, from the first of its sources that can be
         asked. Return False where there is none, or the engine has ended the key."""
         while leg.sources:
             handle, ticket = leg.sources.pop(0)

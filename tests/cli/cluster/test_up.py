@@ -253,7 +253,7 @@ def test_workers_share_the_cores(folder, monkeypatch):
     assert threads("--prefill.threads", "4", "--decode", "3") == (["--threads=4"], ["--threads=4"])
     assert threads("--prefill.threads", "10", "--decode", "2") == (["--threads=10"], ["--threads=3"])
     assert threads("--threads", "5", "--decode.threads", "auto") == (["--threads=5"], ["--threads=11"])
-    assert threads("--threads", "32") == (["--threads=32"], ["--threads=32"]), "what was said holds"
+    assert threads("--threads", "32") == (["--threads=32"], ["--threads=32"]), "an explicit value holds"
     assert threads("--prefill", "20") == (["--threads=1"], ["--threads=1"]), "a worker has one at least"
     assert threads("--prefill", "0")[1] == ["--threads=16"]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

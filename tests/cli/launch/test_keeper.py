@@ -101,7 +101,7 @@ async def test_killed_by_name(capfd):
         seen += capfd.readouterr().err
         return "was killed by SIGKILL" in seen
 
-    await until(told, "nothing was said")
+    await until(told, "nothing was logged")
     await keeper.stop(10)
 
 

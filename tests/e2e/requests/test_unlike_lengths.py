@@ -1,4 +1,4 @@
-"""Real workers that hold unlike lengths, by a flag and by a small pool: every answer is whole, wherever it runs."""
+"""Real workers that hold unlike lengths, by a flag and by a small pool: every answer is whole on every worker."""
 
 import grpc
 import pytest

@@ -26,7 +26,7 @@ def start(module: str, *options: str) -> tuple[int, str]:
 def assert_one_line(stderr: str, *names: str) -> None:
     """Its last line says it all, and nothing before it looks like a crash."""
     lines = stderr.strip().splitlines()
-    assert lines, "nothing was said"
+    assert lines, "nothing was printed"
     assert "Traceback" not in stderr, stderr
     for name in names:
         assert name in lines[-1], f"{name!r} is not in: {lines[-1]}"

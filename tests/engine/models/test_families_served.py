@@ -35,7 +35,7 @@ def load(folder, **options) -> Engine:
 
 
 def mix() -> list:
-    """Greedy and seeded, short and long, two with a prefix in common, one that says what was said before."""
+    """Greedy and seeded, short and long, two with a prefix in common, one that repeats its prompt."""
     few = tuple((token_id, 25.0) for token_id in range(3, 6))
     return [
         make_request("greedy", random_ids(70, 2), 24, logprobs=2),

@@ -185,7 +185,7 @@ def test_who_lacks_blocks_gets_those_that_another_has_beyond_its_part():
     check(records, [*flood, quiet])
 
 
-def test_promises_leave_a_few_blocks_for_whoever_comes():
+def test_promises_leave_a_few_blocks_for_newcomers():
     """A request that is admitted but has no blocks yet cannot park."""
     engine = toy_engine(max_num_seqs=16, num_blocks=64, max_model_len=256)
     for i in range(20):

@@ -58,7 +58,7 @@ def num_accepted(engine) -> int:
     return engine.load_report().num_accepted_tokens
 
 
-# A random model seldom says what was said before, unless it may say little else.
+# A random model seldom repeats itself, unless few tokens are allowed.
 REPETITIVE = dict(logit_bias=tuple((token_id, 25.0) for token_id in range(3)))
 
 

@@ -55,7 +55,7 @@ def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, head
     plain = bare.run(bare.load_engine(model), requests(model))
     options = dict(speculator=kind, draft_model=heads[kind], num_draft_tokens=num_draft_tokens)
     engine = bare.load_engine(model, **options)
-    for _ in range(2):  # again with what is kept of those that went before
+    for _ in range(2):  # again with what was kept of the first round
         assert bare.run(engine, requests(model)) == plain
         engine.check_integrity()
     counts = engine.speculator.counts[kind]

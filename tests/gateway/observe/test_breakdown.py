@@ -21,7 +21,7 @@ DURATIONS = ("tokenized", "routed", "granted", "prefill_sent", "first_sent", "se
 
 @pytest.mark.parametrize("num_reached", range(len(DURATIONS) + 1))
 @pytest.mark.parametrize("reported_s", [0.0, 0.3, 1e9])
-def test_wherever_it_ends_the_phases_add_up(num_reached, reported_s):
+def test_the_phases_add_up_in_every_ending(num_reached, reported_s):
     """Each stamp is 1 s after the last; a worker's clock may say anything."""
     stamps = Stamps(received=100.0, ended=101.0 + num_reached)
     for index, name in enumerate(DURATIONS[:num_reached]):

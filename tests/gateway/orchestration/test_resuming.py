@@ -1,4 +1,4 @@
-"""Sessions that break while answers are written, clients that go on with one: no token lost, repeated or changed."""
+"""Sessions that break while answers are written, clients that resume one: no token lost, repeated or changed."""
 
 import asyncio
 import time
@@ -141,7 +141,7 @@ async def test_greedy_needs_no_seed(cluster):
         assert ids_of(messages) == tokens_of(PROMPT, 6, 400)[2:]
 
 
-async def test_whoever_lost_the_only_worker_waits_for_it_a_moment(cluster):
+async def test_a_request_that_lost_the_only_worker_waits_for_it_a_moment(cluster):
     async with cluster() as c:
         hold(c, "decode")
         running = [start(c) for _ in range(3)]

@@ -152,7 +152,7 @@ def test_who_is_idle_is_forgotten_and_its_counts_do_not_fall():
 # ---- other gateways ----
 
 
-def test_others_are_told_of_whoever_uses_most():
+def test_gateways_are_told_which_tenant_uses_most():
     quotas = Quotas({"default": Quota(concurrent_requests=5)})
     for i in range(400):
         quotas.enter(f"t{i}", 0.0, 1 + (i >= 200))

@@ -183,7 +183,7 @@ def _workers(role: str, drawn) -> list[Candidate]:
 
 @settings(max_examples=300, deadline=None)
 @given(_WORKERS, _WORKERS, st.integers(1, 200), st.integers(1, 60), st.integers(1, 4), st.sampled_from(SPLITS))
-def test_whoever_is_chosen_can_hold_it_and_somebody_is_if_anybody_can(
+def test_the_chosen_worker_can_hold_it_and_one_is_chosen_if_any_can(
     prefill, decode, num_tokens, max_tokens, num_choices, split
 ):
     prefill, decode = _workers("p", prefill), _workers("d", decode)

@@ -9,7 +9,7 @@ from gateway.text.text_threads import NUM_THREADS, TextThreads
 
 
 class Gate:
-    """Work that waits to be let go, and notes that it ran."""
+    """Work that waits to be released, and notes that it ran."""
 
     def __init__(self, ran: list, name: str):
         self.began, self.go, self._ran, self._name = threading.Event(), threading.Event(), ran, name

@@ -93,7 +93,7 @@ async def test_a_refused_text_is_not_paid(cluster, tmp_path):
 
 
 class Held:
-    """Work on a long text, which waits until it is let go."""
+    """Work on a long text, which waits until it is released."""
 
     def __init__(self, monkeypatch, c):
         self.go, self.began, self.num = threading.Event(), threading.Event(), 0

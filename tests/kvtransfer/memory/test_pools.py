@@ -165,7 +165,7 @@ def test_a_transport_that_brings_wrong_bytes_twice_is_set_aside():
     async def main():
         async with running(("cuda_ipc", "shm"), on_gpu=(True, True)) as rig:
             host = rig.gpus[1].library.host
-            # What was right in between counts anew.
+            # A correct copy in between resets the count.
             for key, breaks in zip("abcde", (False, True, False, True, True), strict=True):
                 host.breaks_copies = breaks
                 offer = rig.ready_offer(key)

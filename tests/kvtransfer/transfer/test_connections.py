@@ -203,7 +203,7 @@ def test_a_crowd_of_strangers_delays_no_taker(name, count):
 
 
 @pytest.mark.parametrize("name", DOORS)
-def test_whoever_has_shown_a_ticket_stays(name):
+def test_a_connection_that_has_shown_a_ticket_stays(name):
     """It takes none of the places of strangers."""
 
     async def main():

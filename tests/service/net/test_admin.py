@@ -88,7 +88,7 @@ async def test_a_request_is_answered_though_a_backlog_of_silent_connections_came
             assert answer.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_whoever_asks_is_answered_beside_a_thousand_that_do_not():
+async def test_a_caller_is_answered_beside_a_thousand_idle_connections():
     async with Asking() as ask:
         idle = []
         for index in range(1000):

@@ -44,7 +44,7 @@ async def fill(places: CallSlots, method: str, caller, peer: str = "ipv4:198.51.
     return held
 
 
-async def test_a_tenant_alone_has_all_and_whoever_comes_his_part():
+async def test_a_tenant_alone_has_all_slots_and_a_newcomer_its_part():
     places = CallSlots(256)
     held = await fill(places, GENERATE, "flood")
     assert len(held) == 256

@@ -1,5 +1,5 @@
 """An attacker, in a process of its own: python -m tests.support.abuse.attacker. Takes orders as lines of JSON, says
-`held` when everything is sent, and `ended` with the answers it has counted once it was asked to let go. Only to
+`held` when everything is sent, and `ended` with the answers it has counted once it was asked to stop. Only to
 127.0.0.1.
 """
 

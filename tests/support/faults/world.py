@@ -289,7 +289,7 @@ class Case:
             process.arm(f"{text}{token}")
 
     async def doomed(self, *processes: Process, timeout_s: float = 30) -> Process:
-        """The first of those that a failpoint was to kill."""
+        """The first process that a failpoint must kill."""
         deadline = time.monotonic() + patience(timeout_s)
         while time.monotonic() < deadline:
             for process in processes:

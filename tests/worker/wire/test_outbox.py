@@ -162,7 +162,7 @@ def test_what_is_too_much_again_is_not_read():
     assert left == [0]
 
 
-def test_whoever_does_not_read_is_not_obeyed():
+def test_a_gateway_that_does_not_read_is_not_obeyed():
     async def script(outbox, transport):
         transport.open.clear()
         outbox.reply(pb.Event(granted=pb.Granted()))

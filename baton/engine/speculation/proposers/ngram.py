@@ -61,7 +61,7 @@ class Index:
 
 
 class NgramProposer(Proposer):
-    """See the module. It needs no model, and proposes nothing where nothing was said before."""
+    """See the module. It needs no model, and proposes nothing where no text repeats."""
 
     name = "ngram"
     is_quick = True

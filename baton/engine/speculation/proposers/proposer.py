@@ -92,7 +92,7 @@ class Proposer(ABC):
 
         `hidden`: [>= rows, hidden_size] in the compute dtype, the target's last layer before its final norm, where
         wants_hidden is set; else None. Only rows of decode steps on this worker are ever given, never those of a
-        prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what is to be kept."""
+        prompt, so that a sequence whose prompt was read elsewhere is guessed at alike. Copy what must be kept."""
 
     def close(self, draftee: Draftee) -> None:
         """Forget the sequence. Its token_ids may be longer or shorter than at the last call."""
