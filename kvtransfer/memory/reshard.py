@@ -10,6 +10,7 @@ A share is the box of layers and heads that crosses from one part to one rank. C
 import functools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtransfer.errors import LayoutMismatch, ProtocolError
@@ -17,6 +18,40 @@ from kvtransfer.layout import Box, KVLayout, Part
 from kvtransfer.memory.blocks import BlockMemory, Cells
 
 Shard = tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """`layout`: of a whole model's KV; `shards`: what each rank's pool holds of it; `rank`: whose pool this is. A worker
+    of one rank holds everything: `Sharding.whole`."""
+
+    layout: KVLayout
+    shards: tuple[Shard, ...]
+    rank: int = 0
+
+    @classmethod
+    def whole(cls, layout: KVLayout) -> "Sharding":
+        return cls(layout, (layout.whole,))
+
+    @property
+    def shard(self) -> Shard:
+        return self.shards[self.rank]
+
+    @property
+    def pool_layout(self) -> KVLayout:
+        """The layout of this rank's pool. Raises ValueError for boxes that are not in the model."""
+        return self.layout.cut(self.shard)
+
+    def cells(self, memory: BlockMemory, box: Box) -> Cells:
+        """Return `box` of the whole model in this rank's pool, `memory`. Raises ProtocolError where it is not there."""
+        for index, held in enumerate(self.shard):
+            if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
+                if box.layers and box.heads:
+                    first_layer = self.layout.first_layer(box.group) + box.layers.start
+                    return Cells(
+                        memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer
+                    )
+        raise ProtocolError(f"{box} is not in this pool, which holds {list(self.shard)}")
 
 
 class Share(NamedTuple):
@@ -87,22 +122,9 @@ def contains(outer: range, inner: range) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop
 
 
-def shard_of(part: Part, parts: Sequence[Part]) -> Shard:
-    """All that the rank holds which `part` belongs to: a rank is known by its endpoints."""
-    return tuple(each.box for each in parts if each.endpoints == part.endpoints)
-
-
-def cells_of(memory: BlockMemory, layout: KVLayout, shard: Shard, box: Box) -> Cells:
-    """`box` of the whole model `layout` in the pool of the rank that holds `shard`. Raises ProtocolError where it is
-    not there."""
-    for index, held in enumerate(shard):
-        if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
-            if box.layers and box.heads:
-                first_layer = layout.first_layer(box.group) + box.layers.start
-                return Cells(
-                    memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer
-                )
-    raise ProtocolError(f"{box} is not in this pool, which holds {list(shard)}")
+def sharding_of(part: Part, parts: Sequence[Part], layout: KVLayout) -> Sharding:
+    """Return what the rank holds which `part` belongs to: a rank is known by its endpoints."""
+    return Sharding(layout, (tuple(each.box for each in parts if each.endpoints == part.endpoints),))
 
 
 def _shift(inner: range, outer: range) -> range:

@@ -25,7 +25,7 @@ from kvtransfer.memory.blocks import MemoryKernels, check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.digest import KINDS
 from kvtransfer.memory.pools import DevicePool, Pools
-from kvtransfer.memory.reshard import Shard, Share, plan
+from kvtransfer.memory.reshard import Sharding, Share, plan
 from kvtransfer.transfer.dialogue import together
 from kvtransfer.transfer.pull import Destination, Pull, Shelter
 from kvtransfer.transfer.ticket import parse_ticket
@@ -55,8 +55,8 @@ class FetchReport:
 
 
 class Fetcher:
-    """`memory`: the pool that is written into. `layout`: of the whole model, which the ranks of this taker hold as
-    `shards`; the pool is that of `rank`. `device`: the pool where it is on a GPU, `memory` then being its mirror.
+    """`memory`: the pool that is written into. `layout`: of the whole model, which is in this pool;
+    `sharding`: where it holds one rank's part of it. `device`: the pool where it is on a GPU, `memory` then being its mirror.
     `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
     forms are taken. `kernels`: over the pool in host memory; without them numpy.
 
@@ -65,7 +65,7 @@ class Fetcher:
     def __init__(
         self, memory, layout: KVLayout, instance: bytes, epoch: int, host_id: str,
         transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
-        shards: Sequence[Shard] = (), rank: int = 0, codec: Codec | None = None, digest: str = "sum",
+        sharding: Sharding | None = None, codec: Codec | None = None, digest: str = "sum",
         is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
         kernels: MemoryKernels | None = None,
     ):  # fmt: skip
@@ -73,9 +73,8 @@ class Fetcher:
         if digest not in KINDS:
             raise ValueError(f"digest {digest!r}: one of {', '.join(KINDS)}")
         self.counters: Counter[str] = Counter()
-        self._shards = tuple(map(tuple, shards)) or (layout.whole,)
-        self._rank = rank
-        self._pools = Pools.of(memory, layout.cut(self._shards[rank]), device, kernels)
+        self._sharding = sharding or Sharding.whole(layout)
+        self._pools = Pools.of(memory, self._sharding.pool_layout, device, kernels)
         self._layout = layout
         self._instance = instance
         self._epoch = epoch
@@ -126,7 +125,7 @@ class Fetcher:
         numerics, shares = self._check(handle, want)
         shelter, began = Shelter(self._pools.host, destination, len(shares)), time.monotonic()
         pulls = [
-            Pull(self._pools, self._layout, self._shards[self._rank], handle, share, index, shelter, self._digest,
+            Pull(self._pools, self._sharding, handle, share, index, shelter, self._digest,
                  self._codec)
             for index, share in enumerate(shares)
         ]  # fmt: skip
@@ -248,4 +247,4 @@ class Fetcher:
         forms = [[group.form for group in layout.groups] for layout in (handle.layout, self._layout)]
         if self._codec is None and forms[0] != forms[1]:
             raise LayoutMismatch(f"the source keeps {handle.layout}, the taker {self._layout} and has no codec")
-        return numerics, plan(handle.parts, self._shards, self._rank)
+        return numerics, plan(handle.parts, self._sharding.shards, self._sharding.rank)

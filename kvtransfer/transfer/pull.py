@@ -20,7 +20,7 @@ from kvtransfer.memory.byte_runs import merged_runs
 from kvtransfer.memory.convert import Codec, read
 from kvtransfer.memory.digest import make_digests, span_names
 from kvtransfer.memory.pools import Pools
-from kvtransfer.memory.reshard import Shard, Share, cells_of, shard_of
+from kvtransfer.memory.reshard import Sharding, Share, sharding_of
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.dialogue import RENEW_S, Cursor, converse, end_frame, renew_frame
 from kvtransfer.transports.transport import Busy, Line, run_blocking
@@ -79,13 +79,12 @@ class Pull:
     """Fetch one share; `run` may be called again with a new line after the last was lost."""
 
     def __init__(
-        self, pools: Pools, layout: KVLayout, shard: Shard, handle: KVHandle, share: Share, index: int,
+        self, pools: Pools, sharding: Sharding, handle: KVHandle, share: Share, index: int,
         shelter: Shelter, digest: str, codec: Codec | None,
     ):  # fmt: skip
-        """`layout`, `shard`: the taker's; `index`: which of the shelter's shares this is. Raises ProtocolError."""
+        """`sharding`: the taker's; `index`: which of the shelter's shares this is. Raises ProtocolError."""
         self._pools = pools
-        self._shard = shard
-        self._layout = layout
+        self._sharding = sharding
         self._handle = handle
         self._share = share
         self._index = index
@@ -96,11 +95,11 @@ class Pull:
         names = span_names(handle.span_hashes, handle.chain_parent, handle.num_tokens)
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
         self._digests = make_digests(digest, handle.layout, share.box, names)
-        self._source_shard = shard_of(share.part, handle.parts)
+        self._source = sharding_of(share.part, handle.parts, handle.layout)
         # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they are stored.
         self.in_blocks = (
-            self._cells.is_whole and self._source_shard == (share.box,)
-            and handle.layout.groups[share.box.group] == layout.groups[share.box.group]
+            self._cells.is_whole and self._source.shard == (share.box,)
+            and handle.layout.groups[share.box.group] == sharding.layout.groups[share.box.group]
         )  # fmt: skip
         self._source_ids = np.asarray([block.block_id for block in handle.blocks], np.int64)
         self.verified_token = shelter.num_cached_tokens
@@ -109,7 +108,7 @@ class Pull:
         self.last_ready = self.last_confirm = time.monotonic()
 
     def _cells_in(self, memory: BlockMemory) -> Cells:
-        return cells_of(memory, self._layout, self._shard, self._share.box)
+        return self._sharding.cells(memory, self._share.box)
 
     @property
     def source(self) -> bytes:
@@ -119,7 +118,7 @@ class Pull:
     @property
     def source_layout(self) -> KVLayout:
         """Return the layout of the pool of the rank that is pulled from."""
-        return self._handle.layout.cut(self._source_shard)
+        return self._source.pool_layout
 
     @property
     def is_done(self) -> bool:
@@ -141,7 +140,7 @@ class Pull:
         self._reads_runs = CAPABILITIES[transport].reads_runs
         asked = kv_pb2.Want(
             token_begin=self.verified_token, transport=transport, digest=self._digest, part=box_to_proto(share.box),
-            share=share.index, num_shares=share.num_shares, layout=layout_to_proto(self._layout),
+            share=share.index, num_shares=share.num_shares, layout=layout_to_proto(self._sharding.layout),
             in_blocks=self.in_blocks,
         )  # fmt: skip
         asked.MergeFrom(want)
@@ -211,7 +210,9 @@ class Pull:
             source = None if self._sends or self._reads_runs else self._source_cells()
             if self._reads_runs:
                 with self.moving:
-                    await self._line.read(merged_runs(self._layout, self._source_ids, self._shelter.ids, moved))
+                    await self._line.read(
+                        merged_runs(self._sharding.layout, self._source_ids, self._shelter.ids, moved)
+                    )
             with self.moving if source else contextlib.nullcontext():
                 work = math.inf if self._cells.memory.waits else num_bytes
                 await run_blocking(work, self._place_and_check, source, self._shelter.ids, moved, digests)
@@ -226,7 +227,7 @@ class Pull:
         if source is None:
             raise ProtocolError("Ready before the source has shared its memory")
         source.check_ids(self._source_ids)
-        return cells_of(source, self._handle.layout, self._source_shard, self._share.box)
+        return self._source.cells(source, self._share.box)
 
     def _place_and_check(self, source: Cells | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
         """In a thread: copies where the taker reads, digests what has travelled. Raises DigestMismatch."""

@@ -15,11 +15,10 @@ from baton.v1 import kv_pb2
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
 from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, TicketRefused
-from kvtransfer.layout import KVLayout
 from kvtransfer.memory.convert import Codec, encode, row_sizes
 from kvtransfer.memory.digest import make_digests, span_names
 from kvtransfer.memory.pools import Pools
-from kvtransfer.memory.reshard import Shard, cells_of
+from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.connections import WANT_S
 from kvtransfer.transfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
@@ -48,8 +47,7 @@ class Shelf:
     """Hold what every dialogue of a source needs of it."""
 
     pools: Pools
-    layout: KVLayout  # of the whole model
-    shard: Shard  # the part of it in `pools`
+    sharding: Sharding  # the part of the model in `pools`
     numerics_class: str
     codec: Codec | None
     leases: LeaseTable
@@ -166,17 +164,18 @@ class Serving:
         """Check and store what the taker asks for. Raises LayoutMismatch, ProtocolError, before anything is
         allocated."""
         shelf, taker = self._shelf, layout_from_proto(want.layout)
+        layout = shelf.sharding.layout
         if want.transport != self._transport:
             raise ProtocolError(f"Want for {want.transport} on a {self._transport} line")
         if not 1 <= want.num_shares <= _MAX_SHARES:
             raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
-        relation(shelf.layout, shelf.numerics_class, taker, shelf.numerics_class)  # classes were compared at the Offer
-        box = box_from_proto(want.part, shelf.layout)
+        relation(layout, shelf.numerics_class, taker, shelf.numerics_class)  # classes were compared at the Offer
+        box = box_from_proto(want.part, layout)
         names = span_names(lease.span_hashes, lease.chain_parent, lease.num_tokens)
-        self._cells = cells_of(shelf.pools.used_by(self._transport), shelf.layout, shelf.shard, box)
-        self._digests = make_digests(want.digest, shelf.layout, box, names)
+        self._cells = shelf.sharding.cells(shelf.pools.used_by(self._transport), box)
+        self._digests = make_digests(want.digest, layout, box, names)
         self._in_blocks = want.in_blocks
-        if want.in_blocks and not (self._cells.is_whole and taker.groups[box.group] == shelf.layout.groups[box.group]):
+        if want.in_blocks and not (self._cells.is_whole and taker.groups[box.group] == layout.groups[box.group]):
             raise ProtocolError("whole blocks are wanted, but here they hold something else too, or in another way")
         self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
         layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
@@ -277,7 +276,7 @@ class Serving:
         """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
         lease."""
         lease.check_alive()
-        size = self._shelf.layout.block_size
+        size = self._shelf.sharding.layout.block_size
         blocks = lease.blocks[moved.token_begin // size : -(-moved.token_end // size)]
         generations = [self._shelf.generations(block.block_id) for block in blocks]
         if generations != [block.generation for block in blocks]:

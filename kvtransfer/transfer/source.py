@@ -16,7 +16,7 @@ from kvtransfer.memory.blocks import MemoryKernels, check_movable
 from kvtransfer.memory.convert import Codec
 from kvtransfer.memory.pools import DevicePool, Pools
 from kvtransfer.memory.region import Region
-from kvtransfer.memory.reshard import Shard
+from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
 from kvtransfer.transfer.leases import Lease, LeaseTable
@@ -44,7 +44,7 @@ class Offer(NamedTuple):
 class Source:
     """`memory`: the pool; `region`: the file behind it where other processes may map it, None for a pool that they
     cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror.
-    `layout`: of the whole model; the part of it in this pool is `shard`, all of it where that is empty.
+    `layout`: of the whole model, which is in this pool; `sharding`: where it holds one rank's part of it.
     `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
     the same form are served. `kernels`: over the pool in host memory; without them numpy. All methods belong to the event loop that `start` ran in.
@@ -56,7 +56,7 @@ class Source:
         self, memory, layout: KVLayout, identity: SourceIdentity, host_id: str,
         on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
         device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
-        shard: Shard = (), mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
+        sharding: Sharding | None = None, mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
         kernels: MemoryKernels | None = None,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
@@ -68,12 +68,12 @@ class Source:
         self._device = device
         self._ttl_s = lease_ttl_s
         self._transports = allowed(transports)
-        self._shard = tuple(shard) or layout.whole
+        self._sharding = sharding or Sharding.whole(layout)
         self._is_strict = is_strict
-        self._pools = Pools.of(memory, layout.cut(self._shard), device, kernels)
+        self._pools = Pools.of(memory, self._sharding.pool_layout, device, kernels)
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
         self._shelf = Shelf(
-            self._pools, layout, self._shard, identity.numerics_class, codec, self._leases, mint or TicketMint(),
+            self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
             generations, self.counters, {},
         )  # fmt: skip
         self._listeners = Listeners()
@@ -191,7 +191,7 @@ class Source:
     def _handle(self, lease: Lease) -> KVHandle:
         return KVHandle(
             self.identity.instance, self.identity.epoch, lease.lease_id, self.identity.model_identity,
-            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._shard),
+            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._sharding.shard),
             lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks,
         )  # fmt: skip
 

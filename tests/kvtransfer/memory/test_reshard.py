@@ -13,7 +13,7 @@ from kvtransfer.layout import KV_FORMS, Box, Endpoint, KVGroup, KVLayout, Part
 from kvtransfer.memory import blocks
 from kvtransfer.memory.convert import encode, read
 from kvtransfer.memory.digest import make_digests, span_names
-from kvtransfer.memory.reshard import cells_of, plan, shard_of
+from kvtransfer.memory.reshard import plan, sharding_of
 from kvtransfer.wire import Range, decode_handle, encode_handle, join_handles
 from tests.support.kvtransfer.rig import Destination, span_hashes, until
 from tests.support.kvtransfer.unlike import (
@@ -82,14 +82,14 @@ def test_groups_are_planned_apart():
     assert [(share.box, share.index, share.num_shares) for share in shares] == [
         (two.whole[0], 0, 2), (two.whole[1], 1, 2),
     ]  # fmt: skip
-    assert shard_of(parts[0], parts) == two.whole and two.first_layer(1) == 2
+    assert sharding_of(parts[0], parts, two).shard == two.whole and two.first_layer(1) == 2
 
 
 def test_boxes_that_are_not_there():
     rank = Rank.make(layout(16, "bf16"), by_heads(2)[1], 2)
     for box in (Box(0, range(4), range(2)), Box(0, range(2, 5), range(2, 4)), Box(1, range(1), range(1))):
         with pytest.raises(ProtocolError, match="not in this pool"):
-            cells_of(rank.memory, rank.layout, rank.shard, box)
+            cells(rank, box)
     rank.region.close()
     with pytest.raises(ValueError):
         layout(16, "bf16").cut((Box(0, range(5), range(4)),))
@@ -120,7 +120,8 @@ def test_all_combinations(forms, source_cut, taker_cut, monkeypatch):
             takers = [Rank.make(whole[1], shard, len(ids[1])) for shard in taker_cut]
             for index, rank in enumerate(takers):
                 for share in plan(parts_of(source_cut), taker_cut, index):
-                    (source,) = [each for each in sources if each.shard == shard_of(share.part, parts_of(source_cut))]
+                    held = sharding_of(share.part, parts_of(source_cut), whole[0]).shard
+                    (source,) = [each for each in sources if each.shard == held]
                     how(source, rank, share.box, *ids)
             check_arrived(sources, ids[0], takers, ids[1], tokens)
             for rank in takers:

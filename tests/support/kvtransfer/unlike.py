@@ -10,7 +10,7 @@ import numpy as np
 from kvtransfer.layout import KV_FORMS, BlockRef, Box, KVGroup, KVLayout
 from kvtransfer.memory.blocks import BlockMemory
 from kvtransfer.memory.region import Region
-from kvtransfer.memory.reshard import Shard, cells_of
+from kvtransfer.memory.reshard import Shard, Sharding
 from kvtransfer.transfer.fetcher import Fetcher
 from kvtransfer.transfer.source import Source, SourceIdentity
 from kvtransfer.transfer.ticket import TicketMint
@@ -87,7 +87,7 @@ class Rank:
 
 
 def cells(rank: Rank, box: Box):
-    return cells_of(rank.memory, rank.layout, rank.shard, box)
+    return Sharding(rank.layout, (rank.shard,)).cells(rank.memory, box)
 
 
 def expected(sources: list[Rank], source_ids, taker_form: str, token: int, layer: int, kv: int, head: int):
@@ -142,7 +142,7 @@ class Cluster:
                 rank.region.memory, source, identity, local_host_id(),
                 lambda key, ending, index=index: self.endings.append((index, key, ending)),
                 generations=self.generation.__getitem__, region=rank.region, lease_ttl_s=ttl_s,
-                transports=(transport,), shard=rank.shard, mint=mint, codec=codec,
+                transports=(transport,), sharding=Sharding(source, (rank.shard,)), mint=mint, codec=codec,
             )
             for index, rank in enumerate(self.ranks)
         ]  # fmt: skip
@@ -150,8 +150,8 @@ class Cluster:
         self.fetchers = [
             Fetcher(
                 rank.region.memory, taker, b"decode-0", 22, local_host_id(), (transport,),
-                numerics_class=numerics(form, len(taker_shards)), shards=taker_shards, rank=index, codec=codec,
-                digest=digest,
+                numerics_class=numerics(form, len(taker_shards)), sharding=Sharding(taker, taker_shards, index),
+                codec=codec, digest=digest,
             )
             for index, rank in enumerate(self.takers)
         ]  # fmt: skip
