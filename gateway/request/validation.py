@@ -16,10 +16,10 @@ from baton.v1 import inference_pb2 as pb
 from baton.v1 import worker_pb2
 from gateway.config.served_model import RequestLimits, ServedModel
 from gateway.config.slo_classes import DEFAULT_CLASS
-from gateway.text.templates import ChatMessage
+from gateway.request.messages import check_conversation
+from gateway.text.templates import Conversation
 
 MAX_REQUEST_BYTES = 1 << 20
-ROLES = ("system", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -31,7 +31,7 @@ class Checked:
     key_id: str  # the same among workers and gateways, where another tenant may have chosen it too
     text: str | None = field(repr=False)
     token_ids: Sequence[int] | None = field(repr=False)
-    messages: tuple[ChatMessage, ...] | None = field(repr=False)
+    messages: Conversation | None = field(repr=False)
     sampling: worker_pb2.WorkerSampling  # nothing is unset any more
     max_tokens: int | None  # None: not asked for
     min_tokens: int
@@ -105,7 +105,7 @@ def check_input(request: pb.GenerateRequest | pb.TokenizeRequest, served: Served
     if kind == "token_ids":
         check_num_tokens(len(request.token_ids.ids), served, "token_ids.ids")
         return None, check_token_ids(request.token_ids.ids, served.vocab_size, "token_ids.ids"), None
-    return None, None, _messages(request.messages.messages, served.limits)
+    return None, None, check_conversation(request.messages, served.limits)
 
 
 def check_num_tokens(num_tokens: int, served: ServedModel, where: str) -> None:
@@ -183,18 +183,6 @@ def _resume_from(request: pb.GenerateRequest, served: ServedModel) -> tuple[int,
             "resume_from", "needs sampling.seed as the first message gave it: with another seed the answer would differ"
         )
     return tuple(request.resume_from)
-
-
-def _messages(messages: Sequence[pb.Message], limits: RequestLimits) -> tuple[ChatMessage, ...]:
-    if not messages:
-        _refuse("messages.messages", "is empty")
-    if len(messages) > limits.messages:
-        _refuse("messages.messages", f"has {len(messages)} messages, at most {limits.messages} are allowed")
-    for index, message in enumerate(messages):
-        if message.role not in ROLES:
-            what = "is unknown" if message.role else "is empty"
-            _refuse(f"messages.messages[{index}].role", f"{what}: one of {', '.join(ROLES)}")
-    return tuple(ChatMessage(message.role, message.content) for message in messages)
 
 
 def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampling:

@@ -8,21 +8,85 @@ import json
 import re
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
 
 from gateway.text.template_sandbox import MAX_CHARS, TemplateSandbox
 
+JsonObject = dict[str, Any]
+
 
 class TemplateFailed(Exception):
     """The template refuses these messages; the message is its own words, one line."""
 
 
+class ChatToolCall(NamedTuple):
+    id: str
+    name: str
+    arguments: JsonObject
+
+
 class ChatMessage(NamedTuple):
     role: str
     content: str
+    tool_calls: tuple[ChatToolCall, ...] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+
+    def values(self) -> JsonObject:
+        """Return the message as templates know it; what it has not is not there."""
+        values: JsonObject = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            values["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        if self.tool_call_id:
+            values["tool_call_id"] = self.tool_call_id
+        if self.reasoning:
+            values["reasoning_content"] = self.reasoning
+        return values
+
+    @property
+    def texts(self) -> list[str]:
+        """Return all that its sender wrote, keys of arguments too."""
+        return [self.content, self.reasoning, self.tool_call_id, *strings_of([list(each) for each in self.tool_calls])]
+
+
+class ChatOptions(NamedTuple):
+    """What a conversation has beside its messages."""
+
+    tools: tuple[JsonObject, ...] = ()  # name, description and parameters of each
+    kwargs: JsonObject = {}
+    continues: bool = False  # the last message, instead of beginning an answer
+
+    @property
+    def texts(self) -> list[str]:
+        """Return all that its sender wrote, keys of objects too."""
+        return strings_of([list(self.tools), self.kwargs])
+
+
+class Conversation(NamedTuple):
+    messages: tuple[ChatMessage, ...]
+    options: ChatOptions = ChatOptions()
+
+    @property
+    def texts(self) -> list[str]:
+        """Return all that its sender wrote."""
+        return [text for part in (*self.messages, self.options) for text in part.texts]
+
+    @property
+    def keys(self) -> list[str]:
+        """Return the keys of its objects."""
+        calls = [call.arguments for message in self.messages for call in message.tool_calls]
+        return keys_of([calls, list(self.options.tools), self.options.kwargs])
+
+
+NO_OPTIONS = ChatOptions()
+# What a template is given in any case.
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 class Rendered(NamedTuple):
@@ -36,18 +100,40 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str]):
         """Raises TemplateFailed when the template does not compile."""
         self._special_tokens = special_tokens
+        # By name: a template that does not know them would leave them out of the prompt without a word.
+        self.takes_tools, self.takes_tool_calls = "tools" in source, "tool_calls" in source
+        self._knows_developer = "developer" in source
         try:
             self._template = _environment().from_string(source)
         except Exception as error:  # nesting without end is a RecursionError, a MemoryError or a SyntaxError
             raise TemplateFailed(_one_line(error)) from None
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the prompt, with the head of the answer added. Raises TemplateFailed, also for a rendering that would
-        not end."""
-        values = [{"role": message.role, "content": message.content} for message in messages]
+    def names(self, name: str) -> bool:
+        """Return whether a variable of this name is the gateway's own to give."""
+        return name in RESERVED or name in self._special_tokens
+
+    def render(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
+        """Return the prompt, with the head of the answer added, or up to the end of the last message where that is to be
+        continued. Raises TemplateFailed, also for a rendering that would not end."""
+        if not options.continues:
+            return self._written(messages, options)
+        # As transformers cuts: behind the content, and where the template trims that, before the white space at its end.
+        tag, _ = _unused_marks(_texts(messages, options), "")
+        last = messages[-1]._replace(content=f"{messages[-1].content}{tag} ")
+        head, found, tail = self._written([*messages[:-1], last], options).rpartition(tag)
+        if not found:
+            raise TemplateFailed("it does not write the message that is to be continued")
+        return head if tail.startswith(" ") else head.rstrip()
+
+    def _written(self, messages: Sequence[ChatMessage], options: ChatOptions) -> str:
+        values = [message.values() for message in messages]
+        if not self._knows_developer:
+            values = [each | {"role": "system"} if each["role"] == "developer" else each for each in values]
+        tools = [{"type": "function", "function": tool} for tool in options.tools] or None
         variables = TemplateSandbox.variables(
-            messages=values, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-        )
+            **options.kwargs, messages=values, tools=tools, documents=None,
+            add_generation_prompt=not options.continues, **self._special_tokens,
+        )  # fmt: skip
         pieces, num_chars = [], 0
         try:
             for piece in self._template.generate(variables):
@@ -60,17 +146,19 @@ class ChatTemplate:
             raise TemplateFailed(_one_line(error)) from None
         return "".join(pieces)
 
-    def render_spans(self, messages: Sequence[ChatMessage]) -> Rendered:
-        """Render, and say which characters came from contents.
+    def render_spans(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> Rendered:
+        """Render, and say which characters came from clients.
 
-        A second rendering carries marks around each content, inside its outer white space, so that templates that
+        A second rendering carries marks around each of their texts, inside its outer white space, so that templates that
         trim see what they would see. If it does not come out as the first one with marks, the spans are None.
         """
-        text = self.render(messages)
-        begin, end = _unused_marks(messages, text)
-        marked = [message._replace(content=_mark(message.content, begin, end)) for message in messages]
+        text = self.render(messages, options)
+        begin, end = _unused_marks(_texts(messages, options), text)
+        marked = [_marked_message(message, begin, end) for message in messages]
+        tools = tuple(_marked(tool, begin, end) for tool in options.tools)
+        further = options._replace(tools=tools, kwargs=_marked(options.kwargs, begin, end))
         try:
-            pieces = re.split(f"([{begin}{end}])", self.render(marked))
+            pieces = re.split(f"([{begin}{end}])", self.render(marked, further))
         except TemplateFailed:
             return Rendered(text, None)
         if "".join(pieces[::2]) != text:
@@ -97,10 +185,48 @@ def _mark(content: str, begin: str, end: str) -> str:
     return f"{content[:head]}{begin}{core}{end}{content[head + len(core) :]}"
 
 
-def _unused_marks(messages: Sequence[ChatMessage], text: str) -> tuple[str, str]:
+def _marked_message(message: ChatMessage, begin: str, end: str) -> ChatMessage:
+    calls = (
+        ChatToolCall(_mark(call.id, begin, end), _mark(call.name, begin, end), _marked(call.arguments, begin, end))
+        for call in message.tool_calls
+    )
+    content, reasoning, id_ = (_mark(each, begin, end) for each in message[1:2] + message[4:] + message[3:4])
+    return ChatMessage(message.role, content, tuple(calls), id_, reasoning)
+
+
+def _marked(value, begin: str, end: str):
+    """Return a value of JSON with marks in each text of it, keys of objects left as they are: templates ask for them."""
+    if isinstance(value, str):
+        return _mark(value, begin, end)
+    if isinstance(value, dict):
+        return {key: _marked(each, begin, end) for key, each in value.items()}
+    return [_marked(each, begin, end) for each in value] if isinstance(value, list) else value
+
+
+def strings_of(value: object) -> list[str]:
+    """Return all texts in a value of JSON, keys too."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for key, each in value.items() for text in (key, *strings_of(each))]
+    return [text for each in value for text in strings_of(each)] if isinstance(value, list) else []
+
+
+def keys_of(value: object) -> list[str]:
+    """Return the keys of all objects in a value of JSON."""
+    if isinstance(value, dict):
+        return [text for key, each in value.items() for text in (key, *keys_of(each))]
+    return [text for each in value for text in keys_of(each)] if isinstance(value, list) else []
+
+
+def _texts(messages: Sequence[ChatMessage], options: ChatOptions) -> list[str]:
+    return Conversation(tuple(messages), options).texts
+
+
+def _unused_marks(texts: Sequence[str], text: str) -> tuple[str, str]:
     """Return two characters that occur nowhere: private ones, or, if a content has them all, of planes without an
     alphabet. A mebibyte cannot hold those too."""
-    used = set(text).union(*(message.content for message in messages))
+    used = set(text).union(*texts)
     unassigned = itertools.chain(range(0xE000, 0xF8FF), range(0x40000, 0xE0000))
     first, second = itertools.islice((c for c in map(chr, unassigned) if c not in used), 2)
     return first, second

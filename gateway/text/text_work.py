@@ -11,7 +11,7 @@ from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded, InvalidRequest
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.templates import ChatMessage, ChatTemplate, Rendered, TemplateFailed
+from gateway.text.templates import ChatTemplate, Conversation, Rendered, TemplateFailed
 from gateway.text.text_threads import TextThreads
 from gateway.text.tokenizer import CannotEncode, ControlTokenInContent, Tokenizer
 
@@ -32,7 +32,7 @@ class TextWork:
         self,
         text: str | None,
         token_ids: Sequence[int] | None,
-        messages: Sequence[ChatMessage] | None,
+        messages: Conversation | None,
         context: int,
         tenant: str = DEFAULT_TENANT,
         deadline: float = math.inf,
@@ -42,11 +42,12 @@ class TextWork:
         if token_ids is not None:
             return token_ids
         field = "messages" if text is None else "text"
-        num_chars = len(text) if text is not None else sum(len(message.content) for message in messages)
+        num_chars = len(text) if text is not None else sum(map(len, messages.texts))
         self._check_length(field, num_chars, context)
         if text is None:
             if self._template is None:
                 raise InvalidRequest("messages", "this model has no chat template: send text or token_ids")
+            self._check_options(messages, self._template)
             return await self._in_thread(partial(self._encode_chat, messages, context), tenant, deadline)
         work = partial(self._encode_text, text)
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
@@ -78,7 +79,7 @@ class TextWork:
         except CannotEncode as error:
             raise InvalidRequest("text", f"the model's tokenizer fails on it: {error}") from None
 
-    def _encode_chat(self, messages: Sequence[ChatMessage], context: int) -> Sequence[int]:
+    def _encode_chat(self, messages: Conversation, context: int) -> Sequence[int]:
         try:
             rendered = self._render(messages)
             self._check_length("messages", len(rendered.text), context)
@@ -97,8 +98,22 @@ class TextWork:
             raise InvalidRequest(field, f"encodes to token {most}, but the model has {self._vocab_size} ids")
         return array("I", token_ids)
 
-    def _render(self, messages: Sequence[ChatMessage]) -> Rendered:
-        """Render messages. Where no content can spell a control token, its position does not matter."""
-        if any(self._tokenizer.may_spell_control(message.content) for message in messages):
-            return self._template.render_spans(messages)
-        return Rendered(self._template.render(messages), ())
+    def _check_options(self, conversation: Conversation, template: ChatTemplate) -> None:
+        """Raises InvalidRequest for what the template could not be given, or would leave out."""
+        options = conversation.options
+        if not template.takes_tool_calls and any(message.tool_calls for message in conversation.messages):
+            raise InvalidRequest("messages.messages", "this model's chat template has no place for tool_calls")
+        if options.tools and not template.takes_tools:
+            raise InvalidRequest("messages.tools", "this model's chat template has no place for tools")
+        if taken := next(filter(template.names, options.kwargs), None):
+            raise InvalidRequest("messages.chat_template_kwargs", f"{taken} is given to every template already")
+
+    def _render(self, conversation: Conversation) -> Rendered:
+        """Render a conversation. Where no text of it can spell a control token, its position does not matter. Raises
+        ControlTokenInContent for a key that can: a template asks for keys, so they carry no marks."""
+        messages, options = conversation
+        if any(map(self._tokenizer.may_spell_control, conversation.keys)):
+            raise ControlTokenInContent
+        if any(map(self._tokenizer.may_spell_control, conversation.texts)):
+            return self._template.render_spans(messages, options)
+        return Rendered(self._template.render(messages, options), ())

@@ -1,0 +1,124 @@
+"""Messages of a conversation and the tools in it, checked: roles, order, arguments. Raises InvalidRequest that names the
+field."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.config.served_model import RequestLimits
+from gateway.text.templates import ChatMessage, ChatOptions, ChatToolCall, Conversation, JsonObject
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
+MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_WHERE = "messages.messages"
+
+
+def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversation:
+    """Return the messages and what belongs to them. Raises InvalidRequest."""
+    given = request.messages
+    if not given:
+        _refuse(_WHERE, "is empty")
+    if len(given) > limits.messages:
+        _refuse(_WHERE, f"has {len(given)} messages, at most {limits.messages} are allowed")
+    called: set[str] = set()
+    messages = tuple(_message(f"{_WHERE}[{index}]", message, called) for index, message in enumerate(given))
+    if request.continue_final_message and (given[-1].role != "assistant" or given[-1].tool_calls):
+        _refuse("messages.continue_final_message", "needs an assistant's message without tool_calls at the end")
+    kwargs = _object("messages.chat_template_kwargs", request.chat_template_kwargs)
+    return Conversation(messages, ChatOptions(_tools(request.tools), kwargs, request.continue_final_message))
+
+
+def _message(where: str, message: pb.Message, called: set[str]) -> ChatMessage:
+    """`called`: ids of the calls in earlier messages; those of this one are added."""
+    role = message.role
+    if role not in ROLES:
+        _refuse(f"{where}.role", f"{'is unknown' if role else 'is empty'}: one of {', '.join(ROLES)}")
+    for name, owner in (("tool_calls", "assistant"), ("reasoning", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, name) and role != owner:
+            _refuse(f"{where}.{name}", f"is only for the role {owner}, not {role}")
+    if message.tool_call_id and message.tool_call_id not in called:
+        _refuse(f"{where}.tool_call_id", f"{message.tool_call_id[:40]!r} is no call of an earlier message")
+    calls = _calls(f"{where}.tool_calls", message.tool_calls, called)
+    return ChatMessage(role, _content(where, message), calls, message.tool_call_id, message.reasoning)
+
+
+def _content(where: str, message: pb.Message) -> str:
+    if not message.parts:
+        return message.content
+    if message.content:
+        _refuse(f"{where}.parts", "and content are given: one of them is needed")
+    for index, part in enumerate(message.parts):
+        if part.WhichOneof("kind") is None:
+            _refuse(f"{where}.parts[{index}]", "is empty, or of a kind that is not known here: only text is")
+    return "\n".join(part.text for part in message.parts)
+
+
+def _calls(where: str, calls: Sequence[pb.ToolCall], called: set[str]) -> tuple[ChatToolCall, ...]:
+    if len(calls) > MAX_CALLS:
+        _refuse(where, f"has {len(calls)} calls, at most {MAX_CALLS} are allowed")
+    found = []
+    for index, call in enumerate(calls):
+        here = f"{where}[{index}]"
+        _check_name(f"{here}.name", call.name)
+        if call.id and call.id in called:
+            _refuse(f"{here}.id", f"{call.id[:40]!r} is the id of an earlier call")
+        called.add(call.id)
+        found.append(ChatToolCall(call.id, call.name, _object(f"{here}.arguments", call.arguments)))
+    return tuple(found)
+
+
+def _tools(tools: Sequence[pb.Tool]) -> tuple[JsonObject, ...]:
+    if len(tools) > MAX_TOOLS:
+        _refuse("messages.tools", f"has {len(tools)} tools, at most {MAX_TOOLS} are allowed")
+    found: dict[str, JsonObject] = {}
+    for index, tool in enumerate(tools):
+        where = f"messages.tools[{index}]"
+        _check_name(f"{where}.name", tool.name)
+        if tool.name in found:
+            _refuse(f"{where}.name", f"{tool.name!r} is the name of an earlier tool")
+        parameters = _object(f"{where}.parameters", tool.parameters) or {"type": "object", "properties": {}}
+        found[tool.name] = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return tuple(found.values())
+
+
+def _check_name(where: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        _refuse(where, f"must match {_NAME.pattern}" if name else "is empty")
+
+
+def _object(where: str, text: str) -> JsonObject:
+    """Return the JSON object in `text`; none where it is empty."""
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        _refuse(where, f"is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
+    except (RecursionError, ValueError) as error:  # a number of thousands of digits is a ValueError
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else "it has a number that is too long"
+        _refuse(where, f"cannot be read: {why}")
+    if not isinstance(value, dict):
+        _refuse(where, "is not a JSON object")
+    if not _is_shallow(value):
+        _refuse(where, f"is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _is_shallow(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return True
+        level = [below for each in inner for below in (each.values() if isinstance(each, dict) else each)]
+    return False
+
+
+def _refuse(field: str, message: str) -> NoReturn:
+    raise InvalidRequest(field, message)

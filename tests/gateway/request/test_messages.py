@@ -1,0 +1,102 @@
+"""Messages as clients send them: each thing that is wrong is named with its place."""
+
+import json
+
+import pytest
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.config.served_model import RequestLimits
+from gateway.request.messages import MAX_DEPTH, check_conversation
+from gateway.text.templates import ChatToolCall
+
+USER = pb.Message(role="user", content="x")
+CALL = pb.ToolCall(id="c1", name="find", arguments='{"a": [1, "b"]}')
+CALLING = pb.Message(role="assistant", tool_calls=[CALL])
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def calling(**fields) -> pb.Messages:
+    call = pb.ToolCall()
+    call.CopyFrom(CALL)
+    for name, value in fields.items():
+        setattr(call, name, value)
+    return pb.Messages(messages=[USER, pb.Message(role="assistant", tool_calls=[call])])
+
+
+def having(*tools: pb.Tool) -> pb.Messages:
+    return pb.Messages(messages=[USER], tools=tools)
+
+
+AT = "messages.messages"
+BAD = [
+    (pb.Messages(), AT, "is empty"),
+    (pb.Messages(messages=[USER] * 1025), AT, "at most 1024"),
+    (pb.Messages(messages=[pb.Message(role="root")]), f"{AT}[0].role", "is unknown"),
+    (pb.Messages(messages=[USER, pb.Message()]), f"{AT}[1].role", "is empty"),
+    (pb.Messages(messages=[pb.Message(role="user", tool_calls=[CALL])]), f"{AT}[0].tool_calls", "role assistant"),
+    (pb.Messages(messages=[pb.Message(role="user", reasoning="x")]), f"{AT}[0].reasoning", "role assistant"),
+    (pb.Messages(messages=[pb.Message(role="user", tool_call_id="c1")]), f"{AT}[0].tool_call_id", "role tool"),
+    (
+        pb.Messages(messages=[pb.Message(role="tool", tool_call_id="c1"), CALLING]),
+        f"{AT}[0].tool_call_id",
+        "no call of",
+    ),
+    (pb.Messages(messages=[CALLING, CALLING]), f"{AT}[1].tool_calls[0].id", "of an earlier call"),
+    (
+        pb.Messages(messages=[pb.Message(role="user", content="x", parts=[pb.ContentPart(text="y")])]),
+        f"{AT}[0].parts",
+        "one of them",
+    ),
+    (pb.Messages(messages=[pb.Message(role="user", parts=[pb.ContentPart()])]), f"{AT}[0].parts[0]", "only text"),
+    (calling(name=""), f"{AT}[1].tool_calls[0].name", "is empty"),
+    (calling(name="a b"), f"{AT}[1].tool_calls[0].name", "must match"),
+    (calling(arguments="[1]"), f"{AT}[1].tool_calls[0].arguments", "not a JSON object"),
+    (calling(arguments="{"), f"{AT}[1].tool_calls[0].arguments", "is not JSON"),
+    (calling(arguments=nested(MAX_DEPTH + 1)), f"{AT}[1].tool_calls[0].arguments", "levels deep"),
+    (calling(arguments=nested(50_000)), f"{AT}[1].tool_calls[0].arguments", "nested too deeply"),
+    (calling(arguments=f'{{"a": {"1" * 10_000}}}'), f"{AT}[1].tool_calls[0].arguments", "too long"),
+    (having(pb.Tool(name="find"), pb.Tool(name="find")), "messages.tools[1].name", "earlier tool"),
+    (having(pb.Tool()), "messages.tools[0].name", "is empty"),
+    (having(pb.Tool(name="find", parameters="3")), "messages.tools[0].parameters", "not a JSON object"),
+    (having(*(pb.Tool(name=f"t{index}") for index in range(129))), "messages.tools", "at most 128"),
+    (pb.Messages(messages=[USER], chat_template_kwargs="[]"), "messages.chat_template_kwargs", "not a JSON object"),
+    (pb.Messages(messages=[USER], continue_final_message=True), "messages.continue_final_message", "an assistant's"),
+    (
+        pb.Messages(messages=[CALLING], continue_final_message=True),
+        "messages.continue_final_message",
+        "without tool_calls",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "field", "message"), BAD)
+def test_the_place_is_named(given, field, message):
+    with pytest.raises(InvalidRequest) as error:
+        check_conversation(given, RequestLimits())
+    assert error.value.field == field and message in error.value.message and "\n" not in error.value.message
+
+
+def test_what_is_given_arrives():
+    given = pb.Messages(
+        messages=[
+            pb.Message(role="developer", parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")]),
+            CALLING,
+            pb.Message(role="tool", tool_call_id="c1", content="found"),
+            pb.Message(role="assistant", content="It is", reasoning="hm"),
+        ],
+        tools=[pb.Tool(name="find", description="Find it.", parameters='{"type": "object"}'), pb.Tool(name="stop")],
+        chat_template_kwargs='{"enable_thinking": false}',
+        continue_final_message=True,
+    )
+    messages, options = check_conversation(given, RequestLimits())
+    assert [message.role for message in messages] == ["developer", "assistant", "tool", "assistant"]
+    assert messages[0].content == "a\nb"
+    assert messages[1].tool_calls == (ChatToolCall("c1", "find", json.loads(CALL.arguments)),)
+    assert (messages[2].tool_call_id, messages[3].reasoning) == ("c1", "hm")
+    assert [tool["name"] for tool in options.tools] == ["find", "stop"]
+    assert options.tools[1]["parameters"] == {"type": "object", "properties": {}}
+    assert options.kwargs == {"enable_thinking": False} and options.continues
