@@ -56,7 +56,7 @@ def _content(where: str, message: pb.Message) -> str:
     for index, part in enumerate(message.parts):
         if part.WhichOneof("kind") is None:
             _refuse(f"{where}.parts[{index}]", "is empty, or of a kind that is not known here: only text is")
-    return "\n".join(part.text for part in message.parts)
+    return "".join(part.text for part in message.parts)
 
 
 def _calls(where: str, calls: Sequence[pb.ToolCall], called: set[str]) -> tuple[ChatToolCall, ...]:

@@ -94,7 +94,7 @@ def test_what_is_given_arrives():
     )
     messages, options = check_conversation(given, RequestLimits())
     assert [message.role for message in messages] == ["developer", "assistant", "tool", "assistant"]
-    assert messages[0].content == "a\nb"
+    assert messages[0].content == "ab"
     assert messages[1].tool_calls == (ChatToolCall("c1", "find", json.loads(CALL.arguments)),)
     assert (messages[2].tool_call_id, messages[3].reasoning) == ("c1", "hm")
     assert [tool["name"] for tool in options.tools] == ["find", "stop"]
