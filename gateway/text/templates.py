@@ -194,7 +194,7 @@ def _marked_message(message: ChatMessage, begin: str, end: str) -> ChatMessage:
     return ChatMessage(message.role, content, tuple(calls), id_, reasoning)
 
 
-def _marked(value, begin: str, end: str):
+def _marked(value: Any, begin: str, end: str) -> Any:
     """Return a value of JSON with marks in each text of it, keys of objects left as they are: templates ask for them."""
     if isinstance(value, str):
         return _mark(value, begin, end)

@@ -39,7 +39,7 @@ async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
     async with cluster() as c:
         work = c.gateway._pipeline.text
         monkeypatch.setattr(work._tokenizer, "encode_text", lambda text: pytest.fail("it was tokenized"))
-        monkeypatch.setattr(work._template, "render", lambda messages: pytest.fail("it was rendered"))
+        monkeypatch.setattr(work._template, "render", lambda messages, options: pytest.fail("it was rendered"))
         for content, field in (("a" * 1_000_000, "text"), (["a" * 10_000] * 100, "messages")):
             error = await refused(tokenize(c, content))
             assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
@@ -49,7 +49,7 @@ async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
 async def test_what_the_template_makes_too_long_is_not_tokenized(cluster, monkeypatch):
     async with cluster() as c:
         work = c.gateway._pipeline.text
-        monkeypatch.setattr(work._template, "render", lambda messages: "a" * 1_000_000)
+        monkeypatch.setattr(work._template, "render", lambda messages, options: "a" * 1_000_000)
         monkeypatch.setattr(work._tokenizer, "encode_chat", lambda rendered: pytest.fail("it was tokenized"))
         error = await refused(tokenize(c, ["hello"]))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("messages",))
