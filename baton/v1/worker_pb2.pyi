@@ -26,20 +26,24 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("next_role", "grace_s")
+    __slots__ = ("next_role", "grace_s", "stay_away")
     NEXT_ROLE_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    STAY_AWAY_FIELD_NUMBER: _ClassVar[int]
     next_role: str
     grace_s: float
-    def __init__(self, next_role: _Optional[str] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    stay_away: bool
+    def __init__(self, next_role: _Optional[str] = ..., grace_s: _Optional[float] = ..., stay_away: bool = ...) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ("num_sequences", "role")
+    __slots__ = ("num_sequences", "role", "keeper")
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    KEEPER_FIELD_NUMBER: _ClassVar[int]
     num_sequences: int
     role: str
-    def __init__(self, num_sequences: _Optional[int] = ..., role: _Optional[str] = ...) -> None: ...
+    keeper: str
+    def __init__(self, num_sequences: _Optional[int] = ..., role: _Optional[str] = ..., keeper: _Optional[str] = ...) -> None: ...
 
 class Key(_message.Message):
     __slots__ = ("request_id", "attempt")

@@ -17,6 +17,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import unfit
 from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
+from baton.protocol import STAYS_AWAY
 from baton.service import progress
 from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
@@ -142,6 +143,11 @@ class Worker:
         await self._drain.run()
         return "" if stop.is_set() else self._drain.next_role
 
+    @property
+    def stays_away(self) -> bool:
+        """Whether the last to drain it asked that it is not started again."""
+        return self._drain.stays_away
+
     async def _start(self) -> None:
         """Start each part, and note its end; ends run in the opposite order."""
         exits, server, settings = self._exits, self._bound.server, self._settings
@@ -192,8 +198,8 @@ class NextRole(NamedTuple):
     address: str
 
 
-async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | None:
-    """Serve until `stop`, or until a Drain comes, then drain. Raises ListenError, ModelError, SettingsError
+async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
+    """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises ListenError, ModelError, SettingsError
     or ValueError, one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
     memory = PoolMemory()
@@ -219,8 +225,9 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         said = f"role={role} context={held} model={engine.model_identity.hex()}"
         print(f"ready grpc={host}:{bound.port} admin={admin} pid={os.getpid()} {said}", flush=True)
         next_role = await worker.drain_when(stop)
+        status = STAYS_AWAY if worker.stays_away else 0
     telemetry.shut_down()
-    return NextRole(next_role, f"{host}:{bound.port}") if next_role else None
+    return NextRole(next_role, f"{host}:{bound.port}") if next_role else status
 
 
 def _unused_gpu(engine: Engine) -> str:

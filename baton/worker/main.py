@@ -24,8 +24,8 @@ class Role:
 
 
 def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None) -> int:  # noqa: F821
-    """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served; a failed
-    start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch."""
+    """Run a worker to its end: 0 drained, 1 failed, 2 wrong use or a model that cannot be served, 3 drained to stay away; a
+    failed start says why in one line on stderr. `load_table`: returns the states of its keys, and imports torch."""
     prog = f"{role.name}_worker"
     parser = make_parser(f"python -m {prog}", role.description)
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML; environment and flags win")
@@ -46,14 +46,15 @@ def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | No
     # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
     with progress.phase(prog, "importing torch"):
         from baton.engine.core.model_errors import ModelError
-        from baton.worker.app import serve
+        from baton.worker.app import NextRole, serve
 
         table = load_table()
 
     try:
-        if following := run(lambda stop: serve(settings, role.name, table, stop)):
-            _become(following, sys.argv[1:] if argv is None else argv)
-        return 0
+        ended = run(lambda stop: serve(settings, role.name, table, stop))
+        if isinstance(ended, NextRole):
+            _become(ended, sys.argv[1:] if argv is None else argv)
+        return ended
     except (ListenError, OSError) as error:
         return _fail(prog, error, FAILED)
     except (ModelError, SettingsError, ValueError) as error:

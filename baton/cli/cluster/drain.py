@@ -32,12 +32,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "drain",
         help="empty a worker, and end it or change its role",
         description="Requests on the worker continue for the grace period, then move to other workers. "
-        "Returns when the worker is gone, or serves in its next role. What keeps the worker running (`baton up`, compose) "
-        "starts it again.",
+        "Returns when the worker is gone, or serves in its next role. `baton up` starts a worker that ended again at once, "
+        "unless it is drained with --stay-away; compose and systemd follow their own restart policy, whatever is given here.",
         allow_abbrev=False,
     )
     parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
-    parser.add_argument(
+    after = parser.add_mutually_exclusive_group()
+    after.add_argument("--stay-away", action="store_true", help="`baton up` leaves the worker ended")
+    after.add_argument(
         "--next-role",
         choices=ROLES,
         default="",
@@ -76,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _drain(args: argparse.Namespace) -> str:
     """Return the outcome for the worker, in one line."""
-    request = pb.DrainRequest(next_role=args.next_role, grace_s=args.grace)
+    request = pb.DrainRequest(next_role=args.next_role, grace_s=args.grace, stay_away=args.stay_away)
     access, begun = read_access(args), time.monotonic()
     async with open_channel(args.target, access, WORKER_NAME) as channel:
         stub = worker_pb2_grpc.WorkerStub(channel)
@@ -86,7 +88,7 @@ async def _drain(args: argparse.Namespace) -> str:
         while (hello := await _hello(stub)) is not None and hello.epoch == epoch:
             await asyncio.sleep(_POLL_S)
         if not args.next_role:
-            return f"gone after {time.monotonic() - begun:.1f} s"
+            return f"gone after {time.monotonic() - begun:.1f} s; {_what_follows(first.keeper, args.stay_away)}"
         while hello is None:
             if time.monotonic() > begun + _START_S:
                 raise NotDrained(
@@ -95,6 +97,14 @@ async def _drain(args: argparse.Namespace) -> str:
             await asyncio.sleep(_POLL_S)
             hello = await _hello(stub)
     return f"{'/'.join(hello.roles)} worker after {time.monotonic() - begun:.1f} s"
+
+
+def _what_follows(keeper: str, stays_away: bool) -> str:
+    if not keeper:
+        return "it was not started by `baton up`: what else keeps it running may start it again"
+    if stays_away:
+        return f"`{keeper}` leaves it ended until it is started again itself"
+    return f"`{keeper}` starts it again now (--stay-away prevents that)"
 
 
 async def _hello(stub: worker_pb2_grpc.WorkerStub) -> pb.Hello | None:

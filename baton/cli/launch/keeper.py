@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
 from baton.service.progress import PREFIX
 
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
@@ -92,6 +93,9 @@ class Keeper:
                     self.started.set_exception(StartError(f"{self.name} {ended}", 1))
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
                 break
+            if self._child and self._child.status == STAYS_AWAY:
+                _say(f"baton: {self.name} was drained and stays away until `baton up` is started again")
+                break
             pause_s = self._pause_s if time.monotonic() - begin >= self._settled_s else pause_s
             _say(f"baton: {self.name} {ended}; it starts again in {pause_s:g} s")
             await _wait(self._stopping, pause_s)
@@ -143,7 +147,7 @@ class _Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env={**os.environ, **env, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **env, "PYTHONUNBUFFERED": "1", KEEPER_VARIABLE: "baton up"},
             start_new_session=True,
             limit=_LINE_BYTES,
         )

@@ -31,14 +31,15 @@ class Drain:
         """`grace_s`: how long what runs may take, unless a Drain says otherwise."""
         self.asked = asyncio.Event()
         self.next_role = ""
+        self.stays_away = False
         self._commands = commands
         self._sessions = sessions
         self._grace_s = grace_s
         self._until = math.inf  # of the grace, time.monotonic()
 
-    def ask(self, next_role: str, grace_s: float) -> int:
-        """Begin to drain, and return how many keys still run. Asked again, it may shorten the grace. Raises
-        FailedPrecondition when asked for another role to come next."""
+    def ask(self, next_role: str, grace_s: float, stay_away: bool = False) -> int:
+        """Begin to drain, and return how many keys still run. Asked again, it may shorten the grace, or let the worker stay
+        away. Raises FailedPrecondition when asked for another role to come next."""
         if not self.asked.is_set():
             self.next_role, self._until = next_role, time.monotonic() + (grace_s or self._grace_s)
             self._commands.start_draining()
@@ -48,6 +49,7 @@ class Drain:
             raise FailedPrecondition(f"it drains already, {after}", reason="DRAINING")
         elif grace_s:
             self._until = min(self._until, time.monotonic() + grace_s)
+        self.stays_away |= stay_away
         return self._commands.legs.num_busy
 
     async def run(self) -> None:

@@ -3,10 +3,11 @@ new stream of the same gateway takes the place of the last."""
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 
-from baton.protocol import PROTOCOL, ROLES
+from baton.protocol import KEEPER_VARIABLE, PROTOCOL, ROLES
 from baton.service.errors import FailedPrecondition, InvalidRequest, abort
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
@@ -42,13 +43,16 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Begin to drain. Asked again with the same next role, say how far it is; a shorter grace counts from now."""
         if request.next_role not in ("", *ROLES):
             await abort(context, InvalidRequest("next_role", "is unknown: prefill or decode, or empty to end"))
+        if request.stay_away and request.next_role:
+            await abort(context, InvalidRequest("stay_away", "and next_role exclude each other"))
         if not 0 <= request.grace_s < MAX_GRACE_S:
             await abort(context, InvalidRequest("grace_s", f"must be 0 (the worker's own) or below {MAX_GRACE_S:g}"))
         try:
-            num_sequences = self._drain.ask(request.next_role, request.grace_s)
+            num_sequences = self._drain.ask(request.next_role, request.grace_s, request.stay_away)
         except FailedPrecondition as error:
             await abort(context, error)
-        return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0])
+        keeper = os.environ.get(KEEPER_VARIABLE, "")
+        return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0], keeper=keeper)
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
         """Serve one session until the gateway hangs up or the worker closes it."""

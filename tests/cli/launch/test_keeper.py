@@ -137,6 +137,22 @@ async def test_failed_start_of_a_crash_is_whole():
     assert str(raised.value).startswith("Traceback") and "a bug" in str(raised.value)
 
 
+async def test_what_stays_away_is_left_ended(capfd):
+    """And knows what keeps it, so that it can tell whoever drains it."""
+    body = READY + "print(os.environ['BATON_KEEPER'], flush=True); sys.exit(3)"
+    keeper = Keeper("decode worker 0", program(body), pause_s=0.01)
+    said = ""
+
+    def ended():
+        nonlocal said
+        said += capfd.readouterr().err
+        return "decode worker 0 was drained and stays away" in said
+
+    await until(ended, "it was not left ended")
+    assert said.count("baton up\n") == 1 and "starts again" not in said
+    assert await keeper.stop(10)
+
+
 async def test_silent_failed_start():
     keeper = Keeper("decode worker 0", program("import os; os.kill(os.getpid(), 9)"))
     with pytest.raises(StartError, match="decode worker 0 was killed by SIGKILL"):

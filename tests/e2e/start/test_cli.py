@@ -96,6 +96,20 @@ def test_a_dead_worker_is_restarted_and_joins(up, target):
         time.sleep(0.1)
 
 
+def test_drain_says_what_the_keeper_does(up, target):
+    worker = _child(up.pid, "prefill_worker")
+    address = worker.cmdline()[worker.cmdline().index("--listen") + 1]
+    ran = run("drain", address)
+    assert ran.returncode == 0 and "`baton up` starts it again now (--stay-away prevents that)" in ran.stdout
+    deadline = time.monotonic() + patience(60)
+    while run("drain", address, "--stay-away").returncode != 0:
+        assert time.monotonic() < deadline, "it was not started again"
+    while "stays away until `baton up` is started again" not in up.text():
+        assert time.monotonic() < deadline, up.text()
+        time.sleep(0.1)
+    assert _child(up.pid, "prefill_worker") is None
+
+
 def test_sigterm_drains(up, target):
     """A running stream is finished, then everything goes: exit 0, no process left."""
     client = Client(target)

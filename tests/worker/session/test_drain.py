@@ -74,6 +74,25 @@ def test_what_ends_within_the_grace_ends_well(model):
     run(main)
 
 
+def test_staying_away_may_be_asked_later_and_excludes_a_next_role(model, monkeypatch):
+    monkeypatch.setenv("BATON_KEEPER", "baton up")
+
+    async def main():
+        async with decode_worker(model) as (worker, target):
+            session = await Session(target).open()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await session.stub.Drain(pb.DrainRequest(next_role="prefill", stay_away=True))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details().startswith("stay_away")
+            assert (await session.stub.Drain(pb.DrainRequest())).keeper == "baton up"
+            assert not worker.stays_away
+            await session.stub.Drain(pb.DrainRequest(stay_away=True))
+            assert worker.stays_away
+            await session.close()
+
+    run(main)
+
+
 def test_a_grace_that_was_too_long_can_be_shortened_and_never_lengthened(model):
     async def main():
         async with decode_worker(model) as (worker, target):
