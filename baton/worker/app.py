@@ -33,6 +33,7 @@ from baton.worker.hello import make_hello, new_identity, tokenizer_digest
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.kv_transfer import KVTransfer
 from baton.worker.legs.leg import Leg
+from baton.worker.observe.gpu_health import watch_gpu
 from baton.worker.observe.meters import WorkerMeters
 from baton.worker.observe.reports import SERVICE_NAME, Reports
 from baton.worker.observe.roofline import Roofline, full_step_s, of_engine
@@ -157,6 +158,8 @@ class Worker:
         self._add_services()
         exits.callback(self._loop.stop)
         self._loop.start()
+        if (health := exits.enter_context(watch_gpu(self.engine.pool.device))) is not None:
+            self._meters.watch_gpu(health)
         self._run("reports", self._reports.run, on_failure=leave_if_exhausted)
         exits.push_async_callback(server.stop, STOP_GRACE_S)
         exits.callback(self._health.shut_down)

@@ -68,9 +68,9 @@ def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[C
             command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        timer = threading.Timer(max(limit_s, 0.1), _end, (process,))
+        is_late = threading.Event()
+        timer = threading.Timer(max(limit_s, 0.1), _end_late, (process, is_late))
         timer.start()
-        begun = time.monotonic()
         assert process.stdout is not None
         for line in process.stdout:
             try:
@@ -80,12 +80,17 @@ def run_step(name: str, command: Sequence[str], limit_s: float, add: Callable[[C
         status = process.wait()
         timer.cancel()
         _end(process)  # and what it has left behind
-        if status and time.monotonic() - begun >= limit_s:
+        if status and is_late.is_set():
             add(Check(name, "time", False, f"not done within {limit_s:.0f} s"))
         elif status:
             errors.seek(0)
             said = [line for line in errors.read().splitlines() if line.strip()] or ["(nothing)"]
             add(Check(name, "step", False, f"broke off with status {status}: {said[-1].strip()}"))
+
+
+def _end_late(process: subprocess.Popen, is_late: threading.Event) -> None:
+    is_late.set()
+    _end(process)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -99,7 +99,7 @@ class Tally:
 
 
 class Gauge:
-    """`read()` gives one number, or with `label` a number for each of its values."""
+    """`read()` gives one number, None where there is none to show, or with `label` a number for each of its values."""
 
     def __init__(self, name: str, text: str, read, label: str | None = None):
         self.name, self.text, self.read, self.label = name, text, read, label
@@ -109,7 +109,8 @@ class Gauge:
         family = GaugeMetricFamily(self.name, self.text, labels=labels)
         value = self.read()
         for name, number in {None: value}.items() if self.label is None else value.items():
-            family.add_metric([model_name] if name is None else [model_name, name], number)
+            if number is not None:
+                family.add_metric([model_name] if name is None else [model_name, name], number)
         return family
 
 

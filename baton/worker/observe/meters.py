@@ -7,6 +7,7 @@ from baton.engine.engine import Engine
 from baton.service import logs
 from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics, num_tasks
 from baton.worker.legs.leg import Leg
+from baton.worker.observe.gpu_health import GpuHealth
 from baton.worker.observe.roofline import Cost, Roofline
 from baton.worker.observe.tables import Tables
 
@@ -63,6 +64,9 @@ class WorkerMeters:
         self._metrics.collect(
             Gauge("baton_table_entries", "entries of tables that are empty when nothing runs", tables.counts, "table")
         )
+
+    def watch_gpu(self, health: GpuHealth) -> None:
+        self._metrics.collect(*health.readings)
 
     def ended(self, leg: Leg) -> None:
         """Count a key that has just ended, however it did."""

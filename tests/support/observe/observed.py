@@ -9,7 +9,10 @@ from typing import NamedTuple
 from baton.sampling_params import SAMPLING_PARAMS
 
 ROOT = Path(__file__).resolve().parents[3]
-METERS = ("gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py")
+METERS = (
+    "gateway/observe/meters.py", "gateway/observe/gauges.py", "baton/worker/observe/meters.py",
+    "baton/worker/observe/gpu_health.py",
+)  # fmt: skip
 SPANS = ("gateway/observe/request_trace.py", "baton/worker/observe/spans.py", "baton/service/observe/telemetry.py")
 _KINDS = {"histogram": 3, "tally": 3, "counter": 2, "Count": 3, "Gauge": 3}  # call -> where its labels begin
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "Gauge": ("",)}
