@@ -214,6 +214,10 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
         log.debug("%s", line)
     if (why := native.reason()) and engine.pool.device.type == "cpu":
         log.warning("%s", cpu.lost(why, engine.spec.dtype, engine.config.dtype))
+    if engine.pool.device.type == "cuda" and engine.config.batch_invariant:
+        log.info(
+            "no result depends on the batch it is computed in; --no-batch-invariant takes cuBLAS and flash-attn, too"
+        )
     if why := _unused_gpu(engine):
         log.warning("computes on the CPU although an NVIDIA driver is loaded: %s", why)
     held, context = engine.config.max_model_len, engine.spec.context

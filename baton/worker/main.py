@@ -20,7 +20,7 @@ SWITCH_INTERVAL_S = 0.0001
 class Role:
     name: str  # prefill | decode
     description: str
-    defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings
+    gpu_defaults: Mapping[str, object] = field(default_factory=dict)  # of WorkerSettings; on a CPU its own suit both
 
 
 def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | None = None) -> int:  # noqa: F821
@@ -32,7 +32,7 @@ def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | No
     add_flags(parser, WorkerSettings)
     args = parser.parse_args(argv)
     try:
-        settings = load_settings(WorkerSettings, _flags(args), file=args.config, defaults=role.defaults)
+        settings = load_settings(WorkerSettings, _flags(args), file=args.config)
     except SettingsError as error:
         return _fail(prog, error, WRONG_USE)
     logs.setup(role.name, settings.log_level)
@@ -45,12 +45,15 @@ def main(role: Role, load_table: Callable[[], "Table"], argv: Sequence[str] | No
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # Only now: torch takes seconds, and a wrong flag or --help should not wait for it.
     with progress.phase(prog, "importing torch"):
+        from baton.engine.core.device import find_device
         from baton.engine.core.model_errors import ModelError
         from baton.worker.app import NextRole, serve
 
         table = load_table()
 
     try:
+        if find_device(settings.engine.device).type == "cuda":
+            settings = load_settings(WorkerSettings, _flags(args), file=args.config, defaults=role.gpu_defaults)
         ended = run(lambda stop: serve(settings, role.name, table, stop))
         if isinstance(ended, NextRole):
             _become(ended, sys.argv[1:] if argv is None else argv)

@@ -8,11 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import decode_worker.settings
+import prefill_worker.settings
 from baton.engine.core import config
+from baton.engine.core import device as engine_device
 from baton.engine.core.config import EngineConfig
 from baton.service.settings import add_flags, flat_fields, load_settings, to_argv
-from baton.worker import settings
+from baton.worker import app, settings
+from baton.worker.main import main
 from baton.worker.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,3 +98,27 @@ def test_a_made_up_setting_of_the_engine_is_one_line(tmp_path):
 def test_no_setting_of_the_engine_is_declared_again():
     own = {field.name for field in dataclasses.fields(EngineConfig)}
     assert not own & set(own_settings()) and own <= flat_fields(WorkerSettings).keys()
+
+
+@pytest.mark.parametrize(
+    ("role", "device", "flags", "expected"),
+    [
+        (prefill_worker.settings.ROLE, "cpu", [], (64, 512)),
+        (prefill_worker.settings.ROLE, "cuda", [], (64, 8192)),
+        (decode_worker.settings.ROLE, "cuda", [], (256, 2048)),
+        (decode_worker.settings.ROLE, "cuda", ["--max-num-seqs", "32"], (32, 2048)),
+        (prefill_worker.settings.ROLE, "cuda", ["--max-num-batched-tokens", "1024"], (64, 1024)),
+    ],
+)
+def test_a_gpu_has_defaults_of_its_own_and_flags_win(monkeypatch, role, device, flags, expected):
+    served = []
+
+    async def serve(settings, name, table, stop):
+        served.append(settings.engine)
+        return 0
+
+    monkeypatch.setattr(engine_device, "find_device", lambda asked: torch.device(device))
+    monkeypatch.setattr(app, "serve", serve)
+    assert main(role, dict, ["--model", "folder", *flags]) == 0
+    (config,) = served
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected

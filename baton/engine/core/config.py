@@ -47,9 +47,13 @@ class EngineConfig:
     block_size: int = _knob("tokens per KV block; divides 64 or is a multiple of it", 32)
     # None: max_num_seqs whole contexts, within a share of the memory
     num_blocks: int | None = _knob("KV blocks in the pool (default: enough for the largest batch)", None)
-    max_num_seqs: int = _knob("sequences that run at the same time", 64)
+    max_num_seqs: int = _knob("sequences that run at the same time; a decode worker on a GPU: 256", 64)
     max_model_len: int | None = _knob("longest sequence in tokens (default: the model's context)", None)
-    max_num_batched_tokens: int = _knob("tokens computed in one step, which is also the size of a prefill chunk", 512)
+    max_num_batched_tokens: int = _knob(
+        "tokens computed in one step, which is also the size of a prefill chunk; on a GPU 8192 for a prefill worker, 2048 "
+        "for a decode worker",
+        512,
+    )
     attention: str = _knob("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
     linear: str = _knob("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
     threads: int | None = _knob(
