@@ -6,7 +6,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 
 import grpc
 
-from baton.loadgen.outcome import Outcome
+from baton.loadgen.outcome import Latencies, Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, prompt_ids
 from baton.service.errors import from_rpc_error
@@ -39,7 +39,7 @@ class Sender:
     """One channel and its requests: `prepare`, then `open` or `closed`, whose `begin` is time.monotonic() of the run's
     start, the same for all senders; now, if not given. Needs a running event loop."""
 
-    def __init__(self, plan: RunPlan, on_end: Callable[[], None] = lambda: None):
+    def __init__(self, plan: RunPlan, on_end: Callable[[Latencies], object] = lambda latencies: None):
         self._plan, self._on_end = plan, on_end
         self._channel = plan.access.channel(plan.target, _OPTIONS)
         self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
@@ -143,4 +143,4 @@ class Sender:
             timing = message.timing
             outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
         ended.append(outcome)
-        self._on_end()
+        self._on_end(outcome.latencies)

@@ -1,6 +1,14 @@
 """The outcome of one request, as its client saw it."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Latencies(NamedTuple):
+    """What the progress of a run tells of a request that has ended; `tpot_s` None for one token, both None for none."""
+
+    ttft_s: float | None
+    tpot_s: float | None
 
 
 @dataclass(slots=True)
@@ -26,6 +34,10 @@ class Outcome:
     @property
     def ok(self) -> bool:
         return self.status == "OK"
+
+    @property
+    def latencies(self) -> Latencies:
+        return Latencies(self.ttft_s, self.tpot_s) if self.ok else Latencies(None, None)
 
     @property
     def lag_s(self) -> float:

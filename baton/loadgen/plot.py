@@ -24,7 +24,12 @@ def distribution(series: Mapping[str, Sequence[float]], unit: str, marks: Mappin
         points = [(value, (rank + 1) / len(ordered)) for rank, value in enumerate(ordered)]
         lines.append(_line(points, (low, high), (0, 1), COLORS[number], name))
     return _frame(
-        lines + [_mark(name, value, (low, high)) for name, value in marks.items()], (low, high), (0, 1), unit, "share"
+        lines + [_mark(name, value, (low, high)) for name, value in marks.items()],
+        (low, high),
+        (0, 1),
+        unit,
+        "share",
+        list(series) if len(series) > 1 else (),
     )
 
 

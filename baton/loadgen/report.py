@@ -10,7 +10,7 @@ from baton.service.observe.phases import COLORS
 from baton.service.slo import Slo, parse_slo
 
 _NUM_PARTS = 30  # of a run, on a timeline
-_STYLE = """
+STYLE = """
 body{font:14px/1.45 system-ui,sans-serif;margin:24px auto;max-width:1020px;color:#111827;background:#fff}
 h1{font-size:20px;margin:0 0 4px}h2{font-size:15px;margin:22px 0 6px}
 .bound{background:#eff6ff;border-left:4px solid #2563eb;padding:10px 14px;margin:14px 0;font-size:15px}
@@ -43,7 +43,7 @@ def page(summary: Mapping, outcomes: Sequence[Outcome], sweep: Sequence[Mapping]
     cells = "".join(f"<section><h2>{title}</h2>{svg}</section>" for title, svg in plots)
     void = "" if summary["valid"] else f'<p class="bound invalid">{html.escape(_void(summary))}</p>'
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton bench</title><style>{_STYLE}</style>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Baton bench</title><style>{STYLE}</style>'
         f"<h1>Baton bench: {html.escape(summary['workload'])}</h1>"
         f'{void}<p class="bound">{html.escape(summary["bound"]["sentence"])}</p>{_facts(summary)}'
         f"{_figures(summary)}<h2>Where the time goes, mean of the answered requests</h2>{plot.stack(phases, 'ms', COLORS)}"

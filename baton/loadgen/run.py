@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 from multiprocessing.synchronize import Event
 from typing import NamedTuple
 
 from baton.loadgen.client import Sender
-from baton.loadgen.outcome import Outcome
+from baton.loadgen.outcome import Latencies, Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.workload import Job, shares
 
@@ -37,10 +38,13 @@ class _Sent(NamedTuple):
     is_interrupted: bool
 
 
-def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: Callable[[int], object] = lambda num: None) -> Ran:
-    """Send all jobs and wait for all ends, or for Ctrl-C. `on_end(num)`: as many more have ended (from a thread of its own)."""
+OnEnd = Callable[[Latencies], object]
+
+
+def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: OnEnd = lambda latencies: None) -> Ran:
+    """Send all jobs and wait for all ends, or for Ctrl-C. `on_end`: called at each end (from a thread of its own)."""
     if plan.num_processes == 1:
-        sent = [_send(plan, list(jobs), plan.concurrency, lambda: time.monotonic() + _HEAD_START_S, lambda: on_end(1))]
+        sent = [_send(plan, list(jobs), plan.concurrency, lambda: time.monotonic() + _HEAD_START_S, on_end)]
     else:
         sent = _in_processes(plan, jobs, on_end)
     outcomes = sorted((outcome for each in sent for outcome in each.outcomes), key=lambda outcome: outcome.index)
@@ -48,7 +52,9 @@ def run_jobs(plan: RunPlan, jobs: Sequence[Job], on_end: Callable[[int], object]
     return Ran(outcomes, duration_s, max(each.cpu_share for each in sent), any(each.is_interrupted for each in sent))
 
 
-def _send(plan, jobs, concurrency, begin_when_ready: Callable[[], float], on_end, stop: Event | None = None) -> _Sent:
+def _send(
+    plan, jobs, concurrency, begin_when_ready: Callable[[], float], on_end: OnEnd, stop: Event | None = None
+) -> _Sent:
     async def send() -> _Sent:
         sender, ended, is_interrupted = Sender(plan, on_end), [], False
         try:
@@ -79,14 +85,14 @@ async def _unless_stopped(sending: Coroutine, stop: Event) -> None:
     await task
 
 
-def _in_processes(plan: RunPlan, jobs, on_end) -> list[_Sent]:
+def _in_processes(plan: RunPlan, jobs, on_end: OnEnd) -> list[_Sent]:
     context = multiprocessing.get_context("spawn")  # grpc does not survive a fork
     parts = shares(jobs, plan.num_processes)
-    ended, begin, stop = context.Value("q", 0), context.Value("d", 0.0), context.Event()
+    ended, begin, stop = context.SimpleQueue(), context.Value("d", 0.0), context.Event()
     ready = context.Barrier(len(parts) + 1)
     with contextlib.ExitStack() as exits:
         pool = exits.enter_context(context.Pool(len(parts), _prepare, (ended, begin, ready, stop)))
-        exits.enter_context(_polled(ended, on_end))
+        exits.enter_context(_told(ended, on_end))
         concurrencies = _split(plan.concurrency, len(parts))
         results = pool.starmap_async(_process, [(plan, *each) for each in zip(parts, concurrencies, strict=True)], 1)
         while ready.n_waiting < len(parts):
@@ -124,33 +130,21 @@ def _process(plan: RunPlan, jobs: list[Job], concurrency: int | None) -> _Sent:
         ready.wait()
         return begin.value
 
-    def on_end() -> None:
-        with ended.get_lock():
-            ended.value += 1
-
-    return _send(plan, jobs, concurrency, begin_when_ready, on_end, stop)
+    return _send(plan, jobs, concurrency, begin_when_ready, ended.put, stop)
 
 
 @contextlib.contextmanager
-def _polled(ended, on_end: Callable[[int], None]) -> Iterator[None]:
-    """Tells the progress of other processes, ten times a second."""
-    stopping, told = threading.Event(), 0
+def _told(ended: "SimpleQueue[Latencies | None]", on_end: OnEnd) -> Iterator[None]:
+    """Tells the ends in other processes, as they come."""
 
-    def poll() -> None:
-        nonlocal told
-        while True:
-            stopped = stopping.wait(_POLL_S)
-            now = ended.value
-            if now > told:
-                on_end(now - told)
-                told = now
-            if stopped:
-                return
+    def tell() -> None:
+        while (latencies := ended.get()) is not None:
+            on_end(latencies)
 
-    thread = threading.Thread(target=poll)
+    thread = threading.Thread(target=tell)
     thread.start()
     try:
         yield
     finally:
-        stopping.set()
+        ended.put(None)
         thread.join()

@@ -3,7 +3,8 @@
 from collections import Counter, deque
 
 from baton.service.clock import now
-from baton.service.observe.bound import bound_of_stack
+from baton.service.observe.bound import aware_of_host, bound_of_stack
+from baton.service.observe.cpu_usage import CpuUsage
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe.meters import outcome
 from gateway.request.request_record import RequestRecord
@@ -27,6 +28,7 @@ class RecentRequests:
         self._running: dict[int, RequestRecord] = {}
         self._ended: deque[tuple[RequestRecord, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
         self._since = now()
+        self._cpu = CpuUsage()
         self._num_ended = self._num_input = self._num_output = 0
 
     @property
@@ -72,7 +74,8 @@ class RecentRequests:
         spent_s: Counter[str] = Counter()
         for record in last:
             spent_s.update(breakdown(record.stamps, record.measured))
-        return bound_of_stack(spent_s, until - min((each.stamps.received for each in last), default=until)).sentence
+        window_s = until - min((each.stamps.received for each in last), default=until)
+        return aware_of_host(bound_of_stack(spent_s, window_s), self._cpu.num_cores, self._cpu.busy()).sentence
 
 
 def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:

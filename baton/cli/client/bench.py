@@ -18,19 +18,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tqdm import tqdm
-
+from baton.cli.client.bench_progress import progress
 from baton.engine.core import cpu
 from baton.loadgen import report, workload
 from baton.loadgen.client import Unreachable, model_info
-from baton.loadgen.compare import compared, read_summary
+from baton.loadgen.compare import RecordedRun, compared, compared_page, read_run
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
 from baton.service.arguments import positive, whole
+from baton.service.observe.bound import Bound, aware_of_host
+from baton.service.observe.cpu_usage import CpuUsage
 from baton.service.security.access import add_access_flags, read_access
+from baton.service.security.exposure import is_loopback
 from baton.service.settings import SettingsError, installed_version
 from baton.service.slo import Slo, parse_slo
 
@@ -59,7 +61,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--trace", type=Path, metavar="FILE", help="replay a Mooncake .jsonl or an Azure .csv, .gz or not"
     )
     load.add_argument("--sweep", action="store_true", help="raise the rate until the SLO is missed (needs --slo)")
-    load.add_argument("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --out folders side by side")
+    load.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="two --out folders side by side, with intervals; --out writes a page",
+    )
     parser.add_argument("--arrivals", choices=("poisson", "constant", "burst"), default="poisson", help="of --rate")
     parser.add_argument(
         "--rate-scale", type=positive, default=1.0, metavar="X", help="replay the trace X times as fast"
@@ -84,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     """0 a valid run, 1 not reached or not valid, 2 wrong use."""
     try:
         if args.compare:
-            print(compared(*map(read_summary, args.compare)))
-            return 0
+            first, second = map(read_run, args.compare)
+            return _compare(first, second, args.out)
         if args.sweep and args.slo == Slo():
             raise ValueError("--sweep needs --slo: without one no rate is too high")
         entries = read_trace(args.trace) if args.trace else None
@@ -200,11 +208,15 @@ class _Bench:
         jobs, num_cut = workload.fitted(jobs, self._info.context)
         if not self._warmed:
             self._warm_up(jobs)
-        with tqdm(total=len(jobs), desc="requests", unit="", file=sys.stderr, disable=None) as bar:  # on a terminal
-            ran = run_jobs(self._plan, jobs, bar.update)
+        cpu_usage = CpuUsage()
+        with progress(len(jobs)) as on_end:
+            ran = run_jobs(self._plan, jobs, on_end)
+        is_here = is_loopback(self._args.target)  # else this host's cores say nothing about the stack
+        busy = cpu_usage.busy() if is_here else 0.0
         if ran.is_interrupted and not ran.outcomes:
             raise KeyboardInterrupt
         summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
+        summary["bound"] = aware_of_host(Bound(**summary["bound"]), cpu_usage.num_cores, busy)._asdict()
         facts = {
             "workload": name,
             "target": self._args.target,
@@ -250,6 +262,16 @@ def screen(summary: dict) -> str:
     if set(summary["statuses"]) - {"OK"}:
         lines.append("  " + ", ".join(f"{status} {num}" for status, num in summary["statuses"].items()))
     return "\n".join([*lines, report.verdict(summary)])
+
+
+def _compare(a: RecordedRun, b: RecordedRun, out: Path | None) -> int:
+    with _results(out) as folder:
+        print(compared(a, b))
+        if folder:
+            (folder / "compare.html").write_text(compared_page(a, b))
+    if out:
+        print(f"{out / 'compare.html'}")
+    return 0
 
 
 def _write(folder: Path, summary: dict, ran: Ran, steps: list[dict]) -> None:

@@ -18,6 +18,8 @@ PHASES = {
     "transfer": ("kv_wait",),
     "decode bandwidth": ("first_step", "decode"),
 }
+FULL_HOST = 0.9  # busy: one more worker would only share its cores
+_MORE_WORKERS = ("queue", "prefill compute", "decode bandwidth")  # whose lever is another worker
 LEAST_AT_ONCE = 0.5  # requests in the stack, in the mean: with fewer it waits for its clients
 _EVIDENCE = {
     "queue": "requests wait in queues ({share})",
@@ -53,6 +55,14 @@ def bound_of_stack(spent_s: Mapping[str, float], window_s: float) -> Bound:
     if spent_s and at_once < LEAST_AT_ONCE:
         return worded("client", f"the stack waits for requests ({at_once:.2f} at a time in the mean)", MORE_LOAD)
     return bound_of(spent_s)
+
+
+def aware_of_host(bound: Bound, num_cores: int, busy: float) -> Bound:
+    """Add to advice for another worker that it does not help here, where the cores of this host are `busy`, 0 to 1."""
+    if bound.name not in _MORE_WORKERS or busy < FULL_HOST:
+        return bound
+    caveat = f"Another worker needs another host: the {num_cores} cores of this one are {busy:.0%} busy."
+    return Bound(bound.name, f"{bound.sentence} {caveat}")
 
 
 def worded(name: str, evidence: str, lever: str) -> Bound:

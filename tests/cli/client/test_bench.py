@@ -2,12 +2,19 @@
 
 import csv
 import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import termios
 
 import pytest
 
 from baton.cli.client import bench as bench_module
 from baton.cli.main import main
 from tests.support.gateway.gateway_stub import StubGateway, serving
+from tests.support.pace import patience
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +80,26 @@ def test_two_runs_are_compared(target, tmp_path, capsys):
     capsys.readouterr()
     assert bench("--compare", str(tmp_path / "a"), str(tmp_path / "b")) == 0
     assert "TTFT p50, ms" in capsys.readouterr().out
+    out = ("--out", str(tmp_path / "both"))
+    assert bench("--compare", str(tmp_path / "a"), str(tmp_path / "b"), *out) == 0
+    assert capsys.readouterr().out.endswith("both/compare.html\n")
+    assert (tmp_path / "both" / "compare.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_progress_on_a_terminal_has_medians(target, num_processes):
+    """A terminal of its own; the last line is of the whole run."""
+    argv = [sys.executable, "-m", "baton.cli", "bench", "--target", target, "--closed", "2", "--num-requests", "12"]
+    screen, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
+    with os.fdopen(screen, "rb", buffering=0) as shown:
+        done = subprocess.run(
+            [*argv, "--processes", num_processes], stdout=subprocess.DEVNULL, stderr=terminal, timeout=patience(60)
+        )
+        os.close(terminal)
+        said = shown.read(1 << 16).decode()
+    assert done.returncode == 0
+    assert re.search(r"12/12 .*TTFT p50 \d+\.\d ms, TPOT p50 \d+\.\d ms", said), said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""How busy the cores are that this process may use, with whatever runs on them."""
+
+import os
+import time
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_LEAST_S = 1.0  # the kernel counts in hundredths of a second
+_IDLE = slice(3, 5)  # idle and iowait, in the columns of /proc/stat
+_COUNTED = 8  # columns; guest time, behind them, is in user time already
+
+
+class CpuUsage:
+    """Counts from its making, then from one look to the next."""
+
+    def __init__(self) -> None:
+        self._at, (self._idle, self._total) = time.monotonic(), _ticks()
+        self._busy = 0.0
+
+    @property
+    def num_cores(self) -> int:
+        return len(os.sched_getaffinity(0))
+
+    def busy(self) -> float:
+        """Return the busy share since the last look, 0 to 1; where that was less than a second ago, what it saw. 0 where the
+        system does not tell."""
+        if (at := time.monotonic()) - self._at >= _LEAST_S:
+            idle, total = _ticks()
+            if total > self._total:
+                self._busy = 1.0 - (idle - self._idle) / (total - self._total)
+            self._at, self._idle, self._total = at, idle, total
+        return self._busy
+
+
+def _ticks() -> tuple[int, int]:
+    """Idle and all ticks of the cores that this process may use."""
+    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    try:
+        rows = [line.split() for line in _STAT.read_text().splitlines()]
+    except OSError:
+        return 0, 0
+    columns = [[int(each) for each in row[1 : 1 + _COUNTED]] for row in rows if row and row[0] in own]
+    return sum(sum(each[_IDLE]) for each in columns), sum(map(sum, columns))
