@@ -60,6 +60,11 @@ def test_every_page_is_reached_from_the_readme():
     assert not set(PAGES) - reached
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_a_page_for_everybody_is_short(page):
+    assert len((ROOT / page).read_text().splitlines()) <= 150
+
+
 def test_every_folder_is_drawn():
     """A line for each folder, below its room: what its `__init__` says."""
     text = (ROOT / "docs" / "architecture.md").read_text()
