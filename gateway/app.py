@@ -18,6 +18,7 @@ from baton.service.net.server import Health
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
+from gateway.answer.answer_reader import AnswerReader
 from gateway.api import dashboard
 from gateway.api.fleet_service import SERVICE_NAME as FLEET_NAME
 from gateway.api.fleet_service import FleetService
@@ -36,6 +37,7 @@ from gateway.observe.meters import GatewayMeters
 from gateway.observe.recent_requests import RecentRequests
 from gateway.orchestration.pipeline import Pipeline
 from gateway.orchestration.states import RequestEvent
+from gateway.parsers.formats import AnswerFormat, format_named, format_of
 from gateway.prefix.cluster_secret import fingerprint, read_secret
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_hashes import PrefixHashes
@@ -98,11 +100,13 @@ class Gateway:
         gauges = request_gauges(self.recent, self.queues) + fleet_gauges(self.registry, self.index)
         self.meters = GatewayMeters(folder.name, slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
         tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
+        text = TextWork(tokenizer, _make_template(folder), folder.vocab_size)
         self._pipeline = Pipeline(
             registry=self.registry,
             index=self.index,
             names=self.names,
-            text=TextWork(tokenizer, _make_template(folder), folder.vocab_size),
+            text=text,
+            reader=AnswerReader(tokenizer, text.detokenizer, _answer_format(settings.tool_call_parser, folder)),
             admission=AdmissionControl(settings.max_concurrent_requests, quotas),
             queues=self.queues,
             max_queue_wait_s=settings.max_queue_wait_s,
@@ -269,6 +273,10 @@ def _make_template(folder: ModelFolder) -> ChatTemplate | None:
         return ChatTemplate(folder.chat_template, folder.special_tokens)
     except TemplateFailed as error:
         raise SettingsError(f"{folder.path}: chat template: {error}") from None
+
+
+def _answer_format(name: str, folder: ModelFolder) -> AnswerFormat | None:
+    return format_of(folder.chat_template or "") if name == "auto" else format_named(name)
 
 
 def _host(address: str) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
+from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.choice import LENGTH, Choice
 from gateway.answer.stop_strings import StopStrings
 from gateway.request.timing import Measured, Stamps, timing
 from gateway.request.validation import Checked
-from gateway.text.detokenizer import Detokenizer
 
 Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
 
@@ -25,12 +25,12 @@ class Answer:
         self,
         checked: Checked,
         max_tokens: int,
-        detokenizer: Detokenizer,
+        form: ReaderForm,
         stamps: Stamps,
         emit: Emit,
         on_gap: Callable[[float], None],
     ):
-        """`max_tokens`: where a choice ends at the latest. `on_gap(gap_s)`: called for each message of a choice after
+        """`max_tokens`: where a choice ends at the latest; `form`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
         its first, with the time since the one before, divided by its tokens."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
         self._max_tokens = max_tokens
@@ -38,7 +38,7 @@ class Answer:
         self._num_sent = 0
         stops = StopStrings(checked.stops) if checked.stops else None
         self.choices = [
-            Choice(index, detokenizer, stops, checked.min_tokens, num_received)
+            Choice(index, form, stops, checked.min_tokens, num_received, checked.request_id)
             for index, num_received in enumerate(checked.resume_from or [0] * checked.sampling.n)
         ]
 
@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Reasons of the choices that are finished: stop | length."""
+        """Reasons of the choices that are finished: stop | length | tool_calls."""
         reasons = (choice.finish_reason for choice in self.choices if choice.finished)
         return [pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower() for reason in reasons]
 

@@ -1,13 +1,16 @@
 """One choice of an answer: its tokens become text, and stop strings end it."""
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 
 from baton.v1 import inference_pb2 as pb
+from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.stop_strings import StopMatcher, StopStrings
-from gateway.text.detokenizer import Detokenizer, TextDecoder
+from gateway.parsers.answer_parser import AnswerParser
+from gateway.text.detokenizer import TextDecoder
 
-STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS
 
 
 class Choice:
@@ -27,13 +30,24 @@ class Choice:
         "_text",
         "_logprobs",
         "_matched_stop",
+        "_parser",
+        "_reasoning",
+        "_calls",
+        "_num_calls",
+        "_request_id",
     )
 
     def __init__(
-        self, index: int, detokenizer: Detokenizer, stops: StopStrings | None, min_tokens: int, num_received: int = 0
+        self,
+        index: int,
+        form: ReaderForm,
+        stops: StopStrings | None,
+        min_tokens: int,
+        num_received: int = 0,
+        request_id: str = "",
     ):
         """`stops` None: there are none; `num_received`: tokens that the client has from an earlier stream, which are
-        read and not sent again."""
+        read and not sent again; `request_id`: calls have their ids from it."""
         self.index = index
         self.num_received = num_received
         self.token_ids = array("I")
@@ -41,12 +55,17 @@ class Choice:
         self.ended_here = False  # by a stop string: the worker does not know
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
-        self._decoder: TextDecoder | None = detokenizer.decoder()  # None: its end was sent
+        self._decoder: TextDecoder | None = form.detokenizer.decoder()  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self._text = ""
         self._logprobs: list[pb.Logprobs] = []
         self._matched_stop = ""
+        self._parser = form.new_parser and form.new_parser()
+        self._reasoning = ""
+        self._calls: list[pb.ToolCall] = []
+        self._num_calls = 0
+        self._request_id = request_id
 
     @property
     def finished(self) -> bool:
@@ -76,6 +95,11 @@ class Choice:
             message.index = self.index
         if self._text:
             message.text, self._text = self._text, ""
+        if self._reasoning:
+            message.reasoning, self._reasoning = self._reasoning, ""
+        if self._calls:
+            message.tool_calls.extend(self._calls)
+            self._calls = []
         if self.num_pending:
             message.token_ids.extend(self.token_ids[-self.num_pending :])
             self.num_pending = 0
@@ -100,11 +124,35 @@ class Choice:
             if self._stops is not None:
                 text += self._stops.finish()
             self.finish_reason = ended
+        if self._parser is not None:
+            text = self._parsed(self._parser, text, is_new)
         if is_new:
             self._text += text
             self.num_pending += len(token_ids)
             if logprobs:
                 self._logprobs += logprobs
+
+    def _parsed(self, parser: AnswerParser, text: str, is_new: bool) -> str:
+        """Return the content in what was said; keep reasoning and calls if they are new."""
+        found = [parser.push(text)]
+        if self.finish_reason:
+            found.append(parser.finish())
+        for each in found:
+            for call in each.calls:
+                self._num_calls += 1
+                if is_new:
+                    self._calls.append(pb.ToolCall(id=self._call_id(), name=call.name, arguments=call.arguments))
+            if is_new:
+                self._reasoning += each.reasoning
+        if self.finish_reason == STOP and self._num_calls and not self._matched_stop:
+            self.finish_reason = TOOL_CALLS
+        return "".join(each.content for each in found)
+
+    def _call_id(self) -> str:
+        """Return the id of the last call: the same wherever the request goes on. Nine letters and digits are an id to
+        every chat template."""
+        name = f"{self._request_id}/{self.index}/{self._num_calls}"
+        return hashlib.sha256(name.encode()).hexdigest()[:9]
 
     def _said(self, piece: str) -> str:
         """Return the part of `piece` that may go out."""

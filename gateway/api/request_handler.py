@@ -191,6 +191,8 @@ def _add(response: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
         response.choices.add(index=len(response.choices))
     choice = response.choices[message.index]
     choice.text += message.text
+    choice.reasoning += message.reasoning
+    choice.tool_calls.extend(message.tool_calls)
     choice.token_ids.extend(message.token_ids)
     choice.logprobs.extend(message.logprobs)
     if message.finish_reason:

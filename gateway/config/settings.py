@@ -9,6 +9,7 @@ from baton.service.settings import option
 from gateway.config.networks import Networks
 from gateway.config.served_model import PRESETS
 from gateway.model.model_identities import ModelIdentities
+from gateway.parsers.formats import NAMES as FORMAT_NAMES
 
 SPLITS = ("auto", "always", "never")
 
@@ -20,6 +21,12 @@ class GatewaySettings(Exposure):
     model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
     served_model_name: str | None = option(
         "name of the model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
+    )
+    tool_call_parser: str = option(
+        "form in which the model writes tool calls and reasoning (auto: that of its chat template; none: answers are "
+        "plain text)",
+        "auto",
+        choices=("auto", "none", *FORMAT_NAMES),
     )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     http: str | None = option(

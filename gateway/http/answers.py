@@ -53,7 +53,8 @@ class AnswerForm:
         index = prompt * self._asked.num_choices + message.index
         is_first = index not in self._begun
         self._begun.add(index)
-        if not (is_first or message.text or message.finish_reason or self._shows_tokens(message)):
+        says = message.text or message.reasoning or message.tool_calls or message.finish_reason
+        if not (is_first or says or self._shows_tokens(message)):
             return b""  # half a character, or of a stop string
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
         return f"{self._before}{_dumps(choice)}{self._behind}".encode()
@@ -100,14 +101,29 @@ class ChatForm(AnswerForm):
 
     names = _ObjectNames("chat.completion", "chat.completion.chunk")
 
+    def __init__(self, asked: Asked, model: str, token_text: TokenText):
+        super().__init__(asked, model, token_text)
+        self._num_calls: dict[int, int] = {}  # of the choices so far
+
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         delta: Json = {"role": "assistant", "content": message.text} if is_first else {}
         if message.text:
             delta["content"] = message.text
+        if message.reasoning:
+            delta["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            first = self._num_calls.get(index, 0)
+            self._num_calls[index] = first + len(message.tool_calls)
+            delta["tool_calls"] = [{"index": n, **_call(call)} for n, call in enumerate(message.tool_calls, first)]
         return {"delta": delta, **({"logprobs": self._logprobs(message.logprobs)} if message.logprobs else {})}
 
     def _choice(self, choice: pb.Choice) -> Json:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content = choice.text if choice.text or not choice.tool_calls else None
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        if choice.tool_calls:
+            message["tool_calls"] = [_call(call) for call in choice.tool_calls]
         return {"message": message, "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None}
 
     def _logprobs(self, logprobs: Iterable[pb.Logprobs]) -> Json:
@@ -152,6 +168,10 @@ class CompletionForm(AnswerForm):
             found["top_logprobs"].append(best)
             found["text_offset"].append(offset)
         return found
+
+
+def _call(call: pb.ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _usage(usages: Iterable[pb.Usage]) -> Json:

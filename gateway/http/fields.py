@@ -1,6 +1,7 @@
 """One table: a field of OpenAI's requests, its form in JSON, and the field of baton.v1.GenerateRequest that says the
 same. The reader of requests, the words of errors and the OpenAPI document come from it."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -67,6 +68,13 @@ def _top_k(value: object) -> int:
     return max(0, _integer(value)) if value == -1 else _integer(value)
 
 
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as _string
+    return value
+
+
 def _logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, dict):
         raise TypeError
@@ -85,6 +93,7 @@ STRINGS = ValueKind(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     _strings,
 )
+OBJECT = ValueKind("an object", {"type": "object"}, _object)
 TOKEN_IDS = ValueKind("a list of token ids", {"type": "array", "items": _ID}, _token_ids)
 TOP_K = ValueKind("an integer; 0 and -1: off", {"type": "integer", "minimum": -1, "maximum": 0xFFFF_FFFF}, _top_k)
 LOGIT_BIAS = ValueKind(
@@ -135,12 +144,10 @@ _NEUTRAL = {
 }
 CHAT_NEUTRAL: Mapping[str, tuple] = {
     **_NEUTRAL,
-    "add_generation_prompt": (True,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("none", "auto"),  # among no tools
-    "tools": ([],),
+    "tool_choice": ("auto",),
 }
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
 
@@ -151,6 +158,14 @@ def write(request: Any, field: Field, value: object) -> None:
         put(request, field.path, field.kind.read(value))
     except (TypeError, ValueError, OverflowError):
         raise InvalidRequest(field.name, f"must be {field.kind.words}") from None
+
+
+def read_as(where: str, kind: ValueKind, value: object) -> Any:
+    """Return a value from JSON. Raises InvalidRequest."""
+    try:
+        return kind.read(value)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise InvalidRequest(where, f"must be {kind.words}") from None
 
 
 def put(message: Any, path: str, value: object) -> None:

@@ -67,18 +67,60 @@ _PARTS = {
         "additionalProperties": False,
     },
 }
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+_CALL = {
+    "type": "object",
+    "required": ["id", "function"],
+    "properties": {
+        "id": {"type": "string"},
+        "index": {"type": "integer"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name", "arguments"],
+            "properties": {"name": _NAME, "arguments": {"type": "string"}},
+            "additionalProperties": False,
+        },
+    },
+    "additionalProperties": False,
+}
 _MESSAGES = {
     "type": "array",
     "minItems": 1,
     "items": {
         "type": "object",
-        "required": ["role", "content"],
+        "required": ["role"],
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"anyOf": [{"type": "string"}, _PARTS]},
+            "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]},
+            "reasoning_content": {"type": ["string", "null"]},
+            "reasoning": {"type": ["string", "null"]},
+            "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
+            "tool_call_id": {"type": ["string", "null"]},
         },
         "additionalProperties": False,
     },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": _NAME, "description": {"type": "string"}, "parameters": {"type": "object"}},
+            "additionalProperties": False,
+        },
+    },
+    "additionalProperties": False,
+}
+_CONVERSATION = {
+    "messages": _MESSAGES,
+    "tools": {"type": "array", "items": _TOOL},
+    "chat_template_kwargs": {"type": "object"},
+    "continue_final_message": BOOLEAN.schema,
+    "add_generation_prompt": BOOLEAN.schema,
 }
 _TOKENS = {**TOKEN_IDS.schema, "minItems": 1}
 _PROMPT = {
@@ -103,9 +145,9 @@ _STREAMED = {
 
 def document() -> Json:
     """Return the document."""
-    chat = _body({"messages": _MESSAGES, "logprobs": BOOLEAN.schema, **_STREAMED}, ["messages"], CHAT, CHAT_NEUTRAL)
+    chat = _body({**_CONVERSATION, "logprobs": BOOLEAN.schema, **_STREAMED}, ["messages"], CHAT, CHAT_NEUTRAL)
     completion = _body({"prompt": _PROMPT, **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
-    tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, "messages": _MESSAGES}, [])
+    tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **_CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
     paths = {
         "/v1/models": {"get": _operation("The served model.", {"type": "object"})},

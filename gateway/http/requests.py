@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
+from gateway.http.conversations import CONVERSATION, CONVERSATION_NAMES, read_conversation
 from gateway.http.fields import (
     BOOLEAN,
     CHAT,
@@ -20,18 +21,18 @@ from gateway.http.fields import (
     Field,
     ValueKind,
     put,
+    read_as,
     write,
 )
 
 MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _STREAMED = ("stream", "stream_options", "user", "return_token_ids")
-_ROLES = {"developer": "system"}  # the same to a chat template
 
 # Words for fields of baton.v1 that no row of the table has.
-CHAT_NAMES = {"messages.messages": "messages", "messages": "messages", "input": "messages"}
+CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
 PROMPT_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "input": "prompt"}
-TOKENIZE_NAMES = {"messages.messages": "messages", "text": "prompt", "input": "prompt"}
+TOKENIZE_NAMES = {**CONVERSATION_NAMES, "text": "prompt", "input": "prompt"}
 DETOKENIZE_NAMES = {"token_ids": "tokens"}
 
 
@@ -64,9 +65,9 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def read_chat(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
-    _check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, "messages", "logprobs"))
+    _check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs"))
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
-    request.messages.messages.extend(read_messages(values))
+    request.messages.CopyFrom(read_conversation(values))
     _fill(request, values, CHAT, names)
     if {"max_tokens", "max_completion_tokens"} <= values.keys():
         raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
@@ -95,12 +96,12 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
 
 def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:
     """Read the body of /tokenize. Raises InvalidRequest."""
-    _check_known(values, (), {"add_generation_prompt": (True,)}, ("model", "prompt", "messages"))
+    _check_known(values, (), {}, ("model", "prompt", *CONVERSATION))
     request = pb.TokenizeRequest(model=_value(values, "model", STRING, ""))
     if "messages" in values and "prompt" in values:
         raise InvalidRequest("prompt", "is given beside messages: send one of them")
     if "messages" in values:
-        request.messages.messages.extend(read_messages(values))
+        request.messages.CopyFrom(read_conversation(values))
     else:
         request.text = _value(values, "prompt", STRING)
     return request
@@ -114,38 +115,6 @@ def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
     return request
 
 
-def read_messages(values: Mapping[str, Any]) -> list[pb.Message]:
-    """Read a conversation. Raises InvalidRequest."""
-    messages = values.get("messages")
-    if not isinstance(messages, list):
-        raise InvalidRequest("messages", "must be a list of messages" if "messages" in values else "is missing")
-    if not messages:
-        raise InvalidRequest("messages", "is empty")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _message(where: str, message: object) -> pb.Message:
-    if not isinstance(message, dict):
-        raise InvalidRequest(where, "must be an object with role and content")
-    for name, value in message.items():
-        if name not in ("role", "content") and value not in (None, []):
-            raise InvalidRequest(f"{where}.{name[:80]}", "is not supported here")
-    role = _read(f"{where}.role", STRING, message.get("role"))
-    return pb.Message(role=_ROLES.get(role, role), content=_content(f"{where}.content", message.get("content")))
-
-
-def _content(where: str, content: object) -> str:
-    """Return the text of a content: a string, or a list of parts of type text."""
-    if not isinstance(content, list):
-        return _read(where, ValueKind("a string, or a list of parts", {}, STRING.read), content)
-    texts = []
-    for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
-            raise InvalidRequest(f"{where}[{index}]", 'only parts {"type": "text", "text": ...} are supported here')
-        texts.append(_read(f"{where}[{index}].text", STRING, part.get("text")))
-    return "".join(texts)
-
-
 def _prompts(values: Mapping[str, Any]) -> Sequence[str | list[int]]:
     """Return the prompts: one as a string or a list of token ids, several as a list of these."""
     prompt = values.get("prompt")
@@ -153,20 +122,20 @@ def _prompts(values: Mapping[str, Any]) -> Sequence[str | list[int]]:
         raise InvalidRequest("prompt", "is missing")
     if isinstance(prompt, str) or not isinstance(prompt, list):
         return [
-            _read("prompt", ValueKind("a string, a list of token ids, or a list of these", {}, STRING.read), prompt)
+            read_as("prompt", ValueKind("a string, a list of token ids, or a list of these", {}, STRING.read), prompt)
         ]
     if prompt and isinstance(prompt[0], int):
         return [_token_ids("prompt", prompt)]
     if not 1 <= len(prompt) <= MAX_PROMPTS:
         raise InvalidRequest("prompt", f"has {len(prompt)} prompts, 1 to {MAX_PROMPTS} are allowed")
     return [
-        _token_ids(f"prompt[{index}]", each) if isinstance(each, list) else _read(f"prompt[{index}]", STRING, each)
+        _token_ids(f"prompt[{index}]", each) if isinstance(each, list) else read_as(f"prompt[{index}]", STRING, each)
         for index, each in enumerate(prompt)
     ]
 
 
 def _token_ids(where: str, value: object) -> list[int]:
-    token_ids = _read(where, TOKEN_IDS, value)
+    token_ids = read_as(where, TOKEN_IDS, value)
     if not token_ids or min(token_ids) < 0 or max(token_ids) > 0xFFFF_FFFF:
         raise InvalidRequest(where, "is empty" if not token_ids else "holds what is no token id")
     return token_ids
@@ -216,14 +185,7 @@ def _value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any =
         if default is None:
             raise InvalidRequest(name, "is missing")
         return default
-    return _read(name, kind, values[name])
-
-
-def _read(where: str, kind: ValueKind, value: object) -> Any:
-    try:
-        return kind.read(value)
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest(where, f"must be {kind.words}") from None
+    return read_as(name, kind, values[name])
 
 
 def _no_constant(name: str) -> None:

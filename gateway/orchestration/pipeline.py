@@ -13,6 +13,7 @@ from baton.service.observe.telemetry import format_traceparent
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
+from gateway.answer.answer_reader import AnswerReader
 from gateway.config.served_model import ServedModel
 from gateway.fleet.registry import Registry
 from gateway.orchestration.machine import RequestMachine
@@ -42,6 +43,7 @@ class Pipeline:
     index: PrefixIndex
     names: PrefixHashes
     text: TextWork
+    reader: AnswerReader
     admission: AdmissionControl
     queues: WaitingQueues
     max_queue_wait_s: float
@@ -117,7 +119,8 @@ class Pipeline:
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
-        answer = Answer(checked, max_tokens, self.text.detokenizer, record.stamps, emit, partial(self.on_gap, record))
+        form = self.reader.form_of(checked.messages, prompt_ids)
+        answer = Answer(checked, max_tokens, form, record.stamps, emit, partial(self.on_gap, record))
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)
         prepared = PreparedRequest(specs, matches, deadline, digest, bool(checked.resume_from))

@@ -6,19 +6,22 @@ looked at once, for the bytes that it means; from then on decoding is a table.
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from gateway.text.tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 _STEP = 4096  # ids
 _WORD = re.compile("[a-z]+")
+NO_CHARACTERS: Mapping[int, str] = {}
 
 
 class Detokenizer:
     """Make decoders for one tokenizer. Special tokens have no text."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, characters: Mapping[int, str] = NO_CHARACTERS):
+        """`characters`: that stand for some tokens, whatever their text is."""
+        self._characters = characters
         self._tokenizer, self._special_ids = tokenizer.decoder, tokenizer.special_ids
         self._is_byte_level = tokenizer.decoder_steps == ["ByteLevel"]
         self._has_byte_tokens = "ByteFallback" in tokenizer.decoder_steps
@@ -39,6 +42,8 @@ class Detokenizer:
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes of a token within a text, not always whole characters."""
+        if token_id in self._characters:
+            return self._characters[token_id].encode()
         token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -56,6 +61,8 @@ class Detokenizer:
 
     def _first_bytes_of(self, token_id: int) -> bytes:
         """The same of a text's first token, where some vocabularies take a space away."""
+        if token_id in self._characters:
+            return self._characters[token_id].encode()
         text, value = self._decode([token_id]), self._byte_of(self._tokenizer.id_to_token(token_id) or "")
         return text.encode() if value is None or not text else value
 

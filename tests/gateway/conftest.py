@@ -28,7 +28,9 @@ from tests.support.pace import patience
 
 CONTROLS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message.tool_calls %}{{ call.function | tojson }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 TEXTS = ["The quick brown fox jumps over the lazy dog. Größe, façade, naïve, 東京, Здравствуйте, 🙂. " * 8]
@@ -146,5 +148,20 @@ def cluster(folder, digest):
             assert await running == 0
             for worker in c.workers:
                 await worker.stop()
+
+    return start
+
+
+@pytest.fixture
+def saying(cluster, folder):
+    """`async with saying(text, **settings) as c`: a model in the manner of Hermes that answers with this text."""
+
+    @contextlib.asynccontextmanager
+    async def start(text: str, **settings):
+        tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        async with cluster(**{"tool_call_parser": "hermes", **settings}) as c:
+            for worker in c.workers:
+                worker.script = tokens.encode(text, add_special_tokens=False).ids
+            yield c
 
     return start

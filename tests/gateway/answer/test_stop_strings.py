@@ -6,6 +6,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.choice import Choice
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from tests.support.gateway.naive_text import held_back, stopped
@@ -67,7 +68,7 @@ class OneLetter:
 def cost(stops, text: str) -> float:
     """CPU seconds of one choice of an answer."""
     begun = time.thread_time()
-    choice = Choice(0, OneLetter(), StopStrings(stops), 0)
+    choice = Choice(0, ReaderForm(OneLetter()), StopStrings(stops), 0)
     for index in range(0, len(text), 4):
         choice.push(list(map(ord, text[index : index + 4])), (), 0)
     return time.thread_time() - begun

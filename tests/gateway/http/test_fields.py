@@ -85,8 +85,15 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_chat, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (read_chat, {"messages": [{"content": "hi"}]}, "messages[0].role"),
         (read_chat, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls"),
-        (read_chat, {**READERS["chat"][1], "tools": [{"type": "function"}]}, "tools"),
+        (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": [1]}]}, "messages[0].tool_calls[0]"),
+        (read_chat, {"messages": [{"role": "user", "content": "", "name": "x"}]}, "messages[0].name"),
+        (read_chat, {"messages": [{"role": "user", "content": "", "tool_calls": 1}]}, "messages[0].tool_calls"),
+        (read_chat, {**READERS["chat"][1], "tools": [{"type": "function"}]}, "tools[0].function"),
+        (read_chat, {**READERS["chat"][1], "tools": [{"type": "custom"}]}, "tools[0].type"),
+        (read_chat, {**READERS["chat"][1], "tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        (read_chat, {**READERS["chat"][1], "chat_template_kwargs": []}, "chat_template_kwargs"),
+        (read_chat, {**READERS["chat"][1], "continue_final_message": 1}, "continue_final_message"),
+        (read_chat, {**READERS["chat"][1], "add_generation_prompt": False}, "add_generation_prompt"),
         (read_chat, {**READERS["chat"][1], "response_format": {"type": "json_object"}}, "response_format"),
         (read_chat, {**READERS["chat"][1], "structured_outputs": {}}, "structured_outputs"),
         (read_chat, {**READERS["chat"][1], "temprature": 1}, "temprature"),
@@ -141,5 +148,6 @@ def test_the_document_has_every_field_and_no_other():
         read = read_chat if "chat" in path else read_completion
         for name in body:
             with pytest.raises(InvalidRequest) as caught:
-                read({**READERS["chat" if "chat" in path else "completion"][1], name: {"no": "such value"}})
+                wrong = ["no"] if name == "chat_template_kwargs" else {"no": "such value"}
+                read({**READERS["chat" if "chat" in path else "completion"][1], name: wrong})
             assert caught.value.field.startswith(name)

@@ -95,6 +95,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_silent = False
         self.manner = ""  # one of MANNERS: what is wrong with it
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
+        self.script: Sequence[int] = ()  # tokens of every answer, which token 0 ends
         self.state = "serving"  # as its loads say
         self.port = 0
         self._gates = {name: asyncio.Event() for name in GATES}
@@ -343,6 +344,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def _draw(self, spec, choice: int, index: int) -> tuple[int, int]:
         token_id = token_at(spec.token_ids[: spec.num_prompt_tokens], choice, index, self.vocab_size)
+        if self.script:
+            token_id = self.script[index] if index < len(self.script) else 0
         if token_id in spec.stop_token_ids and index + 1 > spec.min_tokens:
             return token_id, inference_pb2.FINISH_REASON_STOP
         is_full = index + 1 >= spec.max_tokens

@@ -1,0 +1,189 @@
+"""One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and whole calls
+come out. A call that the answer's end cuts off is left out: a client must not run half of one."""
+
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from gateway.parsers.calls import CallReader, ParsedCall
+from gateway.parsers.reading import AnswerSource, Cut, Malformed, Markers, Reading
+
+_BLANKS = " \t\r\n"
+
+
+class FoundCall(NamedTuple):
+    name: str
+    arguments: str  # a JSON object
+
+
+@dataclass
+class Parsed:
+    """What is certain now and was not before."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[FoundCall] = field(default_factory=list)
+
+
+class AnswerParser:
+    """`push` the text of an answer, then `finish`. Subclasses say how it is read."""
+
+    def __init__(self, spellings: Mapping[str, str]):
+        """`spellings`: of characters that stand for control tokens, their text."""
+        self._spellings = str.maketrans(dict(spellings))
+        self._source, self._parsed = AnswerSource(), Parsed()
+        self._reading = self._run()
+        next(self._reading, None)
+
+    def push(self, piece: str) -> Parsed:
+        """Take what follows; return what is certain."""
+        self._source.add(piece)
+        return self._take()
+
+    def finish(self) -> Parsed:
+        """Take the end of the answer; return the rest."""
+        self._source.has_ended = True
+        return self._take()
+
+    def _take(self) -> Parsed:
+        next(self._reading, None)
+        parsed, self._parsed = self._parsed, Parsed()
+        return parsed
+
+    def _run(self) -> Reading:
+        raise NotImplementedError
+
+    def _say(self, text: str) -> None:
+        self._parsed.content += text.translate(self._spellings)
+
+    def _think(self, text: str) -> None:
+        self._parsed.reasoning += text.translate(self._spellings)
+
+    def _call(self, call: ParsedCall) -> None:
+        try:
+            text = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            raise Malformed from None
+        self._parsed.calls.append(FoundCall(call.name, text.translate(self._spellings)))
+
+
+class TaggedParser(AnswerParser):
+    """Reasoning between two tags at the beginning, then content with calls in it."""
+
+    def __init__(
+        self,
+        spellings: Mapping[str, str],
+        thinks: Sequence[tuple[str, str]],
+        reader: type[CallReader] | None,
+        tools: Mapping[str, Any],
+        thinking: str,
+    ):
+        """`thinks`: pairs of tags around reasoning; `reader`: of calls, None: there are none; `thinking`: the tag with
+        which the prompt ends, "" if it ends with none."""
+        self._thinks = {spell(begin, spellings): spell(end, spellings) for begin, end in thinks}
+        self._thinking = spell(thinking, spellings)
+        self._reader, self._openers = None, list[str]()
+        if reader:
+            spelled = {text: spell(text, spellings) for text in (*reader.markers, *reader.openers)}
+            self._reader = reader(spelled, tools, self._call)
+            self._openers = [spelled[opener] for opener in reader.openers]
+        super().__init__(spellings)
+
+    def _run(self) -> Reading:
+        source, tag = self._source, self._thinking
+        if not tag:
+            with suppress(Cut):
+                tag = yield from source.accept(*self._thinks)
+        has_called = False
+        if tag:
+            has_called = yield from self._reason(self._thinks[tag])
+        else:
+            source.at = 0  # blanks too
+        yield from self._content(bool(tag), has_called)
+
+    def _reason(self, end: str) -> Generator[None, None, bool]:
+        """Read reasoning, and say whether calls ended it. Blanks at both its ends are the form's."""
+        held, reader = "", self._reader
+        openers = self._openers if reader and reader.ends_thinking else ()
+        markers = Markers((end, *openers))
+        yield from self._source.peek()
+        while True:
+            text, marker = yield from _piece(self._source, markers)
+            text, held = _split(held + text)
+            self._think(text)
+            if marker is None or marker == end:
+                return False
+            if marker and reader:
+                if (yield from self._has_read(reader, marker)):
+                    return True
+                held += marker
+
+    def _content(self, trims: bool, has_called: bool) -> Reading:
+        """Read content and calls. `trims`: blanks at its beginning are the form's, as those before a call always are."""
+        source, reader, markers, held = self._source, self._reader, Markers(self._openers), ""
+        if trims:
+            yield from source.peek()
+        begin = source.at
+        if reader and reader.first:
+            is_call = (yield from source.peek()) == reader.first and (yield from self._has_read(reader, ""))
+            has_called = has_called or is_call
+            if not is_call:
+                source.at = begin
+        while True:
+            text, opener = yield from _piece(source, markers)
+            if opener is None:
+                rest = held + text
+                self._say("" if has_called and not rest.strip(_BLANKS) else rest)
+                return
+            text, held = _split(held + text) if reader else (text, "")
+            self._say(text)
+            if opener and reader:
+                if (yield from self._has_read(reader, opener)):
+                    has_called, held = True, ""
+                else:
+                    held += opener
+
+    def _has_read(self, reader: CallReader, opener: str) -> Generator[None, None, bool]:
+        """Read calls; return False where there are none, and nothing was read."""
+        source = self._source
+        source.good = begin = source.at
+        try:
+            yield from reader.read(source, opener)
+        except Malformed:
+            source.at = source.good
+        except Cut:
+            source.at = len(source.text) if opener else source.good
+            return bool(opener) or source.good > begin
+        return source.good > begin
+
+
+def spell(text: str, spellings: Mapping[str, str]) -> str:
+    """Return a text of the form as it stands in answers, where characters stand for control tokens."""
+    for character, token in spellings.items():
+        text = text.replace(token, character)
+    return text
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return the text and the blanks at its end."""
+    kept = text.rstrip(_BLANKS)
+    return kept, text[len(kept) :]
+
+
+def _piece(source: AnswerSource, markers: Markers) -> Generator[None, None, tuple[str, str | None]]:
+    """Return the text up to a marker, and the marker; "" where more may follow, None at the end."""
+    while True:
+        if found := markers.find(source.text, source.at):
+            text, marker, end = source.text[source.at : found.start()], found[0], found.end()
+        elif source.has_ended:
+            text, marker, end = source.text[source.at :], None, len(source.text)
+        else:
+            end = len(source.text) - markers.num_held(source.text, source.at)
+            text, marker = source.text[source.at : end], ""
+        if text or marker != "":
+            source.at = end
+            source.forget()
+            return text, marker
+        yield

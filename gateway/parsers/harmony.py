@@ -1,0 +1,75 @@
+"""The messages of gpt-oss: each a header with a channel, a recipient and a type, then a body. Its markers are control
+tokens alone: models write about them."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.parsers.answer_parser import AnswerParser, spell
+from gateway.parsers.calls import ParsedCall
+from gateway.parsers.reading import Cut, Malformed, Markers, Reading, parse_json
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s]+)")
+_FUNCTIONS = "functions."
+
+
+class HarmonyParser(AnswerParser):
+    """Analysis is reasoning, a message to a function is a call, what is meant for the user is content."""
+
+    def __init__(self, spellings: Mapping[str, str], has_tools: bool):
+        """`has_tools`: messages to functions are calls; they are left out otherwise."""
+        self._has_tools = has_tools
+        self._start, self._channel, self._constrain, self._message, *ends = (spell(m, spellings) for m in MARKERS)
+        self._ends = tuple(ends)
+        super().__init__(spellings)
+
+    def _run(self) -> Reading:
+        source = self._source
+        try:
+            while True:
+                head, end = yield from source.until(self._message, self._start, *self._ends)
+                if end == self._message:
+                    yield from self._body(head)
+                source.forget()
+        except Cut:
+            return
+
+    def _body(self, head: str) -> Reading:
+        channel = head.rpartition(self._channel)[2].replace(self._constrain, " ").split()
+        recipients = _RECIPIENT.findall(head.replace(self._channel, " ").replace(self._constrain, " "))
+        name = channel[0] if channel and self._channel in head else ""
+        to = next((each for each in recipients if each.startswith(_FUNCTIONS)), "")
+        if to:
+            yield from self._arguments(to.removeprefix(_FUNCTIONS))
+        elif name == "analysis":
+            yield from self._text(self._think)
+        elif not recipients:  # what else is sent to a tool is for nobody here
+            yield from self._text(self._say)
+
+    def _text(self, emit: Callable[[str], None]) -> Reading:
+        source, markers = self._source, Markers((*self._ends, self._start))
+        while not (found := markers.find(source.text, source.at)):
+            end = len(source.text) if source.has_ended else len(source.text) - markers.num_held(source.text, source.at)
+            emit(source.text[source.at : end])
+            source.at = end
+            source.forget()
+            if source.has_ended:
+                raise Cut
+            yield
+        emit(source.text[source.at : found.start()])
+        source.at = found.start() if found[0] == self._start else found.end()
+
+    def _arguments(self, name: str) -> Reading:
+        source, begin = self._source, self._source.at
+        try:
+            text, _ = yield from source.until(*self._ends, self._start)
+        except Cut:
+            text = source.text[begin:]  # a stop token that ends the answer is no part of it
+            source.at = len(source.text)
+        try:
+            arguments: Any = parse_json(text) if text.strip() else {}
+            if self._has_tools and isinstance(arguments, dict):
+                self._call(ParsedCall(name, arguments))
+        except Malformed:
+            return

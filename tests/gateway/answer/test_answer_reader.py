@@ -1,0 +1,88 @@
+"""Tokens of a model that marks reasoning and calls: equal in every grouping, and from wherever a client resumes."""
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Tokens
+
+from baton.v1 import inference_pb2 as pb
+from gateway.answer.answer_reader import AnswerReader
+from gateway.answer.choice import Choice
+from gateway.parsers.formats import format_named
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.templates import ChatMessage, ChatOptions, Conversation
+from gateway.text.tokenizer import Tokenizer
+from tests.support.gateway.small_tokenizers import byte_level
+
+MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+TOKENIZER_JSON = byte_level(unspecial=MARKERS)
+TOKENIZER, TOKENS = Tokenizer(TOKENIZER_JSON), Tokens.from_str(TOKENIZER_JSON.decode())
+READER = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("hermes"))
+TOOLS = ({"name": "find", "description": "", "parameters": {}},)
+CONVERSATION = Conversation((ChatMessage("user", "x"),), ChatOptions(TOOLS))
+CALL = '<tool_call>\n{"name": "find", "arguments": {"text": "Größe </tool_call> 東京 🙂"}}\n</tool_call>'
+IDS = TOKENS.encode(f"<think>\nI look for naïve 🙂.\n</think>\n\nOne moment.\n{CALL}\n{CALL}<|im_end|>").ids
+
+
+def form(prompt: str = "x", conversation=CONVERSATION):
+    return READER.form_of(conversation, TOKENS.encode(prompt).ids)
+
+
+def joined(messages: list[pb.GenerateResponse]) -> tuple:
+    calls = [(call.id, call.name, json.loads(call.arguments)) for message in messages for call in message.tool_calls]
+    return "".join(m.reasoning for m in messages), "".join(m.text for m in messages), calls, messages[-1].finish_reason
+
+
+def messages_of(sizes, num_received: int = 0, asked=None) -> list[pb.GenerateResponse]:
+    choice, messages, begin = Choice(0, asked or form(), None, 0, num_received, "r1"), [], 0
+    for size in (*sizes, len(IDS)):
+        ids = IDS[begin : begin + size]
+        if ids:
+            choice.push(ids, (), pb.FINISH_REASON_STOP if begin + size >= len(IDS) else 0)
+            messages.append(choice.take())
+        begin += size
+    return messages
+
+
+WHOLE = joined(messages_of([]))
+
+
+def test_an_answer_has_its_parts():
+    reasoning, content, calls, reason = WHOLE
+    assert (reasoning, content) == ("I look for naïve 🙂.", "One moment.")
+    assert [call[1:] for call in calls] == [("find", {"text": "Größe </tool_call> 東京 🙂"})] * 2
+    assert calls[0][0] != calls[1][0] and reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), max_size=120))
+def test_equal_in_every_grouping(sizes):
+    assert joined(messages_of(sizes)) == WHOLE
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, len(IDS) - 1))
+def test_a_client_that_resumes_gets_the_rest(num_received):
+    """As many tokens one by one, then a stream that is resumed behind them: nothing twice, nothing lost."""
+    before = messages_of([1] * len(IDS))[:num_received]
+    assert joined(before + messages_of([], num_received)) == WHOLE
+
+
+def test_plain_where_there_is_no_conversation():
+    assert joined(messages_of([], asked=form(conversation=None)))[0] == ""
+    assert "<tool_call>" in joined(messages_of([], asked=form(conversation=None)))[1]
+
+
+def test_the_prompt_may_begin_the_reasoning():
+    choice = Choice(0, form("x<think>\n"), None, 0)
+    choice.push(TOKENS.encode("hm</think>ok<|im_end|>").ids, (), pb.FINISH_REASON_STOP)
+    message = choice.take()
+    assert (message.reasoning, message.text, message.finish_reason) == ("hm", "ok", pb.FINISH_REASON_STOP)
+
+
+def test_a_call_that_is_cut_is_no_call():
+    choice = Choice(0, form(), None, 0)
+    choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
+    message = choice.take()
+    assert (message.text, list(message.tool_calls), message.finish_reason) == ("wait", [], pb.FINISH_REASON_LENGTH)

@@ -1,0 +1,82 @@
+"""Tools, calls and reasoning with OpenAI's own client, whole and streamed."""
+
+import json
+
+import openai
+import pytest
+
+from tests.gateway.http.conftest import openai_client
+
+CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
+SAID = f"<think>\nI look.\n</think>\n\nOne moment.\n{CALL}\n{CALL}"
+USER = {"role": "user", "content": "a fox"}
+FIND = {
+    "type": "function",
+    "function": {"name": "find", "parameters": {"type": "object", "properties": {"text": {"type": "string"}}}},
+}
+ASK = {"model": "fake", "messages": [USER], "max_completion_tokens": 400, "tools": [FIND]}
+
+
+async def test_calls_whole(saying):
+    async with saying(SAID, http="127.0.0.1:0") as c, openai_client(c) as client:
+        choice = (await client.chat.completions.create(**ASK)).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
+        assert choice.message.model_extra["reasoning_content"] == "I look."
+        calls = choice.message.tool_calls
+        assert [(call.type, call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("function", "find", {"text": "fox"})
+        ] * 2
+        assert calls[0].id != calls[1].id
+        # The client's own object is the next request's message.
+        answers = [{"role": "tool", "tool_call_id": call.id, "content": "here"} for call in calls]
+        again = await client.chat.completions.create(**{**ASK, "messages": [USER, choice.message, *answers]})
+        assert again.choices[0].message.content == "One moment."
+
+
+async def test_calls_streamed(saying):
+    async with saying(SAID, http="127.0.0.1:0") as c, openai_client(c) as client:
+        reasoning = ""
+        async with client.chat.completions.stream(**ASK) as stream:
+            async for event in stream:
+                if event.type == "chunk" and event.chunk.choices:
+                    reasoning += (event.chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
+            choice = (await stream.get_final_completion()).choices[0]
+        assert (reasoning, choice.message.content, choice.finish_reason) == ("I look.", "One moment.", "tool_calls")
+        calls = choice.message.tool_calls
+        assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
+            ("find", {"text": "fox"})
+        ] * 2
+
+
+async def test_a_call_alone_has_no_content(saying):
+    async with saying(CALL, http="127.0.0.1:0") as c, openai_client(c) as client:
+        message = (await client.chat.completions.create(**ASK)).choices[0].message
+        assert message.content is None and len(message.tool_calls) == 1
+
+
+async def test_a_last_message_is_continued_and_template_variables_arrive(served):
+    async with served() as (c, client):
+        messages = [USER, {"role": "assistant", "content": "The quick"}]
+        extra = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
+        await client.chat.completions.create(model="fake", messages=messages, max_tokens=2, extra_body=extra)
+        spec = next(message.spec for kind, message in c.prefill[0].commands if kind == "prefill")
+        prompt = c.gateway.handler._pipeline.text.detokenizer.decode(spec.token_ids[: spec.num_prompt_tokens])
+        assert prompt == "a foxThe quick"
+
+
+CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "find", "arguments": "[]"}}]}  # fmt: skip
+BAD = [
+    ({"tools": [FIND, FIND]}, "tools[1].name"),
+    ({"messages": [USER, CALLING]}, "messages[1].tool_calls[0].arguments"),
+    ({"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": "x"}]}, "messages[1].tool_call_id"),
+    ({"messages": [{**USER, "role": "robot"}]}, "messages[0].role"),
+    ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+async def test_what_cannot_be_is_told_by_its_name(served, fields, param):
+    async with served() as (_, client):
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.chat.completions.create(**{**ASK, **fields})
+        assert error.value.param == param
