@@ -24,4 +24,8 @@ def name_bound(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: 
                 if phase != "transfer":
                     spent_s[phase] += value
             spent_s["decode"] += outcome.decode_s
+    if answered and not spent_s:  # a server of OpenAI's API
+        share = sum(outcome.ttft_s for outcome in answered) / sum(outcome.e2e_s for outcome in answered)
+        told = f"{share:.0%} of the answered requests' time was before the first token; the server tells no phases."
+        return Bound("nothing", told)
     return bound_of(spent_s)

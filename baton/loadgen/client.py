@@ -1,13 +1,15 @@
-"""Send jobs to a gateway at their times, or N at a time, and note the outcome of each."""
+"""Send jobs to a server at their times, or N at a time, and note the outcome of each."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from typing import Any
 
 import grpc
 
+from baton.loadgen.openai import OpenAIBackend
 from baton.loadgen.outcome import Latencies, Outcome
-from baton.loadgen.plan import RunPlan
+from baton.loadgen.plan import Backend, CallFailed, RunPlan, Unreachable
 from baton.loadgen.workload import Job, prompt_ids
 from baton.service.errors import from_rpc_error
 from baton.service.net.client import explain_failure
@@ -21,10 +23,6 @@ _PREPARED_TOKENS = 8 << 20  # of prompts: 32 MiB
 _OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
-class Unreachable(Exception):
-    """One line: no gateway answers."""
-
-
 async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoResponse:
     """Raises Unreachable."""
     async with access.channel(target, _OPTIONS) as channel:
@@ -35,19 +33,69 @@ async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoR
             raise Unreachable(explain_failure(target, error.code(), error.details(), access)) from None
 
 
+class GrpcBackend:
+    """Generate of a gateway, over one channel."""
+
+    def __init__(self, plan: RunPlan):
+        self._plan = plan
+        self._channel = plan.access.channel(plan.target, _OPTIONS)
+        self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
+        self._answer = self._answer_in_the_end if plan.retries else self._answer_once
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def make(self, job: Job) -> pb.GenerateRequest:
+        return pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=prompt_ids(job, self._plan.vocab_size, self._plan.seed)),
+            sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(max_tokens=job.num_output, ignore_eos=True),
+            slo_class=self._plan.slo_class,
+        )
+
+    async def stream(self, request: pb.GenerateRequest, outcome: Outcome) -> AsyncIterator[int]:
+        message = None
+        try:
+            async for message in self._answer(request):
+                if self._plan.keeps_tokens:
+                    outcome.token_ids.extend(message.token_ids)
+                yield len(message.token_ids)
+        except grpc.aio.AioRpcError as error:
+            raise CallFailed(error.code().name, error.details() or "") from None
+        finally:
+            if message is not None and message.HasField("timing"):
+                outcome.num_cached = message.usage.cached_tokens
+                timing = message.timing
+                outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
+
+    def _answer_once(self, request: pb.GenerateRequest) -> AsyncIterable[pb.GenerateResponse]:
+        return self._generate(request, timeout=self._plan.timeout_s, metadata=self._plan.access.metadata)
+
+    async def _answer_in_the_end(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        """Yield the messages of the first call that is not refused with a pause to wait."""
+        while True:
+            try:
+                async for message in self._answer_once(request):
+                    yield message
+                return
+            except grpc.aio.AioRpcError as call:
+                error = from_rpc_error(call)
+                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is None:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+
+
 class Sender:
     """One channel and its requests: `prepare`, then `open` or `closed`, whose `begin` is time.monotonic() of the run's
     start, the same for all senders; now, if not given. Needs a running event loop."""
 
     def __init__(self, plan: RunPlan, on_end: Callable[[Latencies], object] = lambda latencies: None):
         self._plan, self._on_end = plan, on_end
-        self._channel = plan.access.channel(plan.target, _OPTIONS)
-        self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
-        self._answer = self._answer_in_the_end if plan.retries else self._answer_once
-        self._prepared: dict[int, pb.GenerateRequest] = {}
+        self._backend: Backend = OpenAIBackend(plan, plan.openai) if plan.openai else GrpcBackend(plan)
+        self._prepared: dict[int, Any] = {}
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._backend.close()
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Makes the first requests before the run: one costs a tenth of a whole call of eight messages."""
@@ -56,7 +104,7 @@ class Sender:
             num_tokens += job.num_prompt
             if num_tokens > _PREPARED_TOKENS:
                 return
-            self._prepared[job.index] = self._make(job)
+            self._prepared[job.index] = self._backend.make(job)
 
     async def open(
         self, jobs: Sequence[Job], begin: float | None = None, ended: list[Outcome] | None = None
@@ -88,59 +136,26 @@ class Sender:
         await asyncio.gather(*(work() for _ in range(concurrency)))
         return ended
 
-    def _request(self, job: Job) -> pb.GenerateRequest:
-        return self._prepared.pop(job.index, None) or self._make(job)
+    def _request(self, job: Job) -> Any:
+        return self._prepared.pop(job.index, None) or self._backend.make(job)
 
-    def _make(self, job: Job) -> pb.GenerateRequest:
-        return pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=prompt_ids(job, self._plan.vocab_size, self._plan.seed)),
-            sampling=pb.Sampling(temperature=0.0),
-            stopping=pb.Stopping(max_tokens=job.num_output, ignore_eos=True),
-            slo_class=self._plan.slo_class,
-        )
-
-    def _answer_once(self, request: pb.GenerateRequest) -> AsyncIterable[pb.GenerateResponse]:
-        return self._generate(request, timeout=self._plan.timeout_s, metadata=self._plan.access.metadata)
-
-    async def _answer_in_the_end(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield the messages of the first call that is not refused with a pause to wait."""
-        while True:
-            try:
-                async for message in self._answer_once(request):
-                    yield message
-                return
-            except grpc.aio.AioRpcError as call:
-                error = from_rpc_error(call)
-                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is None:
-                    raise
-                await asyncio.sleep(error.retry_after_s)
-
-    async def _one(
-        self, job: Job, request: pb.GenerateRequest, begin: float, intended_s: float, ended: list[Outcome]
-    ) -> None:
+    async def _one(self, job: Job, request: Any, begin: float, intended_s: float, ended: list[Outcome]) -> None:
         outcome = Outcome(job.index, intended_s, job.num_prompt)
-        clock, num_output, num_messages, longest_gap = time.monotonic, 0, 0, 0.0
+        clock, num_messages, longest_gap = time.monotonic, 0, 0.0
         at = first = last = outcome.sent_s = clock() - begin
-        message = None
         try:
-            async for message in self._answer(request):
+            async for num_tokens in self._backend.stream(request, outcome):
                 at = clock() - begin
-                if num_output == 0:
+                if num_messages == 0:
                     first = at
                 elif at - last > longest_gap:
                     longest_gap = at - last
                 last, num_messages = at, num_messages + 1
-                num_output += len(message.token_ids)
-                if self._plan.keeps_tokens:
-                    outcome.token_ids.extend(message.token_ids)
-        except grpc.aio.AioRpcError as error:
-            outcome.status, outcome.reason = error.code().name, error.details() or ""
+                outcome.num_output += num_tokens
+        except CallFailed as failed:
+            outcome.status, outcome.reason = failed.status, failed.reason
             last = clock() - begin
-        outcome.first_s, outcome.last_s, outcome.num_output = first, last, num_output
+        outcome.first_s, outcome.last_s = first, last
         outcome.num_messages, outcome.longest_gap_s = num_messages, longest_gap
-        if message is not None and message.HasField("timing"):
-            outcome.num_cached = message.usage.cached_tokens
-            timing = message.timing
-            outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
         ended.append(outcome)
         self._on_end(outcome.latencies)

@@ -17,13 +17,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from baton.cli.client.bench_progress import progress
 from baton.engine.core import cpu
 from baton.loadgen import report, workload
-from baton.loadgen.client import Unreachable, model_info
+from baton.loadgen.client import model_info
 from baton.loadgen.compare import RecordedRun, compared, compared_page, read_run
-from baton.loadgen.plan import RunPlan
+from baton.loadgen.openai import VOCAB_SIZE, openai_info
+from baton.loadgen.plan import OpenAIServer, RunPlan, Unreachable
 from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
@@ -48,12 +51,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a running gateway under load",
+        help="measure a running gateway, or any server of OpenAI's API, under load",
         usage="baton bench [--rate R | --closed N | --trace FILE | --sweep | --compare A B] [--slo S] [--out DIR] ...",
         description="Sends requests by rate, by trace, or N at a time; writes summary.json, requests.csv, report.html.",
         allow_abbrev=False,
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
+    parser.add_argument(
+        "--openai",
+        metavar="URL",
+        help="any server of OpenAI's API instead, for instance http://127.0.0.1:8000/v1; prompts are words there",
+    )
+    parser.add_argument("--model", metavar="NAME", help="of --openai (default: the first that it lists)")
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--rate", type=positive, metavar="R", help="requests a second, open loop (default: 4)")
     load.add_argument("--closed", type=whole, metavar="N", help="N requests at a time, closed loop")
@@ -94,12 +103,13 @@ def run(args: argparse.Namespace) -> int:
         if args.compare:
             first, second = map(read_run, args.compare)
             return _compare(first, second, args.out)
+        if args.model and not args.openai:
+            raise ValueError("--model needs --openai: a gateway serves one model")
         if args.sweep and args.slo == Slo():
             raise ValueError("--sweep needs --slo: without one no rate is too high")
         entries = read_trace(args.trace) if args.trace else None
         with _results(args.out) as folder:
-            info = asyncio.run(model_info(args.target, read_access(args)))
-            bench = _Bench(args, info)
+            bench = _Bench(args, asyncio.run(_served(args)))
             summary, ran, steps = bench.sweep() if args.sweep else bench.once(entries)
             print(screen(summary))
             if folder:
@@ -135,20 +145,44 @@ def _results(out: Path | None) -> Iterator[Path | None]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-class _Bench:
-    """One command's runs. `info`: what the gateway says of its model."""
+class _Served(NamedTuple):
+    """What is measured, in words, and what its requests may be."""
 
-    def __init__(self, args: argparse.Namespace, info):
-        self._args, self._info = args, info
+    target: str
+    model: str
+    vocab_size: int
+    context: int
+    is_here: bool  # on this host
+    openai: OpenAIServer | None = None
+
+
+async def _served(args: argparse.Namespace) -> _Served:
+    """Raises Unreachable."""
+    access = read_access(args)
+    if args.openai:
+        info = await openai_info(args.openai, args.model, access)
+        here = is_loopback(f"{urlsplit(args.openai).hostname}:80")
+        return _Served(args.openai, info.server.model, VOCAB_SIZE, info.context or sys.maxsize, here, info.server)
+    info = await model_info(args.target, access)
+    model = f"{info.name}, {info.dtype}, weights {info.quantization}, kv {info.kv_dtype}"
+    return _Served(args.target, model, info.vocab_size, info.context, is_loopback(args.target))
+
+
+class _Bench:
+    """One command's runs."""
+
+    def __init__(self, args: argparse.Namespace, served: _Served):
+        self._args, self._served = args, served
         self._seed = secrets.randbits(31) if args.seed is None else args.seed
         self._plan = RunPlan(
             args.target,
-            info.vocab_size,
+            served.vocab_size,
             args.closed,
             args.processes,
             timeout_s=args.timeout,
             seed=self._seed,
             access=read_access(args),
+            openai=served.openai,
         )
         self._warmed = False
         named = WORKLOADS[args.workload]
@@ -205,22 +239,21 @@ class _Bench:
         return workload.drawn(rng, times, num_jobs, self._shape)
 
     def _measure(self, jobs: Sequence[Job], name: str) -> tuple[dict, Ran]:
-        jobs, num_cut = workload.fitted(jobs, self._info.context)
+        jobs, num_cut = workload.fitted(jobs, self._served.context)
         if not self._warmed:
             self._warm_up(jobs)
         cpu_usage = CpuUsage()
         with progress(len(jobs)) as on_end:
             ran = run_jobs(self._plan, jobs, on_end)
-        is_here = is_loopback(self._args.target)  # else this host's cores say nothing about the stack
-        busy = cpu_usage.busy() if is_here else 0.0
+        busy = cpu_usage.busy() if self._served.is_here else 0.0  # else they say nothing about the stack
         if ran.is_interrupted and not ran.outcomes:
             raise KeyboardInterrupt
         summary = summarize(ran, self._args.slo, is_open=self._plan.concurrency is None)
         summary["bound"] = aware_of_host(Bound(**summary["bound"]), cpu_usage.num_cores, busy)._asdict()
         facts = {
             "workload": name,
-            "target": self._args.target,
-            "model": f"{self._info.name}, {self._info.dtype}, weights {self._info.quantization}, kv {self._info.kv_dtype}",
+            "target": self._served.target,
+            "model": self._served.model,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "shape": _shape_of(jobs),
             "host": f"{len(os.sched_getaffinity(0))} cores of {cpu.name()}",

@@ -1,0 +1,102 @@
+"""A server of OpenAI's API that answers at once, or as the test says."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+
+
+class OpenAIStub:
+    """`step_s` before each token. `refuses`: fields that it answers 400. `usage` False: it never tells how many tokens there
+    were. `breaks`: "error" in mid-stream, "hang" or "close" after the first token."""
+
+    def __init__(self, step_s: float = 0.0, refuses: tuple[str, ...] = (), usage: bool = True, breaks: str = ""):
+        self.step_s, self.refuses, self.usage, self.breaks = step_s, refuses, usage, breaks
+        self.requests: list[dict] = []
+        self.num_connections = 0
+        self.keys: set[str] = set()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
+                body = await reader.readexactly(int(fields["content-length"]))
+                self.keys.add(fields.get("authorization", ""))
+                if head.startswith("GET /v1/models "):
+                    _reply(writer, 200, {"data": [{"id": "stub", "max_model_len": 4096}, {"id": "other"}]})
+                elif head.startswith("POST /v1/completions "):
+                    await self._complete(json.loads(body), writer)
+                else:
+                    _reply(writer, 404, {"detail": "Not Found"})
+        writer.close()
+
+    async def _complete(self, request: dict, writer: asyncio.StreamWriter) -> None:
+        self.requests.append(request)
+        if unknown := set(request) & set(self.refuses):
+            return _reply(writer, 400, {"error": {"message": f"unknown field {min(unknown)}"}})
+        if not request.get("stream"):
+            return _reply(writer, 200, {"choices": [{"text": "a"}]})
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        num = request["max_tokens"]
+        for index in range(num):
+            await asyncio.sleep(self.step_s)
+            text = "" if index == 1 else "x"  # half a character
+            _event(writer, {"choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None})
+            if self.breaks == "hang":
+                await asyncio.sleep(3600)
+            elif self.breaks == "close":
+                raise ConnectionResetError
+            elif self.breaks == "error":
+                _event(writer, {"error": {"message": "out of memory"}})
+        if self.usage:
+            words = len(request["prompt"].split())
+            told = {"prompt_tokens": words + 1, "completion_tokens": num, "prompt_tokens_details": {"cached_tokens": 3}}
+            _event(writer, {"choices": [], "usage": told})
+        _chunk(writer, b"data: [DONE]\n\n")
+        writer.write(b"0\r\n\r\n")
+
+
+def _reply(writer: asyncio.StreamWriter, status: int, value: dict) -> None:
+    body = json.dumps(value).encode()
+    writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def _event(writer: asyncio.StreamWriter, value: dict) -> None:
+    """In two chunks, cut where it is not polite."""
+    data = f"data: {json.dumps(value)}\n\n".encode()
+    _chunk(writer, data[:9])
+    _chunk(writer, data[9:])
+
+
+def _chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+
+@contextlib.contextmanager
+def serving_openai(stub: OpenAIStub) -> Iterator[str]:
+    """In a thread of its own; its URL."""
+    loop, started, ports = asyncio.new_event_loop(), threading.Event(), list[int]()
+    stopping = asyncio.Event()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(stub.answer, "127.0.0.1", 0)
+        ports.append(server.sockets[0].getsockname()[1])
+        started.set()
+        await stopping.wait()
+        server.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    started.wait()
+    try:
+        yield f"http://127.0.0.1:{ports[0]}/v1"
+    finally:
+        loop.call_soon_threadsafe(stopping.set)
+        thread.join()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
