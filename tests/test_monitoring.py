@@ -6,15 +6,20 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from baton.loadgen import plot
 from baton.service.observe import bound
+from baton.service.observe.phases import COLORS
 from baton.service.slo import Slo
+from gateway.api.dashboard import pages
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState
 from gateway.observe.meters import _OBJECTIVES
+from gateway.observe.recent_requests import PHASE_OF
 from gateway.request.timing import PHASES
 from tests.support.observe.observed import metrics
 
@@ -54,6 +59,30 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 QUERIES = list(queries())
+
+
+def test_a_phase_has_one_name_and_colour_everywhere():
+    """Those of baton/service/observe/phases.py: in dashboards, on the page, in the report, and of running requests."""
+    by_phase = [
+        panel
+        for path in DASHBOARDS
+        for panel in panels(path)
+        if any(target.get("legendFormat") == "{{phase}}" for target in panel["targets"])
+    ]
+    assert len(by_phase) == 5
+    for panel in by_phase:
+        drawn = {
+            override["matcher"]["options"]: override["properties"][0]["value"]["fixedColor"]
+            for override in panel["fieldConfig"]["overrides"]
+        }
+        assert drawn == COLORS, panel["title"]
+    assert tuple(COLORS) == PHASES and set(PHASE_OF.values()) <= set(PHASES)
+    spent = dict.fromkeys(PHASES, 1.0)
+    drawn = re.findall(r'fill="(#\w+)"><title>(\w+) ', plot.stack(spent, "ms", COLORS))
+    assert {name: color for color, name in drawn} == COLORS
+    gateway_page = pages(SimpleNamespace())["/"]({}).body.decode()
+    (inside,) = re.findall(r"^const PHASE_COLORS = (.*);$", gateway_page, re.MULTILINE)
+    assert json.loads(inside) == COLORS
 
 
 def test_four_dashboards_with_queries_and_words():

@@ -17,7 +17,7 @@ _BOUND_WINDOW_S = 60.0  # up to the last end
 # is being read.
 PHASE_OF = {
     "tokenizing": "tokenize", "awaiting credit": "admit", "admitting": "admit", "awaiting prefill": "prefill_queue",
-    "prefilling": "prefill_queue", "fetching": "prefill", "decoding": "decode", "ending": "decode", "attaching": "attach",
+    "prefilling": "prefill_queue", "fetching": "prefill", "decoding": "decode", "ending": "decode", "attaching": "decode",
 }  # fmt: skip
 
 
