@@ -73,14 +73,16 @@ protos: $(STAMPS)/protoc
 	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. \
 		protos/baton/v1/*.proto
 
-# A wheel in dist/ with the kernels of every tier of this machine's architecture, for machines without a compiler. For another:
+# Wheels in dist/: with the kernels of every tier of this machine's architecture, for machines without a compiler, and of the
+# client alone. For another architecture:
 # make wheel MACHINE=aarch64 CXX=aarch64-linux-gnu-g++
 MACHINE ?= $(shell uname -m)
 wheel: setup
 	BATON_WHEEL_FOR=$(MACHINE) CXX=$(CXX) $(PIP) wheel --no-deps --wheel-dir dist .
+	$(PIP) wheel --no-deps --wheel-dir dist ./clients/python
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) $(PEERS_VENV) $(STAMPS) *.egg-info build dist $(NODE_CLIENT)/node_modules
+	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) $(PEERS_VENV) $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):

@@ -1,30 +1,24 @@
 """Ask with chat messages and read one whole answer: python examples/chat.py [HOST:PORT].
 
-The model's own chat template turns messages into tokens. An answer that cannot be given raises grpc.RpcError: its code says
-whether to try again (UNAVAILABLE, RESOURCE_EXHAUSTED) or to mend the request (INVALID_ARGUMENT)."""
+The model's own chat template turns messages into tokens. What fails for now (nobody there, no room) is sent again; any other
+failure raises CallError, which names the field that is wrong."""
 
 import sys
 
-import grpc
+from baton.client import CallError, Client
 
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
+MESSAGES = [
+    {"role": "system", "content": "You write Python."},
+    {"role": "user", "content": "A function that reads a file line by line."},
+]
 
 
 def main(target: str = "127.0.0.1:50051") -> None:
-    messages = pb.Messages(
-        messages=[
-            pb.Message(role="system", content="You write Python."),
-            pb.Message(role="user", content="A function that reads a file line by line."),
-        ]
-    )
-    request = pb.GenerateRequest(messages=messages)
-    request.stopping.max_tokens = 32
-    with grpc.insecure_channel(target) as channel:
+    with Client(target, timeout_s=30) as client:
         try:
-            answer = inference_pb2_grpc.InferenceStub(channel).Complete(request, timeout=30)
-        except grpc.RpcError as error:
-            sys.exit(f"{target}: {error.code().name}: {error.details()}")
+            answer = client.chat(MESSAGES, max_tokens=32)
+        except CallError as error:
+            sys.exit(f"{target}: {error}")
     print(answer.choices[0].text)
 
 

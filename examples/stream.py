@@ -1,22 +1,18 @@
-"""Stream a completion: python examples/stream.py [HOST:PORT] (start the stack with `baton up` first)."""
+"""Stream a completion: python examples/stream.py [HOST:PORT] (start the stack with `baton up` first).
+
+With several gateways, give all of them with commas between: when one dies in mid-answer, the answer goes on at another."""
 
 import sys
 
-import grpc
-
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
+from baton.client import Client
 
 
 def main(target: str = "127.0.0.1:50051") -> None:
-    with grpc.insecure_channel(target) as channel:
-        request = pb.GenerateRequest(text="def read_lines(path):")
-        request.stopping.max_tokens = 48
-        request.sampling.temperature = 0
-        for message in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=30):
+    with Client(target, timeout_s=30) as client:
+        for message in client.stream("def read_lines(path):", max_tokens=48, temperature=0):
             print(message.text, end="", flush=True)
-        # The last message has the usage, and the phases that the time went to.
-        print(f"\n{message.usage.output_tokens} tokens, the first after {message.timing.ttft_s * 1000:.1f} ms")
+    # The last message has the usage, and the phases that the time went to.
+    print(f"\n{message.usage.output_tokens} tokens, the first after {message.timing.ttft_s * 1000:.1f} ms")
 
 
 if __name__ == "__main__":

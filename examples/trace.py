@@ -6,19 +6,14 @@ decode) arrive at that collector under this trace id; without a collector the sa
 import secrets
 import sys
 
-import grpc
-
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
+from baton.client import Client
 
 
 def main(target: str = "127.0.0.1:50051", trace_id: str = "") -> None:
     trace_id = trace_id or secrets.token_hex(16)
-    request = pb.GenerateRequest(text="import ")
-    request.stopping.max_tokens = 16
-    with grpc.insecure_channel(target) as channel:
-        metadata = (("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-01"),)
-        answer = inference_pb2_grpc.InferenceStub(channel).Complete(request, timeout=30, metadata=metadata)
+    metadata = [("traceparent", f"00-{trace_id}-{secrets.token_hex(8)}-01")]
+    with Client(target, timeout_s=30) as client:
+        answer = client.generate("import ", max_tokens=16, metadata=metadata)
     print(f"trace {trace_id}")
     for field, value in answer.timing.ListFields():
         print(f"{field.name:20} {value * 1000:8.2f} ms")

@@ -14,6 +14,7 @@ _ROLE = ("baton.worker", "baton.engine", "baton.failpoints", "kvtransfer", "bato
 # room -> what it may import from the repository. Rooms are matched longest prefix first.
 ROOMS = {
     "baton.v1": (),
+    "baton.client": ("baton.v1",),
     "baton.gguf": (),
     "baton.failpoints": (),
     "baton.tasks": (),
@@ -33,7 +34,7 @@ ROOMS = {
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1", "baton.fairness"),
-    "baton.loadgen": ("baton.service", "baton.v1"),
+    "baton.loadgen": ("baton.service", "baton.client", "baton.v1"),
     "gateway": (
         "baton.service",
         "baton.v1",
@@ -63,6 +64,7 @@ ROOMS = {
 }
 # room -> third-party packages that it does without.
 WITHOUT = {
+    "baton.client": ("torch", "numpy", "google.rpc", "redis", "opentelemetry"),
     "kvtransfer": ("redis", "opentelemetry", "torch"),
     "baton.engine": ("grpc", "google.protobuf", "redis", "opentelemetry"),
     "baton.training": ("grpc", "google.protobuf", "redis", "opentelemetry", "transformers"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
-    "baton", "kvtransfer", "gateway", "baton/service", "baton/engine", "baton/worker", "prefill_worker", "decode_worker",
+    "baton", "baton/client", "kvtransfer", "gateway", "baton/service", "baton/engine", "baton/worker", "prefill_worker", "decode_worker",
     "baton/training", "baton/quantization", "baton/loadgen", "baton/cli",
 )  # fmt: skip
 

@@ -1,0 +1,251 @@
+"""The client for asyncio. blocking.py has the same methods without."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Self, TypeVar, Unpack
+
+import grpc
+from google.protobuf.message import Message
+
+from baton.client.connection import SERVICE, ConnectionSettings
+from baton.client.errors import CallError, read_call_error
+from baton.client.request import ChatMessages, GenerateOptions, Prompt, make_request, make_tokenize_request
+from baton.client.resuming import Received, make_resumable
+from baton.client.retries import Addresses, Attempts, RetryPolicy
+from baton.v1 import inference_pb2 as pb
+
+ReplyT = TypeVar("ReplyT", bound=Message)
+Metadata = Sequence[tuple[str, str]]
+
+
+class AsyncClient:
+    """For one event loop. `async with AsyncClient(...)`, or `await close()`."""
+
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        *,
+        api_key: str | None = None,
+        tls_ca: str | Path | None = None,
+        tls_cert: str | Path | None = None,
+        tls_key: str | Path | None = None,
+        tls_server_name: str | None = None,
+        timeout_s: float | None = 600.0,
+        retry: RetryPolicy = RetryPolicy(),
+    ):
+        """`target`: host:port of a gateway, or of several with commas between, which are asked in turn when one fails.
+        `tls_ca`: file with the authority of their certificates; without it plain text is spoken. `timeout_s`: of each
+        call, retries included, where the call names none. Raises ValueError, OSError."""
+        self._settings = ConnectionSettings(api_key, tls_ca, tls_cert, tls_key, tls_server_name)
+        self._addresses = Addresses(target, self._open)
+        self._timeout_s, self._retry = timeout_s, retry
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> pb.CompleteResponse:
+        """Return the whole answer to a text, token ids, or messages. Raises CallError, ValueError."""
+        request = make_request(prompt, options)
+        if not self._retry.resends:
+            return await self._call("Complete", pb.CompleteResponse, lambda _: request, timeout_s, metadata)
+        received = Received(request := make_resumable(request))
+        # One that comes again takes what the first has brought about so far, if it is still there.
+        again = received.rest()
+        return await self._call(
+            "Complete", pb.CompleteResponse, lambda num: request if num == 1 else again, timeout_s, metadata
+        )
+
+    async def chat(
+        self,
+        messages: ChatMessages,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> pb.CompleteResponse:
+        """Return the whole answer to messages: `{"role": ..., "content": ...}` each. Raises CallError, ValueError."""
+        return await self.generate(messages, timeout_s=timeout_s, metadata=metadata, **options)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+        **options: Unpack[GenerateOptions],
+    ) -> "AsyncStream":
+        """Return the answer as it comes. Raises ValueError."""
+        return self.send(make_request(prompt, options), timeout_s=timeout_s, metadata=metadata)
+
+    def send(
+        self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
+    ) -> "AsyncStream":
+        """Return the answer to a request as the contract has it, as it comes."""
+        attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+        return AsyncStream(self._addresses, request, attempts, self._metadata(metadata), self._retry.resends)
+
+    async def tokenize(
+        self, prompt: str | ChatMessages, *, model: str = "", timeout_s: float | None = None
+    ) -> list[int]:
+        """Return the token ids of a text, or of messages as the model reads them. Raises CallError, ValueError."""
+        request = make_tokenize_request(prompt, model)
+        return list((await self._call("Tokenize", pb.TokenizeResponse, lambda _: request, timeout_s)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None) -> str:
+        """Return the text of token ids. Raises CallError."""
+        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        return (await self._call("Detokenize", pb.DetokenizeResponse, lambda _: request, timeout_s)).text
+
+    async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
+        """Return what is known of the model that is served. Raises CallError."""
+        request = pb.GetModelInfoRequest(model=model)
+        return await self._call("GetModelInfo", pb.GetModelInfoResponse, lambda _: request, timeout_s)
+
+    async def close(self) -> None:
+        """End all that runs."""
+        for methods in self._addresses.opened():
+            await methods.channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def _open(self, target: str) -> "AsyncMethods":
+        credentials = self._settings.channel_credentials()
+        if credentials is None:
+            return AsyncMethods(grpc.aio.insecure_channel(target, options=self._settings.options))
+        return AsyncMethods(grpc.aio.secure_channel(target, credentials, options=self._settings.options))
+
+    def _metadata(self, more: Metadata) -> tuple[tuple[str, str], ...]:
+        return (*self._settings.metadata, *more)
+
+    async def _call(
+        self,
+        name: str,
+        reply: type[ReplyT],
+        request_of: Callable[[int], Message],
+        timeout_s: float | None,
+        metadata: Metadata = (),
+    ) -> ReplyT:
+        """Return the reply to `request_of(number of the attempt)`."""
+        attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
+        while True:
+            index, methods = self._addresses.current()
+            try:
+                method = methods.unary(name, reply)
+                return await method(
+                    request_of(attempts.num), timeout=attempts.left_s, metadata=self._metadata(metadata)
+                )
+            except grpc.RpcError as raised:
+                error = read_call_error(raised)
+            pause_s = attempts.pause_s(error)
+            self._addresses.leave(index, error)
+            await asyncio.sleep(pause_s)
+
+
+class AsyncStream(AsyncIterator[pb.GenerateResponse]):
+    """The messages of one answer; a stream that breaks is taken up where it broke, without a token lost or repeated."""
+
+    def __init__(
+        self,
+        addresses: "Addresses[AsyncMethods]",
+        request: pb.GenerateRequest,
+        attempts: Attempts,
+        metadata: tuple[tuple[str, str], ...],
+        resumes: bool,
+    ):
+        """Sends `request` at once."""
+        self._addresses, self._attempts, self._metadata = addresses, attempts, metadata
+        self._request = make_resumable(request) if resumes else request
+        self._received = Received(self._request) if resumes else None
+        self._cancelled = False
+        self._index, self._call = self._open(self._request)
+
+    @property
+    def request_id(self) -> str:
+        """The name of the request; empty where the gateway draws it."""
+        return self._request.request_id
+
+    @property
+    def num_resumed(self) -> int:
+        """Return how often the stream broke and was taken up again."""
+        return self._attempts.num - 1
+
+    def cancel(self) -> None:
+        """End the request; whoever reads gets CANCELLED."""
+        self._cancelled = True
+        self._call.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        while True:
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as raised:
+                await self._again(read_call_error(raised))
+                continue
+            except asyncio.CancelledError:  # of the caller's task, or by cancel(), which gRPC says alike
+                if not self._cancelled or is_cancelling():
+                    raise
+                raise CallError(grpc.StatusCode.CANCELLED, "cancelled") from None
+            if not isinstance(message, pb.GenerateResponse):
+                raise StopAsyncIteration
+            if self._received is None:
+                return message
+            self._attempts.progressed()
+            if self._received.take(message, is_resumed=self._attempts.num > 1):
+                return message
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.cancel()
+
+    def _open(
+        self, request: pb.GenerateRequest
+    ) -> "tuple[int, grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]]":
+        index, methods = self._addresses.current()
+        return index, methods.generate(request, timeout=self._attempts.left_s, metadata=self._metadata)
+
+    async def _again(self, error: CallError) -> None:
+        """Send the request for the rest after a pause. Raises `error` where that cannot help."""
+        pause_s = self._attempts.pause_s(error)
+        await asyncio.sleep(pause_s)
+        if self._received is None or self._cancelled:
+            raise error
+        self._addresses.leave(self._index, error)
+        self._index, self._call = self._open(self._received.rest())
+
+
+def is_cancelling() -> bool:
+    """Return whether the running task itself is to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class AsyncMethods:
+    """A channel and its calls."""
+
+    def __init__(self, channel: grpc.aio.Channel):
+        self.channel = channel
+        self.generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, pb.GenerateResponse] = (
+            channel.unary_stream(
+                f"{SERVICE}Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+            )
+        )
+
+    def unary(self, name: str, reply: type[ReplyT]) -> "grpc.aio.UnaryUnaryMultiCallable[Message, ReplyT]":
+        """Return the method `name`, which answers with `reply`."""
+        return self.channel.unary_unary(
+            f"{SERVICE}{name}", lambda message: message.SerializeToString(), reply.FromString
+        )

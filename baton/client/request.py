@@ -1,0 +1,96 @@
+"""Make requests of the contract from prompts and keywords."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeGuard
+
+from baton.v1 import inference_pb2 as pb
+
+ChatMessages = pb.Messages | Sequence[pb.Message | Mapping[str, Any]]
+Prompt = str | Sequence[int] | ChatMessages
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Every option of a request, as protos/baton/v1/inference.proto explains it: fields of GenerateRequest, Sampling and
+    Stopping. What is not given is the model's default."""
+
+    request_id: str
+    model: str
+    priority: int
+    speculation: pb.Speculation
+    slo_class: str
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    n: int
+    logprobs: int
+
+    max_tokens: int
+    min_tokens: int
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+def make_request(prompt: Prompt, options: GenerateOptions | None = None) -> pb.GenerateRequest:
+    """Return the request for a text, token ids, or messages: `{"role": ..., "content": ...}` each, or as the contract has
+    them. Raises ValueError that names what does not fit."""
+    request = pb.GenerateRequest()
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif is_chat(prompt):
+        request.messages.CopyFrom(to_messages(prompt))
+    else:
+        _set(request, "token_ids", {"ids": prompt})
+    for name, value in (options or {}).items():
+        _set(_owner(request, name), name, value)
+    return request
+
+
+def make_tokenize_request(prompt: str | ChatMessages, model: str) -> pb.TokenizeRequest:
+    """Return the request for the token ids of a text or of messages. Raises ValueError."""
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(model=model, text=prompt)
+    return pb.TokenizeRequest(model=model, messages=to_messages(prompt))
+
+
+def is_chat(prompt: Prompt) -> TypeGuard[ChatMessages]:
+    """Return whether a prompt is messages."""
+    if isinstance(prompt, pb.Messages):
+        return True
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], (pb.Message, Mapping))
+
+
+def to_messages(messages: ChatMessages) -> pb.Messages:
+    """Return messages as the contract has them. Raises ValueError."""
+    if isinstance(messages, pb.Messages):
+        return messages
+    whole = pb.Messages()
+    for index, message in enumerate(messages):
+        try:
+            whole.messages.append(message if isinstance(message, pb.Message) else pb.Message(**message))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"messages[{index}]: {error}") from None
+    return whole
+
+
+def _owner(request: pb.GenerateRequest, name: str) -> Any:
+    """Return the message that has the option `name`. Raises ValueError."""
+    if name in GenerateOptions.__annotations__:
+        for message, field in ((request, None), (pb.Sampling, "sampling"), (pb.Stopping, "stopping")):
+            if name in message.DESCRIPTOR.fields_by_name:
+                return request if field is None else getattr(request, field)
+    raise ValueError(f"{name}: there is no such option; known are {', '.join(GenerateOptions.__annotations__)}")
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    try:
+        message.MergeFrom(type(message)(**{name: value}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None

@@ -1,0 +1,65 @@
+"""Requests from prompts and keywords: what is given is sent, what does not fit is named."""
+
+import pytest
+
+from baton.client import Client, GenerateOptions, make_request
+from baton.v1 import inference_pb2 as pb
+
+
+def test_every_option_of_the_contract_is_a_keyword():
+    fields = set()
+    for message in (pb.GenerateRequest, pb.Sampling, pb.Stopping):
+        fields |= set(message.DESCRIPTOR.fields_by_name)
+    inputs = {field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields}
+    assert set(GenerateOptions.__annotations__) == fields - inputs - {"sampling", "stopping", "resume_from"}
+
+
+def test_options_are_where_the_contract_has_them():
+    request = make_request(
+        "a", {"temperature": 0.0, "top_k": 3, "stop": ["x"], "max_tokens": 4, "logit_bias": {1: 2.0}, "priority": 0}
+    )
+    assert request.text == "a" and request.HasField("priority") and request.sampling.HasField("temperature")
+    assert request.sampling.top_k == 3 and request.sampling.logit_bias[1] == 2.0
+    assert request.stopping.stop == ["x"] and request.stopping.max_tokens == 4
+    assert not make_request("a").HasField("sampling"), "what is not given is not sent"
+
+
+@pytest.mark.parametrize("prompt", [
+    [{"role": "user", "content": "x"}],
+    [pb.Message(role="user", content="x")],
+    pb.Messages(messages=[pb.Message(role="user", content="x")]),
+])  # fmt: skip
+def test_messages(prompt):
+    (message,) = make_request(prompt).messages.messages
+    assert (message.role, message.content) == ("user", "x")
+
+
+def test_token_ids():
+    assert make_request((5, 6)).token_ids.ids == [5, 6]
+    assert make_request([]).WhichOneof("input") == "token_ids", "for the gateway to refuse"
+
+
+@pytest.mark.parametrize("prompt, options, says", [
+    ("a", {"max_tokens": -1}, "max_tokens"),
+    ("a", {"seed": 2**64}, "seed"),
+    ("a", {"temperature": "hot"}, "temperature"),
+    ("a", {"temprature": 1.0}, "temprature: there is no such option"),
+    ("a", {"sampling": pb.Sampling()}, "sampling"),
+    ([-1], {}, "token_ids"),
+    ([{"role": "user", "contents": "x"}], {}, r"messages\[0\]"),
+    ([{"role": "user"}, "x"], {}, r"messages\[1\]"),
+])  # fmt: skip
+def test_what_does_not_fit_is_named(prompt, options, says):
+    with pytest.raises(ValueError, match=says):
+        make_request(prompt, options)
+
+
+@pytest.mark.parametrize("target", ["", " , ", []])
+def test_no_address(target):
+    with pytest.raises(ValueError, match="host:port"):
+        Client(target)
+
+
+def test_half_a_certificate():
+    with pytest.raises(ValueError, match="go together"):
+        Client("a:1", tls_ca="ca.pem", tls_cert="c.pem")
