@@ -21,7 +21,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NODE_CLIENT := tests/clients/node
 
-.PHONY: setup demo check test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos clean
+.PHONY: setup demo check docs test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -29,12 +29,17 @@ setup: $(STAMPS)/install
 demo: setup
 	$(PY) -m baton.cli.cluster.demo
 
-# What needs no running: format, lint, types of the core words, and the rules of the house.
+# What needs no running: format, lint, types of the core words, the rules of the house, and the pages.
 check: setup
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/basedpyright
 	$(PY) -m pytest --quiet --no-header -p no:cacheprovider tests/test_house.py tests/test_docs.py
+	$(MAKE) --no-print-directory docs
+
+# The pages of docs/ and the reference, as a site in build/site; a link that leads nowhere ends it.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 # Tests see no GPU, whose memory two workers of a stack would fight for; `pytest -m gpu` runs what needs one.
 test: setup $(STAMPS)/protoc system-packages node-packages

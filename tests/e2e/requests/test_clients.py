@@ -1,6 +1,8 @@
 """Clients that know nothing of Baton but its .proto files, or not even those."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -41,6 +43,21 @@ def test_node(stack, client, node, slow):
     assert saw["refused"]["code"] == INVALID_ARGUMENT and "max_tokens" in saw["refused"]["details"]
     assert saw["health"] == {"check": "SERVING", "watch": "SERVING"}
     assert saw["info"]["vocab_size"] == 1024
+
+
+def test_the_node_client_of_the_docs(stack, node):
+    """Word for word, but for the address."""
+    page = (NODE_CLIENT.parents[2] / "docs" / "howto" / "clients.md").read_text()
+    (program,) = re.findall(r"<!-- node -->\n```\n(.*?)```", page, re.DOTALL)
+    ran = subprocess.run(
+        [node, "-e", program.replace("127.0.0.1:50051", stack.target)],
+        cwd=NODE_CLIENT.parents[2],
+        env={**os.environ, "NODE_PATH": str(NODE_CLIENT / "node_modules")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0 and not ran.stderr and len(ran.stdout) > 5, ran.stderr
 
 
 def _reflect(channel: grpc.Channel, *requests):

@@ -1,0 +1,86 @@
+"""The site: it builds without a link that leads nowhere, its reference has what the code has, every error is told."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton.cli.main import COMMANDS
+from baton.service.settings import flat_fields
+from baton.worker.settings import WorkerSettings
+from gateway.config.settings import GatewaySettings
+
+ROOT = Path(__file__).resolve().parents[1]
+_SOURCES = [path for top in ("gateway", "baton/service", "baton/worker") for path in (ROOT / top).rglob("*.py")]
+_ASSIGNED = re.compile(r"\breason\b|_KV_ERRORS")
+_REASON = re.compile(r"[A-Z]+(_[A-Z]+)*")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site") / "site"
+    argv = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "COLUMNS": "80"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def words(page: Path) -> str:
+    return re.sub(r"<[^>]+>", "", page.read_text())
+
+
+def test_the_reference_has_what_the_code_has(site):
+    commands, settings, calls = (
+        words(site / "reference" / name / "index.html") for name in ("commands", "settings", "calls")
+    )
+    assert all(f"usage: baton {name}" in commands for name in COMMANDS)
+    for cls in (GatewaySettings, WorkerSettings):
+        for name in flat_fields(cls):
+            assert f"--{name.replace('_', '-')}" in settings and f"BATON_{name.upper()}" in settings
+    methods = [
+        name for path in (ROOT / "protos").rglob("*.proto") for name in re.findall(r"rpc (\w+)", path.read_text())
+    ]
+    assert len(methods) > 8 and all(name in calls for name in methods)
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    for page in ("index.html", "reference/settings/index.html"):
+        assert not re.search(r'(src|<link [^>]*href)="?(https?:)?//', (site / page).read_text())
+
+
+def test_files_beside_the_pages_are_pages(site):
+    assert "message GenerateRequest" in words(site / "source/protos/baton/v1/inference.proto/index.html")
+    assert "Set up and check" in words(site / "source/CONTRIBUTING/index.html")
+
+
+def reasons() -> set[str]:
+    """All that errors are given: `reason="X"`, `code, reason = ..., "X"`, Status(..., "X"), BadCall(..., "X"), rows of tables of these."""
+    found = set()
+    for path in _SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = isinstance(node, ast.keyword) and node.arg == "reason"
+            if named or (isinstance(node, ast.Assign) and _ASSIGNED.search(ast.unparse(node.targets[0]))):
+                found |= _constants(node.value)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("Status", "BadCall"):
+                found |= {each for argument in node.args for each in _constants(argument)}
+    return found
+
+
+def _constants(node: ast.AST) -> set[str]:
+    values = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    return {value for value in values if _REASON.fullmatch(value)}
+
+
+def test_every_error_is_told_with_what_to_do():
+    (table,) = re.findall("<!-- reasons -->\n(.*?)<!-- end -->", (ROOT / "docs/errors.md").read_text(), re.DOTALL)
+    told = {each for row in table.splitlines() for each in re.findall(r"`([A-Z_]+)`", row.split("|")[1])}
+    refusals = set(re.findall(r"^\| (.*?) \|", (ROOT / "docs/operations.md").read_text(), re.MULTILINE))
+    told |= {each for cell in refusals for each in re.findall(r"`([A-Z_]+)`", cell)}
+    lost = {"DECODE_WORKER_LOST", "PREFILL_WORKER_LOST"}  # put together from the role
+    assert not (reasons() | lost) - told
+    assert not told - reasons() - lost
