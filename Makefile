@@ -5,16 +5,18 @@
 #   PYTEST_WORKERS  processes that share the tests; many tests wait more than they compute, so one more than two cores
 #   SKIP_REDIS=1 skip the tests that need redis-server instead of failing them
 #   HOURS, SEED  of make marathon
+#   ISA          of make bench-peers: the tier that llama.cpp is built for (default: all that this machine has)
 
 PYTHON ?= python3
 TORCH_ARGS ?=
 PYTEST_ARGS ?=
 PYTEST_WORKERS ?= 3
 HOURS ?= 0.5
+ISA ?=
 
 VENV := .venv
 PROTOC_VENV := .venv-protoc
-PEERS_VENV := .venv-peers
+PEERS_VENV := .venv-peers$(if $(ISA),-$(ISA))
 NIXL_VENV := .venv-nixl
 STAMPS := .stamps
 PY := $(VENV)/bin/python
@@ -71,8 +73,9 @@ test-nixl: setup $(STAMPS)/nixl
 	UCX_TLS=tcp,cma,self UCX_NET_DEVICES=lo OMP_NUM_THREADS=1 $(NIXL_VENV)/bin/python -m pytest \
 		tests/kvtransfer/transports/test_transports*.py -k nixl --show-capture=no $(PYTEST_ARGS)
 
-# What bench/cpu.py measures against, apart from everything else: llama.cpp, built for this machine (about 10 minutes).
-bench-peers: $(STAMPS)/peers
+# What bench/cpu.py measures against, apart from everything else: OpenVINO, and llama.cpp built for this machine, or for a
+# tier that BATON_ISA caps ours at (about 10 minutes).
+bench-peers: $(STAMPS)/peers$(if $(ISA),-$(ISA))
 
 protos: $(STAMPS)/protoc
 	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. \
@@ -87,7 +90,7 @@ wheel: setup
 	$(PIP) wheel --no-deps --wheel-dir dist ./clients/python
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) $(PEERS_VENV) $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules
+	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) .venv-peers* $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):
@@ -125,11 +128,15 @@ $(STAMPS)/nixl: $(STAMPS)/install
 		> $$($(NIXL_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/baton.pth
 	@touch $@
 
-$(STAMPS)/peers: | $(STAMPS)/venv
+# Without NATIVE llama.cpp takes AVX2, FMA, F16C and BMI2. pip would keep a build for the next tier.
+LLAMA_FLAGS = $(if $(ISA),-DGGML_NATIVE=OFF $(if $(filter x86-64-v4,$(ISA)),-DGGML_AVX512=ON),-DGGML_NATIVE=ON)
+$(STAMPS)/peers$(if $(ISA),-$(ISA)): | $(STAMPS)/venv
 	@echo "building llama.cpp"
 	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
-	@CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install \
+	@CMAKE_ARGS="$(LLAMA_FLAGS)" $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-cache-dir \
 		'llama-cpp-python==0.3.36' 'gguf>=0.17,<1'
+	@echo "installing OpenVINO"
+	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'openvino-genai>=2026.4,<2027'
 	@touch $@
 
 .PHONY: system-packages long-packages node-packages

@@ -1,8 +1,9 @@
-"""The CPU engine against llama.cpp and transformers: python bench/cpu.py [--quick] [--json FILE].
+"""The CPU engine against llama.cpp, OpenVINO and transformers: python bench/cpu.py [--quick] [--json FILE].
 
 Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts of 512 tokens, decoding one, 8 and 32
-sequences behind prompts of 8 tokens, for each weight form beside the peer's file of as many bits. `make bench-peers`
-builds llama.cpp; without it its rows stand alone. --quick: 2 of the 16 layers, three weight forms and fewer rounds.
+sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits. `make bench-peers`
+installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that tier, against a
+llama.cpp that is built for it (`make bench-peers ISA=x86-64-v3`). --quick: 2 of the 16 layers, three weight forms and fewer rounds.
 
 The limit of a row is what its weights could be read or multiplied at, whichever is slower: the best of a read sweep, a
 copy (read and written bytes) and our own matrix-vector product; the multipliers on registers alone (peak.cpp).
@@ -27,31 +28,34 @@ from baton.engine.native.tier import available
 from baton.engine.weights.forms import IntWeight
 from bench.arms import shape
 from bench.arms.cpu_arms import FORMS, Ours, linear_weights, make_spec
-from bench.arms.cpu_peers import LlamaCpp, Transformers
+from bench.arms.cpu_peers import LLAMA_CPP, OPENVINO, Peer, Transformers, open_peers, peers_python
 from bench.lib import limits, peak
 from bench.lib.report import Report, finish, interleave, medians, start
 
 NUM_THREADS = 2
 PROMPT, SHORT_PROMPT = 512, 8
 BATCHES = (8, 32)
-LLAMA_CPP = "llama.cpp"
-BF16_PEAK, INT8_PEAK = ("vdpbf16ps on registers", "GFLOP/s"), ("vpdpbusd on registers", "GOP/s")
+OPENVINO_GOAL = "ratio >= 1.0"
 
 
 @dataclass(frozen=True)
 class Goals:
-    """Against llama.cpp's file of as many bits; empty: none."""
+    """Against llama.cpp with its file of as many bits; empty: none. OpenVINO reads F16 where that is BF16."""
 
     kind: str  # type of that file
     prefill: str
     decode: str
 
+    @property
+    def openvino_kind(self) -> str:
+        return "F16" if self.kind == "BF16" else self.kind
+
 
 AVX512_GOALS = {
-    "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.0"),
-    "int8": Goals("Q8_0", "ratio >= 3.0", "ratio >= 1.1"),
+    "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.05"),
+    "int8": Goals("Q8_0", "ratio >= 3.7", "ratio >= 1.1"),
     "int8-g32": Goals("Q8_0", "", ""),
-    "int4-g32": Goals("Q4_0", "ratio >= 2.5", "ratio >= 1.1"),
+    "int4-g32": Goals("Q4_0", "ratio >= 2.6", "ratio >= 1.2"),
     "int4-g128": Goals("Q4_0", "ratio >= 2.5", "ratio >= 1.1"),
 }
 AVX2_GOALS = {
@@ -71,12 +75,13 @@ TRANSFORMERS_GOALS = {"bf16": ("", "ratio >= 2.5"), "int8": ("ratio >= 1.8", "")
 class Bench:
     """The rows of one run."""
 
-    def __init__(self, report: Report, quick: bool, llama_cpp: LlamaCpp, num_layers: int):
-        self._report, self._llama_cpp, self._num_layers = report, llama_cpp, num_layers
+    def __init__(self, report: Report, quick: bool, peers: list[Peer], num_layers: int):
+        self._report, self._peers, self._num_layers = report, peers, num_layers
         self._num_rounds, self._num_steps = (2, 6) if quick else (3, 16)
         self._spec = make_spec(num_layers, shape.HIDDEN_SIZE, shape.FFN_SIZE, shape.VOCAB_SIZE)
         self._transformers: Transformers | None = None
         self._limits: dict[tuple[str, str], float] = {}  # (what, unit) -> the best seen
+        self._multipliers: dict[str, tuple[str, str]] = {}  # floats | ints -> which of them
 
     def _measure_limits(self) -> None:
         """Measure again before every form: what disturbs one measurement does not disturb them all."""
@@ -86,7 +91,11 @@ class Bench:
             ("own int8 matrix-vector product", "GB/s"): gemv_bytes_per_s(),
         }
         if peaks := peak.measure(NUM_THREADS):
-            found |= {BF16_PEAK: peaks.bf16, INT8_PEAK: peaks.int8}
+            self._multipliers = {
+                "floats": (f"{peaks.float_instruction} on registers", "GFLOP/s"),
+                "ints": (f"{peaks.int_instruction} on registers", "GOP/s"),
+            }
+            found |= {self._multipliers["floats"]: peaks.floats, self._multipliers["ints"]: peaks.ints}
         self._limits |= {name: max(value, self._limits.get(name, 0)) for name, value in found.items()}
 
     def machine(self) -> None:
@@ -99,8 +108,8 @@ class Bench:
 
     def _multiply_limit(self, name: str, num_weights: int) -> float | None:
         """Return the tokens/s at which these weights can be multiplied; None: unknown."""
-        found = self._limits.get(BF16_PEAK if FORMS[name].bits == 16 else INT8_PEAK)
-        return None if found is None else found / (2 * num_weights)
+        which = self._multipliers.get("floats" if FORMS[name].bits == 16 else "ints")
+        return None if which is None else self._limits[which] / (2 * num_weights)
 
     def form(self, name: str) -> None:
         """All rows of one weight form."""
@@ -109,8 +118,8 @@ class Bench:
         self._memory(name, ours)
         peer = self._transformers if name in TRANSFORMERS_GOALS else None
         arms = {"ours": lambda: ours.prefill_s(PROMPT), "A/A": lambda: ours.prefill_s(PROMPT)}
-        if self._llama_cpp:
-            arms[LLAMA_CPP] = lambda: self._llama_cpp.prefill_s(goals.kind, PROMPT)
+        for each in self._peers:
+            arms[each.name] = lambda each=each: each.prefill_s(kind_for(each, goals), PROMPT)
         if peer is not None:
             arms["transformers"] = lambda: peer.prefill_s(PROMPT)
         transformers_goal = TRANSFORMERS_GOALS.get(name, ("", ""))[0]
@@ -124,8 +133,8 @@ class Bench:
         arms = {"ours": lambda: ours.step_s(batch_size, SHORT_PROMPT, steps)}
         if batch_size == 1:
             arms["A/A"] = arms["ours"]
-        if self._llama_cpp:
-            arms[LLAMA_CPP] = lambda: self._llama_cpp.step_s(goals.kind, batch_size, SHORT_PROMPT, steps)
+        for each in self._peers:
+            arms[each.name] = lambda each=each: each.step_s(kind_for(each, goals), batch_size, SHORT_PROMPT, steps)
         transformers_goal = TRANSFORMERS_GOALS.get(name, ("", ""))[1]
         if peer is not None and transformers_goal:
             arms["transformers"] = lambda: peer.step_s(SHORT_PROMPT, steps)
@@ -152,6 +161,9 @@ class Bench:
         against = f"{row}: over {LLAMA_CPP} {goals.kind}"
         goal = goal if llama_cpp else ""
         self._report.add(against, found["ours"], "tokens/s", against=llama_cpp, limit=limit, goal=goal)
+        if openvino := found.get(OPENVINO):
+            name = f"{row}: over {OPENVINO} {goals.openvino_kind}"
+            self._report.add(name, found["ours"], "tokens/s", against=openvino, limit=limit, goal=OPENVINO_GOAL)
         if peer := found.get("transformers"):
             name = f"{row}: over transformers"
             self._report.add(name, found["ours"], "tokens/s", against=peer, limit=limit, goal=transformers_goal)
@@ -204,6 +216,10 @@ class Bench:
         self._report.add(f"{row}: Python and scheduling", share, "% of step", goal="value < 3")
 
 
+def kind_for(peer: Peer, goals: Goals) -> str:
+    return goals.openvino_kind if peer.name == OPENVINO else goals.kind
+
+
 def gemv_bytes_per_s() -> float:
     """Measure bytes per second of an int8 product whose weights are larger than any cache."""
     num_out, num_in = 65536, 4096
@@ -215,15 +231,17 @@ def gemv_bytes_per_s() -> float:
 
 
 def main() -> int:
-    arguments, report = start("cpu", "Prefill and decode of the CPU engine against llama.cpp and transformers.")
+    arguments, report = start(
+        "cpu", "Prefill and decode of the CPU engine against llama.cpp, OpenVINO and transformers."
+    )
     torch.set_num_threads(NUM_THREADS)
     num_layers = QUICK_LAYERS if arguments.quick else shape.NUM_LAYERS
     with tempfile.TemporaryDirectory() as folder:
-        llama_cpp = LlamaCpp(Path(folder), num_layers)
-        if not llama_cpp:
-            print("no llama.cpp here (make bench-peers builds it): its rows stand alone")
+        peers = open_peers(Path(folder), num_layers)
+        if not peers:
+            print(f"no {peers_python()} (make bench-peers makes it): our rows stand alone")
         try:
-            bench = Bench(report, arguments.quick, llama_cpp, num_layers)
+            bench = Bench(report, arguments.quick, peers, num_layers)
             bench.overhead()
             bench.best_transformers()
             for name in QUICK_FORMS if arguments.quick else FORMS:
@@ -232,7 +250,8 @@ def main() -> int:
             bench.not_exact()
             bench.machine()
         finally:
-            llama_cpp.close()
+            for peer in peers:
+                peer.close()
     return finish(arguments, report)
 
 

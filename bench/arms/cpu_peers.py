@@ -1,6 +1,8 @@
-"""Against whom bench/cpu.py measures: llama.cpp in a process of its own, transformers in this one; seconds of each."""
+"""Against whom bench/cpu.py measures: llama.cpp and OpenVINO in processes of their own, transformers in this one; seconds
+of each."""
 
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -12,22 +14,16 @@ import torch
 from bench.arms import shape
 
 ROOT = Path(__file__).resolve().parents[2]
-PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
+LLAMA_CPP, OPENVINO = "llama.cpp", "OpenVINO"
 
 
-class LlamaCpp:
-    """The peer's process (llama_cpp_peer.py), or nothing where `make bench-peers` was not run."""
+class Peer:
+    """llama.cpp or OpenVINO in a process of its own (gguf_peer.py)."""
 
-    def __init__(self, folder: Path, num_layers: int):
-        self._process = None
-        if PEERS_PYTHON.exists():
-            command = [PEERS_PYTHON, "-m", "bench.arms.llama_cpp_peer", folder, str(num_layers)]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-            )
-
-    def __bool__(self) -> bool:
-        return self._process is not None
+    def __init__(self, name: str, module: str, folder: Path, num_layers: int):
+        self.name = name
+        command = [peers_python(), "-m", f"bench.arms.{module}", folder, str(num_layers)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def prefill_s(self, kind: str, num_prompt: int) -> float:
         return self._ask(type=kind, batch_size=1, num_prompt=num_prompt, num_steps=0)[0]
@@ -41,13 +37,29 @@ class LlamaCpp:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("llama.cpp's process ended")
+            raise SystemExit(f"{self.name}'s process ended")
         return json.loads(line)["seconds"]
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.stdin.close()
-            self._process.wait(timeout=30)
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def peers_python() -> Path:
+    """Return the interpreter beside which peers are installed: built for the tier of BATON_ISA, or for this machine."""
+    cap = os.environ.get("BATON_ISA")
+    return ROOT / (f".venv-peers-{cap}" if cap else ".venv-peers") / "bin" / "python"
+
+
+def open_peers(folder: Path, num_layers: int) -> list[Peer]:
+    """Start llama.cpp and OpenVINO where `make bench-peers` has installed them. OpenVINO chooses its instructions
+    itself: it has no rows where BATON_ISA caps ours."""
+    if not peers_python().exists():
+        return []
+    llama_cpp = Peer(LLAMA_CPP, "llama_cpp_peer", folder, num_layers)
+    return (
+        [llama_cpp] if "BATON_ISA" in os.environ else [llama_cpp, Peer(OPENVINO, "openvino_peer", folder, num_layers)]
+    )
 
 
 class Transformers:

@@ -7,25 +7,33 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.engine.native.tier import available
+
 SOURCE = Path(__file__).with_name("peak.cpp")
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Operations a second, a product and a sum counted as two."""
+    """Operations a second on registers alone, a product and a sum counted as two, and the instructions that do them."""
 
-    bf16: float
-    int8: float
+    floats: float
+    ints: float
+    float_instruction: str
+    int_instruction: str
 
 
 def measure(num_threads: int) -> Peak | None:
-    """None without a compiler, or where the processor has no AVX-512 BF16 and VNNI."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
+    """With the instructions of the best tier, which BATON_ISA caps. None without a compiler, and below AVX2."""
+    compiler, tiers = shutil.which(os.environ.get("CXX", "g++")), available()
+    if compiler is None or not tiers:
         return None
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "peak"
-        command = [compiler, "-O2", "-std=c++17", "-march=native", "-pthread", SOURCE, "-o", program]
+        command = [compiler, "-O2", "-std=c++17", *tiers[-1].flags, "-pthread", SOURCE, "-o", program]
         subprocess.run(command, check=True)
         ran = subprocess.run([program, str(num_threads)], check=True, capture_output=True, text=True)
-    return Peak(*map(float, ran.stdout.split())) if ran.stdout else None
+    if not ran.stdout:
+        return None
+    has_vnni = tiers[-1].name == "avx512-vnni-bf16"
+    names = ("vdpbf16ps", "vpdpbusd") if has_vnni else ("vfmadd231ps", "vpmaddwd and vpaddd")
+    return Peak(*map(float, ran.stdout.split()), *names)

@@ -13,12 +13,10 @@ TINY = dict(NUM_LAYERS=2, HIDDEN_SIZE=128, FFN_SIZE=256, NUM_HEADS=4, NUM_KV_HEA
 
 
 class Peer:
-    """Answers as llama.cpp's process does, in a second each."""
+    """Answer as a peer's process does, in a second each."""
 
-    asked: list[str]
-
-    def __init__(self, *_):
-        self.asked = []
+    def __init__(self, name: str):
+        self.name, self.asked = name, []
 
     def prefill_s(self, kind: str, num_prompt: int) -> float:
         self.asked.append(kind)
@@ -32,11 +30,6 @@ class Peer:
         pass
 
 
-class NoPeer(Peer):
-    def __bool__(self) -> bool:
-        return False
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """The bench with a shape that takes no time."""
@@ -45,7 +38,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(shape, name, value)
     monkeypatch.setattr(limits, "_SIZE_BYTES", 1 << 20)
     monkeypatch.setattr(bench, "gemv_bytes_per_s", lambda: 1e9)
-    monkeypatch.setattr(bench.peak, "measure", lambda num_threads: bench.peak.Peak(bf16=1e9, int8=2e9))
+    monkeypatch.setattr(bench.peak, "measure", lambda num_threads: bench.peak.Peak(1e9, 2e9, "fma", "madd"))
     monkeypatch.setattr(bench, "NUM_THREADS", 1)
     monkeypatch.setattr(bench, "PROMPT", 96)
     monkeypatch.setattr(bench, "BATCHES", (2,))
@@ -54,12 +47,13 @@ def quick(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("peer", [Peer, NoPeer])
-def test_every_row(monkeypatch, tmp_path, peer):
+@pytest.mark.parametrize("names", [("llama.cpp", "OpenVINO"), ()])
+def test_every_row(monkeypatch, tmp_path, names):
     pytest.importorskip("transformers")
     path = tmp_path / "cpu.json"
     reports = []
-    monkeypatch.setattr(bench, "LlamaCpp", peer)
+    peers = [Peer(name) for name in names]
+    monkeypatch.setattr(bench, "open_peers", lambda folder, num_layers: peers)
     monkeypatch.setattr(bench, "finish", lambda arguments, report: reports.append(report) or 0)
     monkeypatch.setattr(sys, "argv", ["cpu.py", "--quick", "--json", str(path)])
     assert bench.main() == 0
@@ -69,8 +63,10 @@ def test_every_row(monkeypatch, tmp_path, peer):
         goals = bench.GOALS[form]
         for what in ("prefill 96", "decode, batch 1", "decode, batch 2"):
             row = rows[f"{what}, {form}: over llama.cpp {goals.kind}"]
-            assert row.value > 0 and row.limit > 0 and (row.against is None) == (peer is NoPeer)
-            assert peer is Peer or row.met is None
+            assert row.value > 0 and row.limit > 0 and (row.against is None) == (not peers)
+            assert peers or row.met is None
+            assert (f"{what}, {form}: over OpenVINO {goals.openvino_kind}" in rows) == bool(peers)
+    assert [set(peer.asked) for peer in peers] == [{"BF16", "Q8_0", "Q4_0"}, {"F16", "Q8_0", "Q4_0"}][: len(peers)]
     assert rows["decode, batch 1, bf16: Python and scheduling"].met is not None
     assert "decode, batch 1, bf16: over transformers" in rows and "prefill 96, int8: over transformers" in rows
 
@@ -78,6 +74,6 @@ def test_every_row(monkeypatch, tmp_path, peer):
 def test_the_peak_of_the_multipliers(monkeypatch):
     """Measured, or unknown; then no row has a limit of it."""
     found = peak.measure(1)
-    assert found is None or (found.bf16 > 1e9 and found.int8 > 1e9)
+    assert found is None or (found.floats > 1e9 and found.ints > 1e9)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert peak.measure(1) is None

@@ -1,0 +1,120 @@
+"""What the peers of bench/cpu.py that read .gguf files have in common: the file, and one JSON line in, one out.
+
+    {"type": "Q8_0", "batch_size": 1, "num_prompt": 512, "num_steps": 0}  ->  {"seconds": [...]}
+
+`seconds`: of the prompt where num_steps is 0, else of every step that decodes one token of each of batch_size sequences
+in parallel. Runs in .venv-peers (make bench-peers), without torch.
+"""
+
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import gguf
+import numpy as np
+
+from bench.arms.shape import FFN_SIZE, HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, NUM_KV_HEADS, ROPE_THETA, VOCAB_SIZE
+
+NUM_THREADS = 2
+DISTINCT_ROWS = 512  # of a matrix, which repeats them: rounding a whole vocabulary takes numpy many seconds
+MAX_CONTEXT = 8192
+FILE_TYPES = {
+    gguf.GGMLQuantizationType.BF16: gguf.LlamaFileType.MOSTLY_BF16,
+    gguf.GGMLQuantizationType.F16: gguf.LlamaFileType.MOSTLY_F16,
+    gguf.GGMLQuantizationType.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0,
+    gguf.GGMLQuantizationType.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0,
+}
+
+
+class Model(Protocol):
+    """One file, loaded by a peer."""
+
+    def seconds(self, batch_size: int, num_prompt: int, num_steps: int) -> list[float]: ...
+    def close(self) -> None: ...
+
+
+def serve(load: Callable[[Path], Model]) -> None:
+    """Answer the lines of stdin: `python -m MODULE FOLDER NUM_LAYERS`. Writes the file of a type into FOLDER when it is
+    first asked for."""
+    folder, num_layers = Path(sys.argv[1]), int(sys.argv[2])
+    loaded: dict[str, Model] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        kind = asked.pop("type")
+        if kind not in loaded:
+            for model in loaded.values():
+                model.close()
+            path = folder / f"{kind}.gguf"
+            if not path.exists():
+                write(path, gguf.GGMLQuantizationType[kind], num_layers)
+            loaded = {kind: load(path)}
+        print(json.dumps({"seconds": loaded[kind].seconds(**asked)}), flush=True)
+
+
+def write(path: Path, kind: gguf.GGMLQuantizationType, num_layers: int) -> None:
+    """Write a Llama of shape.py; the layers share their random values, not their memory."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(MAX_CONTEXT)
+    writer.add_embedding_length(HIDDEN_SIZE)
+    writer.add_block_count(num_layers)
+    writer.add_feed_forward_length(FFN_SIZE)
+    writer.add_head_count(NUM_HEADS)
+    writer.add_head_count_kv(NUM_KV_HEADS)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(ROPE_THETA)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_file_type(FILE_TYPES[kind])
+    _add_tokenizer(writer)
+
+    def matrix(num_out: int, num_in: int) -> np.ndarray:
+        rows = rng.standard_normal((DISTINCT_ROWS, num_in), dtype=np.float32) * 0.02
+        return np.tile(gguf.quants.quantize(rows, kind), (num_out // DISTINCT_ROWS, 1))
+
+    def add(name: str, data: np.ndarray) -> None:
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    add("token_embd", matrix(VOCAB_SIZE, HIDDEN_SIZE))
+    add("output", matrix(VOCAB_SIZE, HIDDEN_SIZE))
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN_SIZE, np.float32))
+    shapes = {
+        "attn_q": (NUM_HEADS * HEAD_DIM, HIDDEN_SIZE),
+        "attn_k": (NUM_KV_HEADS * HEAD_DIM, HIDDEN_SIZE),
+        "attn_v": (NUM_KV_HEADS * HEAD_DIM, HIDDEN_SIZE),
+        "attn_output": (HIDDEN_SIZE, NUM_HEADS * HEAD_DIM),
+        "ffn_gate": (FFN_SIZE, HIDDEN_SIZE),
+        "ffn_up": (FFN_SIZE, HIDDEN_SIZE),
+        "ffn_down": (HIDDEN_SIZE, FFN_SIZE),
+    }
+    layer = {name: matrix(*shape) for name, shape in shapes.items()}
+    for index in range(num_layers):
+        for name, data in layer.items():
+            add(f"blk.{index}.{name}", data)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{index}.{name}.weight", np.ones(HIDDEN_SIZE, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """Add a byte-level BPE of VOCAB_SIZE tokens: OpenVINO reads no file without one. Nobody tokenizes with it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's letters for bytes
+    letters = [*map(chr, printable), *(chr(256 + index) for index in range(256 - len(printable)))]
+    pairs = itertools.islice(itertools.product(letters, letters), max(0, VOCAB_SIZE - 258))
+    merges = [f"{a} {b}" for a, b in pairs]
+    tokens = [*letters, "<s>", "</s>", *(merge.replace(" ", "") for merge in merges)][:VOCAB_SIZE]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    control = {256, 257}  # without any OpenVINO does not build its detokenizer
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL if index in control else gguf.TokenType.NORMAL for index in range(len(tokens))]
+    )
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
