@@ -52,7 +52,7 @@ class UpSettings:
     """Settings of `baton up` itself; worker options come beside them."""
 
     model: Path | None = option(
-        "model folder, .gguf file, or OWNER/NAME[@REVISION][:FILE.gguf] on a hub (default: the shipped one)",
+        "model folder, .gguf file, OWNER/NAME[@REVISION][:FILE.gguf] on a hub, or s3://, gs://, https:// URL (default: the shipped one)",
         None,
         metavar="DIR|FILE|NAME",
     )

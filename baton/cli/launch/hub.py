@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from baton.cli.launch.keeper import StartError
+from baton.cli.launch.object_store import download, url_of
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
@@ -22,10 +23,14 @@ def name_on_hub(given: Path) -> str | None:
 
 
 def find_model(given: Path) -> Path:
-    """Return the folder or file of a model: `given` itself, or what `OWNER/NAME[@REVISION][:FILE.gguf]` names on the hub
+    """Return the folder or file of a model: `given` itself, what a URL names, or what `OWNER/NAME[@REVISION][:FILE.gguf]` names on the hub
     (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE as everywhere). Raises StartError, one line."""
     found = _NAME.fullmatch(str(given))
-    if given.exists() or found is None:
+    if given.exists():
+        return given
+    if (url := url_of(given)) is not None:
+        return download(url)
+    if found is None:
         return given
     try:
         import huggingface_hub

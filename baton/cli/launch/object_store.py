@@ -1,0 +1,190 @@
+"""A model in an object store or on a web server: downloaded once in resumable pieces, safetensors only, each file verified."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from baton.cli.launch.keeper import StartError
+
+# A path has one slash where the URL had two.
+_URL = re.compile(r"(?P<scheme>s3|gs|https?):/{1,2}(?P<rest>[^/].*?)/?")
+_WANTED = re.compile(r"[^/]+\.(safetensors|json|jinja)")
+_NOT_WANTED = re.compile(r"consolidated.*")  # the weights once more, in Mistral's own layout
+_INDEX, _WEIGHTS, _CONFIG, _SUMS = "model.safetensors.index.json", "model.safetensors", "config.json", "SHA256SUMS"
+# What a web server, which lists nothing, is asked for beside the weights.
+_BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
+           "chat_template.jinja", "quantize_config.json", "vocab.json", "added_tokens.json")  # fmt: skip
+_PIECE_BYTES = 32 << 20
+_DONE = ".complete"
+
+
+def url_of(given: Path) -> str | None:
+    """Return the URL that was given as a path; None for what is none."""
+    found = _URL.fullmatch(str(given))
+    return f"{found['scheme']}://{found['rest']}" if found else None
+
+
+def download(url: str) -> Path:
+    """Return the folder, or the .gguf file, that `url` names, in the cache (XDG_CACHE_HOME): an s3://, gs:// or https:// URL; http://
+    on loopback alone. Credentials and endpoints are the variables of each cloud's own tools (AWS_*, GOOGLE_*). Raises StartError."""
+    try:
+        import obstore
+    except ModuleNotFoundError:
+        raise StartError(f"{url}: to download it: pip install 'baton-llm[object-store]'", 2) from None
+    _refuse_plain_text(url)
+    file = PurePosixPath(urlsplit(url).path).name if url.endswith(".gguf") else None
+    folder_url = url.rpartition("/")[0] if file else url
+    folder = (
+        _cache() / hashlib.sha256(folder_url.encode()).hexdigest()[:16] / (PurePosixPath(folder_url).name or "model")
+    )
+    store = _Store(folder_url, file)
+    print(f"starting: {url}: looking it up", file=sys.stderr, flush=True)
+    try:
+        for name in store.names():
+            _fetch(store, name, folder)
+        _check_sums(store, folder)
+    except FileNotFoundError:
+        raise StartError(f"{url}: has no {file or 'model: config.json and safetensors are needed'}", 1) from None
+    except (obstore.exceptions.PermissionDeniedError, obstore.exceptions.UnauthenticatedError):
+        raise StartError(f"{url}: its server refuses to give it: are its credentials set?", 1) from None
+    except (obstore.exceptions.BaseError, OSError) as error:
+        if not (folder / (file or _CONFIG) if file else folder / _DONE).is_file():
+            raise StartError(f"{url}: cannot be reached, and is not whole in {folder}: {_line(error)}", 1) from None
+        print(f"starting: {url}: cannot be reached; {folder} has it", file=sys.stderr, flush=True)
+    if file is None:
+        (folder / _DONE).touch()
+    return folder / file if file else folder
+
+
+class _Store:
+    """The objects below one URL, or one of them."""
+
+    def __init__(self, url: str, file: str | None):
+        from obstore import store
+
+        self.url, self._file, self._lists = url, file, not url.startswith("http")
+        retry: Any = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
+        client: Any = {"connect_timeout": "5s", "timeout": "120s", "allow_http": True}
+        self._store: Any = store.from_url(url, client_options=client, retry_config=retry)
+
+    def names(self) -> Sequence[str]:
+        """Return what a model needs of what is there. Raises what obstore raises."""
+        if self._file:
+            return [self._file]
+        if self._lists:
+            found = [each["path"] for page in self._store.list() for each in page]
+            return [name for name in found if _WANTED.fullmatch(name) and not _NOT_WANTED.fullmatch(name)] or [_CONFIG]
+        try:
+            shards = sorted(set(json.loads(self.read(_INDEX))["weight_map"].values()))
+        except FileNotFoundError:
+            return [_CONFIG, _WEIGHTS, *self._present(_BESIDE)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StartError(f"{self.url}/{_INDEX}: names no weights ({error})", 1) from None
+        if not all(isinstance(name, str) and _WANTED.fullmatch(name) for name in shards):
+            raise StartError(f"{self.url}/{_INDEX}: names what is no file of safetensors beside it", 1)
+        return [_CONFIG, _INDEX, *shards, *self._present(_BESIDE)]
+
+    def _present(self, names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            try:
+                self.head(name)
+            except FileNotFoundError:
+                continue
+            yield name
+
+    def head(self, name: str) -> dict[str, Any]:
+        return self._store.head(name)
+
+    def read(self, name: str, begin: int = 0, length: int | None = None, e_tag: str | None = None) -> bytes:
+        """Return an object, or a part of it, of that version."""
+        options: dict[str, Any] = {} if length is None else {"range": (begin, begin + length)}
+        if e_tag and not e_tag.startswith("W/"):
+            options["if_match"] = e_tag
+        return bytes(self._store.get(name, options=options).bytes())
+
+
+def _fetch(store: _Store, name: str, folder: Path) -> None:
+    """Bring one file here, from where an earlier try has stopped, unless this version of it is here. Raises StartError."""
+    found = store.head(name)
+    size, e_tag = found["size"], found.get("e_tag") or _size_and_time(found)
+    path, mark = folder / name, folder / f".{name}.etag"
+    if path.is_file() and mark.is_file() and mark.read_text() == e_tag:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    part = folder / f".{name}.{hashlib.sha256(e_tag.encode()).hexdigest()[:8]}.part"
+    with part.open("ab") as file:
+        while (begin := file.tell()) < size:
+            told = f"starting: {name}: {begin >> 20} of {size >> 20} MiB"
+            if size > _PIECE_BYTES:
+                print(told, file=sys.stderr, flush=True)
+            piece = store.read(name, begin, min(_PIECE_BYTES, size - begin), found.get("e_tag"))
+            if not piece:
+                break
+            file.write(piece)
+    _check(part, name, size, e_tag)
+    part.replace(path)
+    mark.write_text(e_tag)
+
+
+def _size_and_time(found: dict[str, Any]) -> str:
+    """Stand in for the version of an object whose server names none."""
+    return f"{found['size']} bytes of {found.get('last_modified')}"
+
+
+def _check(path: Path, name: str, size: int, e_tag: str) -> None:
+    """Compare with the length, and with the MD5 that is an object's tag where it was stored in one piece. Raises StartError."""
+    digest = e_tag.strip('"')
+    is_md5 = re.fullmatch("[0-9a-f]{32}", digest) is not None
+    if path.stat().st_size != size or (is_md5 and _digest(path, "md5") != digest):
+        path.unlink()
+        raise StartError(f"{name}: what was downloaded is not what the store names; it is removed, try again", 1)
+
+
+def _check_sums(store: _Store, folder: Path) -> None:
+    """Hold what is here against the repository's own SHA256SUMS, where it has one; once for each version. Raises StartError."""
+    try:
+        sums = store.read(_SUMS).decode(errors="replace")
+    except FileNotFoundError:
+        return
+    mark = folder / f".{_SUMS}"
+    marks = sums + "".join(each.read_text() for each in sorted(folder.glob(".*.etag")))
+    if mark.is_file() and mark.read_text() == marks:
+        return
+    for digest, name in re.findall(r"^([0-9a-f]{64}) [ *]([^/\n]+)$", sums, re.MULTILINE):
+        path = folder / name
+        if path.is_file():
+            print(f"starting: verifying {name}", file=sys.stderr, flush=True)
+            if _digest(path, "sha256") != digest:
+                path.unlink()
+                raise StartError(f"{name}: is not what {_SUMS} names; it is removed, try again", 1)
+    mark.write_text(marks)
+
+
+def _digest(path: Path, kind: str) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.new(kind, usedforsecurity=False)).hexdigest()
+
+
+def _refuse_plain_text(url: str) -> None:
+    host = urlsplit(url).hostname or ""
+    if url.startswith("http://") and not (host in ("localhost", "::1") or host.startswith("127.")):
+        raise StartError(f"{url}: anyone on the way could change it; use https://", 2)
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "baton" / "models"
+
+
+def _line(error: Exception) -> str:
+    """Return the first words of an error that may span many lines."""
+    return " ".join(str(error).split())[:200]

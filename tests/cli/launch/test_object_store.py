@@ -1,0 +1,174 @@
+"""`baton up --model s3://...` and https://...: fetched once, in pieces that are not fetched twice, verified; S3 is moto's, on loopback.
+gs:// takes the same way and has no server here."""
+
+import hashlib
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from baton.cli.launch import object_store
+from baton.cli.launch.hub import find_model
+from baton.cli.launch.keeper import StartError
+from tests.support.process import ROOT
+
+DEMO = ROOT / "demo" / "target"
+FILES = {path.name: path.read_bytes() for path in DEMO.iterdir() if path.suffix in (".json", ".safetensors")}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
+    client.create_bucket(Bucket="acme")
+    for name, data in {**FILES, "pytorch_model.bin": b"\x80\x04 a pickle", "original/x.json": b"{}"}.items():
+        client.put_object(Bucket="acme", Key=f"models/tiny/{name}", Body=data)
+    client.stop = server.stop
+    yield client
+    server.stop()
+
+
+class Web:
+    """Serves files by name; `asked`: method, name and range of each request. `limit`: GETs of weights that are answered."""
+
+    def __init__(self, files: dict[str, bytes]):
+        self.files, self.asked, self.limit = dict(files), [], 10**9
+        self.tags = {name: f'"{hashlib.md5(data).hexdigest()}"' for name, data in files.items()}
+        web = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                web.answer(self, False)
+
+            def do_GET(self):
+                web.answer(self, True)
+
+            def log_message(self, *arguments):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/tiny"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler, has_body: bool) -> None:
+        name, ranged = request.path.rpartition("/")[2], request.headers.get("Range")
+        self.asked.append((request.command, name, ranged))
+        if has_body and name.endswith(".safetensors"):
+            self.limit -= 1
+        data = self.files.get(name)
+        if data is None or self.limit < 0:
+            request.send_response(404 if data is None else 403)
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
+        begin, end = 0, len(data)
+        if ranged:
+            begin, end = (int(each) for each in ranged.removeprefix("bytes=").split("-"))
+            end += 1
+        request.send_response(206 if ranged else 200)
+        if ranged:
+            request.send_header("Content-Range", f"bytes {begin}-{end - 1}/{len(data)}")
+        request.send_header("Content-Length", str(len(data[begin:end])))
+        request.send_header("Last-Modified", "Mon, 01 Jun 2026 00:00:00 GMT")
+        request.send_header("ETag", self.tags[name])
+        request.end_headers()
+        if has_body:
+            request.wfile.write(data[begin:end])
+
+
+@pytest.fixture
+def web(monkeypatch):
+    monkeypatch.setattr(object_store, "_PIECE_BYTES", 1 << 20)
+    served = Web(FILES)
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+def refused(url: str) -> str:
+    with pytest.raises(StartError) as caught:
+        find_model(Path(url))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_model_in_s3(s3, capsys):
+    folder = find_model(Path("s3://acme/models/tiny"))
+    assert folder.name == "tiny" and {path.name: path.read_bytes() for path in folder.glob("[!.]*")} == FILES
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("[!.]*")}
+    assert find_model(Path("s3://acme/models/tiny/")) == folder
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "nothing is fetched again"
+    s3.put_object(Bucket="acme", Key="models/tiny/config.json", Body=b'{"new": 1}')
+    assert (find_model(Path("s3://acme/models/tiny")) / "config.json").read_bytes() == b'{"new": 1}'
+    s3.stop()
+    assert find_model(Path("s3://acme/models/tiny")) == folder
+    assert f"cannot be reached; {folder} has it" in capsys.readouterr().err
+
+
+def test_what_is_not_in_s3(s3):
+    assert "has no model" in refused("s3://acme/models/other")
+    assert "has no x.gguf" in refused("s3://acme/models/tiny/x.gguf")
+    s3.stop()
+    assert "cannot be reached, and is not whole in" in refused("s3://acme/models/never-seen")
+
+
+def test_a_gguf_file_alone(s3):
+    s3.put_object(Bucket="acme", Key="q/m.gguf", Body=b"GGUF")
+    file = find_model(Path("s3://acme/q/m.gguf"))
+    assert file.read_bytes() == b"GGUF" and [path.name for path in file.parent.glob("[!.]*")] == ["m.gguf"]
+
+
+def test_a_web_server_and_pieces_that_are_not_fetched_twice(web):
+    """The first try ends after one piece; the second fetches the others."""
+    web.limit = 1
+    assert "are its credentials set?" in refused(web.url)
+    web.limit, web.asked = 10**9, []
+    folder = find_model(Path(web.url))
+    assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    ranges = [ranged for method, name, ranged in web.asked if (method, name) == ("GET", "model.safetensors")]
+    assert ranges[0].startswith(f"bytes={1 << 20}-") and len(ranges) > 1 and len(set(ranges)) == len(ranges)
+
+
+@pytest.mark.parametrize("where", ["the store's tag", "SHA256SUMS"])
+def test_bytes_that_are_not_the_ones_named_are_removed(web, where):
+    good, spoiled = FILES["model.safetensors"], b"X" + FILES["model.safetensors"][1:]
+    web.files["model.safetensors"] = spoiled
+    if where == "SHA256SUMS":
+        web.tags["model.safetensors"] = '"v1"'
+        web.files["SHA256SUMS"] = f"{hashlib.sha256(good).hexdigest()}  model.safetensors\n".encode()
+        web.tags["SHA256SUMS"] = '"s1"'
+    assert refused(web.url).startswith("model.safetensors: ")
+    web.files["model.safetensors"] = good
+    assert (find_model(Path(web.url)) / "model.safetensors").read_bytes() == good
+
+
+def test_an_index_names_the_shards(web):
+    web.files["a.safetensors"], web.tags["a.safetensors"] = b"1234", '"a"'
+    web.files["model.safetensors.index.json"] = b'{"weight_map": {"x": "a.safetensors", "y": "a.safetensors"}}'
+    web.tags["model.safetensors.index.json"] = '"i"'
+    folder = find_model(Path(web.url))
+    assert (folder / "a.safetensors").exists() and not (folder / "model.safetensors").exists()
+    web.files["model.safetensors.index.json"] = b'{"weight_map": {"x": "../a.safetensors"}}'
+    assert "names what is no file of safetensors beside it" in refused(web.url)
+
+
+def test_plain_text_beyond_this_host_is_refused():
+    assert "use https://" in refused("http://models.example.net/tiny")
