@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def ended_here(self) -> bool:
-        """Return whether a stop string has ended a choice, which workers do not know."""
+        """Return whether a stop string or a call has ended a choice, which workers do not know."""
         return any(choice.ended_here for choice in self.choices)
 
     @property

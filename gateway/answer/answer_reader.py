@@ -1,6 +1,7 @@
 """How the answers of one model are read: as plain text, or by the parser of its chat template's form."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from gateway.parsers.answer_parser import AnswerParser
@@ -18,6 +19,7 @@ class ReaderForm(NamedTuple):
 
     detokenizer: Detokenizer
     new_parser: Callable[[], AnswerParser] | None = None
+    ends_with_call: bool = False  # the first one
 
 
 class AnswerReader:
@@ -38,7 +40,9 @@ class AnswerReader:
         form = self._form
         if form is None or conversation is None:
             return self._plain
-        tools = {tool["name"]: tool["parameters"] for tool in conversation.options.tools}
+        options = conversation.options
+        tools = {tool["name"]: tool["parameters"] for tool in options.tools} if options.calls else {}
         shown = self._plain.detokenizer.shown
         prompt_end = b"".join(shown(token_id)[1] for token_id in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
-        return ReaderForm(self._detokenizer, lambda: form.parser(self._spellings, tools, prompt_end))
+        new_parser = partial(form.parser, self._spellings, tools, prompt_end)
+        return ReaderForm(self._detokenizer, new_parser, bool(tools) and not options.is_parallel)

@@ -35,6 +35,7 @@ class Choice:
         "_calls",
         "_num_calls",
         "_request_id",
+        "_ends_with_call",
     )
 
     def __init__(
@@ -52,7 +53,7 @@ class Choice:
         self.num_received = num_received
         self.token_ids = array("I")
         self.finish_reason = 0
-        self.ended_here = False  # by a stop string: the worker does not know
+        self.ended_here = False  # by a stop string or a call: the worker does not know
         self.sent_at: float | None = None  # its last message
         self.num_pending = 0  # tokens, the last ones
         self._decoder: TextDecoder | None = form.detokenizer.decoder()  # None: its end was sent
@@ -65,7 +66,7 @@ class Choice:
         self._reasoning = ""
         self._calls: list[pb.ToolCall] = []
         self._num_calls = 0
-        self._request_id = request_id
+        self._request_id, self._ends_with_call = request_id, form.ends_with_call
 
     @property
     def finished(self) -> bool:
@@ -79,7 +80,7 @@ class Choice:
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[pb.Logprobs], finish_reason: int) -> None:
         """Add tokens behind the known ones; after the end of the choice they are dropped."""
-        if self._stops is None and len(self.token_ids) >= self.num_received:
+        if self._stops is None and not self._ends_with_call and len(self.token_ids) >= self.num_received:
             self._push(token_ids, logprobs, finish_reason)
             return
         last = len(token_ids) - 1
@@ -139,12 +140,16 @@ class Choice:
             found.append(parser.finish())
         for each in found:
             for call in each.calls:
+                if self._num_calls and self._ends_with_call:
+                    break
                 self._num_calls += 1
                 if is_new:
                     self._calls.append(pb.ToolCall(id=self._call_id(), name=call.name, arguments=call.arguments))
             if is_new:
                 self._reasoning += each.reasoning
-        if self.finish_reason == STOP and self._num_calls and not self._matched_stop:
+        if self._num_calls and self._ends_with_call and not self.finish_reason:
+            self.ended_here, self.finish_reason = True, TOOL_CALLS
+        elif self.finish_reason == STOP and self._num_calls and not self._matched_stop:
             self.finish_reason = TOOL_CALLS
         return "".join(each.content for each in found)
 

@@ -12,12 +12,16 @@ from gateway.http.fields import BOOLEAN, OBJECT, STRING, ValueKind, read_as
 CONVERSATION_NAMES = {
     "messages": "messages",
     "messages.messages": "messages",
-    **{f"messages.{name}": name for name in ("tools", "chat_template_kwargs", "continue_final_message")},
+    **{f"messages.{name}": name for name in ("tools", "chat_template_kwargs", "continue_final_message", "tool_choice")},
 }
-CONVERSATION = ("messages", "tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+CONVERSATION = (
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message",
+    "add_generation_prompt",
+)  # fmt: skip
+_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 _MESSAGE = {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
-_TOOL = {"name", "description", "parameters"}
+_TOOL = {"name", "description", "parameters", "strict"}
 
 
 def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
@@ -32,7 +36,12 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     if begins == continues:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
     kwargs = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
+    choice = values.get("tool_choice", "auto")
+    if not isinstance(choice, str) or choice not in _CHOICES:
+        raise InvalidRequest("tool_choice", f"must be {' or '.join(_CHOICES)}")
     return pb.Messages(
+        tool_choice=_CHOICES[choice],
+        parallel_tool_calls=read_as("parallel_tool_calls", BOOLEAN, values.get("parallel_tool_calls", True)),
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
         tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(_list("tools", values.get("tools")))],
         chat_template_kwargs=json.dumps(kwargs) if kwargs else "",
@@ -84,6 +93,8 @@ def _tool(where: str, tool: object) -> pb.Tool:
     if fields.get("type") != "function":
         raise InvalidRequest(f"{where}.type", 'must be "function"')
     function = _object(f"{where}.function", fields.get("function"), _TOOL)
+    if function.get("strict", False) is not False:
+        raise InvalidRequest(f"{where}.function.strict", "is not supported here")
     parameters = read_as(f"{where}.function.parameters", OBJECT, function.get("parameters", {}))
     return pb.Tool(
         name=read_as(f"{where}.function.name", STRING, function.get("name")),

@@ -145,9 +145,7 @@ _NEUTRAL = {
 CHAT_NEUTRAL: Mapping[str, tuple] = {
     **_NEUTRAL,
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
 }
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
 

@@ -109,7 +109,12 @@ _TOOL = {
         "function": {
             "type": "object",
             "required": ["name"],
-            "properties": {"name": _NAME, "description": {"type": "string"}, "parameters": {"type": "object"}},
+            "properties": {
+                "name": _NAME,
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+                "strict": {"enum": [False, None]},
+            },
             "additionalProperties": False,
         },
     },
@@ -118,6 +123,8 @@ _TOOL = {
 _CONVERSATION = {
     "messages": _MESSAGES,
     "tools": {"type": "array", "items": _TOOL},
+    "tool_choice": {"enum": ["none", "auto"]},
+    "parallel_tool_calls": BOOLEAN.schema,
     "chat_template_kwargs": {"type": "object"},
     "continue_final_message": BOOLEAN.schema,
     "add_generation_prompt": BOOLEAN.schema,

@@ -6,6 +6,7 @@ from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
 from gateway.parsers.reading import AnswerSource, Malformed, Reading, parse_json
+from gateway.parsers.schema_types import types_of
 
 _WORDS = {"True": True, "False": False, "None": None}
 
@@ -48,8 +49,9 @@ class QwenXmlReader(CallReader):
 
     def _value(self, name: str, key: str, text: str) -> Any:
         """Return the value in the type that the tool's schema names; without one, text stays text."""
-        schema = (self.tools.get(name) or {}).get("properties", {}).get(key)
-        types = _types(schema)
+        root = self.tools.get(name) or {}
+        properties = root.get("properties")
+        types = types_of(properties.get(key), root) if isinstance(properties, dict) else set[str]()
         if not types or ("string" in types and (text != "null" or "null" not in types)):
             return text
         if text in _WORDS:
@@ -58,17 +60,6 @@ class QwenXmlReader(CallReader):
             return parse_json(text)
         except Malformed:
             return text
-
-
-def _types(schema: Any) -> set[str]:
-    """Return the types that a schema allows; none, where it does not say."""
-    if not isinstance(schema, dict):
-        return set()
-    found: set[str] = set()
-    for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        found |= _types(each)
-    kind = schema.get("type", ())
-    return found | ({kind} if isinstance(kind, str) else set(kind))
 
 
 class DsmlReader(CallReader):

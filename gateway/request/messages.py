@@ -16,6 +16,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 MAX_DEPTH = 64  # of arguments, parameters and template variables: what walks them does so by recursion
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _WHERE = "messages.messages"
 
 
@@ -30,8 +31,12 @@ def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversat
     messages = tuple(_message(f"{_WHERE}[{index}]", message, called) for index, message in enumerate(given))
     if request.continue_final_message and (given[-1].role != "assistant" or given[-1].tool_calls):
         _refuse("messages.continue_final_message", "needs an assistant's message without tool_calls at the end")
-    kwargs = _object("messages.chat_template_kwargs", request.chat_template_kwargs)
-    return Conversation(messages, ChatOptions(_tools(request.tools), kwargs, request.continue_final_message))
+    kwargs, tools = _object("messages.chat_template_kwargs", request.chat_template_kwargs), _tools(request.tools)
+    if request.tool_choice not in pb.ToolChoice.values():
+        _refuse("messages.tool_choice", "is not known here")
+    calls = request.tool_choice != pb.TOOL_CHOICE_NONE
+    is_parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
+    return Conversation(messages, ChatOptions(tools, kwargs, request.continue_final_message, calls, is_parallel))
 
 
 def _message(where: str, message: pb.Message, called: set[str]) -> ChatMessage:
@@ -107,6 +112,8 @@ def _object(where: str, text: str) -> JsonObject:
         _refuse(where, "is not a JSON object")
     if not _is_shallow(value):
         _refuse(where, f"is nested more than {MAX_DEPTH} levels deep")
+    if _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
+        _refuse(where, "has half of a surrogate pair, which is no text")
     return value
 
 

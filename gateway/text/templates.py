@@ -61,6 +61,8 @@ class ChatOptions(NamedTuple):
     tools: tuple[JsonObject, ...] = ()  # name, description and parameters of each
     kwargs: JsonObject = {}
     continues: bool = False  # the last message, instead of beginning an answer
+    calls: bool = True  # are looked for in the answer
+    is_parallel: bool = True  # an answer may have several calls
 
     @property
     def texts(self) -> list[str]:

@@ -86,3 +86,17 @@ def test_a_call_that_is_cut_is_no_call():
     choice.push(TOKENS.encode('wait<tool_call>{"name": "find"').ids, (), pb.FINISH_REASON_LENGTH)
     message = choice.take()
     assert (message.text, list(message.tool_calls), message.finish_reason) == ("wait", [], pb.FINISH_REASON_LENGTH)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 9), max_size=120))
+def test_an_answer_of_one_call_ends_with_it(sizes):
+    options = CONVERSATION.options._replace(is_parallel=False)
+    messages = messages_of(sizes, asked=form(conversation=CONVERSATION._replace(options=options)))
+    ended = [index for index, message in enumerate(messages) if message.finish_reason]
+    reasoning, content, calls, _ = joined(messages)
+    assert (reasoning, content, calls) == (WHOLE[0], WHOLE[1], WHOLE[2][:1])
+    assert messages[ended[0]].finish_reason == pb.FINISH_REASON_TOOL_CALLS
+    num_tokens = sum(len(message.token_ids) for message in messages[: ended[0] + 1])
+    quoted, end = [index for index, id_ in enumerate(IDS) if id_ == TOKENS.token_to_id("</tool_call>")][:2]
+    assert quoted < num_tokens <= end

@@ -66,6 +66,9 @@ async def test_a_last_message_is_continued_and_template_variables_arrive(served)
 
 CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "find", "arguments": "[]"}}]}  # fmt: skip
 BAD = [
+    ({"tool_choice": "some"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
+    ({"tools": [{**FIND, "function": {**FIND["function"], "strict": True}}]}, "tools[0].function.strict"),
     ({"tools": [FIND, FIND]}, "tools[1].name"),
     ({"messages": [USER, CALLING]}, "messages[1].tool_calls[0].arguments"),
     ({"messages": [USER, {"role": "tool", "tool_call_id": "c", "content": "x"}]}, "messages[1].tool_call_id"),
@@ -80,3 +83,14 @@ async def test_what_cannot_be_is_told_by_its_name(served, fields, param):
         with pytest.raises(openai.BadRequestError) as error:
             await client.chat.completions.create(**{**ASK, **fields})
         assert error.value.param == param
+
+
+async def test_choices_of_tools(saying):
+    async with saying(f"So: {CALL}{CALL}", http="127.0.0.1:0") as c, openai_client(c) as client:
+        for fields, num_calls in (
+            ({"tool_choice": "none"}, 0),
+            ({"parallel_tool_calls": False}, 1),
+            ({"tool_choice": "auto"}, 2),
+        ):
+            choice = (await client.chat.completions.create(**ASK, **fields)).choices[0]
+            assert len(choice.message.tool_calls or ()) == num_calls

@@ -9,9 +9,10 @@ CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
 TOOLS = [pb.Tool(name="find", description="Find a text.", parameters='{"properties": {"text": {"type": "string"}}}')]
 
 
-def asked(*tools: pb.Tool, **fields) -> pb.GenerateRequest:
-    messages = pb.Messages(messages=[pb.Message(role="user", content="a fox")], tools=tools)
-    return pb.GenerateRequest(messages=messages, stopping=pb.Stopping(max_tokens=400), **fields)
+def asked(*tools: pb.Tool, request_id: str = "", **fields) -> pb.GenerateRequest:
+    messages = pb.Messages(messages=[pb.Message(role="user", content="a fox")], tools=tools, **fields)
+    stopping = pb.Stopping(max_tokens=400)
+    return pb.GenerateRequest(messages=messages, stopping=stopping, request_id=request_id)
 
 
 async def test_parts_of_an_answer_whole_and_streamed(saying):
@@ -41,3 +42,18 @@ async def test_a_form_that_is_not_known_is_text(saying):
     async with saying(f"<think>so</think>{CALL}", tool_call_parser="none") as c:
         (choice,) = (await c.stub.Complete(asked(*TOOLS), timeout=20)).choices
         assert choice.text == f"<think>so</think>{CALL}"
+
+
+async def test_a_choice_of_none_leaves_calls_in_the_text(saying):
+    async with saying(f"So: {CALL}") as c:
+        request = asked(*TOOLS, tool_choice=pb.TOOL_CHOICE_NONE)
+        (choice,) = (await c.stub.Complete(request, timeout=20)).choices
+        assert (choice.text, list(choice.tool_calls)) == (f"So: {CALL}", [])
+
+
+async def test_one_call_ends_the_answer_and_the_workers_hear_of_it(saying):
+    async with saying(f"So: {CALL}{CALL}and more") as c:
+        response = await c.stub.Complete(asked(*TOOLS, parallel_tool_calls=False), timeout=20)
+        (choice,) = response.choices
+        assert (choice.text, len(choice.tool_calls), choice.finish_reason) == ("So:", 1, pb.FINISH_REASON_TOOL_CALLS)
+        await c.idle()

@@ -59,6 +59,8 @@ BAD = [
     (calling(arguments=nested(MAX_DEPTH + 1)), f"{AT}[1].tool_calls[0].arguments", "levels deep"),
     (calling(arguments=nested(50_000)), f"{AT}[1].tool_calls[0].arguments", "nested too deeply"),
     (calling(arguments=f'{{"a": {"1" * 10_000}}}'), f"{AT}[1].tool_calls[0].arguments", "too long"),
+    (calling(arguments='{"a": "\\ud800"}'), f"{AT}[1].tool_calls[0].arguments", "surrogate pair"),
+    (pb.Messages(messages=[USER], tool_choice=9), "messages.tool_choice", "not known"),
     (having(pb.Tool(name="find"), pb.Tool(name="find")), "messages.tools[1].name", "earlier tool"),
     (having(pb.Tool()), "messages.tools[0].name", "is empty"),
     (having(pb.Tool(name="find", parameters="3")), "messages.tools[0].parameters", "not a JSON object"),
@@ -99,4 +101,16 @@ def test_what_is_given_arrives():
     assert (messages[2].tool_call_id, messages[3].reasoning) == ("c1", "hm")
     assert [tool["name"] for tool in options.tools] == ["find", "stop"]
     assert options.tools[1]["parameters"] == {"type": "object", "properties": {}}
+    assert (options.calls, options.is_parallel) == (True, True)
     assert options.kwargs == {"enable_thinking": False} and options.continues
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls", "is_parallel"),
+    [({"tool_choice": pb.TOOL_CHOICE_NONE}, False, True), ({"parallel_tool_calls": False}, True, False)],
+)
+def test_which_calls_are_looked_for(fields, calls, is_parallel):
+    options = check_conversation(pb.Messages(messages=[USER], tools=[pb.Tool(name="find")], **fields), RequestLimits())[
+        1
+    ]
+    assert (options.calls, options.is_parallel) == (calls, is_parallel)
