@@ -13,9 +13,10 @@ from baton.client.aio import AsyncClient, AsyncStream
 from baton.client.blocking import Client, Stream
 from baton.client.errors import CallError
 from baton.client.request import GenerateOptions, make_request
-from baton.client.retries import RetryPolicy
+from baton.client.retries import NO_RETRIES, RetryPolicy
 
 __all__ = [
+    "NO_RETRIES",
     "AsyncClient",
     "AsyncStream",
     "CallError",

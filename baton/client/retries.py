@@ -28,6 +28,9 @@ class RetryPolicy:
         return self.max_attempts > 1
 
 
+NO_RETRIES = RetryPolicy(max_attempts=1)
+
+
 class Attempts:
     """The attempts of one call, all within one timeout."""
 

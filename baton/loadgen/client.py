@@ -2,48 +2,43 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import grpc
-
+from baton.client import NO_RETRIES, AsyncClient, CallError, RetryPolicy
 from baton.loadgen.openai import OpenAIBackend
 from baton.loadgen.outcome import Latencies, Outcome
 from baton.loadgen.plan import Backend, CallFailed, RunPlan, Unreachable
 from baton.loadgen.workload import Job, prompt_ids
-from baton.service.errors import from_rpc_error
 from baton.service.net.client import explain_failure
 from baton.service.observe.phases import PHASES
 from baton.service.security.access import Access
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
 
 _TIMING_FIELDS = tuple((phase, f"{phase}_s") for phase in (*PHASES, "transfer"))
 _PREPARED_TOKENS = 8 << 20  # of prompts: 32 MiB
-_OPTIONS = (("grpc.max_receive_message_length", -1),)
+_UNTIL_SERVED = RetryPolicy(max_attempts=1000)
 
 
 async def model_info(target: str, access: Access = Access()) -> pb.GetModelInfoResponse:
     """Raises Unreachable."""
-    async with access.channel(target, _OPTIONS) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
+    async with AsyncClient(target, timeout_s=5, retry=NO_RETRIES, **access.for_client()) as client:
         try:
-            return await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=5, metadata=access.metadata)
-        except grpc.aio.AioRpcError as error:
-            raise Unreachable(explain_failure(target, error.code(), error.details(), access)) from None
+            return await client.model_info()
+        except CallError as error:
+            raise Unreachable(explain_failure(target, error.code(), error.message, access)) from None
 
 
 class GrpcBackend:
-    """Generate of a gateway, over one channel."""
+    """Generate of a gateway, over one channel. A request is sent once, so that what is measured is the gateway's."""
 
     def __init__(self, plan: RunPlan):
         self._plan = plan
-        self._channel = plan.access.channel(plan.target, _OPTIONS)
-        self._generate = inference_pb2_grpc.InferenceStub(self._channel).Generate
-        self._answer = self._answer_in_the_end if plan.retries else self._answer_once
+        retry = _UNTIL_SERVED if plan.retries else NO_RETRIES
+        self._client = AsyncClient(plan.target, timeout_s=plan.timeout_s, retry=retry, **plan.access.for_client())
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._client.close()
 
     def make(self, job: Job) -> pb.GenerateRequest:
         return pb.GenerateRequest(
@@ -56,33 +51,17 @@ class GrpcBackend:
     async def stream(self, request: pb.GenerateRequest, outcome: Outcome) -> AsyncIterator[int]:
         message = None
         try:
-            async for message in self._answer(request):
+            async for message in self._client.send(request):
                 if self._plan.keeps_tokens:
                     outcome.token_ids.extend(message.token_ids)
                 yield len(message.token_ids)
-        except grpc.aio.AioRpcError as error:
-            raise CallFailed(error.code().name, error.details() or "") from None
+        except CallError as error:
+            raise CallFailed(error.code().name, error.message) from None
         finally:
             if message is not None and message.HasField("timing"):
                 outcome.num_cached = message.usage.cached_tokens
                 timing = message.timing
                 outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
-
-    def _answer_once(self, request: pb.GenerateRequest) -> AsyncIterable[pb.GenerateResponse]:
-        return self._generate(request, timeout=self._plan.timeout_s, metadata=self._plan.access.metadata)
-
-    async def _answer_in_the_end(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
-        """Yield the messages of the first call that is not refused with a pause to wait."""
-        while True:
-            try:
-                async for message in self._answer_once(request):
-                    yield message
-                return
-            except grpc.aio.AioRpcError as call:
-                error = from_rpc_error(call)
-                if error.code is not grpc.StatusCode.RESOURCE_EXHAUSTED or error.retry_after_s is None:
-                    raise
-                await asyncio.sleep(error.retry_after_s)
 
 
 class Sender:

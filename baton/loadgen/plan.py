@@ -31,7 +31,7 @@ class RunPlan:
     seed: int = 0
     access: Access = Access()
     slo_class: str = ""  # that requests name; empty: none
-    retries: bool = False  # sends a refused request again after the pause that the refusal asks for
+    retries: bool = False  # sends again what is refused for now, after the pause that the refusal asks for
     openai: OpenAIServer | None = None  # instead of the gateway at `target`
     keeps_tokens: bool = False  # outcomes have the token ids that came
 

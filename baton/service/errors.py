@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 DOMAIN = "baton"
@@ -144,15 +143,6 @@ def to_status(error: BatonError) -> status_pb2.Status:
     return status
 
 
-def from_rpc_error(error: grpc.RpcError) -> BatonError:
-    """The BatonError that a peer's call ended with; a status of the transport (no details) is kept by its code."""
-    try:
-        details = _details(error)
-    except DecodeError:  # a peer's bytes are not trusted
-        details = {}
-    return from_code(error.code(), error.details() or error.code().name, **details)
-
-
 def from_code(
     code: grpc.StatusCode | int,
     message: str,
@@ -170,18 +160,3 @@ def from_code(
     reason = reason or (code.name if kind is BatonError else kind.reason)
     BatonError.__init__(error, message, reason=reason, field=field, retry_after_s=retry_after_s, code=code)
     return error
-
-
-def _details(error: grpc.RpcError) -> dict[str, Any]:
-    metadata: Any = error.trailing_metadata() or ()
-    packed = [value for key, value in metadata if key == _DETAILS_KEY]
-    found: dict[str, Any] = {}
-    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-    for detail in status_pb2.Status.FromString(packed[0]).details if packed else ():
-        if detail.Unpack(info):
-            found["reason"] = info.reason
-        elif detail.Unpack(bad):
-            found["field"] = bad.field_violations[0].field if bad.field_violations else None
-        elif detail.Unpack(retry):
-            found["retry_after_s"] = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
-    return found

@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import grpc
+from google.protobuf.json_format import MessageToDict
 
-from baton.service.errors import from_rpc_error
-from baton.service.net.client import explain_failure
-from baton.service.security.access import add_access_flags, read_access
+from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of, say_failed
+from baton.client import CallError, make_request
+from baton.service.arguments import whole
+from baton.service.security.access import read_access
 from baton.service.settings import SettingsError
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
-
-DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -25,50 +23,65 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "generate", help="complete a prompt", description="Complete a prompt and stream the text.", allow_abbrev=False
     )
-    parser.add_argument("prompt", metavar="PROMPT")
-    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens at most (default: the gateway's)")
-    parser.add_argument("--temperature", type=float, metavar="X", help="0: greedy (default: the model's)")
-    parser.add_argument("--seed", type=int, metavar="N", help="for the same text again (default: drawn)")
+    parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="text, or - for stdin (default: -)")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="message of the system before it; implies --chat")
+    add_sampling_flags(parser)
+    parser.add_argument("-n", type=whole, metavar="N", help="answers to the same prompt (default: 1)")
+    parser.add_argument("--logprobs", type=int, metavar="K", help="of each token and the K best; needs --json")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    add_access_flags(parser)
+    add_target_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 done, 1 failed, 2 wrong use."""
     try:
-        request, access = make_request(args), read_access(args)
+        if args.logprobs is not None and not args.json:
+            raise ValueError("--logprobs needs --json")
+        access, request = read_access(args), read_request(args)
     except (ValueError, SettingsError) as error:
-        return _fail(str(error), 2)
-    with access.channel(args.target, blocking=True) as channel:
-        stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, metadata=access.metadata)
-        try:
-            _print_json(stream) if args.json else _print_text(stream)
-        except grpc.RpcError as call:
-            error = from_rpc_error(call)
-            return _fail(explain_failure(args.target, error.code, error.message, access), 1)
-        except KeyboardInterrupt:
-            stream.cancel()
-            return _fail("interrupted", 1)
+        return say_failed("generate", str(error), 2)
+    try:
+        with open_client(args.target, access) as client, client.send(request) as stream:
+            if args.json:
+                _print_json(stream, request)
+            elif (args.n or 1) > 1:
+                _print_choices(stream, args.n)
+            else:
+                _print_text(stream)
+    except CallError as error:
+        return say_failed("generate", explain(error, args.target, access), 1)
+    except ValueError as error:
+        return say_failed("generate", f"--target {error}", 2)
+    except OSError as error:
+        return say_failed("generate", str(error), 1)
+    except KeyboardInterrupt:
+        return say_failed("generate", "interrupted", 1)
     return 0
 
 
-def make_request(args: argparse.Namespace) -> pb.GenerateRequest:
-    """Leaves unset what was not given. Raises ValueError for a number that the contract cannot carry."""
-    request = pb.GenerateRequest(text=args.prompt)
-    for message, name in (
-        (request.sampling, "temperature"),
-        (request.sampling, "seed"),
-        (request.stopping, "max_tokens"),
-    ):
-        value = getattr(args, name)
-        if value is not None:
-            try:
-                setattr(message, name, value)
-            except ValueError:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: out of range") from None
-    return request
+def read_request(args: argparse.Namespace) -> pb.GenerateRequest:
+    """Return the request for what was given; reads stdin where that is the prompt. Raises ValueError for what the contract
+    cannot carry."""
+    prompt = _from_stdin() if args.prompt == "-" else args.prompt
+    if args.chat or args.system is not None:
+        system = [] if args.system is None else [{"role": "system", "content": args.system}]
+        prompt = [*system, {"role": "user", "content": prompt}]
+    try:
+        return make_request(prompt, options_of(args))
+    except ValueError as error:
+        name = str(error).partition(":")[0]
+        raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name, '')}: out of range") from None
+
+
+def _from_stdin() -> str:
+    try:
+        if not sys.stdin.isatty() and (text := sys.stdin.read()):
+            return text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8: {error}") from None
+    raise ValueError("no PROMPT: give it, or text on stdin")
 
 
 def _print_text(stream: Iterable[pb.GenerateResponse]) -> None:
@@ -78,25 +91,42 @@ def _print_text(stream: Iterable[pb.GenerateResponse]) -> None:
     sys.stdout.write("\n")
 
 
-def _print_json(stream: Iterable[pb.GenerateResponse]) -> None:
-    answer: dict[str, Any] = {"text": "", "token_ids": []}
+def _print_choices(stream: Iterable[pb.GenerateResponse], num_choices: int) -> None:
+    """Print whole answers: they come side by side."""
+    texts = [""] * num_choices
     for message in stream:
-        answer["text"] += message.text
-        answer["token_ids"] += message.token_ids
+        texts[message.index] += message.text
+    for index, text in enumerate(texts):
+        sys.stdout.write(f"--- {index + 1} of {num_choices}\n{text}\n")
+
+
+def _print_json(stream: Iterable[pb.GenerateResponse], request: pb.GenerateRequest) -> None:
+    answer: dict[str, Any] = {}
+    choices = [{"text": "", "token_ids": []} for _ in range(request.sampling.n or 1)]
+    for message in stream:
+        _add(choices[message.index], message)
         if message.request_id:
             answer["request_id"] = message.request_id
         if message.HasField("seed"):
             answer["seed"] = message.seed
-        if message.finish_reason:
-            answer["finish_reason"] = pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()
         for name in ("usage", "timing"):
             if message.HasField(name):
                 part = getattr(message, name)
                 answer[name] = {entry.name: getattr(part, entry.name) for entry in part.DESCRIPTOR.fields}
-    json.dump(answer, sys.stdout)
+    json.dump((choices[0] if len(choices) == 1 else {"choices": choices}) | answer, sys.stdout)
     sys.stdout.write("\n")
 
 
-def _fail(message: str, status: int) -> int:
-    print(f"baton generate: {message}", file=sys.stderr)
-    return status
+def _add(choice: dict[str, Any], message: pb.GenerateResponse) -> None:
+    """Add a message to what has come of its choice."""
+    choice["text"] += message.text
+    choice["token_ids"] += message.token_ids
+    if message.reasoning:
+        choice["reasoning"] = choice.get("reasoning", "") + message.reasoning
+    for name in ("tool_calls", "logprobs"):
+        if parts := getattr(message, name):
+            choice[name] = choice.get(name, []) + [
+                MessageToDict(each, preserving_proto_field_name=True) for each in parts
+            ]
+    if message.finish_reason:
+        choice["finish_reason"] = pb.FinishReason.Name(message.finish_reason).removeprefix("FINISH_REASON_").lower()

@@ -11,15 +11,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
-
 from baton.cli.launch.keeper import StartError
 from baton.cli.launch.stack import SHIPPED_MODEL, PortError, Stack, StackPlan, divide_cores
+from baton.client import AsyncClient, CallError, GenerateOptions, make_request
 from baton.protocol import ROLES
-from baton.service.errors import from_rpc_error
 from baton.service.settings import make_parser, to_argv
 from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
 from baton.worker.settings import WorkerSettings
 
 # Long enough that reading it apart pays.
@@ -44,7 +41,7 @@ def read_lines(path, encoding="utf-8"):
 def write_lines(path, lines, encoding="utf-8"):
     """Write lines to a text file, each with a line end."""'''
 # A small model repeats itself when it is greedy. The seed makes every run the same.
-SAMPLING = pb.Sampling(temperature=0.6, top_p=0.95, repetition_penalty=1.1, seed=1)
+SAMPLING = GenerateOptions(temperature=0.6, top_p=0.95, repetition_penalty=1.1, seed=1)
 MIN_TOKENS = 32  # there shall be something to stream
 # What happens between the request's arrival and its first token, in order; together they are ttft_s.
 PHASES = (
@@ -70,9 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     except (StartError, PortError, DemoError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
-    except grpc.RpcError as call:
-        error = from_rpc_error(call)
-        print(f"demo: {error.code.name}: {error.message}", file=sys.stderr)
+    except CallError as error:
+        print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 1
@@ -105,13 +101,11 @@ async def _run(model: Path, prompt: str, max_tokens: int) -> None:
 
 async def _stream(target: str, prompt: str, max_tokens: int) -> pb.GenerateResponse:
     """Print the text as it comes; returns the last message, which carries usage and timing."""
-    request = pb.GenerateRequest(text=prompt, sampling=SAMPLING)
-    request.stopping.max_tokens = max_tokens
-    request.stopping.min_tokens = min(MIN_TOKENS, max_tokens)
+    request = make_request(prompt, {"max_tokens": max_tokens, "min_tokens": min(MIN_TOKENS, max_tokens), **SAMPLING})
     print(f"\n{prompt}", end="", flush=True)
-    async with grpc.aio.insecure_channel(target, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    async with AsyncClient(target, timeout_s=120) as client:
         last = None
-        async for last in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120):
+        async for last in client.send(request):
             print(last.text, end="", flush=True)
     print()
     if last is None or not last.HasField("timing"):

@@ -14,13 +14,14 @@ import grpc
 from baton.cli.cluster.findings import Findings
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
+from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc, worker_pb2_grpc
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2_grpc
 from baton.v1 import worker_pb2 as pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -261,15 +262,12 @@ def _layouts(prefill: pb.Hello, decode: pb.Hello, where: str, report: Findings) 
 async def _request(target: str, access: Access, report: Findings) -> bool:
     """Two tokens through the front door: whether they come."""
     report.trying("request", target)
-    async with open_channel(target, access) as channel:
-        stub = inference_pb2_grpc.InferenceStub(channel)
-        request = inference_pb2.GenerateRequest(text="Is anyone there?")
-        request.stopping.max_tokens = 2
+    async with AsyncClient(target, timeout_s=_REQUEST_S, retry=NO_RETRIES, **access.for_client()) as client:
         begun = time.monotonic()
         try:
-            answer = await stub.Complete(request, timeout=_REQUEST_S, metadata=access.metadata)
-        except grpc.aio.AioRpcError as error:
-            report.fail("request", target, f"{error.code().name}: {error.details()}", "look into the gateway's log")
+            answer = await client.generate("Is anyone there?", max_tokens=2)
+        except CallError as error:
+            report.fail("request", target, str(error), "look into the gateway's log")
             return False
     report.say("request", target, f"{answer.usage.output_tokens} tokens in {1e3 * (time.monotonic() - begun):.0f} ms")
     return True

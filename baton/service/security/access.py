@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import grpc
 
@@ -51,11 +51,25 @@ class Access:
         return kind.secure_channel(target, tls.channel(), options=(*options, ("grpc.ssl_target_name_override", name)))
 
     @property
+    def api_key(self) -> str | None:
+        """The key, of the file as it is now. Raises OSError."""
+        return None if self.api_key_file is None else self.api_key_file.read_text().strip()
+
+    def for_client(self) -> dict[str, Any]:
+        """Return the arguments of a baton.client that say as whom it comes. Raises OSError."""
+        return {
+            "api_key": self.api_key,
+            "tls_ca": self.tls_ca,
+            "tls_cert": self.tls_cert,
+            "tls_key": self.tls_key,
+            "tls_server_name": GATEWAY_NAME if self.tls_cert else None,
+        }
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """For every call. Raises OSError."""
-        if self.api_key_file is None:
-            return ()
-        return (("authorization", f"Bearer {self.api_key_file.read_text().strip()}"),)
+        key = self.api_key
+        return () if key is None else (("authorization", f"Bearer {key}"),)
 
 
 def add_access_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,48 +3,15 @@
 import json
 import subprocess
 import sys
-from concurrent import futures
 
-import grpc
 import pytest
 
-from baton.service.errors import InvalidRequest, to_status
-from baton.v1 import inference_pb2 as pb
-from baton.v1 import inference_pb2_grpc
 from tests.support.process import ROOT
 
 
-class Gateway(inference_pb2_grpc.InferenceServicer):
-    def __init__(self):
-        self.requests = []
-
-    def Generate(self, request, context):
-        self.requests.append(request)
-        if request.stopping.HasField("max_tokens") and request.stopping.max_tokens == 0:
-            error = InvalidRequest("stopping.max_tokens", "must be at least 1")
-            context.set_trailing_metadata((("grpc-status-details-bin", to_status(error).SerializeToString()),))
-            context.abort(error.code, error.message)
-        yield pb.GenerateResponse(text="Grö", token_ids=[1], seed=7, request_id="r")
-        yield pb.GenerateResponse(text="ße", token_ids=[2, 3])
-        last = pb.GenerateResponse(finish_reason=pb.FINISH_REASON_STOP)
-        last.usage.prompt_tokens = 4
-        last.timing.ttft_s = 0.5
-        yield last
-
-
-@pytest.fixture(scope="module")
-def gateway():
-    server, servicer = grpc.server(futures.ThreadPoolExecutor(2)), Gateway()
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
-    servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield servicer
-    server.stop(0).wait()
-
-
-def run(*argv: str) -> subprocess.CompletedProcess:
+def run(*argv: str, stdin: str = "") -> subprocess.CompletedProcess:
     argv = [sys.executable, "-m", "baton.cli", "generate", *argv]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60, input=stdin)
 
 
 def test_text_as_it_comes(gateway):
@@ -52,7 +19,8 @@ def test_text_as_it_comes(gateway):
     assert (done.returncode, done.stdout, done.stderr) == (0, "Größe\n", "")
     request = gateway.requests[-1]
     assert request.text == "a prompt"
-    assert not request.HasField("sampling") and not request.HasField("stopping"), "what is not given is not sent"
+    assert not request.HasField("stopping"), "what is not given is not sent"
+    assert [field.name for field, _ in request.sampling.ListFields()] == ["seed"]
 
 
 def test_json(gateway):
@@ -65,6 +33,42 @@ def test_json(gateway):
     request = gateway.requests[-1]
     assert request.stopping.max_tokens == 9 and request.sampling.seed == 2**64 - 1
     assert request.sampling.HasField("temperature") and request.sampling.temperature == 0
+
+
+def test_choices(gateway):
+    done = run("x", "--target", gateway.target, "-n", "2")
+    assert done.stdout == "--- 1 of 2\nGröße\n--- 2 of 2\nGröße\n"
+    done = run("x", "--target", gateway.target, "-n", "2", "--logprobs", "0", "--json")
+    answer = json.loads(done.stdout)
+    assert [choice["text"] for choice in answer["choices"]] == ["Größe"] * 2 and answer["usage"]["prompt_tokens"] == 4
+    assert answer["choices"][1]["logprobs"] == [{"chosen": {"logprob": -0.5}}]
+    assert gateway.requests[-1].sampling.HasField("logprobs")
+
+
+def test_chat_template_and_stop_strings(gateway):
+    run("x", "--target", gateway.target, "--chat", "--stop", "a", "--stop", "b")
+    request = gateway.requests[-1]
+    assert [(message.role, message.content) for message in request.messages.messages] == [("user", "x")]
+    assert request.stopping.stop == ["a", "b"]
+    run("x", "--target", gateway.target, "--system", "Be short.")
+    roles = [message.role for message in gateway.requests[-1].messages.messages]
+    assert roles == ["system", "user"]
+
+
+@pytest.mark.parametrize("argv", [[], ["-"]])
+def test_the_prompt_on_stdin(gateway, argv):
+    done = run(*argv, "--target", gateway.target, stdin="two\nlines")
+    assert done.stdout == "Größe\n" and gateway.requests[-1].text == "two\nlines"
+
+
+def test_no_prompt(gateway):
+    done = run("--target", gateway.target)
+    assert done.returncode == 2 and "PROMPT" in done.stderr
+
+
+def test_the_second_address_answers(gateway):
+    done = run("x", "--target", f"127.0.0.1:9,{gateway.target}")
+    assert done.stdout == "Größe\n"
 
 
 def test_refused(gateway):
@@ -85,6 +89,9 @@ def test_nobody_there():
         (["--max-tokens", "many"], "--max-tokens"),
         (["--seed", str(2**64)], "--seed"),
         (["--temp", "1"], "--temp"),
+        (["--logprobs", "2"], "--json"),
+        (["-n", "0"], "-n"),
+        (["--target", ","], "--target"),
     ],
 )
 def test_wrong_use(options, word):

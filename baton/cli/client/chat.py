@@ -1,0 +1,98 @@
+"""`baton chat`: a conversation in the terminal, a line a message."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of, say_failed
+from baton.client import CallError, Client, GenerateOptions
+from baton.service.security.access import read_access
+from baton.service.settings import SettingsError
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk with the model in the terminal",
+        description="Each line is a message. Ctrl-C ends an answer, Ctrl-D the conversation.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--system", metavar="TEXT", help="message of the system, before all others")
+    add_sampling_flags(parser)
+    add_target_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 done, 1 failed, 2 wrong use."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    try:
+        access = read_access(args)
+        with open_client(args.target, access) as client:
+            conversation = Conversation(client, args.system, options_of(args), is_terminal)
+            for line in _lines(is_terminal):
+                try:
+                    conversation.say(line)
+                except CallError as error:
+                    status = say_failed("chat", explain(error, args.target, access), 1)
+                    if not is_terminal:
+                        return status
+    except (ValueError, SettingsError) as error:
+        return say_failed("chat", str(error), 2)
+    except OSError as error:
+        return say_failed("chat", str(error), 1)
+    except KeyboardInterrupt:
+        return say_failed("chat", "interrupted", 1)
+    return 0
+
+
+class Conversation:
+    """The messages so far."""
+
+    def __init__(self, client: Client, system: str | None, options: GenerateOptions, is_terminal: bool):
+        self._client, self._options, self._is_terminal = client, options, is_terminal
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def say(self, text: str) -> None:
+        """Send a message of the user and print the answer as it comes; Ctrl-C keeps what has come. Raises CallError: the
+        message counts as not said."""
+        said = [*self.messages, {"role": "user", "content": text}]
+        answer = ""
+        with self._client.stream(said, **self._options) as stream:
+            try:
+                for message in stream:
+                    if message.reasoning and self._is_terminal:
+                        sys.stdout.write(f"{_DIM}{message.reasoning}{_PLAIN}")
+                    sys.stdout.write(message.text)
+                    sys.stdout.flush()
+                    answer += message.text
+            except KeyboardInterrupt:
+                sys.stdout.write(" [ended]")
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        self.messages = [*said, {"role": "assistant", "content": answer}]
+
+
+def _lines(is_terminal: bool) -> Iterator[str]:
+    """Yield what is said; empty lines are not. On a terminal Ctrl-C drops the line."""
+    if not is_terminal:
+        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        return
+    import_module("readline")  # input() edits lines then, and remembers them
+    while True:
+        try:
+            line = input("> ")
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:
+            print()
+            return
+        if line.strip():
+            yield line

@@ -1,0 +1,78 @@
+"""`baton chat` against a stand-in for the gateway: from a pipe, and in a terminal of its own."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+from tests.support.pace import patience
+from tests.support.process import ROOT
+
+
+def argv_of(gateway, *argv: str) -> list[str]:
+    return [sys.executable, "-m", "baton.cli", "chat", "--target", gateway.target, *argv]
+
+
+def said(request) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in request.messages.messages]
+
+
+def test_from_a_pipe(gateway):
+    argv = argv_of(gateway, "--system", "Be short.", "--max-tokens", "9")
+    done = subprocess.run(argv, cwd=ROOT, input="one\n\ntwo\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Größe\nGröße\n", "")
+    first, second = gateway.requests[-2:]
+    assert said(first) == [("system", "Be short."), ("user", "one")]
+    assert said(second) == [*said(first), ("assistant", "Größe"), ("user", "two")]
+    assert second.stopping.max_tokens == 9
+
+
+def test_refused_from_a_pipe(gateway):
+    argv = argv_of(gateway, "--max-tokens", "0")
+    done = subprocess.run(argv, cwd=ROOT, input="one\ntwo\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "stopping.max_tokens" in done.stderr
+
+
+def test_in_a_terminal(gateway):
+    """Ctrl-C ends an answer, and drops a line that is being written; Ctrl-D ends the conversation."""
+    ours, theirs = pty.openpty()
+    child = subprocess.Popen(
+        argv_of(gateway), cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + patience(30)
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            shown += os.read(ours, 4096)
+        shown = shown.partition(text)[2]
+
+    try:
+        until(b"> ")
+        os.write(ours, b"hello\n")
+        until("Größe".encode())
+        until(b"> ")
+        os.write(ours, b"endless\n")
+        until("Grö".encode())
+        child.send_signal(signal.SIGINT)
+        until(b"[ended]")
+        until(b"> ")
+        os.write(ours, b"again\n")
+        until("Größe".encode())
+        until(b"> ")
+        os.write(ours, b"dropped")
+        until(b"dropped")
+        child.send_signal(signal.SIGINT)
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert child.wait(patience(30)) == 0
+    finally:
+        child.kill()
+        os.close(ours)
+    begun = [("user", "hello"), ("assistant", "Größe"), ("user", "endless")]
+    assert said(gateway.requests[-1]) == [*begun, ("assistant", "Grö"), ("user", "again")]
