@@ -51,12 +51,17 @@ class Client:
         **options: Unpack[GenerateOptions],
     ) -> pb.CompleteResponse:
         """Return the whole answer to a text, token ids, or messages. Raises CallError, ValueError."""
-        request = make_request(prompt, options)
-        if not self._retry.resends:
-            return self._call("Complete", pb.CompleteResponse, lambda _: request, timeout_s, metadata)
-        received = Received(request := make_resumable(request))
-        # One that comes again takes what the first has brought about so far, if it is still there.
-        again = received.rest()
+        return self.complete(make_request(prompt, options), timeout_s=timeout_s, metadata=metadata)
+
+    def complete(
+        self, request: pb.GenerateRequest, *, timeout_s: float | None = None, metadata: Metadata = ()
+    ) -> pb.CompleteResponse:
+        """Return the whole answer to a request as the contract has it. Raises CallError."""
+        again = request
+        if self._retry.resends:
+            request = make_resumable(request)
+            # One that comes again takes what the first has brought about so far, if it is still there.
+            again = Received(request).rest()
         return self._call(
             "Complete", pb.CompleteResponse, lambda num: request if num == 1 else again, timeout_s, metadata
         )

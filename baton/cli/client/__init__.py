@@ -1,1 +1,1 @@
-"""Commands that ask a running gateway for text: generate, chat, bench."""
+"""Commands that ask a running gateway for text: generate, chat, batch, bench."""

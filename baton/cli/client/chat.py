@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         access = read_access(args)
         with open_client(args.target, access) as client:
-            conversation = Conversation(client, args.system, options_of(args), is_terminal)
+            conversation = TerminalChat(client, args.system, options_of(args), is_terminal)
             for line in _lines(is_terminal):
                 try:
                     conversation.say(line)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class Conversation:
+class TerminalChat:
     """The messages so far."""
 
     def __init__(self, client: Client, system: str | None, options: GenerateOptions, is_terminal: bool):

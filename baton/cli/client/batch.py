@@ -1,0 +1,170 @@
+"""`baton batch`: the requests of a file to a running gateway, their results into another, in order."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from tqdm import tqdm
+
+from baton.cli.client.asking import add_target_flags, explain, say_failed
+from baton.cli.client.batch_lines import GatewayGone, Json, LineRunner, custom_id_of
+from baton.client import NO_RETRIES, AsyncClient, CallError, RetryPolicy
+from baton.service.arguments import positive, whole
+from baton.service.security.access import Access, read_access
+from baton.service.settings import SettingsError
+
+# A refused line waits as long as the gateway asks, again and again; one that nobody answers ends the run after a minute.
+_RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0)
+_AHEAD = 4  # times the concurrency: results that wait for an earlier one to be written
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "batch",
+        help="send the requests of a file and write their results to another",
+        description="FILE has a request in OpenAI's batch form on each line (custom_id, method, url, body). Results are "
+        "written in the same order. Run it again after an interruption: what has a result is not sent again.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: FILE.results.jsonl beside it)")
+    parser.add_argument("--concurrency", type=whole, default=16, metavar="N", help="at once (default: %(default)s)")
+    parser.add_argument(
+        "--timeout", type=positive, default=3600.0, metavar="S", help="of one request (default: %(default)s)"
+    )
+    add_target_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 all lines have a result, 1 interrupted or not reached, 2 wrong use."""
+    output = args.output or args.file.with_suffix(".results.jsonl")
+    try:
+        if output.exists() and output.samefile(args.file):
+            raise ValueError(f"--output {output} is the input")
+        access = read_access(args)
+        num_lines, num_done = _compare(args.file, output)
+    except (ValueError, SettingsError) as error:
+        return say_failed("batch", str(error), 2)
+    except OSError as error:
+        return say_failed("batch", f"{error.filename}: {error.strerror}", 2)
+    counts = {"failed": 0, "written": 0}
+    try:
+        with output.open("a", encoding="utf-8") as results, _progress(num_lines, num_done) as bar:
+
+            def write(result: Json) -> None:
+                results.write(json.dumps(result, ensure_ascii=False) + "\n")
+                results.flush()
+                counts["written"] += 1
+                counts["failed"] += _has_failed(result)
+                bar.update()
+
+            asyncio.run(_send(args, access, num_done, write))
+    except CallError as error:
+        return say_failed("batch", explain(error, args.target, access), 1)
+    except GatewayGone as error:
+        left = num_lines - num_done - counts["written"]
+        return say_failed("batch", f"{args.target}: {error}; {left} lines are left: run it again to continue", 1)
+    except KeyboardInterrupt:
+        return say_failed("batch", f"interrupted; run it again to continue {output}", 1)
+    except ValueError as error:
+        return say_failed("batch", f"--target {error}", 2)
+    except OSError as error:
+        return say_failed("batch", f"{output}: {error.strerror}", 1)
+    already = f", {num_done} were there already" if num_done else ""
+    print(f"{output}: {counts['written']} results, {counts['failed']} of them failures{already}")
+    return 0
+
+
+async def _send(args: argparse.Namespace, access: Access, num_done: int, write: Callable[[Json], None]) -> None:
+    """Ask all lines after the first `num_done` and write their results in order. Raises CallError where no gateway
+    answers at first, GatewayGone where none does any more."""
+    connection = access.for_client()
+    async with AsyncClient(args.target, timeout_s=5, retry=NO_RETRIES, **connection) as client:
+        model = (await client.model_info()).name
+    async with AsyncClient(args.target, timeout_s=args.timeout, retry=_RETRY, **connection) as client:
+        runner, slots = LineRunner(client, model), asyncio.Semaphore(args.concurrency)
+        waiting: deque[asyncio.Task[Json]] = deque()
+
+        async def ask(number: int, line: str) -> Json:
+            async with slots:
+                return await runner.result(number, line)
+
+        try:
+            for number, line in enumerate(_lines(args.file), 1):
+                if number <= num_done:
+                    continue
+                waiting.append(asyncio.create_task(ask(number, line)))
+                while len(waiting) >= _AHEAD * args.concurrency:
+                    write(await waiting[0])
+                    waiting.popleft()
+            while waiting:
+                write(await waiting[0])
+                waiting.popleft()
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _compare(file: Path, output: Path) -> tuple[int, int]:
+    """Return how many lines there are, and how many of them have a result. Cuts off half a result that an interruption left.
+    Raises ValueError where the results are of other requests, OSError."""
+    results = _whole_results(output) if output.exists() else iter(())
+    num_lines = num_done = 0
+    for num_lines, line in enumerate(_lines(file), 1):
+        result = next(results, None)
+        if result is not None:
+            num_done += 1
+            if result.get("custom_id") != custom_id_of(line):
+                raise ValueError(
+                    f"{output}: result {num_done} is of {result.get('custom_id')!r}, request {num_lines} is "
+                    f"{custom_id_of(line)!r}: choose another --output"
+                )
+    if next(results, None) is not None:
+        raise ValueError(f"{output} has more results than {file} has requests: choose another --output")
+    return num_lines, num_done
+
+
+def _whole_results(output: Path) -> Iterator[Json]:
+    end = 0
+    with output.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                os.truncate(output, end)
+                return
+            end += len(line)
+            try:
+                result = json.loads(line)
+            except ValueError:
+                result = None
+            if not isinstance(result, dict):
+                raise ValueError(f"{output}:{number} is no result of a batch: choose another --output")
+            yield result
+
+
+def _lines(file: Path) -> Iterator[str]:
+    """Yield the lines that are not empty."""
+    with file.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            if line.strip():
+                yield line
+
+
+def _has_failed(result: Json) -> bool:
+    return result["error"] is not None or result["response"]["status_code"] != 200
+
+
+def _progress(num_lines: int, num_done: int) -> tqdm:
+    """Shown on a terminal alone."""
+    file: IO[str] = sys.stderr
+    return tqdm(total=num_lines, initial=num_done, desc="requests", unit="", file=file, disable=None)

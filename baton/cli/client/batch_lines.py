@@ -1,0 +1,116 @@
+"""A line of a batch in OpenAI's form, asked of a gateway: its result is a line of the output, whatever becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+
+from baton.client import AsyncClient, CallError
+from baton.service.errors import BatonError, InvalidRequest, from_code
+from baton.v1 import inference_pb2 as pb
+from gateway.http.answers import AnswerForm, ChatForm, CompletionForm
+from gateway.http.errors import status_of, to_json
+from gateway.http.requests import Asked, parse, read_chat, read_completion
+
+_KINDS = {"/v1/chat/completions": (read_chat, ChatForm), "/v1/completions": (read_completion, CompletionForm)}
+_SLO_CLASS = "batch"  # where a body names none
+
+Json = dict[str, Any]
+
+
+class GatewayGone(Exception):
+    """No gateway answers: the line has no result, and neither would those after it."""
+
+
+class LineRunner:
+    """Ask what lines say."""
+
+    def __init__(self, client: AsyncClient, model: str):
+        """`model`: its name in results."""
+        self._client, self._model = client, model
+        self._texts: dict[int, tuple[str, bytes]] = {}  # of tokens that results with logprobs show
+
+    async def result(self, number: int, line: str) -> Json:
+        """Return the result of the line of that number. Raises GatewayGone."""
+        found: Json = {"id": f"batch_req_{number}", "custom_id": custom_id_of(line), "response": None, "error": None}
+        names: dict[str, str] = {}
+        try:
+            body, kind = _read_line(line)
+            reader, form = _KINDS[kind]
+            asked = reader(body)
+            names = asked.names
+            answer = await self._answer(asked, form)
+            found["response"] = {"status_code": 200, "request_id": asked.id, "body": answer}
+        except _NoRequest as error:
+            found["error"] = {"code": "invalid_line", "message": str(error)}
+        except CallError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise GatewayGone(str(error)) from None
+            found["response"] = _refusal(_read(error), names)
+        except BatonError as error:
+            found["response"] = _refusal(error, names)
+        return found
+
+    async def _answer(self, asked: Asked, form: type[AnswerForm]) -> Json:
+        if asked.stream:
+            raise InvalidRequest("stream", "is not possible in a batch")
+        for request in asked.requests:
+            request.slo_class = request.slo_class or _SLO_CLASS
+        responses = await asyncio.gather(*(self._client.complete(request) for request in asked.requests))
+        await self._fetch_texts(responses)
+        return form(asked, self._model, self._texts.__getitem__).whole(list(responses))
+
+    async def _fetch_texts(self, responses: list[pb.CompleteResponse]) -> None:
+        """Learn the text of each token that the results name."""
+        for response in responses:
+            for choice in response.choices:
+                for logprobs in choice.logprobs:
+                    for token in (logprobs.chosen, *logprobs.top):
+                        if token.token_id not in self._texts:
+                            text = await self._client.detokenize([token.token_id])
+                            self._texts[token.token_id] = text, text.encode()
+
+
+class _NoRequest(Exception):
+    """A line that asks nothing."""
+
+
+def custom_id_of(line: str) -> str | None:
+    """Return the name that the line has, if it has one."""
+    try:
+        value = json.loads(line)
+        name = value["custom_id"]
+        name.encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return None
+    return name
+
+
+def _read_line(line: str) -> tuple[Json, str]:
+    """Return the body and the path that it is for. Raises _NoRequest, InvalidRequest."""
+    try:
+        value = parse(line.encode())
+    except UnicodeEncodeError:
+        raise _NoRequest("the line is not UTF-8") from None
+    except InvalidRequest as error:
+        raise _NoRequest(f"the line{error.message.removeprefix('body:')}") from None
+    if custom_id_of(line) is None:
+        raise _NoRequest("custom_id is missing or no text")
+    if value.get("method", "POST") != "POST":
+        raise _NoRequest(f"method is {str(value['method'])[:20]!r}: only POST is possible")
+    if value.get("url") not in _KINDS:
+        raise _NoRequest(f"url is {str(value.get('url'))[:80]!r}: known are {', '.join(_KINDS)}")
+    if not isinstance(value.get("body"), dict):
+        raise _NoRequest("body is missing or no object")
+    return {name: each for name, each in value["body"].items() if each is not None}, value["url"]
+
+
+def _refusal(error: BatonError, names: dict[str, str]) -> Json:
+    return {"status_code": status_of(error), "request_id": "", "body": to_json(error, names)}
+
+
+def _read(error: CallError) -> BatonError:
+    return from_code(error.code(), error.message, reason=error.reason or None, field=error.field)

@@ -1,0 +1,179 @@
+"""`baton batch` against a stand-in for the gateway: order, resuming, lines that fail, and the bound on what runs at
+once."""
+
+import json
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+
+from baton.cli.main import main
+from baton.service.errors import BatonError, InvalidRequest, Overloaded, to_status
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import inference_pb2_grpc
+
+
+class Echo(inference_pb2_grpc.InferenceServicer):
+    """Answers with the prompt; `failures` says how often which prompt is refused first."""
+
+    def __init__(self):
+        self.requests, self.target = [], ""
+        self.failures: dict[str, list[BatonError]] = {}
+        self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
+
+    def Complete(self, request, context):
+        said = request.text or request.messages.messages[-1].content
+        with self._lock:
+            self.requests.append(request)
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            if errors := self.failures.get(said):
+                status = to_status(error := errors.pop(0))
+                context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+                context.abort(error.code, status.message)
+            time.sleep(0.05 if said.endswith("0") else 0.001)  # what begins first does not end first
+            reply = pb.CompleteResponse(usage=pb.Usage(prompt_tokens=2, output_tokens=1))
+            choice = reply.choices.add(text=said.upper(), finish_reason=pb.FINISH_REASON_STOP, token_ids=[9])
+            if request.sampling.HasField("logprobs"):
+                choice.logprobs.add().chosen.token_id = 9
+            return reply
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+    def Detokenize(self, request, context):
+        return pb.DetokenizeResponse(text=f"<{request.token_ids[0]}>")
+
+    def GetModelInfo(self, request, context):
+        return pb.GetModelInfoResponse(name="demo")
+
+
+@pytest.fixture
+def echo():
+    server, servicer = grpc.server(futures.ThreadPoolExecutor(16)), Echo()
+    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield servicer
+    server.stop(0).wait()
+
+
+def chat(custom_id: str, text: str = "", **body) -> dict:
+    body = {"messages": [{"role": "user", "content": text or custom_id}], **body}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def completion(custom_id: str, prompt) -> dict:
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+
+
+@pytest.fixture
+def run(tmp_path, echo):
+    """Write the lines, run the command, and return its status and the results."""
+
+    def run_(lines, *argv: str):
+        file, output = tmp_path / "in.jsonl", tmp_path / "in.results.jsonl"
+        lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        file.write_bytes(b"\n".join(lines) + b"\n")
+        status = main(["batch", str(file), "--target", echo.target, *argv])
+        return status, [json.loads(line) for line in output.read_text().splitlines()] if status < 2 else []
+
+    return run_
+
+
+def text_of(result) -> str:
+    return result["response"]["body"]["choices"][0]["message"]["content"]
+
+
+def test_results_in_order(run, echo, capsys):
+    status, results = run([chat(f"r{i}") for i in range(40)], "--concurrency", "4")
+    assert status == 0 and [result["custom_id"] for result in results] == [f"r{i}" for i in range(40)]
+    assert [text_of(result) for result in results] == [f"R{i}" for i in range(40)]
+    assert 2 <= echo.most_at_once <= 4
+    assert {request.slo_class for request in echo.requests} == {"batch"}
+    first = results[0]
+    assert first["error"] is None and first["response"]["status_code"] == 200
+    assert first["response"]["body"]["object"] == "chat.completion" and first["response"]["body"]["model"] == "demo"
+    assert "40 results, 0 of them failures" in capsys.readouterr().out
+
+
+def test_each_form(run, echo):
+    lines = [completion("a", "x"), completion("b", ["y", "z"]), chat("c", logprobs=True, slo_class="standard")]
+    _, results = run(lines)
+    texts = [[choice["text"] for choice in result["response"]["body"]["choices"]] for result in results[:2]]
+    assert texts == [["X"], ["Y", "Z"]]
+    (token,) = results[2]["response"]["body"]["choices"][0]["logprobs"]["content"]
+    assert token["token"] == "<9>" and token["bytes"] == list(b"<9>")
+    assert sorted(request.slo_class for request in echo.requests) == ["batch"] * 3 + ["standard"]
+
+
+def test_a_failing_line_ends_nothing(run, echo):
+    echo.failures = {"wrong": [InvalidRequest("messages", "is wrong")], "full": [Overloaded("full", 0.01)] * 3}
+    bad = [
+        b"{no JSON", b"[]", b"\xff", b'{"custom_id": 1}', b'{"custom_id": "\\ud800"}',
+        {**chat("m"), "method": "GET"}, {**chat("u"), "url": "/v1/nowhere"}, {**chat("b"), "body": 1},
+        chat("s", stream=True), chat("k", no_such=1), chat("w", "wrong"),
+    ]  # fmt: skip
+    status, results = run([chat("first"), *bad, chat("f", "full"), chat("last")])
+    assert status == 0 and len(results) == len(bad) + 3
+    assert text_of(results[0]) == "FIRST" and text_of(results[-1]) == "LAST"
+    assert text_of(results[-2]) == "FULL", "what is refused for now is sent again"
+    assert [result["custom_id"] for result in results[1:6]] == [None] * 5
+    assert all(result["error"]["code"] == "invalid_line" for result in results[1:9])
+    for result, param in zip(results[9:12], ("stream", "no_such", "messages"), strict=True):
+        assert result["response"]["status_code"] == 400 and result["error"] is None
+        assert result["response"]["body"]["error"]["param"] == param
+
+
+def test_what_has_a_result_is_not_sent_again(run, echo, tmp_path, capsys):
+    lines = [b"{no JSON", *[chat(f"r{i}") for i in range(6)]]
+    run(lines)
+    output = tmp_path / "in.results.jsonl"
+    whole = output.read_bytes()
+    kept = whole.splitlines(keepends=True)
+    output.write_bytes(b"".join(kept[:4]) + kept[4][:20])  # killed while it wrote
+    echo.requests.clear()
+    status, results = run(lines)
+    assert status == 0 and len(echo.requests) == 3
+    assert [result["custom_id"] for result in results] == [None, *[f"r{i}" for i in range(6)]]
+    assert "3 results" in (said := capsys.readouterr().out) and "4 were there already" in said
+    echo.requests.clear()
+    assert run(lines)[0] == 0 and not echo.requests
+
+
+@pytest.mark.parametrize("results", [
+    b'{"custom_id": "other"}\n', b"text\n", b'{"custom_id": "a"}\n{"custom_id": "b"}\n',
+])  # fmt: skip
+def test_results_of_something_else_are_not_touched(run, echo, tmp_path, capsys, results):
+    output = tmp_path / "in.results.jsonl"
+    output.write_bytes(results)
+    assert run([chat("a")])[0] == 2
+    assert output.read_bytes() == results and not echo.requests
+    assert "--output" in capsys.readouterr().err
+
+
+def test_a_gateway_that_goes(run, echo, monkeypatch, capsys):
+    from baton.cli.client import batch
+    from baton.client import RetryPolicy
+    from baton.service.errors import Unavailable
+
+    monkeypatch.setattr(batch, "_RETRY", RetryPolicy(max_attempts=2, first_pause_s=0.001))
+    echo.failures = {"r2": [Unavailable("gone")] * 2}
+    lines = [chat(f"r{i}") for i in range(4)]
+    status, results = run(lines)
+    assert status == 1 and [result["custom_id"] for result in results] == ["r0", "r1"]
+    assert "2 lines are left" in capsys.readouterr().err
+    status, results = run(lines)
+    assert status == 0 and [text_of(result) for result in results] == ["R0", "R1", "R2", "R3"]
+
+
+def test_wrong_use(tmp_path, capsys):
+    assert main(["batch", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl" in capsys.readouterr().err
+    (tmp_path / "in.jsonl").write_text("{}\n")
+    assert main(["batch", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "in.jsonl")]) == 2
+    assert main(["batch", str(tmp_path / "in.jsonl"), "--target", "127.0.0.1:9"]) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
