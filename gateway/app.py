@@ -134,7 +134,11 @@ class Gateway:
         health.set(SERVICE_NAME, False)
         if settings.reflection or (settings.is_loopback and settings.credentials is None):
             grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
-        admin = Admin(self.readiness, {"/metrics": self.meters.page, **dashboard.pages(fleet)}, settings.admin_hosts)
+        admin = Admin(
+            self.readiness,
+            {"/metrics": self.meters.page, **dashboard.pages(fleet, settings.trace_url)},
+            settings.admin_hosts,
+        )
         admin_port = await admin.start(settings.admin)
         self.http = http = self._open_http()
         await server.start()

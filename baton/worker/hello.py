@@ -4,6 +4,7 @@ import hashlib
 import secrets
 from pathlib import Path
 
+from baton.engine.core.device import device_name
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
@@ -87,3 +88,4 @@ def _add_model(model, engine: Engine) -> None:
     model.speculator = config.speculator
     model.proposers.extend(engine.speculator.proposers)
     model.prefix_cache = True
+    model.device = device_name(engine.pool.device)

@@ -1,7 +1,10 @@
 """A page for those without Grafana: what the fleet does now, in four small views, and where recent requests spent their
 time. One HTML file that asks this gateway for JSON every second."""
 
+import base64
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,18 +17,34 @@ from gateway.api.fleet_service import FleetService
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 _PHASES_HERE = "{/*phases*/}"  # in the page, which draws phases in the colours of the report
+_TRACE_URL_HERE = "null/*trace url*/"
 _NUM_RECENT = 300
 
 
-def pages(fleet: FleetService) -> dict[str, Page]:
-    """Return the pages by path, for the admin server."""
+def pages(fleet: FleetService, trace_url: str | None = None) -> dict[str, Page]:
+    """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it."""
 
     def state(headers: Mapping[str, str]) -> Reply:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
         return json_reply({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
 
-    page = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS)).encode()
-    return {"/": lambda headers: Reply(page, "text/html; charset=utf-8"), "/fleet.json": state}
+    page = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS)).replace(_TRACE_URL_HERE, json.dumps(trace_url))
+    reply = Reply(page.encode(), "text/html; charset=utf-8", headers=(_policy(page),))
+    return {"/": lambda headers: reply, "/fleet.json": state}
+
+
+def _policy(page: str) -> str:
+    """Return the header that lets a browser run the page's own script and style, and nothing else that finds its way in."""
+    sources = {kind: _digest(page, kind) for kind in ("script", "style")}
+    return (
+        f"Content-Security-Policy: default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _digest(page: str, kind: str) -> str:
+    (inside,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
 
 
 def _plain(message) -> dict:

@@ -1,5 +1,6 @@
 """Settings of a gateway process."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,11 @@ class GatewaySettings(Exposure):
         "Redis for the prefix index, shared with other gateways (default: in memory)", None, metavar="URL"
     )
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
+    trace_url: str | None = option(
+        "URL of a trace, {trace_id} in it standing for the id, that the admin page links to (default: no link)",
+        None,
+        metavar="URL",
+    )
     cluster_secret: Path | None = option(
         "file with the secret that salts the names of cached prefixes (default, on loopback only: derived from the "
         "model)",
@@ -133,6 +139,8 @@ class GatewaySettings(Exposure):
     def _check_doors(self) -> None:
         if self.http_origins and self.http is None:
             raise ValueError("--http-origins has no effect without --http")
+        if self.trace_url and not re.fullmatch(r"https?://[^\s\"'<>]*\{trace_id\}[^\s\"'<>]*", self.trace_url):
+            raise ValueError(f"--trace-url {self.trace_url}: give an http:// or https:// URL with {{trace_id}} in it")
         if self.tls and self.credentials is None:
             raise ValueError("--credentials is missing: with TLS alone no client could identify itself")
         if self.credentials is not None and self.cluster_secret is None:

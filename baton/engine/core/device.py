@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine import native
+from baton.engine.core import cpu
 from baton.engine.core.config import DEVICES, EngineConfig
 
 MIN_CAPABILITY = (8, 0)  # bf16 products
@@ -99,6 +100,13 @@ def instruction_set(device: torch.device) -> str:
         of_torch = torch.backends.cpu.get_cpu_capability().lower()
         return of_torch if library is None else f"{of_torch}+{library.products}"
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def device_name(device: torch.device) -> str:
+    """Return what computes, in words: the processor and its instruction set, or the GPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu.name()}, {instruction_set(device)}"
 
 
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:

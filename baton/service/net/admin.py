@@ -23,6 +23,7 @@ class Reply(NamedTuple):
     body: bytes
     content_type: str = "application/json"
     status: int = 200
+    headers: tuple[str, ...] = ()  # further lines of the head
 
 
 Page = Callable[[Mapping[str, str]], Reply]
@@ -77,7 +78,8 @@ class Admin:
             async with asyncio.timeout(_TIMEOUT_S):
                 reply = self._answer(await reader.readuntil(b"\r\n\r\n"))
                 head = f"HTTP/1.1 {reply.status} {_REASONS[reply.status]}\r\nContent-Type: {reply.content_type}\r\n"
-                head += f"Content-Length: {len(reply.body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
+                head += f"Content-Length: {len(reply.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+                head += "".join(f"{line}\r\n" for line in reply.headers) + "Connection: close\r\n\r\n"
                 writer.write(head.encode() + reply.body)
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):

@@ -8,6 +8,8 @@ from urllib.request import urlopen
 import pytest
 
 from baton.cli.main import main
+from baton.engine.core import cpu
+from tests.support.observe.browser import Browser
 
 pytestmark = pytest.mark.long
 
@@ -41,6 +43,44 @@ def test_the_page_shows_the_fleet(stack, client, prompts, chromium, tmp_path):
     assert re.search(r'<p id="bound">Bound by \w+', page)
     assert "TTFT" in page and "TPOT" in page and "6 tokens" in page and "160 blocks" in page
     assert "nothing yet" not in page.split("Running, oldest first")[0]
+
+
+def test_a_request_is_opened_by_keyboard_and_stays_open(stack, client, prompts, tmp_path):
+    """Each phase in a line of its own, with the trace; the page's policy blocks nothing of the page."""
+    reply = client.generate(prompts(80), temperature=0.0, max_tokens=6, ignore_eos=True)
+    opened = "document.querySelector('.detail')?.innerText || ''"
+    with Browser(tmp_path) as browser:
+        browser.open(f"http://{stack.gateways[0].ready()['admin']}/")
+        browser.until("document.querySelectorAll('button.row').length > 0")
+        browser.press("Tab")
+        assert browser.run("document.activeElement.innerText").startswith(reply.request_id)
+        browser.press("Enter")
+        told = browser.until(opened)
+        trace = browser.run("document.activeElement.dataset.trace")
+        assert len(trace) == 32 and f"trace {trace}" in told
+        assert "prefill" in told and "decode" in told and "80 prompt tokens" in told and "6 written" in told
+        refreshed = int(browser.run("document.body.dataset.refreshed"))
+        browser.until(f"Number(document.body.dataset.refreshed) > {refreshed + 1}")
+        assert trace in browser.run(opened) and browser.run("document.activeElement.ariaExpanded") == "true"
+        browser.press("Enter")
+        browser.until("!document.querySelector('.detail')")
+        workers = browser.run("document.getElementById('workers').innerText")
+        assert cpu.name() in workers and "MiB" in workers
+        assert not browser.complaints
+
+
+def test_what_finds_its_way_into_the_page_does_not_run(stack, tmp_path):
+    with Browser(tmp_path) as browser:
+        browser.open(f"http://{stack.gateways[0].ready()['admin']}/")
+        browser.until("document.body.dataset.refreshed")
+        browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')")
+        browser.run(
+            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'document.title = 2'}))"
+        )
+        browser.until("true")
+        assert browser.run("document.title") == "Baton" and any(
+            "Content Security" in each for each in browser.complaints
+        )
 
 
 def test_the_page_needs_nothing_from_elsewhere(stack):

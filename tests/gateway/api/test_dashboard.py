@@ -1,0 +1,37 @@
+"""The page for operators: its policy names its own script and style, links to traces only where it was told to."""
+
+import base64
+import hashlib
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.api.dashboard import pages
+from gateway.config.settings import GatewaySettings
+
+URL = "https://grafana.example/explore?id={trace_id}&orgId=1"
+
+
+@pytest.mark.parametrize("trace_url", [None, URL])
+def test_the_policy_is_of_this_page(trace_url):
+    reply = pages(SimpleNamespace(), trace_url)["/"]({})
+    (policy,) = reply.headers
+    page = reply.body.decode()
+    for kind in ("script", "style"):
+        (inside,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+        assert f"{kind}-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert " style=" not in page and " onclick=" not in page
+    assert ("const TRACE_URL = null;" in page) == (trace_url is None) and (trace_url or "null") in page
+
+
+@pytest.mark.parametrize(
+    "url", ["javascript:alert(1)//{trace_id}", "https://x/", 'https://x/{trace_id}"', "{trace_id}"]
+)
+def test_trace_urls_that_are_none(url):
+    with pytest.raises(ValueError, match="--trace-url"):
+        GatewaySettings(model=Path("m"), trace_url=url)
+    assert GatewaySettings(model=Path("m"), trace_url=URL).trace_url == URL
