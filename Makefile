@@ -22,8 +22,10 @@ STAMPS := .stamps
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 NODE_CLIENT := tests/clients/node
+NODE_CHECKS := .ci/node
+BUF := $(NODE_CHECKS)/node_modules/.bin/buf
 
-.PHONY: setup demo check docs test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos clean
+.PHONY: setup demo check docs test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos contract clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -32,10 +34,12 @@ demo: setup
 	$(PY) -m baton.cli.cluster.demo
 
 # What needs no running: format, lint, types of the core words, the rules of the house, and the pages.
-check: setup
+check: setup $(STAMPS)/buf
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/ruff check --quiet .
 	$(VENV)/bin/basedpyright
+	$(BUF) lint protos
+	$(BUF) breaking protos --against protos/contract.binpb
 	$(PY) -m pytest --quiet --no-header -p no:cacheprovider tests/test_house.py tests/test_docs.py
 	$(MAKE) --no-print-directory docs
 
@@ -44,7 +48,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 # Tests see no GPU, whose memory two workers of a stack would fight for; `pytest -m gpu` runs what needs one.
-test: setup $(STAMPS)/protoc system-packages node-packages
+test: setup $(STAMPS)/protoc $(STAMPS)/buf system-packages node-packages
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # A process that is lost to a signal says where it was, and one that stands still for ten minutes too.
@@ -81,6 +85,10 @@ protos: $(STAMPS)/protoc
 	$(PROTOC_VENV)/bin/python -m grpc_tools.protoc -I protos --python_out=. --pyi_out=. --grpc_python_out=. \
 		protos/baton/v1/*.proto
 
+# The contract as it is released: what `make check` holds every change against. Run it at a release.
+contract: $(STAMPS)/buf
+	$(BUF) build protos --exclude-source-info --output protos/contract.binpb
+
 # Wheels in dist/: with the kernels of every tier of this machine's architecture, for machines without a compiler, and of the
 # client alone. For another architecture:
 # make wheel MACHINE=aarch64 CXX=aarch64-linux-gnu-g++
@@ -90,7 +98,7 @@ wheel: setup
 	$(PIP) wheel --no-deps --wheel-dir dist ./clients/python
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) .venv-peers* $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules
+	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) .venv-peers* $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules $(NODE_CHECKS)/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):
@@ -153,4 +161,11 @@ $(STAMPS)/node: $(wildcard $(NODE_CLIENT)/package.json $(NODE_CLIENT)/package-lo
 		echo "installing the Node client's packages"; \
 		cd $(NODE_CLIENT) && if test -f package-lock.json; then npm ci --silent; else npm install --silent; fi; \
 	fi
+	@touch $@
+
+# Not `npm ci`, which asks for the binaries of all systems; with the lock file's checksums all the same.
+$(STAMPS)/buf: $(NODE_CHECKS)/package.json $(NODE_CHECKS)/package-lock.json | $(STAMPS) system-packages
+	@command -v npm >/dev/null || { echo "install npm: buf, which checks protos/, is one of its packages" >&2; exit 2; }
+	@echo "installing buf"
+	@cd $(NODE_CHECKS) && npm install --no-save --silent
 	@touch $@
