@@ -1,6 +1,7 @@
 """The site: it builds without a link that leads nowhere, its reference has what the code has, every error is told."""
 
 import ast
+import html
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from baton.cli.main import COMMANDS
 from baton.service.settings import flat_fields
+from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
@@ -46,6 +48,43 @@ def test_the_reference_has_what_the_code_has(site):
         name for path in (ROOT / "protos").rglob("*.proto") for name in re.findall(r"rpc (\w+)", path.read_text())
     ]
     assert len(methods) > 8 and all(name in calls for name in methods)
+
+
+@pytest.mark.parametrize("service", [
+    service
+    for file in (inference_pb2, fleet_pb2, worker_pb2, kv_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+], ids=lambda service: service.name)  # fmt: skip
+def test_each_call_has_a_page_with_every_field_and_comment(site, service):
+    for method in service.methods:
+        page = html.unescape(words(site / "reference" / "calls" / f"{service.name}.{method.name}" / "index.html"))
+        missing = {name for name in fields_of(method.input_type, method.output_type) if name not in page}
+        assert not missing and len(page.split(method.name)[1]) > 20, f"{method.name}: no word about it"
+    if service.name == "Inference":
+        page = " ".join(html.unescape(words(site / "reference/calls/Inference.Generate/index.html")).split())
+        contract = (ROOT / "protos/baton/v1/inference.proto").read_text()
+        for said in (
+            "Half a UTF-8 character",
+            "drawn by the gateway and returned",
+            "one of input",
+            "Needs the seed that",
+        ):
+            assert said in page and said in f"one of input {contract}"
+
+
+def fields_of(*types) -> set[str]:
+    """The names of fields and of enums' values, of messages and all that they hold."""
+    found, seen, waiting = set(), set(), [*types]
+    while waiting:
+        message = waiting.pop()
+        if message.full_name in seen or message.GetOptions().map_entry:
+            continue
+        seen.add(message.full_name)
+        for field in message.fields:
+            found.add(field.name)
+            waiting += [field.message_type] if field.message_type else []
+            found |= {value.name for value in field.enum_type.values} if field.enum_type else set()
+    return found
 
 
 def test_pages_load_nothing_from_elsewhere(site):

@@ -50,13 +50,15 @@ class FleetServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def ListWorkers(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The workers that this gateway knows, and why it is not ready where it is not.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The requests that run or have ended lately, without their text.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

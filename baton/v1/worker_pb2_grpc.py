@@ -55,13 +55,15 @@ class WorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """Hello both ways, then commands of one gateway and what follows from them.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The same Hello without a session.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -206,7 +208,8 @@ class RegistrationServicer(object):
     """
 
     def Register(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Serve from now on, until ttl_s has passed without another call.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -9,6 +9,7 @@ import re
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 
+import proto_pages
 from mkdocs.structure.files import File, Files
 
 from baton.cli.cluster.up_settings import UpSettings
@@ -18,6 +19,7 @@ from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
 
 ROOT = Path(__file__).resolve().parents[2]
+_CONTRACT = ROOT / "protos" / "baton" / "v1"
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
 _LANGUAGES = {".py": "python", ".proto": "proto", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".js": "javascript"}
 
@@ -25,6 +27,10 @@ _LANGUAGES = {".py": "python", ".proto": "proto", ".json": "json", ".yaml": "yam
 def on_files(files: Files, config) -> Files:
     """Add the generated pages, and those of all files that a page links to."""
     added = {"reference/commands.md": commands(), "reference/settings.md": settings(), "reference/calls.md": calls()}
+    texts = proto_pages.read(_CONTRACT)
+    known = proto_pages.blocks(texts)
+    for text in texts:
+        added |= {method.uri: proto_pages.page(method, known) for method in proto_pages.methods(text)}
     waiting = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     seen = set()
     while waiting:
@@ -139,18 +145,11 @@ def _cell(text: str) -> str:
 def calls() -> str:
     """Return the page of all calls: each service with its methods, what goes in and comes out, and the messages."""
     parts = ["# Calls\n\nGenerated from the .proto files, whose comments say what each field means.\n"]
-    for path in sorted((ROOT / "protos" / "baton" / "v1").glob("*.proto")):
-        text = path.read_text()
-        for comment, service, body in re.findall(
-            r"((?:^//.*\n)*)^service (\w+) \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE
-        ):
-            about = " ".join(line.removeprefix("//").strip() for line in comment.splitlines())
-            parts.append(f"## {service}\n\n{about}\n\n| method | in | out | |\n|---|---|---|---|")
-            for told, name, taken, given in re.findall(
-                r"((?:^ *//.*\n)*)^ *rpc (\w+)\((.*?)\) returns \((.*?)\);", body, re.MULTILINE
-            ):
-                words = " ".join(line.strip().removeprefix("//").strip() for line in told.splitlines())
-                parts.append(f"| `{name}` | {taken} | {given} | {_cell(words)} |")
-            parts.append("")
-        parts.append(f"## {path.name}\n\n```proto\n{text}```\n")
+    parts += ["| call | in | out | |", "|---|---|---|---|"]
+    for text in proto_pages.read(_CONTRACT):
+        for method in proto_pages.methods(text):
+            name = f"{method.service}.{method.name}"
+            parts.append(f"| [{name}](calls/{name}.md) | {method.taken} | {method.given} | {_cell(method.about)} |")
+    for path in sorted(_CONTRACT.glob("*.proto")):
+        parts.append(f"\n## {path.name}\n\n```proto\n{path.read_text()}```\n")
     return "\n".join(parts)
