@@ -7,6 +7,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from baton import client
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 from tests.support.pace import patience
@@ -105,37 +106,39 @@ def _logprobs(entry: pb.Logprobs) -> tuple:
 
 
 class Client:
-    """Blocking; close with `close()`."""
+    """The blocking client, which sends once so that a failure is seen, and gathers. `stub` and `channel`: calls as gRPC has
+    them. Close with `close()`."""
 
     def __init__(self, target: str):
+        self._client = client.Client(target, retry=client.NO_RETRIES)
         self.channel = grpc.insecure_channel(target)
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
 
     def close(self) -> None:
+        self._client.close()
         self.channel.close()
 
-    def stream(self, prompt: Prompt | None, *, timeout: float | None = patience(60), metadata=(), **fields):
-        """The call itself: an iterator of GenerateResponse that can be cancelled."""
-        return self.stub.Generate(make_request(prompt, **fields), timeout=timeout, metadata=tuple(metadata))
+    def stream(
+        self, prompt: Prompt | None, *, timeout: float | None = patience(60), metadata=(), **fields
+    ) -> client.Stream:
+        """An iterator of GenerateResponse that can be cancelled."""
+        return self._client.send(make_request(prompt, **fields), timeout_s=timeout, metadata=tuple(metadata))
 
     def generate(self, prompt: Prompt | None, **fields) -> Reply:
         return gather(self.stream(prompt, **fields))
 
     def generate_many(self, requests: Iterable[pb.GenerateRequest], timeout: float = patience(60)) -> list[Reply]:
         """All at once; replies in the order of the requests."""
-        calls = [self.stub.Generate(request, timeout=timeout) for request in requests]
+        calls = [self._client.send(request, timeout_s=timeout) for request in requests]
         return [gather(call) for call in calls]
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            request = pb.TokenizeRequest(text=prompt)
-        else:
-            messages = [pb.Message(role=role, content=content) for role, content in prompt]
-            request = pb.TokenizeRequest(messages=pb.Messages(messages=messages))
-        return list(self.stub.Tokenize(request, timeout=patience(30)).token_ids)
+        if not isinstance(prompt, str):
+            prompt = [pb.Message(role=role, content=content) for role, content in prompt]
+        return self._client.tokenize(prompt, timeout_s=patience(30))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        return self.stub.Detokenize(pb.DetokenizeRequest(token_ids=token_ids), timeout=patience(30)).text
+        return self._client.detokenize(token_ids, timeout_s=patience(30))
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,8 @@ def read_request(args: argparse.Namespace) -> pb.GenerateRequest:
         prompt = [*system, {"role": "user", "content": prompt}]
     try:
         return make_request(prompt, options_of(args))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8: {error}") from None
     except ValueError as error:
         name = str(error).partition(":")[0]
         raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name, '')}: out of range") from None

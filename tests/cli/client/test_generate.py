@@ -66,6 +66,11 @@ def test_no_prompt(gateway):
     assert done.returncode == 2 and "PROMPT" in done.stderr
 
 
+def test_a_prompt_that_is_no_text(gateway):
+    done = run("\udcff", "--target", gateway.target)  # the byte 0xff
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "UTF-8" in done.stderr
+
+
 def test_the_second_address_answers(gateway):
     done = run("x", "--target", f"127.0.0.1:9,{gateway.target}")
     assert done.stdout == "Größe\n"

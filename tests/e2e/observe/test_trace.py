@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from gateway.request.timing import PHASES
-from tests.support.client import Client, read_error
+from tests.support.client import Client, make_request, read_error
 from tests.support.observe.otlp import Receiver, Span
 from tests.support.stack import SLOW_STEPS
 
@@ -237,7 +237,9 @@ def test_refused(small_stack, small_client, receiver, prompts):
     """More than fits and may wait: RESOURCE_EXHAUSTED with a delay, and a trace that ends at the door."""
     many, fields = [Traced(receiver) for _ in range(12)], {**LONG, "max_tokens": 150}
     with small_stack.armed(SLOW_STEPS):
-        calls = [small_client.stream(prompts(300), metadata=each.metadata, **fields) for each in many]
+        requests = [make_request(prompts(300), **fields) for _ in many]
+        generate = small_client.stub.Generate
+        calls = [generate(request, metadata=each.metadata) for request, each in zip(requests, many, strict=True)]
         ends_at = time.monotonic() + 20
         while all(call.is_active() for call in calls):  # the first to end is one that is refused
             assert time.monotonic() < ends_at, "all of them fitted"
