@@ -28,6 +28,7 @@ _STATUSES_OF_REASONS = {
     "BODY_TOO_LARGE": 413,
     "NOT_JSON": 415,
     "UNKNOWN_HOST": 421,
+    "POISON": 422,  # clients do not send it again, as they would a 409 or a 500
     "HEAD_TOO_LARGE": 431,
 }
 _TYPES = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import socket
 import ssl
@@ -26,6 +27,7 @@ _STOP_S = 1
 _PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
 _BACKLOG = 2048
 _ACCEPT_PAUSE_S = 0.05  # where there are no descriptors left
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 << 10  # glibc's default, before it adapts
 
 # It would log each stranger's bytes that are no HTTP.
 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -125,6 +127,8 @@ class HttpServer(uvicorn.Server):
 
     def start(self) -> None:
         """Begin to serve."""
+        if self._tls:
+            _map_buffers()
         self._running = asyncio.create_task(self.serve(), name="http")
 
     async def stop(self) -> None:
@@ -182,6 +186,14 @@ class HttpServer(uvicorn.Server):
 def open_http(address: str, app: ASGIApp, tls: Tls | None) -> HttpServer:
     """Bind the port; nothing is served before `start`. Raises ListenError."""
     return HttpServer(app, listening_socket(address, _BACKLOG), tls)
+
+
+def _map_buffers() -> None:
+    """Let each TLS connection give its buffer of 256 KiB back when it ends. Once one is freed glibc would take the next
+    ones from the heap, where 3,300 connections at once leave 930 MiB behind that later ones touch bit by bit."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc's
+        libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def _size(header: tuple[bytes, bytes]) -> int:

@@ -20,7 +20,7 @@ from tests.support.abuse.ground import LARGE, Attackers, Ground, attacked
 HONEST = (
     "OK", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "NOT_FOUND",
     "CANCELLED", "UNIMPLEMENTED", "UNAVAILABLE", "reset", "goaway", "hung up", "no room", "turned away",
-    "HTTP 200", "HTTP 400", "HTTP 404", "HTTP 405", "HTTP 408", "HTTP 431", "HTTP 503",
+    *(f"HTTP {status}" for status in (200, 400, 401, 404, 405, 408, 413, 422, 429, 431, 503, 504)),
     "protocol_error", "ticket_refused",
 )  # fmt: skip
 

@@ -102,12 +102,13 @@ def test_ready_line_options_and_drain_order(folder):
 
 
 def test_several_gateways(folder):
-    process = start(folder, "--gateways", "3", "--admin", "127.0.0.1:4567")
+    process = start(folder, "--gateways", "3", "--admin", "127.0.0.1:4567", "--http", "127.0.0.1:0")
     ready = dict(field.split("=") for field in process.stdout.readline().split()[1:])
     gateways = argvs(folder, "gateway")
     listens = [argv[argv.index("--listen") + 1] for argv in gateways]
     assert sorted(listens) == sorted(ready["gateways"].split(",")) and len(set(listens)) == 3
     assert len({argv[argv.index("--decode-workers") + 1] for argv in gateways}) == 1
+    assert len({argv[argv.index("--http") + 1] for argv in gateways}) == 3
     assert sum("--admin" in argv for argv in gateways) == 2, "the address that was given is the first one's"
     process.send_signal(signal.SIGTERM)
     assert finish(process)[0] == 0

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import uvloop
 
-from tests.support.abuse.catalogue import ABUSES, ALL_ON_ONE, Abuse, Method
+from tests.support.abuse.catalogue import ABUSES, ALL_ON_ONE, GRPC, Abuse, Method
 from tests.support.abuse.words import CLIENT_HELLO_HALF, NOISE, SPEAKERS
 
 _AT_ONCE = 50  # connections that are being made at a time
@@ -172,7 +172,7 @@ class Attack:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it trusts no server, and means harm
-        context.set_alpn_protocols(["h2"])
+        context.set_alpn_protocols(["h2"] if self._order["speaks"] == GRPC else ["http/1.1"])
         if self._order["certificate"]:
             context.load_cert_chain(*self._order["certificate"])
         return context

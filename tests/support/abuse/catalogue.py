@@ -4,6 +4,7 @@ An abuse says how the attacker opens its connections, what it sends of each call
 in the words of the port (`speaks`, words.py). A row that makes no sense in those words is not tried there (`not_in`).
 """
 
+import json
 from typing import NamedTuple
 
 from grpc_health.v1 import health_pb2
@@ -12,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from kvtransfer.wire import encode_frame
 
-GRPC, HTTP, FRAMES = "grpc", "http", "frames"
+GRPC, HTTP, HTTPS, FRAMES = "grpc", "http", "https", "frames"
 ALL_ON_ONE, FEW = 0, 25  # calls a connection
 
 
@@ -39,23 +40,23 @@ ABUSES = {
         Abuse("garbage", "sends random bytes instead of a handshake", opening="garbage", calls=1, head="none"),
         Abuse("idle connections", "shakes hands and says nothing more", calls=1, head="none"),
         Abuse("reconnecting", "shakes hands, hangs up, and again", calls=1, head="none", ending="closed"),
-        Abuse("pings", "PING upon PING", head="none", flood="ping", not_in=(HTTP, FRAMES)),
-        Abuse("settings", "SETTINGS upon SETTINGS", head="none", flood="settings", not_in=(HTTP, FRAMES)),
-        Abuse("window updates", "WINDOW_UPDATE upon WINDOW_UPDATE", head="none", flood="window", not_in=(HTTP, FRAMES)),
+        Abuse("pings", "PING upon PING", head="none", flood="ping", not_in=(HTTP, HTTPS, FRAMES)),
+        Abuse("settings", "SETTINGS upon SETTINGS", head="none", flood="settings", not_in=(HTTP, HTTPS, FRAMES)),
+        Abuse("window updates", "WINDOW_UPDATE upon WINDOW_UPDATE", head="none", flood="window", not_in=(HTTP, HTTPS, FRAMES)),
         Abuse("endless headers", "a head that does not end", head="endless", message="none", not_in=(FRAMES,)),
         # Calls.
         Abuse("no message", "calls, and its message never comes", message="none"),
         Abuse("no message, one connection", "the same, all on one connection", calls=ALL_ON_ONE, message="none"),
-        Abuse("empty calls", "calls that end without a message", message="empty", not_in=(HTTP, FRAMES)),
+        Abuse("empty calls", "calls that end without a message", message="empty", not_in=(HTTP, HTTPS, FRAMES)),
         Abuse("half a message", "stops in the middle of its message", message="half"),
         Abuse("half a large message", "stops after 128 KiB of 1 MiB", message="large half", not_in=(HTTP,)),
         Abuse("slow message", "a byte now and then", message="slow"),
-        Abuse("crumbs", "a message in frames without a byte", message="crumbs", not_in=(HTTP, FRAMES)),
+        Abuse("crumbs", "a message in frames without a byte", message="crumbs", not_in=(HTTP, HTTPS, FRAMES)),
         Abuse("huge message", "announces 1 GiB and begins to send it", message="huge"),
-        Abuse("compressed bomb", "8 KiB that gzip makes 8 MiB of", message="bomb", not_in=(HTTP, FRAMES)),
+        Abuse("compressed bomb", "8 KiB that gzip makes 8 MiB of", message="bomb", not_in=(HTTP, HTTPS, FRAMES)),
         Abuse("garbage message", "a message of random bytes", message="garbage"),
         Abuse("metadata", "more entries, or longer ones, than allowed", head="metadata", not_in=(FRAMES,)),
-        Abuse("timeouts", "deadlines of 0, below 0, of 11,000 years, of letters", head="timeouts", not_in=(HTTP, FRAMES),
+        Abuse("timeouts", "deadlines of 0, below 0, of 11,000 years, of letters", head="timeouts", not_in=(HTTP, HTTPS, FRAMES),
               answers=("INTERNAL",)),  # what gRPC's library says of a deadline that it cannot read
         Abuse("many streams", "calls, all on one connection", calls=ALL_ON_ONE),
         Abuse("many connections", "calls, each on a connection of its own", calls=1),
@@ -99,6 +100,10 @@ def _generate() -> bytes:
     return request.SerializeToString()
 
 
+def _json(**values) -> bytes:
+    return json.dumps(values).encode()
+
+
 _TEXT = "<|user|>" * 400
 _HEALTH = health_pb2.HealthCheckRequest().SerializeToString()
 _HELLO = worker_pb2.Command(hello=worker_pb2.Hello(protocol_min=1, protocol_max=1, instance=b"i" * 16))
@@ -136,6 +141,14 @@ SESSION = (
     *HEALTH,
     *REFLECTION,
 )
+OPENAI = (
+    Method("/v1/completions", _json(prompt=[7] * 16, max_tokens=64, ignore_eos=True, stream=True)),
+    Method("/v1/chat/completions", _json(messages=[{"role": "user", "content": "Once upon a time"}], max_tokens=64)),
+    Method("/tokenize", _json(prompt=_TEXT)),
+    Method("/detokenize", _json(tokens=[7] * 1000)),
+    Method("/v1/models"),
+    Method("/openapi.json"),
+)
 KV_GRPC = (Method("/baton.kv.Raw/Pull", _WANT),)
 KV_FRAMES = (Method("", _WANT),)
 GATEWAY_PAGES = tuple(Method(path) for path in ("/healthz", "/readyz", "/metrics", "/", "/fleet.json"))
@@ -160,6 +173,7 @@ PORTS = {
     each.name: each
     for each in (
         Port("client", "gateway0", "grpc", GRPC, (NOBODY, TENANT), (*INFERENCE, *HEALTH, *REFLECTION)),
+        Port("http", "gateway0", "http", HTTPS, (NOBODY, TENANT), OPENAI),
         Port("fleet", "gateway0", "fleet", GRPC, (NO_CERTIFICATE, wrong("gateway")), (*FLEET, *HEALTH)),
         Port("prefill session", "prefill0", "grpc", GRPC, (NO_CERTIFICATE, wrong("decode")), SESSION, twin=True),
         Port("decode session", "decode0", "grpc", GRPC, (NO_CERTIFICATE, wrong("prefill")), SESSION),

@@ -18,7 +18,7 @@ from baton.service.security.tls import WORKER_NAME
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from kvtransfer.transports.socket_folder import default_parent, socket_path
 from tests.support.abuse.canary import GENERATES, Canary
-from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, QUIET_TENANT, Caller, Cell, Port
+from tests.support.abuse.catalogue import FLOOD_TENANT, GRPC, HTTPS, QUIET_TENANT, Caller, Cell, Port
 from tests.support.abuse.levels import levels, stayed
 from tests.support.process import ROOT, Process
 from tests.support.security.installation import install
@@ -27,7 +27,7 @@ from tests.support.stack import Stack
 # Smaller than the least attack: what is held to all of them together is held to, in the test of a minute too.
 GATEWAY_OPTIONS = (
     "--max-concurrent-requests", "64", "--max-queued-requests", "48", "--split", "always", "--reflection",
-    "--fleet-listen", "127.0.0.1:0",
+    "--fleet-listen", "127.0.0.1:0", "--http", "127.0.0.1:0",
 )  # fmt: skip
 WORKER_OPTIONS = ("--num-blocks", "160", "--threads", "1", "--reflection")
 DESCRIPTORS = 256  # that processes may have until they ask for more, as of many shells 1,024
@@ -118,7 +118,7 @@ class Ground:
         return {
             "abuse": cell.abuse.name, "count": count, "speaks": port.speaks, "address": self.address(port),
             "unix": socket_path(default_parent(), self.address(port)) if shm else "", "source": source,
-            "tls": port.speaks == GRPC,
+            "tls": port.speaks in (GRPC, HTTPS),
             "certificate": self._pair(caller.certificate) if caller.certificate else None,
             "metadata": self._metadata(caller), "methods": [(path, message.hex()) for path, message in cell.methods],
         }  # fmt: skip

@@ -16,7 +16,7 @@ from hpack import Decoder, Encoder, HPACKError, NeverIndexedHeaderTuple
 
 from baton.v1 import kv_pb2
 from kvtransfer.wire import HEADER_BYTES, MAX_TAKER_FRAME_BYTES
-from tests.support.abuse.catalogue import FRAMES, GRPC, HTTP, Abuse, Method
+from tests.support.abuse.catalogue import FRAMES, GRPC, HTTP, HTTPS, Abuse, Method
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
@@ -219,6 +219,33 @@ class Http1(Speaker):
             self.outcomes[f"HTTP {part[:3].decode('latin-1')}"] += 1
 
 
+class Post1(Http1):
+    """The same with bodies; a method without a message is a GET."""
+
+    def call(self, number: int) -> Call:
+        abuse, method = self._abuse, self._methods[number % len(self._methods)]
+        verb = "POST" if method.message else "GET"
+        lines = [f"{verb} {method.path} HTTP/1.1", "host: localhost", "content-type: application/json"]
+        lines += [f"{name}: {value}" for name, value in self._metadata]
+        if abuse.head == "endless":
+            return Call("\r\n".join([*lines, ""]).encode() + 100 * (b"x-more: " + 1000 * b"x" + b"\r\n"))
+        if abuse.head == "metadata":
+            lines += ["x-long: " + "x" * 12_000] if number % 2 else [f"x-{index}: 1" for index in range(70)]
+        body = method.message or b"{}"
+        sent, length = {
+            "none": (b"", len(body)),
+            "half": (body[: len(body) // 2], len(body)),
+            "large half": (bytes(_LARGE // 8), _LARGE),
+            "slow": (b"", _LARGE),
+            "huge": (bytes(_LARGE // 64), _HUGE),
+            "garbage": (NOISE[:200], 200),
+        }.get(abuse.message, (body, len(body)))
+        head = "\r\n".join([*lines, f"content-length: {length}", "", ""]).encode()
+        if abuse.message == "slow":
+            return Call(head, drips=(body[at : at + 1] for at in range(len(body))))
+        return Call(head + sent)
+
+
 class KVFrames(Speaker):
     def half_opening(self) -> bytes:
         return self._methods[0].message[:3]
@@ -252,7 +279,7 @@ class KVFrames(Speaker):
             self.outcomes[said.end.status if said.WhichOneof("kind") == "end" else said.WhichOneof("kind")] += 1
 
 
-SPEAKERS = {GRPC: Http2, HTTP: Http1, FRAMES: KVFrames}
+SPEAKERS = {GRPC: Http2, HTTP: Http1, HTTPS: Post1, FRAMES: KVFrames}
 
 
 def frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
