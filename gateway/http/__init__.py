@@ -1,1 +1,1 @@
-"""Serve OpenAI's HTTP API: a translation in front of the handler that serves the gRPC calls."""
+"""Serve OpenAI's and Anthropic's HTTP APIs: a translation in front of the handler that serves the gRPC calls."""

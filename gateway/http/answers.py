@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
 from gateway.http.requests import Asked
@@ -14,7 +14,7 @@ TokenText = Callable[[int], tuple[str, bytes]]
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-DONE = b"data: [DONE]\n\n"
+_DONE = b"data: [DONE]\n\n"
 
 
 def to_bytes(value: Json) -> bytes:
@@ -25,6 +25,41 @@ def to_bytes(value: Json) -> bytes:
 def event(value: Json) -> bytes:
     """Return the value as an event of a stream."""
     return b"data: " + to_bytes(value) + b"\n\n"
+
+
+def named_event(name: str, value: Json) -> bytes:
+    """Return the value as an event of a stream whose events have names."""
+    return b"event: " + name.encode() + b"\ndata: " + to_bytes(value) + b"\n\n"
+
+
+def token_logprobs(logprobs: Iterable[pb.Logprobs], token_text: TokenText) -> list[Json]:
+    """Return the tokens of a part of an answer, each with its alternatives."""
+
+    def told(token: pb.TokenLogprob) -> Json:
+        text, raw = token_text(token.token_id)
+        return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(raw)}
+
+    return [{**told(each.chosen), "top_logprobs": [told(best) for best in each.top]} for each in logprobs]
+
+
+class Form(Protocol):
+    """What an answer looks like."""
+
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+        """Return the events for a message to the prompt of that number; empty, where it says nothing here."""
+        ...
+
+    def tail(self, usages: Iterable[pb.Usage]) -> bytes:
+        """Return the last events."""
+        ...
+
+    def error_event(self, error: Json) -> bytes:
+        """Return the event that an error ends a stream with."""
+        ...
+
+    def whole(self, responses: list[pb.CompleteResponse]) -> Json:
+        """Return the answer in one object."""
+        ...
 
 
 class _ObjectNames(NamedTuple):
@@ -59,9 +94,15 @@ class AnswerForm:
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
         return f"{self._before}{_dumps(choice)}{self._behind}".encode()
 
-    def usage_chunk(self, usages: Iterable[pb.Usage]) -> bytes:
-        """Return the event with the usage, which has no choices."""
-        return event({**self._head(self.names.chunk), "choices": [], "usage": _usage(usages)})
+    def tail(self, usages: Iterable[pb.Usage]) -> bytes:
+        """Return the last events: the usage, which has no choices, where it was asked for."""
+        if not self._asked.include_usage:
+            return _DONE
+        return event({**self._head(self.names.chunk), "choices": [], "usage": _usage(usages)}) + _DONE
+
+    def error_event(self, error: Json) -> bytes:
+        """Return the event that an error ends a stream with."""
+        return event(error)
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object."""
@@ -127,15 +168,7 @@ class ChatForm(AnswerForm):
         return {"message": message, "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None}
 
     def _logprobs(self, logprobs: Iterable[pb.Logprobs]) -> Json:
-        tokens = []
-        for each in logprobs:
-            top = [self._token(best) for best in each.top]
-            tokens.append({**self._token(each.chosen), "top_logprobs": top})
-        return {"content": tokens, "refusal": None}
-
-    def _token(self, token: pb.TokenLogprob) -> Json:
-        text, raw = self._token_text(token.token_id)
-        return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(raw)}
+        return {"content": token_logprobs(logprobs, self._token_text), "refusal": None}
 
 
 class CompletionForm(AnswerForm):

@@ -1,4 +1,4 @@
-"""The paths of OpenAI's API, each the gRPC call that it stands for."""
+"""The paths of the HTTP APIs, each the gRPC call that it stands for."""
 
 import asyncio
 import time
@@ -20,8 +20,9 @@ from baton.service.net.host_names import HostNames
 from baton.service.security.guard import Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import RequestHandler
-from gateway.http.answers import DONE, AnswerForm, ChatForm, CompletionForm, Json, to_bytes
-from gateway.http.call import BadCall, HttpCall
+from gateway.http.answers import ChatForm, CompletionForm, Form, Json, TokenText, to_bytes
+from gateway.http.anthropic import MessageForm, read_count, read_request, to_error
+from gateway.http.call import BadCall, HttpCall, ToError
 from gateway.http.errors import status_of, to_json
 from gateway.http.openapi import document
 from gateway.http.requests import (
@@ -33,12 +34,13 @@ from gateway.http.requests import (
     read_detokenize,
     read_tokenize,
 )
+from gateway.http.responses import ResponseForm, read_response
 
 _INFERENCE = "/baton.v1.Inference/"
 T = TypeVar("T")
 
 
-class OpenAI:
+class HttpApi:
     """Serve the calls; one for the gateway."""
 
     def __init__(self, handler: RequestHandler):
@@ -46,11 +48,26 @@ class OpenAI:
 
     async def chat_completions(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
-        await self._answer(call, read_chat(call.values), ChatForm)
+        await self._answer(call, asked := read_chat(call.values), ChatForm(asked, *self._known))
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
-        await self._answer(call, read_completion(call.values), CompletionForm)
+        await self._answer(call, asked := read_completion(call.values), CompletionForm(asked, *self._known))
+
+    async def responses(self, call: HttpCall) -> None:
+        """POST /v1/responses."""
+        asked = read_response(call.values)
+        await self._answer(call, asked, ResponseForm(asked, call.values, *self._known))
+
+    async def messages(self, call: HttpCall) -> None:
+        """POST /v1/messages."""
+        await self._answer(call, asked := read_request(call.values), MessageForm(asked, self._handler.model.name))
+
+    async def count_tokens(self, call: HttpCall) -> None:
+        """POST /v1/messages/count_tokens."""
+        request = read_count(call.values)
+        call.names = TOKENIZE_NAMES
+        await call.reply({"input_tokens": len((await self._handler.tokenize(request, call.context)).token_ids)})
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
@@ -74,31 +91,32 @@ class OpenAI:
         call.names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
 
-    async def _answer(self, call: HttpCall, asked: Asked, kind: type[AnswerForm]) -> None:
+    @property
+    def _known(self) -> tuple[str, TokenText]:
+        return self._handler.model.name, self._handler.token_text
+
+    async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
         call.names = asked.names
-        form = kind(asked, self._handler.model.name, self._handler.token_text)
         boxes = [[request] for request in asked.requests]
         asked.requests.clear()  # the handler takes each out of its box: a prompt is not kept for the length of its answer
         if asked.stream:
-            return await self._stream(call, asked, form, boxes)
+            return await self._stream(call, form, boxes)
         context = call.context
         await call.reply(form.whole(await _all([self._handler.complete(box, context) for box in boxes])))
 
-    async def _stream(
-        self, call: HttpCall, asked: Asked, form: AnswerForm, boxes: Sequence[list[pb.GenerateRequest]]
-    ) -> None:
+    async def _stream(self, call: HttpCall, form: Form, boxes: Sequence[list[pb.GenerateRequest]]) -> None:
         context, usages = call.context, list[pb.Usage]()
 
         async def emit(prompt: int, message: pb.GenerateResponse) -> None:
             if message.HasField("usage"):
                 usages.append(message.usage)
             if not call.has_begun:
-                await call.begin_stream()
+                await call.begin_stream(form.error_event)
             if data := form.chunk(prompt, message):
                 await call.write(data)
 
         await _all([self._handler.generate(box, context, partial(emit, n)) for n, box in enumerate(boxes)])
-        await call.end((form.usage_chunk(usages) if asked.include_usage else b"") + DONE)
+        await call.end(form.tail(usages))
 
     async def _model(self, name: str) -> Json:
         info = await self._handler.model_info(pb.GetModelInfoRequest(model=name))
@@ -109,12 +127,14 @@ class OpenAI:
 class _Endpoint:
     """One path, as an application of its own: no request is made into an object that nobody asks for."""
 
-    def __init__(self, guard: Guard, method: str, serve: Callable[[HttpCall], Coroutine[Any, Any, None]]):
+    def __init__(
+        self, guard: Guard, method: str, serve: Callable[[HttpCall], Coroutine[Any, Any, None]], to_error: ToError
+    ):
         """`method`: of baton.v1.Inference, whose callers and slots are those of this path too."""
-        self._guard, self._method, self._serve = guard, _INFERENCE + method, serve
+        self._guard, self._method, self._serve, self._to_error = guard, _INFERENCE + method, serve, to_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await HttpCall(scope, receive, send).run(self._guard, self._method, self._serve)
+        await HttpCall(scope, receive, send, self._to_error).run(self._guard, self._method, self._serve)
 
 
 class _HostCheck:
@@ -139,10 +159,10 @@ def make_app(
 ) -> ASGIApp:
     """Return the application. `origins`: of pages that browsers may let call it; `host_names`: those that a request
     must name, where any caller may call everything."""
-    api, openapi = OpenAI(handler), to_bytes(document())
+    api, openapi = HttpApi(handler), to_bytes(document())
 
-    def route(path: str, serve: Callable, method: str, verb: str = "POST") -> Route:
-        return Route(path, _Endpoint(guard, method, serve), methods=[verb])
+    def route(path: str, serve: Callable, method: str, verb: str = "POST", tell: ToError = to_json) -> Route:
+        return Route(path, _Endpoint(guard, method, serve, tell), methods=[verb])
 
     async def openapi_json(request: Request) -> Response:
         return Response(openapi, media_type="application/json")
@@ -150,6 +170,9 @@ def make_app(
     routes = [
         route("/v1/chat/completions", api.chat_completions, "Generate"),
         route("/v1/completions", api.completions, "Generate"),
+        route("/v1/responses", api.responses, "Generate"),
+        route("/v1/messages", api.messages, "Generate", tell=to_error),
+        route("/v1/messages/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
         route("/v1/models", api.models, "GetModelInfo", "GET"),
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
         route("/tokenize", api.tokenize, "Tokenize"),

@@ -14,7 +14,7 @@ from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext
 from gateway.http.answers import Json, event, to_bytes
-from gateway.http.errors import headers_of, status_of, to_json
+from gateway.http.errors import headers_of, status_of
 from gateway.http.requests import parse
 from gateway.request.validation import MAX_REQUEST_BYTES
 
@@ -33,10 +33,14 @@ class ClientGone(Exception):
     """The client has hung up: nobody waits for an answer."""
 
 
+ToError = Callable[[BatonError, Mapping[str, str]], Json]
+"""From an error and the client's words for fields of baton.v1 to the body that tells it."""
+
+
 class HttpCall:
     """A request and its answer. `names`: the client's words for fields of baton.v1, once its body was read."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send):
+    def __init__(self, scope: Scope, receive: Receive, send: Send, to_error: ToError):
         self.headers = Headers(scope=scope)
         self.path_params: Mapping[str, str] = scope["path_params"]
         self.values: dict[str, Any] = {}  # the body's
@@ -45,14 +49,15 @@ class HttpCall:
         self._has_ended = False
         self._has_read_all = False
         self._is_gone = False
-        self._scope, self._receive, self._send = scope, receive, send
+        self._to_event = event
+        self._scope, self._receive, self._send, self._to_error = scope, receive, send, to_error
 
     async def run(self, guard: Guard, method: str, serve: Callable[["HttpCall"], Coroutine[Any, Any, None]]) -> None:
         """Let `serve` answer where the guard allows calls of `method`, the gRPC one that this stands for. A BatonError
         becomes the answer."""
         peer, is_served = _peer(self._scope), False
         try:
-            tenant = guard.identify(self.headers.getlist("authorization"), METHODS[method])
+            tenant = guard.identify(self._shown, METHODS[method])
             with guard.enter(method, METHODS[method], tenant, frozenset(), peer) as slot:
                 body = await slot.first(self._body())
                 if self._scope["method"] == "POST":
@@ -66,6 +71,12 @@ class HttpCall:
             await self._fail(error)
         except ClientGone:
             pass
+
+    @property
+    def _shown(self) -> list[str]:
+        """Return the credentials; Anthropic's clients show a key in a header of its own."""
+        keys = [f"Bearer {key}" for key in self.headers.getlist("x-api-key")]
+        return self.headers.getlist("authorization") + keys
 
     @property
     def context(self) -> CallContext:
@@ -89,8 +100,9 @@ class HttpCall:
         await self._begin(status, (*own, *headers))
         await self.end(body)
 
-    async def begin_stream(self) -> None:
-        """Begin an answer of events."""
+    async def begin_stream(self, to_event: Callable[[Json], bytes]) -> None:
+        """Begin an answer of events. `to_event`: from the body of an error to the event that it ends with."""
+        self._to_event = to_event
         await self._begin(200, _STREAM_HEADERS)
 
     async def write(self, data: bytes) -> None:
@@ -108,7 +120,7 @@ class HttpCall:
 
     async def _fail(self, error: BatonError) -> None:
         """Answer with the error: as a status, or as the last event of an answer that has begun."""
-        value, headers = to_json(error, self.names), headers_of(error)
+        value, headers = self._to_error(error, self.names), headers_of(error)
         if self.has_begun:
             await self._fail_late(value)
         elif self._has_read_all:
@@ -124,7 +136,7 @@ class HttpCall:
     async def _fail_late(self, value: Json) -> None:
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                await self.end(event(value))
+                await self.end(self._to_event(value))
         except TimeoutError:
             self._scope["extensions"][ABORT]()
 

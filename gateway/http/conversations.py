@@ -1,7 +1,7 @@
 """Conversations in OpenAI's form, read into messages of baton.v1: messages, tools, and what goes with them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.service.errors import InvalidRequest
@@ -21,6 +21,8 @@ CONVERSATION = (
 _CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 _MESSAGE = {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
+# Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
+_PART = {"type", "text", "cache_control", "annotations", "logprobs"}
 _TOOL = {"name", "description", "parameters", "strict"}
 
 
@@ -49,14 +51,16 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     )
 
 
-def read_content(where: str, content: object) -> str:
-    """Return the text of a content: a string, or a list of parts of type text."""
+def read_content(where: str, content: object, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a content: a string, or a list of parts of these types."""
     if not isinstance(content, list):
         return read_as(where, _CONTENT, content)
     texts = []
     for index, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or part.keys() - {"type", "text"}:
-            raise InvalidRequest(f"{where}[{index}]", 'only parts {"type": "text", "text": ...} are supported here')
+        given = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else set()
+        if "type" not in given or part["type"] not in kinds or given - _PART:
+            told = f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here'
+            raise InvalidRequest(f"{where}[{index}]", told)
         texts.append(read_as(f"{where}[{index}].text", STRING, part.get("text")))
     return "".join(texts)
 

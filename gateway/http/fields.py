@@ -133,6 +133,11 @@ CHAT = (
     Field("max_completion_tokens", "stopping.max_tokens", INTEGER),
     Field("top_logprobs", "sampling.logprobs", INTEGER),
 )
+RESPONSE = (
+    *(row for row in _BOTH if row.name not in ("n", "max_tokens")),
+    Field("max_output_tokens", "stopping.max_tokens", INTEGER),
+    Field("top_logprobs", "sampling.logprobs", INTEGER),
+)
 COMPLETION = (*_BOTH, Field("logprobs", "sampling.logprobs", INTEGER))
 
 # Fields that are accepted where they ask for what is done anyway, with the values that do.
@@ -146,6 +151,21 @@ CHAT_NEUTRAL: Mapping[str, tuple] = {
     **_NEUTRAL,
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
+}
+RESPONSE_NEUTRAL: Mapping[str, tuple] = {
+    "background": (False,),
+    "conversation": (),  # nothing is stored
+    "metadata": ({},),
+    "parallel_tool_calls": (True, False),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tool_choice": ("none", "auto"),  # among no tools
+    "tools": ([],),
+    "truncation": ("disabled",),
 }
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
 

@@ -3,17 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL
 from gateway.http.fields import (
     BOOLEAN,
     CHAT,
     CHAT_NEUTRAL,
     COMPLETION,
     COMPLETION_NEUTRAL,
+    RESPONSE,
+    RESPONSE_NEUTRAL,
     STRING,
     TOKEN_IDS,
     Field,
 )
 from gateway.http.requests import MAX_PROMPTS
+from gateway.http.responses import ITEM_FIELDS, LOGPROBS, NOTES, PARTS, ROLES
 
 Json = dict[str, Any]
 
@@ -26,6 +30,7 @@ _STATUSES = {
     409: "The request_id is in use.",
     413: "The body is too large.",
     415: "The body is not application/json.",
+    422: "Workers have died of this prompt: it is not tried again.",
     429: "Not now: come back after Retry-After seconds.",
     503: "Nothing serves at the moment.",
     504: "The deadline passed.",
@@ -58,14 +63,72 @@ _ERROR = {
         }
     },
 }
-_PARTS = {
-    "type": "array",
-    "items": {
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["id", "type", "role", "model", "content", "stop_reason", "usage"],
+    "properties": {"id": {"type": "string"}, "content": {"type": "array"}, "usage": {"type": "object"}},
+}
+_RESPONSE = {
+    "type": "object",
+    "required": ["id", "object", "created_at", "status", "model", "output", "usage"],
+    "properties": {"id": {"type": "string"}, "output": {"type": "array"}, "usage": {"type": "object"}},
+}
+_OBJECT = {"type": "object"}
+
+
+def _content(*kinds: str) -> Json:
+    part = {
         "type": "object",
         "required": ["type", "text"],
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "properties": {"type": {"enum": kinds}, "text": STRING.schema, "cache_control": _OBJECT},
+        "additionalProperties": False,
+    }
+    return {"anyOf": [STRING.schema, {"type": "array", "items": part}]}
+
+
+_CONTENT = _content("text")
+
+
+def _conversation(*roles: str, content: Json = _CONTENT, **others: Json) -> Json:
+    message = {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {"role": {"enum": roles}, "content": content, **others},
+        "additionalProperties": False,
+    }
+    return {"type": "array", "minItems": 1, "items": message}
+
+
+_ANTHROPIC = {"messages": _conversation("user", "assistant"), "system": _CONTENT, "cache_control": _OBJECT}
+_ITEMS = _conversation(
+    *ROLES,
+    content=_content(*PARTS),
+    type={"const": "message"},
+    **{name: STRING.schema for name in ITEM_FIELDS if name not in ("type", "role", "content")},
+)
+_OF_RESPONSES = {
+    "input": {"anyOf": [STRING.schema, _ITEMS]},
+    "instructions": STRING.schema,
+    "include": {"type": "array", "items": {"const": LOGPROBS}},
+    "stream": BOOLEAN.schema,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_obfuscation": BOOLEAN.schema},
         "additionalProperties": False,
     },
+    **dict.fromkeys(NOTES, STRING.schema),
 }
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
 _CALL = {
@@ -92,7 +155,7 @@ _MESSAGES = {
         "required": ["role"],
         "properties": {
             "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]},
+            "content": {"anyOf": [_CONTENT, {"type": "null"}]},
             "reasoning_content": {"type": ["string", "null"]},
             "reasoning": {"type": ["string", "null"]},
             "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
@@ -156,6 +219,15 @@ def document() -> Json:
     completion = _body({"prompt": _PROMPT, **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
     tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **_CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
+    response = _body(_OF_RESPONSES, ["input"], RESPONSE, RESPONSE_NEUTRAL)
+    message = _body(
+        {**_ANTHROPIC, "metadata": _OBJECT, "stream": BOOLEAN.schema},
+        ["messages", "max_tokens"],
+        MESSAGES,
+        MESSAGES_NEUTRAL,
+    )
+    count = _body({**_ANTHROPIC, "model": STRING.schema}, ["messages"], neutral=COUNT_NEUTRAL)
+    counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}}
     paths = {
         "/v1/models": {"get": _operation("The served model.", {"type": "object"})},
         "/v1/models/{model}": {
@@ -164,12 +236,21 @@ def document() -> Json:
         },
         "/v1/chat/completions": {"post": _operation("Answer a conversation.", _ANSWER, chat, streams=True)},
         "/v1/completions": {"post": _operation("Continue prompts.", _ANSWER, completion, streams=True)},
+        "/v1/messages": {"post": _operation("Answer a conversation.", _MESSAGE, message, True, _ANTHROPIC_ERROR)},
+        "/v1/messages/count_tokens": {
+            "post": _operation("How many tokens a conversation has.", counted, count, error=_ANTHROPIC_ERROR)
+        },
+        "/v1/responses": {"post": _operation("Answer; nothing is stored.", _RESPONSE, response, streams=True)},
         "/tokenize": {"post": _operation("Token ids of a text or a conversation.", {"type": "object"}, tokenize)},
         "/detokenize": {"post": _operation("Text of token ids.", {"type": "object"}, detokenize)},
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Baton", "version": "1", "description": "OpenAI's API, as far as this server has it."},
+        "info": {
+            "title": "Baton",
+            "version": "1",
+            "description": "OpenAI's and Anthropic's APIs, as far as this server has them.",
+        },
         "components": {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
         "paths": paths,
@@ -198,12 +279,14 @@ def _or_null(schema: Json) -> Json:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
-def _operation(summary: str, answer: Json, body: Json | None = None, streams: bool = False) -> Json:
+def _operation(
+    summary: str, answer: Json, body: Json | None = None, streams: bool = False, error: Json = _ERROR
+) -> Json:
     content: Json = {"application/json": {"schema": answer}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     failures = {
-        str(status): {"description": words, "content": {"application/json": {"schema": _ERROR}}}
+        str(status): {"description": words, "content": {"application/json": {"schema": error}}}
         for status, words in _STATUSES.items()
     }
     operation: Json = {"summary": summary, "responses": {"200": {"description": "The answer.", "content": content}}}

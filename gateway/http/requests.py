@@ -65,13 +65,13 @@ def parse(body: bytes) -> dict[str, Any]:
 
 def read_chat(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/chat/completions. Raises InvalidRequest."""
-    _check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs"))
+    check_known(values, CHAT, CHAT_NEUTRAL, (*_STREAMED, *CONVERSATION, "logprobs"))
     request, names = pb.GenerateRequest(), dict(CHAT_NAMES)
     request.messages.CopyFrom(read_conversation(values))
-    _fill(request, values, CHAT, names)
+    fill(request, values, CHAT, names)
     if {"max_tokens", "max_completion_tokens"} <= values.keys():
         raise InvalidRequest("max_tokens", "is the older name of max_completion_tokens: send one of them")
-    if _value(values, "logprobs", BOOLEAN, False):
+    if read_value(values, "logprobs", BOOLEAN, False):
         request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
     elif "top_logprobs" in values:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
@@ -80,9 +80,9 @@ def read_chat(values: Mapping[str, Any]) -> Asked:
 
 def read_completion(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/completions. Raises InvalidRequest."""
-    _check_known(values, COMPLETION, COMPLETION_NEUTRAL, (*_STREAMED, "prompt"))
+    check_known(values, COMPLETION, COMPLETION_NEUTRAL, (*_STREAMED, "prompt"))
     shared, names = pb.GenerateRequest(), dict(PROMPT_NAMES)
-    _fill(shared, values, COMPLETION, names)
+    fill(shared, values, COMPLETION, names)
     if not shared.stopping.HasField("max_tokens"):
         shared.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
     requests = []
@@ -96,22 +96,22 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
 
 def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:
     """Read the body of /tokenize. Raises InvalidRequest."""
-    _check_known(values, (), {}, ("model", "prompt", *CONVERSATION))
-    request = pb.TokenizeRequest(model=_value(values, "model", STRING, ""))
+    check_known(values, (), {}, ("model", "prompt", *CONVERSATION))
+    request = pb.TokenizeRequest(model=read_value(values, "model", STRING, ""))
     if "messages" in values and "prompt" in values:
         raise InvalidRequest("prompt", "is given beside messages: send one of them")
     if "messages" in values:
         request.messages.CopyFrom(read_conversation(values))
     else:
-        request.text = _value(values, "prompt", STRING)
+        request.text = read_value(values, "prompt", STRING)
     return request
 
 
 def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
     """Read the body of /detokenize. Raises InvalidRequest."""
-    _check_known(values, (), {}, ("model", "tokens"))
-    request = pb.DetokenizeRequest(model=_value(values, "model", STRING, ""))
-    write(request, Field("tokens", "token_ids", TOKEN_IDS), _value(values, "tokens", TOKEN_IDS))
+    check_known(values, (), {}, ("model", "tokens"))
+    request = pb.DetokenizeRequest(model=read_value(values, "model", STRING, ""))
+    write(request, Field("tokens", "token_ids", TOKEN_IDS), read_value(values, "tokens", TOKEN_IDS))
     return request
 
 
@@ -142,26 +142,38 @@ def _token_ids(where: str, value: object) -> list[int]:
 
 
 def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str, Any], names: dict[str, str]) -> Asked:
-    request_id = requests[0].request_id or secrets.token_hex(12)
+    request_id = requests[0].request_id or new_id()
     for index, request in enumerate(requests):
         request.request_id = f"{request_id}-{index}" if len(requests) > 1 else request_id
-    options = values.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise InvalidRequest("stream_options", "must be an object")
-    if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
-        raise InvalidRequest(f"stream_options.{unknown.pop()[:80]}", "is not known here")
-    stream = _value(values, "stream", BOOLEAN, False)
+    options = read_part_of(values, "stream_options", ("include_usage", "include_obfuscation"))
+    stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")
-    _value(values, "user", STRING, "")  # its sender's business: the tenant is who has the key
-    include_usage = _value({**options, "stream": True}, "include_usage", BOOLEAN, False)
-    return_token_ids = _value(values, "return_token_ids", BOOLEAN, False)
+    read_value(values, "user", STRING, "")  # its sender's business: the tenant is who has the key
+    include_usage = read_value({**options, "stream": True}, "include_usage", BOOLEAN, False)
+    return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
     return Asked(f"{prefix}-{request_id}", requests, names, stream, include_usage, return_token_ids)
 
 
-def _check_known(
+def new_id() -> str:
+    """Return an id for a request that has none."""
+    return secrets.token_hex(12)
+
+
+def read_part_of(values: Mapping[str, Any], name: str, known: Collection[str]) -> dict[str, Any]:
+    """Return an object among the values, empty where it is not given. Raises InvalidRequest."""
+    value = values.get(name, {})
+    if not isinstance(value, dict):
+        raise InvalidRequest(name, "must be an object")
+    if unknown := value.keys() - set(known):
+        raise InvalidRequest(f"{name}.{min(unknown)[:80]}", "is not known here")
+    return value
+
+
+def check_known(
     values: Mapping[str, Any], table: Sequence[Field], neutral: Mapping[str, tuple], others: Collection[str]
 ) -> None:
+    """Raises InvalidRequest for a field that is in none of these, and for a `neutral` one with another value."""
     known = {row.name for row in table} | set(others)
     for name, value in values.items():
         if name in neutral:
@@ -171,16 +183,16 @@ def _check_known(
             raise InvalidRequest(name[:80], "is not known here")
 
 
-def _fill(
-    request: pb.GenerateRequest, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]
-) -> None:
+def fill(request: pb.GenerateRequest, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]) -> None:
+    """Set the fields of `table` that are given, and note their words in `names`. Raises InvalidRequest."""
     for row in table:
         if row.name in values:
             write(request, row, values[row.name])
             names[row.path] = row.name
 
 
-def _value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any = None) -> Any:
+def read_value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any = None) -> Any:
+    """Return the value of a field; without a default it must be given. Raises InvalidRequest."""
     if name not in values:
         if default is None:
             raise InvalidRequest(name, "is missing")

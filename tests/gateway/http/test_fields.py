@@ -3,12 +3,24 @@ told in the client's own word for it."""
 
 import pytest
 
+from baton.service import errors
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.errors import rename, to_json
-from gateway.http.fields import CHAT, CHAT_NEUTRAL, COMPLETION, COMPLETION_NEUTRAL, Field
+from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, read_count, read_request
+from gateway.http.errors import rename, status_of, to_json
+from gateway.http.fields import (
+    CHAT,
+    CHAT_NEUTRAL,
+    COMPLETION,
+    COMPLETION_NEUTRAL,
+    RESPONSE,
+    RESPONSE_NEUTRAL,
+    Field,
+)
 from gateway.http.openapi import document
 from gateway.http.requests import parse, read_chat, read_completion, read_detokenize, read_tokenize
+from gateway.http.responses import LOGPROBS, read_response
+from gateway.orchestration.retry_budget import poison
 
 VALUES = {
     "true or false": (True, True),
@@ -25,8 +37,20 @@ VALUES = {
 READERS = {
     "chat": (read_chat, {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
     "completion": (read_completion, {"prompt": "hi", "max_tokens": 1}),
+    "response": (read_response, {"input": "hi", "include": [LOGPROBS]}),
+    "messages": (read_request, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
 }
-ROWS = [("chat", row) for row in CHAT] + [("completion", row) for row in COMPLETION]
+OF_PATHS = {
+    "/v1/chat/completions": READERS["chat"],
+    "/v1/completions": READERS["completion"],
+    "/v1/responses": READERS["response"],
+    "/v1/messages": READERS["messages"],
+    "/v1/messages/count_tokens": (read_count, {"messages": READERS["messages"][1]["messages"]}),
+}
+REQUIRED = {("messages", "max_tokens"): {"max_tokens": 1}}  # nothing is read without it
+OBJECTS = ("metadata", "cache_control", "chat_template_kwargs")
+TABLES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE, "messages": MESSAGES}
+ROWS = [(door, row) for door, table in TABLES.items() for row in table]
 
 
 def at(message, path: str):
@@ -48,7 +72,7 @@ def test_each_field_lands_in_its_own_and_is_told_by_its_own_word(door, row):
     read, body = READERS[door]
     given, wanted = VALUES[row.kind.words]
     body = {name: value for name, value in body.items() if name != row.name}
-    asked, plain = read({**body, row.name: given}), read(body)
+    asked, plain = read({**body, row.name: given}), read({**body, **REQUIRED.get((door, row.name), {})})
     found = at(asked.requests[0], row.path)
     assert (dict(found) if isinstance(wanted, dict) else list(found) if isinstance(wanted, list) else found) == wanted
     added = leaves_of(asked) - leaves_of(plain)
@@ -110,6 +134,33 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_completion, {"prompt": "a", "echo": True}, "echo"),
         (read_completion, {"prompt": "a", "best_of": 2}, "best_of"),
         (read_completion, {"prompt": "a", "best_of": True}, "best_of"),
+        (read_request, {}, "messages"),
+        (read_request, {"messages": READERS["messages"][1]["messages"]}, "max_tokens"),
+        (read_request, {**READERS["messages"][1], "messages": [{"role": "system", "content": ""}]}, "messages[0].role"),
+        (read_request, {**READERS["messages"][1], "messages": [{"role": "assistant", "content": "a"}]}, "messages"),
+        (read_request, {**READERS["messages"][1], "system": 7}, "system"),
+        (read_request, {**READERS["messages"][1], "system": [{"type": "image"}]}, "system[0]"),
+        (read_request, {**READERS["messages"][1], "metadata": "me"}, "metadata"),
+        (read_request, {**READERS["messages"][1], "cache_control": True}, "cache_control"),
+        (read_request, {**READERS["messages"][1], "thinking": {"type": "enabled"}}, "thinking"),
+        (read_request, {**READERS["messages"][1], "n": 2}, "n"),
+        (read_count, READERS["messages"][1], "max_tokens"),
+        (read_response, {}, "input"),
+        (read_response, {"input": []}, "input"),
+        (read_response, {"input": 7}, "input"),
+        (read_response, {"input": ["hi"]}, "input[0]"),
+        (read_response, {"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        (read_response, {"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
+        (read_response, {"input": [{"role": "user", "content": "a", "name": "me"}]}, "input[0].name"),
+        (read_response, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        (read_response, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        (read_response, {"input": "a", "store": True}, "store"),
+        (read_response, {"input": "a", "background": True}, "background"),
+        (read_response, {"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+        (read_response, {"input": "a", "include": ["reasoning.encrypted_content"]}, "include[0]"),
+        (read_response, {"input": "a", "top_logprobs": 2}, "top_logprobs"),
+        (read_response, {"input": "a", "stream_options": {"include_usage": True}}, "stream_options.include_usage"),
+        (read_response, {"input": "a", "n": 2}, "n"),
         (read_tokenize, {}, "prompt"),
         (read_tokenize, {"prompt": "a", "messages": READERS["chat"][1]["messages"]}, "prompt"),
         (read_detokenize, {"tokens": "a"}, "tokens"),
@@ -142,12 +193,27 @@ def test_the_document_has_every_field_and_no_other():
     for path, table, neutral in (
         ("/v1/chat/completions", CHAT, CHAT_NEUTRAL),
         ("/v1/completions", COMPLETION, COMPLETION_NEUTRAL),
+        ("/v1/responses", RESPONSE, RESPONSE_NEUTRAL),
+        ("/v1/messages", MESSAGES, MESSAGES_NEUTRAL),
+        ("/v1/messages/count_tokens", (), COUNT_NEUTRAL),
     ):
+        read, given = OF_PATHS[path]
         body = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]
         assert {row.name for row in table} | neutral.keys() <= body.keys()
-        read = read_chat if "chat" in path else read_completion
         for name in body:
             with pytest.raises(InvalidRequest) as caught:
-                wrong = ["no"] if name == "chat_template_kwargs" else {"no": "such value"}
-                read({**READERS["chat" if "chat" in path else "completion"][1], name: wrong})
+                read({**given, name: {"no": "such value"} if name not in OBJECTS else "no object"})
             assert caught.value.field.startswith(name)
+
+
+def test_only_what_is_our_own_fault_is_500():
+    kinds = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.BatonError)]
+    ours = {errors.BatonError, errors.Internal, errors.DataLoss}
+    more = {InvalidRequest: ("field", "why"), errors.Overloaded: ("why", 1.0)}
+    told = [kind(*more.get(kind, ("why",))) for kind in set(kinds) - ours]
+    told += [poison("workers died of it")]
+    documented = document()["paths"]["/v1/completions"]["post"]["responses"].keys()
+    assert len(told) > 9
+    for error in told:
+        assert status_of(error) < 500 or error.code.name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"), error
+        assert str(status_of(error)) in documented or isinstance(error, errors.Cancelled), error

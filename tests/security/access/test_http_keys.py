@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import ssl
 
+import anthropic
 import openai
 import pytest
 
@@ -54,6 +55,16 @@ async def test_a_key_opens_and_another_does_not(http_keys, installation):
         with pytest.raises(openai.AuthenticationError):
             await unknown.models.list()
         assert guard.num_denied[CHAT, "UNAUTHENTICATED"] == 1 and not guard.places._num_open
+
+
+async def test_anthropic_s_clients_show_it_in_their_own_header(http_keys, installation):
+    ask = {"model": "fake", "max_tokens": 2, "messages": [{"role": "user", "content": "a fox"}]}
+    async with http_keys() as (_, client):
+        url = str(client("none").base_url).removesuffix("/v1/")
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=installation.api_key, max_retries=0) as known:
+            assert (await known.messages.create(**ask)).usage.output_tokens == 2
+            with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
+                await known.with_options(api_key="baton.x.y").messages.create(**ask)
 
 
 async def test_tls_with_the_gateway_s_certificate_and_a_new_one(http_keys, installation, stranger, tmp_path):

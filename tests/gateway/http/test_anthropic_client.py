@@ -1,0 +1,158 @@
+"""Anthropic's own client, against what the gRPC door says of the same request."""
+
+import contextlib
+
+import anthropic
+import pytest
+from anthropic import AsyncAnthropic
+
+from baton.v1 import inference_pb2 as pb
+from tests.gateway.http.test_openai_client import over_grpc
+from tests.support.pace import patience
+
+ASK = {"model": "fake", "max_tokens": 9, "messages": [{"role": "user", "content": "a quick fox"}]}
+
+
+def anthropic_client(c) -> AsyncAnthropic:
+    url = f"http://127.0.0.1:{c.gateway.http.port}"
+    return AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=patience(20))
+
+
+@pytest.fixture
+def asked(served):
+    """`async with asked(**settings) as (c, client)`."""
+
+    @contextlib.asynccontextmanager
+    async def start(**settings):
+        async with served(**settings) as (c, _), anthropic_client(c) as client:
+            yield c, client
+
+    return start
+
+
+async def test_a_message_says_what_grpc_says(asked):
+    async with asked() as (c, client):
+        said = await over_grpc(c, [("user", "a quick fox")], max_tokens=9)
+        whole = await client.messages.create(**ASK)
+        assert [(block.type, block.text) for block in whole.content] == [("text", said.text)]
+        assert (whole.role, whole.model, whole.stop_reason, whole.stop_sequence) == (
+            "assistant", "fake", "max_tokens", None,
+        )  # fmt: skip
+        assert (whole.usage.input_tokens, whole.usage.output_tokens) == (said.usage.prompt_tokens, 9)
+
+
+async def test_a_stream_has_the_events_of_the_client_s_own_accumulator(asked):
+    async with asked() as (_, client):
+        whole = await client.messages.create(**ASK)
+        async with client.messages.stream(**ASK) as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_message()
+        assert kinds[:2] == ["message_start", "content_block_start"]
+        assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+        assert kinds.count("content_block_delta") > 1
+        assert final.content[0].text == whole.content[0].text
+        assert (final.stop_reason, final.usage.input_tokens, final.usage.output_tokens) == (
+            "max_tokens", whole.usage.input_tokens, 9,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_stop_sequence_is_told(asked, streams):
+    async with asked() as (_, client):
+        text = (await client.messages.create(**ASK)).content[0].text
+        stop = text[3:5]
+        asks = {**ASK, "stop_sequences": [stop]}
+        if streams:
+            async with client.messages.stream(**asks) as stream:
+                said = await stream.get_final_message()
+        else:
+            said = await client.messages.create(**asks)
+        assert said.content[0].text == text[: text.index(stop)]
+        assert (said.stop_reason, said.stop_sequence) == ("stop_sequence", stop)
+
+
+async def test_a_conversation_goes_on_from_an_answer_as_the_client_holds_it(asked):
+    async with asked() as (c, client):
+        first = await client.messages.create(system="be brief", **ASK)
+        texts = [("system", "be brief"), ("user", "a quick fox"), ("assistant", first.content[0].text), ("user", "on")]
+        said = await over_grpc(c, texts, max_tokens=9)
+        cached = {"type": "ephemeral"}
+        again = await client.messages.create(
+            **{**ASK, "messages": [
+                *ASK["messages"],
+                {"role": "assistant", "content": [first.content[0].model_dump()]},
+                {"role": "user", "content": [{"type": "text", "text": "on", "cache_control": cached}]},
+            ]},
+            system=[{"type": "text", "text": "be brief", "cache_control": cached}],
+            metadata={"user_id": "someone"},
+        )  # fmt: skip
+        assert again.content[0].text == said.text
+
+
+async def test_tokens_are_counted(asked):
+    async with asked() as (c, client):
+        counted = await client.messages.count_tokens(model="fake", messages=ASK["messages"])
+        messages = pb.Messages(messages=[pb.Message(role="user", content="a quick fox")])
+        tokenized = await c.stub.Tokenize(pb.TokenizeRequest(messages=messages), timeout=patience(20))
+        assert (
+            counted.input_tokens == len(tokenized.token_ids) == (await client.messages.create(**ASK)).usage.input_tokens
+        )
+
+
+@pytest.mark.parametrize(
+    "change, error, kind, word",
+    [
+        ({"model": "other"}, anthropic.NotFoundError, "not_found_error", "other"),
+        ({"max_tokens": 5000}, anthropic.BadRequestError, "invalid_request_error", "max_tokens: "),
+        ({"messages": []}, anthropic.BadRequestError, "invalid_request_error", "messages: "),
+        ({"extra_body": {"top_k": -7}}, anthropic.BadRequestError, "invalid_request_error", "top_k: "),
+        ({"extra_body": {"n": 2}}, anthropic.BadRequestError, "invalid_request_error", "n: "),
+        ({"extra_headers": {"x-request-timeout": "0"}}, anthropic.APIStatusError, "timeout_error", "deadline"),
+        ({"extra_body": {"system": "a" * 1_100_000}}, anthropic.RequestTooLargeError, "request_too_large", "body: "),
+    ],
+)
+async def test_errors_are_told_in_its_form(asked, change, error, kind, word):
+    async with asked() as (_, client):
+        with pytest.raises(error) as caught:
+            await client.messages.create(**{**ASK, **change})
+        assert caught.value.body["error"]["type"] == kind and word in caught.value.body["error"]["message"]
+
+
+async def test_overload_and_shutting_down(asked):
+    async with asked(max_concurrent_requests=1) as (c, client):
+        c.decode[0].hold("decode")
+        async with client.messages.stream(**ASK) as stream:
+            await anext(aiter(stream))
+            with pytest.raises(anthropic.RateLimitError) as caught:
+                await client.messages.create(**ASK)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+        c.decode[0].release("decode")
+        c.gateway.handler.is_draining = True
+        with pytest.raises(anthropic.ServiceUnavailableError) as caught:
+            await client.messages.create(**ASK)
+        assert caught.value.body["error"]["type"] == "overloaded_error"
+
+
+async def test_what_fails_after_the_first_token_is_an_event_of_its_own(asked):
+    async with asked() as (c, client):
+        c.decode[0].hold("decode")
+        with pytest.raises(anthropic.APIStatusError, match="deadline") as caught:
+            async with client.messages.stream(**ASK, extra_headers={"x-request-timeout": "0.5"}) as stream:
+                assert (await anext(aiter(stream))).type == "message_start"
+                await stream.until_done()
+        assert caught.value.body["error"]["type"] == "timeout_error"
+        c.decode[0].release("decode")
+
+
+async def test_reasoning_is_a_block_before_the_text(saying):
+    ask = {"model": "fake", "max_tokens": 400, "messages": [{"role": "user", "content": "a fox"}]}
+    async with saying("<think>\nI look.\n</think>\n\nA fox.", http="127.0.0.1:0") as c, anthropic_client(c) as client:
+        whole = await client.messages.create(**ask)
+        assert [block.type for block in whole.content] == ["thinking", "text"]
+        assert (whole.content[0].thinking, whole.content[1].text) == ("I look.", "A fox.")
+        async with client.messages.stream(**ask) as stream:
+            final = await stream.get_final_message()
+        assert [block.type for block in final.content] == ["thinking", "text"]
+        assert (final.content[0].thinking, final.content[1].text) == ("I look.", "A fox.")
+        messages = [*ask["messages"], {"role": "assistant", "content": final.content}, *ask["messages"]]
+        assert (await client.messages.create(**{**ask, "messages": messages})).content[1].text == "A fox."
