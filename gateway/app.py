@@ -16,6 +16,7 @@ from baton.service.net.admin import Admin
 from baton.service.net.host_names import HostNames
 from baton.service.net.server import Health
 from baton.service.observe import genai_metrics, telemetry
+from baton.service.security.exposure import is_loopback
 from baton.service.settings import SettingsError
 from baton.v1 import fleet_pb2_grpc, worker_pb2_grpc
 from gateway.answer.answer_reader import AnswerReader
@@ -136,11 +137,11 @@ class Gateway:
             grpc_server.enable_reflection(server, [SERVICE_NAME, FLEET_NAME])
         admin = Admin(
             self.readiness,
-            {"/metrics": self.meters.page, **dashboard.pages(fleet, settings.trace_url)},
+            {"/metrics": self.meters.page, **dashboard.pages(fleet, settings.trace_url, self._api_url)},
             settings.admin_hosts,
         )
         admin_port = await admin.start(settings.admin)
-        self.http = http = self._open_http()
+        self.http = http = self._open_http(admin_port)
         await server.start()
         if not settings.decode_workers:
             log.info("no --decode-workers: waiting for workers that register %s", fields(at=fleet_port or port))
@@ -174,7 +175,19 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _open_http(self) -> "HttpServer | None":
+    def _api_url(self, host: str) -> str | None:
+        """Return where the admin page, which was asked at `host`, may send a completion: to the HTTP API where both are reached from
+        this host alone, or where --http-origins lets pages call it."""
+        settings = self._settings
+        if self.http is None or not (settings.http_origins or self._pages_are_here):
+            return None
+        return f"{'https' if settings.tls else 'http'}://{host}:{self.http.port}"
+
+    @property
+    def _pages_are_here(self) -> bool:
+        return is_loopback(self._settings.http or "") and is_loopback(self._settings.admin)
+
+    def _open_http(self, admin_port: int) -> "HttpServer | None":
         """Serve the HTTP API, if it is configured. Raises ListenError."""
         settings = self._settings
         if settings.http is None:
@@ -185,7 +198,9 @@ class Gateway:
         names = None
         if settings.credentials is None:
             names = HostNames((_host(settings.http), *settings.admin_hosts))
-        app = make_app(self.handler, self._guard, settings.http_origins, names)
+        hosts = ("127.0.0.1", "localhost", "[::1]") if self._pages_are_here else ()
+        origins = (*settings.http_origins, *(f"http://{host}:{admin_port}" for host in hosts))
+        app = make_app(self.handler, self._guard, origins, names)
         server = open_http(settings.http, app, settings.tls)
         server.start()
         return server

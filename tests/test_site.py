@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from baton.cli.main import COMMANDS
-from baton.service.settings import flat_fields
+from baton.service.settings import flat_fields, make_parser
 from baton.v1 import fleet_pb2, inference_pb2, kv_pb2, worker_pb2
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
@@ -85,6 +86,14 @@ def fields_of(*types) -> set[str]:
             waiting += [field.message_type] if field.message_type else []
             found |= {value.name for value in field.enum_type.values} if field.enum_type else set()
     return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_says_what_it_does(name):
+    subparsers = make_parser("baton", "").add_subparsers()
+    import_module(f"baton.cli.{COMMANDS[name]}").add_parser(subparsers)
+    parser = subparsers.choices[name]
+    assert parser.description and len(parser.description) > 30 and not parser.allow_abbrev
 
 
 def test_pages_load_nothing_from_elsewhere(site):

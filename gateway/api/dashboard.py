@@ -5,12 +5,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
 from baton.service.net.admin import Page, Reply, json_reply
+from baton.service.net.host_names import without_port
 from baton.service.observe.phases import COLORS
 from baton.v1 import fleet_pb2 as pb
 from gateway.api.fleet_service import FleetService
@@ -18,27 +19,37 @@ from gateway.api.fleet_service import FleetService
 _PAGE = Path(__file__).with_name("dashboard.html")
 _PHASES_HERE = "{/*phases*/}"  # in the page, which draws phases in the colours of the report
 _TRACE_URL_HERE = "null/*trace url*/"
+_API_URL_HERE = "null/*api url*/"
 _NUM_RECENT = 300
 
 
-def pages(fleet: FleetService, trace_url: str | None = None) -> dict[str, Page]:
-    """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it."""
+def pages(
+    fleet: FleetService, trace_url: str | None = None, api_url: Callable[[str], str | None] = lambda host: None
+) -> dict[str, Page]:
+    """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it. `api_url`: where the page may
+    send a completion, by the host that it was asked at; None: nowhere."""
 
     def state(headers: Mapping[str, str]) -> Reply:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
         return json_reply({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
 
-    page = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS)).replace(_TRACE_URL_HERE, json.dumps(trace_url))
-    reply = Reply(page.encode(), "text/html; charset=utf-8", headers=(_policy(page),))
-    return {"/": lambda headers: reply, "/fleet.json": state}
+    template = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS))
+    template = template.replace(_TRACE_URL_HERE, json.dumps(trace_url))
+
+    def page(headers: Mapping[str, str]) -> Reply:
+        api = api_url(without_port(headers.get("host", "")))
+        shown = template.replace(_API_URL_HERE, json.dumps(api))
+        return Reply(shown.encode(), "text/html; charset=utf-8", headers=(_policy(shown, api),))
+
+    return {"/": page, "/fleet.json": state}
 
 
-def _policy(page: str) -> str:
+def _policy(page: str, api: str | None) -> str:
     """Return the header that lets a browser run the page's own script and style, and nothing else that finds its way in."""
     sources = {kind: _digest(page, kind) for kind in ("script", "style")}
     return (
         f"Content-Security-Policy: default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"connect-src 'self'{f' {api}' if api else ''}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 

@@ -30,7 +30,13 @@ _HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("top", help="watch a running stack in the terminal", allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "top",
+        help="watch a running stack in the terminal",
+        description="Show latencies, workers, KV, running requests and what bounds the stack, again and again; the gateway's admin page "
+        "shows the same.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one look and end")

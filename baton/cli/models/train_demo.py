@@ -16,7 +16,11 @@ DEFAULT_MINUTES = 130.0
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
-        "train-demo", help="train the demo model (tokenizer, target, draft, heads) and evaluate it"
+        "train-demo",
+        help="train the demo model (tokenizer, target, draft, heads) and evaluate it",
+        description="Make the demo model from this machine's Python standard library: tokenizer, target, draft and heads, then "
+        "measure them. What it writes is served with `baton up --model OUT/target`.",
+        allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to fill (default: %(default)s)")
     parser.add_argument("--minutes", type=positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")

@@ -14,7 +14,13 @@ DEFAULT_MINUTES = 12.0
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("train-draft", help="train heads that guess a model's next tokens (speculation)")
+    parser = subparsers.add_parser(
+        "train-draft",
+        help="train heads that guess a model's next tokens (speculation)",
+        description="Train heads on a frozen model. What it writes is used with "
+        "`baton up --speculator medusa|eagle --draft-model OUT`.",
+        allow_abbrev=False,
+    )
     parser.add_argument("--kind", choices=("medusa", "eagle"), required=True, help="what is trained")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the target, a model folder")
     parser.add_argument(

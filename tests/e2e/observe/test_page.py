@@ -10,6 +10,7 @@ import pytest
 from baton.cli.main import main
 from baton.engine.core import cpu
 from tests.support.observe.browser import Browser
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.long
 
@@ -69,10 +70,36 @@ def test_a_request_is_opened_by_keyboard_and_stays_open(stack, client, prompts, 
         assert not browser.complaints
 
 
+def test_a_completion_streams_into_the_page(model, tmp_path):
+    """Where both ports are reached from this host alone; what is wrong with a request is said there too."""
+    http = ("--http", "127.0.0.1:0")
+    with (
+        Stack(model, tmp_path / "stack", num_prefill=0, gateway_options=http) as stack,
+        Browser(tmp_path / "b") as browser,
+    ):
+        browser.open(f"http://{stack.gateways[0].ready()['admin']}/")
+        browser.until("document.body?.dataset.refreshed && !document.getElementById('playground').hidden")
+        browser.run("document.getElementById('tokens').value = 8")
+        browser.run("document.getElementById('send').focus()")
+        browser.press("Enter")
+        answer = "document.getElementById('answer').innerText"
+        browser.until(f"document.getElementById('stop').disabled && {answer}.length > 3")
+        browser.run("document.getElementById('tokens').value = 4096; document.getElementById('send').click()")
+        browser.until(f"{answer}.startsWith('400: ')")
+        assert not [each for each in browser.complaints if "400" not in each]
+
+
+def test_no_playground_without_the_http_api(stack, tmp_path):
+    with Browser(tmp_path) as browser:
+        browser.open(f"http://{stack.gateways[0].ready()['admin']}/")
+        browser.until("document.body?.dataset.refreshed")
+        assert browser.run("document.getElementById('playground').hidden")
+
+
 def test_what_finds_its_way_into_the_page_does_not_run(stack, tmp_path):
     with Browser(tmp_path) as browser:
         browser.open(f"http://{stack.gateways[0].ready()['admin']}/")
-        browser.until("document.body.dataset.refreshed")
+        browser.until("document.body?.dataset.refreshed")
         browser.run("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"document.title = 1\">')")
         browser.run(
             "document.body.append(Object.assign(document.createElement('script'), {textContent: 'document.title = 2'}))"

@@ -35,3 +35,19 @@ def test_trace_urls_that_are_none(url):
     with pytest.raises(ValueError, match="--trace-url"):
         GatewaySettings(model=Path("m"), trace_url=url)
     assert GatewaySettings(model=Path("m"), trace_url=URL).trace_url == URL
+
+
+async def test_the_page_sends_nothing_beyond_loopback_unless_pages_may(cluster):
+    """The address of the API is the page's, and in its policy, where both are on loopback or --http-origins is given."""
+    for settings, is_on in (
+        (dict(http="127.0.0.1:0"), True),
+        (dict(), False),
+        (dict(http="127.0.0.1:0", admin="0.0.0.0:0", open_admin=True), False),
+        (dict(http="127.0.0.1:0", admin="0.0.0.0:0", open_admin=True, http_origins=("https://ops.example",)), True),
+    ):
+        async with cluster(**settings) as c:
+            url = c.gateway._api_url("localhost")
+            assert url == (f"http://localhost:{c.gateway.http.port}" if is_on else None)
+    reply = pages(SimpleNamespace(), None, lambda host: f"http://{host}:8000")["/"]({"host": "localhost:9464"})
+    assert b'const API_URL = "http://localhost:8000";' in reply.body
+    assert "connect-src 'self' http://localhost:8000;" in reply.headers[0]
