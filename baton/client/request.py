@@ -18,6 +18,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int
     speculation: pb.Speculation
     slo_class: str
+    constraint: pb.Constraint
 
     temperature: float
     top_k: int

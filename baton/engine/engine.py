@@ -26,6 +26,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
+from baton.engine.schedule.grammars import Grammars, read_grammars
 from baton.engine.schedule.groups import Groups
 from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Park, Resume, Start, Stop
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
@@ -54,6 +55,7 @@ class Engine:
         sampler: Sampler,
         proposers: Sequence[Proposer] = (),
         launcher: Launcher | None = None,
+        grammars: Grammars | None = None,
     ):
         """`config` is resolved; `pool` has config.num_blocks blocks. Engine.load makes all of these from a folder."""
         self.config = config
@@ -69,7 +71,8 @@ class Engine:
         shares = Shares(config, pool.layout, self.ledger, groups)
         self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths)
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
-        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths)
+        self.grammars = grammars  # None: it keeps no answer to a constraint
+        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, grammars)
         self.runner = Runner(model, pool, sampler, launcher)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
@@ -80,6 +83,7 @@ class Engine:
         self._outputs: list[Output] = []  # of the call of `step` that runs
         self._computing: list[Slice] = []  # by it, and not collected yet
         self._flight: Flight | None = None  # a step that was launched and not read
+        self._compiling: dict[Command, None] = {}  # commands that wait for the grammars of their groups
         self.work = StepWork()
         self._rate = Rate()
         self._stepping = threading.Lock()
@@ -99,7 +103,8 @@ class Engine:
         parts = load_parts(
             config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers
         )
-        return cls(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:])
+        grammars = read_grammars(config.model, parts.model.spec.vocab_size)
+        return cls(parts.config, parts.model, parts.pool, model_identity(config.model), *parts[3:], grammars)
 
     @property
     def numerics_class(self) -> NumericsClass:
@@ -184,7 +189,7 @@ class Engine:
     # ---- the loop's ----
 
     def has_work(self) -> bool:
-        return bool(self.inbox) or self._flight is not None or self.scheduler.has_work()
+        return bool(self.inbox or self._compiling) or self._flight is not None or self.scheduler.has_work()
 
     def step(self) -> list[Output]:
         """One step: all that it gives out. Where the launcher overlaps, a decode step is only launched, and read by the
@@ -282,6 +287,11 @@ class Engine:
 
     def _obey_for(self, group: Group, command: GroupCommand) -> None:
         match command:
+            case Enter() | Start() if group.grammar is not None and not group.grammar.done():
+                self._compiling[command] = None
+                group.grammar.add_done_callback(lambda grammar: self._compiled(command))
+            case Enter() | Start() if group.grammar is not None and (error := group.grammar.exception()):
+                self._end(group, "constraint", f"constraint: {error}")
             case Enter():
                 self.lifecycle.happen(group, GroupEvent.ENTER)
             case Start():
@@ -293,6 +303,11 @@ class Engine:
                     self.lifecycle.happen(group, GroupEvent.PARK)
             case Resume():
                 self.lifecycle.happen(group, GroupEvent.RESUME)
+
+    def _compiled(self, command: GroupCommand) -> None:
+        """Obey a command again, whose grammar is there now. On any thread."""
+        self.inbox.post(command)
+        self._compiling.pop(command)
 
     def _start(self, group: Group, first_tokens: tuple[FirstToken, ...]) -> None:
         if not first_tokens:

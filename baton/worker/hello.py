@@ -38,6 +38,7 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         kv_token_bytes=-(-engine.layout.block_bytes // engine.config.block_size),
         kv_gives=transfer.gives,
         kv_takes=transfer.takes,
+        features=["constraints"] if engine.grammars is not None else [],
     )
     _add_limits(hello.limits, engine)
     _add_model(hello.model, engine)

@@ -37,8 +37,9 @@ class Answer:
         self._num_flushes = 0
         self._num_sent = 0
         stops = StopStrings(checked.stops) if checked.stops else None
+        ends = None if checked.constraint is None else checked.stop_token_ids
         self.choices = [
-            Choice(index, form, stops, checked.min_tokens, num_received, checked.request_id)
+            Choice(index, form, stops, checked.min_tokens, num_received, checked.request_id, ends)
             for index, num_received in enumerate(checked.resume_from or [0] * checked.sampling.n)
         ]
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
@@ -36,6 +36,7 @@ class Choice:
         "_num_calls",
         "_request_id",
         "_ends_with_call",
+        "_stop_token_ids",
     )
 
     def __init__(
@@ -46,9 +47,11 @@ class Choice:
         min_tokens: int,
         num_received: int = 0,
         request_id: str = "",
+        stop_token_ids: Set[int] | None = None,
     ):
         """`stops` None: there are none; `num_received`: tokens that the client has from an earlier stream, which are
-        read and not sent again; `request_id`: calls have their ids from it."""
+        read and not sent again; `request_id`: calls have their ids from it; `stop_token_ids`: None where
+        nothing else can stop it, and not a whole constraint."""
         self.index = index
         self.num_received = num_received
         self.token_ids = array("I")
@@ -58,7 +61,7 @@ class Choice:
         self.num_pending = 0  # tokens, the last ones
         self._decoder: TextDecoder | None = form.detokenizer.decoder()  # None: its end was sent
         self._stops = StopMatcher(stops) if stops else None
-        self._min_tokens = min_tokens
+        self._min_tokens, self._stop_token_ids = min_tokens, stop_token_ids
         self._text = ""
         self._logprobs: list[pb.Logprobs] = []
         self._matched_stop = ""
@@ -117,7 +120,8 @@ class Choice:
         self.token_ids.extend(token_ids)
         is_new = len(self.token_ids) > self.num_received
         # A token that stops the choice is no part of its text.
-        piece = self._decoder.push(token_ids[:-1] if ended == STOP else token_ids)
+        is_stop = ended == STOP and (self._stop_token_ids is None or token_ids[-1] in self._stop_token_ids)
+        piece = self._decoder.push(token_ids[:-1] if is_stop else token_ids)
         if ended:
             piece += self._decoder.finish()
         text = self._said(piece)

@@ -157,6 +157,8 @@ class Registry:
     def check_fits(self, request: RoutingRequest) -> None:
         """Raises InvalidRequest for a request whose choices need more blocks than any known decode worker has."""
         known = {link.limits for link in self.decode if link.limits}
+        if known and request.is_constrained and not any(limits.constraints for limits in known):
+            raise InvalidRequest("constraint", "no decode worker that serves can keep an answer to a constraint")
         if known and not any(can_decode(request, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"

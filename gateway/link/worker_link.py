@@ -141,7 +141,8 @@ class WorkerLink:
     def note_hello(self, hello: pb.Hello) -> None:
         """Keep what the worker says of itself for the session, and its limits for longer."""
         limits = hello.limits
-        self.hello, self.limits = hello, WorkerLimits(limits.max_model_len, limits.num_blocks, limits.block_size)
+        sizes = limits.max_model_len, limits.num_blocks, limits.block_size
+        self.hello, self.limits = hello, WorkerLimits(*sizes, constraints="constraints" in hello.features)
         if self.worker_id != self._known_id:
             self._known_id, self.breaker = self.worker_id, WorkerBreaker()
 

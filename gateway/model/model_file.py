@@ -4,7 +4,7 @@ from pathlib import Path
 
 from baton.gguf import INTEGER, TEXT, TEXTS, GGUFError, GGUFHeader, is_gguf
 from baton.service.settings import SettingsError
-from gateway.model.gguf_tokenizer import tokenizer_json
+from baton.tokenizer.gguf_tokenizer import tokenizer_json
 from gateway.model.model_folder import Defaults, ModelFolder, read_folder
 
 EMBEDDING = "token_embd.weight"

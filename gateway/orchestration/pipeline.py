@@ -91,6 +91,8 @@ class Pipeline:
         prompt = (checked.text, checked.token_ids, checked.messages)
         prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
         record.num_prompt_tokens = len(prompt_ids)
+        if checked.constraint is not None:
+            await self.text.check_constraint(checked.constraint, record.tenant, deadline)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
         self._check_wait(checked, record, max_tokens, deadline)
@@ -153,8 +155,9 @@ class Pipeline:
             promised = Slo()  # not asked for: counted, but never a reason to refuse
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
         record.routing_request = RoutingRequest(
-            num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant
-        )
+            num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant,
+            checked.constraint is not None,
+        )  # fmt: skip
         self.registry.check_fits(record.routing_request)
         order = rank(record.stamps.received, promised, checked.priority)
         record.queued = QueuedRequest(

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
+from baton.constraints.constraint import write_constraint
 from baton.service.codec import budget_ms
 from baton.v1 import kv_pb2
 from baton.v1 import worker_pb2 as pb
@@ -46,6 +47,8 @@ class SpecBuilder:
             min_tokens=checked.min_tokens,
             stop_token_ids=sorted(checked.stop_token_ids),
         )
+        if checked.constraint is not None:
+            write_constraint(spec.constraint, checked.constraint)
         # All that an answer depends on: the same from any gateway that gets the same request.
         spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         spec.token_ids.extend(output_ids)

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.constraints.constraint import BadConstraint, Constraint, constraint_of
 from baton.protocol import MAX_DRAFT_TOKENS
 from baton.sampling_params import SAMPLING_PARAMS, SHIFT
 from baton.service.errors import InvalidRequest, NotFound
@@ -43,6 +44,7 @@ class Checked:
     slo_class: str
     resume_from: tuple[int, ...] = ()  # tokens of each choice that the client has; empty: it begins
     names_class: bool = False  # it was asked for by name
+    constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
 
     @property
     def input_field(self) -> str:
@@ -90,6 +92,7 @@ def check(
         slo_class=_slo_class(request.slo_class, served),
         names_class=bool(request.slo_class),
         resume_from=_resume_from(request, served),
+        constraint=_constraint(request),
     )
 
 
@@ -210,6 +213,15 @@ def _slo_class(name: str, served: ServedModel) -> str:
     if name and name not in served.slo_classes:
         _refuse("slo_class", f"{name[:40]!r} is not one of: {', '.join(sorted(served.slo_classes))}")
     return name or DEFAULT_CLASS
+
+
+def _constraint(request: pb.GenerateRequest) -> Constraint | None:
+    if not request.HasField("constraint"):
+        return None
+    try:
+        return constraint_of(request.constraint)
+    except BadConstraint as error:
+        _refuse(f"constraint.{error.place}" if error.place else "constraint", error.reason)
 
 
 def _speculation(speculation: pb.Speculation, served: ServedModel) -> pb.Speculation:

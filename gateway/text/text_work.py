@@ -7,9 +7,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from baton.constraints.constraint import Constraint
 from baton.service.clock import now
 from baton.service.errors import DeadlineExceeded, InvalidRequest
 from baton.service.security.guard import DEFAULT_TENANT
+from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.templates import ChatTemplate, Conversation, Rendered, TemplateFailed
 from gateway.text.text_threads import TextThreads
@@ -26,6 +28,7 @@ class TextWork:
         """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
         self.detokenizer = Detokenizer(tokenizer)
         self._tokenizer, self._template, self._vocab_size = tokenizer, template, vocab_size
+        self._constraints = ConstraintChecks(tokenizer.json, vocab_size)
         self._threads = TextThreads()
 
     async def encode(
@@ -57,9 +60,19 @@ class TextWork:
         work = partial(self.detokenizer.decode, token_ids)
         return work() if len(token_ids) <= _INLINE else await self._in_thread(work, tenant, deadline)
 
+    async def check_constraint(self, constraint: Constraint, tenant: str, deadline: float) -> None:
+        """Raises InvalidRequest for a constraint that no answer can be kept to within bounds; DeadlineExceeded."""
+        problem = self._constraints.known(constraint)
+        if problem is None:
+            problem = await self._in_thread(partial(self._constraints.check, constraint), tenant, deadline)
+        place, reason = problem
+        if reason:
+            raise InvalidRequest(f"constraint.{constraint.kind}", f"{place}: {reason}" if place else reason)
+
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the processes that check constraints."""
         self._threads.close()
+        self._constraints.close()
 
     async def _in_thread(self, work: Callable, tenant: str, deadline: float):
         try:

@@ -38,6 +38,7 @@ class Tokenizer:
 
     def __init__(self, tokenizer_json: bytes, name: str = "tokenizer.json"):
         """Raises SettingsError when the file is not a tokenizer."""
+        self.json = tokenizer_json
         self._normal = _load(tokenizer_json, name)
         content = json.loads(tokenizer_json)
         self.added = {token["id"]: token for token in content.get("added_tokens") or ()}

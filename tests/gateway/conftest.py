@@ -165,3 +165,12 @@ def saying(cluster, folder):
             yield c
 
     return start
+
+
+@pytest.fixture
+def capable(monkeypatch):
+    """Every worker says that it keeps constraints."""
+    make = FakeWorker.__init__
+    monkeypatch.setattr(
+        FakeWorker, "__init__", lambda self, *args, **hello: make(self, *args, **{"features": ["constraints"], **hello})
+    )

@@ -16,10 +16,11 @@ Prompt = str | Sequence[int] | Sequence[tuple[str, str]]
 
 
 def make_request(
-    prompt: Prompt | None, *, request_id: str = "", model: str = "", resume_from: Sequence[int] = (), **fields
-) -> pb.GenerateRequest:
+    prompt: Prompt | None, *, request_id: str = "", model: str = "", resume_from: Sequence[int] = (),
+    constraint: pb.Constraint | None = None, **fields,
+) -> pb.GenerateRequest:  # fmt: skip
     """`prompt`: text, token ids, or (role, content) pairs; other keywords are fields of Sampling and Stopping."""
-    request = pb.GenerateRequest(request_id=request_id, model=model, resume_from=resume_from)
+    request = pb.GenerateRequest(request_id=request_id, model=model, resume_from=resume_from, constraint=constraint)
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], tuple):

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -29,6 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add_sampling_flags(parser)
     parser.add_argument("-n", type=whole, metavar="N", help="answers to the same prompt (default: 1)")
     parser.add_argument("--logprobs", type=int, metavar="K", help="of each token and the K best; needs --json")
+    parser.add_argument("--schema", type=Path, metavar="FILE", help="keep the answer to this JSON Schema")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_target_flags(parser)
     parser.set_defaults(run=run)
@@ -63,18 +65,24 @@ def run(args: argparse.Namespace) -> int:
 
 def read_request(args: argparse.Namespace) -> pb.GenerateRequest:
     """Return the request for what was given; reads stdin where that is the prompt. Raises ValueError for what the contract
-    cannot carry."""
+    cannot carry, and for a schema that cannot be read."""
     prompt = _from_stdin() if args.prompt == "-" else args.prompt
     if args.chat or args.system is not None:
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
         prompt = [*system, {"role": "user", "content": prompt}]
     try:
-        return make_request(prompt, options_of(args))
+        request = make_request(prompt, options_of(args))
     except UnicodeEncodeError as error:
         raise ValueError(f"the prompt is not UTF-8: {error}") from None
     except ValueError as error:
         name = str(error).partition(":")[0]
         raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name, '')}: out of range") from None
+    if args.schema is not None:
+        try:
+            request.constraint.json_schema = args.schema.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--schema {args.schema}: {getattr(error, 'strerror', None) or error}") from None
+    return request
 
 
 def _from_stdin() -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from baton.constraints.constraint import Constraint
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef
 
@@ -40,6 +41,7 @@ class Request:
     deadline: float = float("inf")  # time.monotonic()
     speculation: Speculation = Speculation()
     tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
+    constraint: Constraint | None = None  # that the answer keeps to
 
 
 class FinishReason(Enum):
@@ -131,7 +133,8 @@ class RequestEnded:
     """Exactly one per key. `error` is empty when the request finished by itself."""
 
     key: Key
-    error: str = ""  # cancelled | deadline | failed, alone in its step | failed_together, it or another of its step
+    # cancelled | deadline | constraint: it leaves no token | failed, alone in its step | failed_together, it or another
+    error: str = ""
     message: str = ""
     report: DecodeReport = field(default_factory=DecodeReport)
 

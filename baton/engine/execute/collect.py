@@ -9,9 +9,11 @@ from baton.engine.sampling.sampler import Sampled
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.scheduler import Scheduler, Slice
 from baton.engine.schedule.sequence import Group, Sequence
-from baton.engine.schedule.states import GroupEvent
+from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.engine.schedule.step_draws import Drawn
 from baton.engine.speculation.control.verify import num_right
+
+BY_ITSELF = Ending()
 
 
 class Results:
@@ -47,6 +49,8 @@ class Results:
         stepped: dict[Group, None] = {}  # in order
         landed: dict[Group, None] = {}
         for seq, samples in drawn:
+            if seq.masks is not None and not self._keeps(seq, samples, outputs):
+                continue
             if not seq.group.prefilled:
                 self._first_tokens(seq, samples, outputs)
                 continue
@@ -64,6 +68,15 @@ class Results:
     def forget(self) -> None:
         """After a step that failed: nothing is aloft."""
         self._over.clear()
+
+    def _keeps(self, seq: Sequence, samples: list[Sampled], outputs: list[Output]) -> bool:
+        """Take out the samples behind the last token that its constraint allows; where there is none, the group ends."""
+        masks, seq.masks = seq.masks, None
+        if masks.num_good == 0:
+            outputs += filter(None, [self._end(seq.group, Ending("constraint", f"constraint: {masks.problem}"))])
+        elif seq.group.prefilled:
+            del samples[masks.num_good :]
+        return seq.group.state is not GroupState.FINISHED
 
     def _next_tokens(self, seq: Sequence, samples: list[Sampled]) -> TokenRun:
         """Append a choice's next tokens, up to the one that ends it; the samples after that are taken out."""
@@ -113,8 +126,8 @@ class Results:
         else:
             outputs += filter(None, [self._end(group)])
 
-    def _end(self, group: Group) -> RequestEnded | None:
-        return self.lifecycle.happen(group, GroupEvent.END, Ending())
+    def _end(self, group: Group, ending: Ending = BY_ITSELF) -> RequestEnded | None:
+        return self.lifecycle.happen(group, GroupEvent.END, ending)
 
     def _first_token(self, trunk: Sequence, choice: int, sample: Sampled) -> FirstToken:
         finish_reason = trunk.finish_reason(sample.token_id)

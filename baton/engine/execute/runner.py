@@ -59,6 +59,8 @@ class Runner:
         batch = self._batch(slices, ends)
         seqs = [slices[index].seq for index in ends]
         self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer)
+        for seq in seqs:  # on a GPU while the launch computes
+            seq.find_masks()
         if any(seq.draft_ids for seq in seqs):
             drawn = self._verified(logits, seqs)
         else:
@@ -92,7 +94,8 @@ class Runner:
         for seq in seqs:
             request = seq.group.request
             choices = (seq.choice,) if seq.group.prefilled else range(request.sampling.n)
-            rows += [sample_row(request, request.sampling, choice, seq.token_ids) for choice in choices]
+            mask = seq.mask(0)
+            rows += [sample_row(request, request.sampling, choice, seq.token_ids, (), mask) for choice in choices]
         drawn = iter(self.sampler.sample(logits, rows))
         return [(seq, [next(drawn) for _ in range(count)]) for seq, count in zip(seqs, counts, strict=True)]
 

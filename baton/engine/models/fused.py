@@ -1,4 +1,4 @@
-"""All layers of a step in one C call (native/fused.cpp), where everything they are made of is native."""
+"""All layers of a step in one C call (native/layers/fused.cpp), where everything they are made of is native."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -31,13 +31,13 @@ _NORMS_OF_HEADS = {"": 0, "head": 0, "heads": 1, "all": 2}
 
 
 class _Norm(ctypes.Structure):
-    """`Norm` of native/fused.h."""
+    """`Norm` of native/layers/fused.h."""
 
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("kind", _INT), ("is_layer_norm", _INT)]
 
 
 class _Experts(ctypes.Structure):
-    """`Experts` of native/fused.h."""
+    """`Experts` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_experts", "num_chosen", "renormalized", "intermediate_size", "shared_size")),
@@ -46,7 +46,7 @@ class _Experts(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of native/fused.h."""
+    """`Layer` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _Norm) for name in _NORMS),
@@ -55,7 +55,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Model(ctypes.Structure):
-    """`Model` of native/fused.h."""
+    """`Model` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("kind", "hidden_size", "intermediate_size")),
@@ -66,7 +66,7 @@ class _Model(ctypes.Structure):
 
 
 class _Step(ctypes.Structure):
-    """`Step` of native/fused.h."""
+    """`Step` of native/layers/fused.h."""
 
     _fields_ = [
         ("pool", _POINTER),

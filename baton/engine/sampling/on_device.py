@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton.engine.core.request import Request
 from baton.engine.sampling.filters import NEVER, sent, survivors
+from baton.engine.sampling.masking import apply_masks
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow
 
@@ -62,7 +63,8 @@ def _biased(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
     """With what rows add to logits, and without what they may not draw yet."""
     biases = [(index, *bias) for index, row in enumerate(rows) for bias in row.params.logit_bias]
     banned = [(index, id_) for index, row in enumerate(rows) for id_ in sorted(row.min_tokens_left_bans)]
-    if biases or banned:
+    masked = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
+    if biases or banned or masked:
         logits = logits.clone()
     if biases:
         where, ids, values = zip(*biases, strict=True)
@@ -70,12 +72,16 @@ def _biased(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         logits.index_put_(tuple(sent([where, ids], torch.int64, logits.device)), added, accumulate=True)
     if banned:
         logits[tuple(sent(list(zip(*banned, strict=True)), torch.int64, logits.device))] = NEVER
+    if masked:
+        apply_masks(logits, list(masked), list(masked.values()))
     return logits
 
 
 def plain_row(request: Request, choice: int, num_tokens: int) -> SampleRow | None:
     """Return what the token after `num_tokens` tokens is drawn with, whatever these are; None where it depends on
     them."""
+    if request.constraint is not None:
+        return None
     banned = request.stop_token_ids if num_tokens - request.num_prompt_tokens < request.min_tokens else NO_TOKENS
     row = SampleRow(request.sampling, choice, num_tokens, (), (), banned)
     return row if is_plain(row) else None

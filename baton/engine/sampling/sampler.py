@@ -1,4 +1,5 @@
-"""Logits to tokens. Order: penalties and bias, then greedy, or temperature, filters and Gumbel noise.
+"""Logits to tokens. Order: penalties and bias, the mask of a constraint, then greedy, or temperature, filters and Gumbel
+noise.
 
 A row's token is a function of its logits and of (seed, choice, position); it does not depend on the rows beside it.
 """
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from baton.engine.core.request import Request, TokenLogprobs
 from baton.engine.sampling.filters import candidates
+from baton.engine.sampling.masking import apply_masks
 from baton.engine.sampling.noise import gumbel, noise_key, uniform
 from baton.engine.sampling.penalties import changes, penalize
 from baton.sampling_params import SamplingParams
@@ -33,21 +35,24 @@ class SampleRow:
     prompt_ids: Sequence[int] = ()
     output_ids: Sequence[int] = ()
     min_tokens_left_bans: frozenset[int] = frozenset()  # ids that may not be drawn while min_tokens is not reached
+    mask: Tensor | None = None  # int32 [words] on the host, a bit for each id: only ids whose bit is set are drawn
 
 
 NO_TOKENS: frozenset[int] = frozenset()
 
 
 def sample_row(
-    request: Request, params: SamplingParams, choice: int, token_ids: list[int], draft_ids: Sequence[int] = ()
-) -> SampleRow:
+    request: Request, params: SamplingParams, choice: int, token_ids: list[int], draft_ids: Sequence[int] = (),
+    mask: Tensor | None = None,
+) -> SampleRow:  # fmt: skip
     """Return the parameters of the token after token_ids + draft_ids. `params`: request.sampling, or it without
-    logprobs."""
+    logprobs; `mask`: of a constraint, which knows of min_tokens."""
     num_tokens, border = len(token_ids) + len(draft_ids), request.num_prompt_tokens
-    banned = request.stop_token_ids if num_tokens - border < request.min_tokens else NO_TOKENS
+    is_early = mask is None and num_tokens - border < request.min_tokens
+    banned = request.stop_token_ids if is_early else NO_TOKENS
     if not params.has_penalties:
-        return SampleRow(params, choice, num_tokens, (), (), banned)
-    return SampleRow(params, choice, num_tokens, token_ids[:border], [*token_ids[border:], *draft_ids], banned)
+        return SampleRow(params, choice, num_tokens, (), (), banned, mask)
+    return SampleRow(params, choice, num_tokens, token_ids[:border], [*token_ids[border:], *draft_ids], banned, mask)
 
 
 class Sampled(NamedTuple):
@@ -79,12 +84,15 @@ class Sampler:
 
     def _penalized(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         changed = [index for index, row in enumerate(rows) if changes(row.params, row.min_tokens_left_bans)]
-        if not changed:
+        masked = [index for index, row in enumerate(rows) if row.mask is not None]
+        if not changed and not masked:
             return logits
         scores = logits.clone()
         for index in changed:
             row = rows[index]
             penalize(scores[index], row.params, row.prompt_ids, row.output_ids, row.min_tokens_left_bans)
+        if masked:
+            apply_masks(scores, masked, [rows[index].mask for index in masked])
         return scores
 
 

@@ -11,6 +11,7 @@ Everything here is answered at once, on any thread, under the ledger's lock. Wha
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request
 from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.schedule.grammars import Grammars
 from baton.engine.schedule.inbox import Park, Resume
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.output_lengths import OutputLengths
@@ -28,8 +29,10 @@ class Admission:
     """Requests of other threads to an engine. Thread-safe: every method takes the ledger's lock."""
 
     def __init__(
-        self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths
-    ):
+        self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths,
+        grammars: Grammars | None = None,
+    ):  # fmt: skip
+        """Without `grammars` no request may have a constraint."""
         self.config = config
         self.layout = layout
         self.lifecycle = lifecycle
@@ -37,6 +40,7 @@ class Admission:
         self.groups = lifecycle.groups
         self.shares = shares
         self.lengths = lengths
+        self.grammars = grammars
 
     # ---- the decode side: credit first, blocks as they are announced ----
 
@@ -50,7 +54,7 @@ class Admission:
             num_choices = self.lifecycle.num_choices
             if num_choices and not self.shares.has_choices(request, room, num_choices):
                 raise Refusal("queue_full")
-            group = Group(request, Holder.RUNNING)
+            group = self._group(request, Holder.RUNNING)
             trunk = group.trunk
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
@@ -101,7 +105,7 @@ class Admission:
         queue_full, kv_full."""
         with self.ledger.lock:
             self._check(request, len(request.token_ids) + 1, 1)
-            group = Group(request, Holder.LEASED)
+            group = self._group(request, Holder.LEASED)
             trunk = group.trunk
             cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
             most, num_tokens = CHUNKS_WAITING * self.config.max_num_batched_tokens, trunk.num_tokens - cached
@@ -191,6 +195,15 @@ class Admission:
     def _give_out(self, group: Group, event: GroupEvent, ending: Ending) -> None:
         if (ended := self.lifecycle.happen(group, event, ending)) is not None:
             self.lifecycle.inbox.post(ended)
+
+    def _group(self, request: Request, holder: Holder) -> Group:
+        """Return a new group, whose grammar is being compiled where it has a constraint."""
+        group = Group(request, holder)
+        if request.constraint is not None:
+            if self.grammars is None:
+                raise ValueError("constraint: there are no grammars over this model's tokenizer")
+            group.grammar = self.grammars.compile(request.constraint)
+        return group
 
     def _check(self, request: Request, longest: int, num_choices: int) -> None:
         """Refuses what could never run here to its end: `longest` tokens of a sequence, and behind the prompt a block

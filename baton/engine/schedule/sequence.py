@@ -1,10 +1,15 @@
 """Keep the loop's state of a request: one group per key, one sequence per choice. Mutable, and plain Python."""
 
 import time
+from concurrent.futures import Future
 from itertools import count
 
+from torch import Tensor
+
+from baton.constraints.grammar import Grammar, GrammarCursor
 from baton.engine.core.request import DecodeReport, FinishReason, Request
 from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.sampling.step_masks import StepMasks, step_masks
 from baton.engine.schedule.states import GroupState
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
 
@@ -25,7 +30,7 @@ class Sequence:
 
     __slots__ = (
         "group", "choice", "token_ids", "num_computed", "block_ids", "reserve", "num_sealed", "hashes", "rank",
-        "block_table", "draft_ids",
+        "block_table", "draft_ids", "masks", "_cursor",
     )  # fmt: skip
 
     def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
@@ -40,6 +45,8 @@ class Sequence:
         self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
         self.block_table = None  # block_ids as a tensor; the runner's
         self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
+        self.masks: StepMasks | None = None  # of a constraint, for the step in flight
+        self._cursor: GrammarCursor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,9 +92,34 @@ class Sequence:
     def finish_reason(self, token_id: int) -> FinishReason | None:
         """Return the reason why the choice ends if `token_id` comes next, or None."""
         request = self.group.request
-        if token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens:
+        if request.constraint is not None:  # a stop token comes only where the answer may end
+            is_over = token_id in request.stop_token_ids or self.cursor.is_over_behind(token_id)
+        else:
+            is_over = token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens
+        if is_over:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.is_full else None
+
+    @property
+    def cursor(self) -> GrammarCursor:
+        """The place of its last token in the grammar of its constraint: made from its tokens, wherever they came from."""
+        if self._cursor is None:
+            self._cursor = self.group.compiled().cursor()
+        self._cursor.read(self.token_ids, self.group.request.num_prompt_tokens)
+        return self._cursor
+
+    def find_masks(self) -> None:
+        """Find the tokens that its constraint leaves in this step, behind its last one and behind each proposal."""
+        request = self.group.request
+        if request.constraint is not None:
+            num_until_stop = request.min_tokens - self.num_output
+            vocabulary = self.group.compiled().vocabulary
+            stops = request.stop_token_ids
+            self.masks = step_masks(vocabulary, self.cursor, self.draft_ids, stops, num_until_stop)
+
+    def mask(self, index: int) -> Tensor | None:
+        """Return the mask of a row of this step; None: any token may be drawn."""
+        return None if self.masks is None or index >= self.masks.num_good else self.masks.rows[index]
 
     @property
     def is_full(self) -> bool:
@@ -152,8 +184,14 @@ class Group:
         self.num_steps = 0
         self.num_preemptions = 0
         self.preempted_at: tuple[float, ...] = ()
+        self.grammar: Future[Grammar] | None = None  # of its constraint
         self.drafted = DraftCounts()
         self.saved_s = 0.0  # against plain steps, as they were measured
+
+    def compiled(self) -> Grammar:
+        """Return the grammar of its constraint; what waits in the loop has it."""
+        assert self.grammar is not None
+        return self.grammar.result()
 
     @property
     def trunk(self) -> Sequence:

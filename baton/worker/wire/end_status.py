@@ -69,5 +69,7 @@ def of_engine(ended: RequestEnded) -> Status:
         return CANCELLED
     if ended.error == "deadline":
         return DEADLINE
+    if ended.error == "constraint":
+        return Status(code_pb2.INVALID_ARGUMENT, "CONSTRAINT", ended.message)
     reason = "STEP_FAILED" if ended.error == "failed_together" else "ENGINE_FAILED"
     return Status(code_pb2.INTERNAL, reason, ended.message or ended.error)

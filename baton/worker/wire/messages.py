@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
+from baton.constraints.constraint import constraint_of
 from baton.engine.core.request import (
     DecodeReport,
     FinishReason,
@@ -57,6 +58,7 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         deadline=deadline_of(spec.budget_ms),
         speculation=_speculation_of(spec.speculation),
         tenant_mark=_mark_of(spec.tenant_mark),
+        constraint=constraint_of(spec.constraint) if spec.HasField("constraint") else None,
     )
 
 

@@ -17,6 +17,7 @@ import grpc
 import pytest
 
 from baton.loadgen.summary import percentile
+from baton.v1 import inference_pb2 as pb
 from tests.support.client import Choice, Client, Reply, read_error
 from tests.support.observe.probe import Probe
 from tests.support.pace import patience
@@ -29,6 +30,11 @@ SAMPLINGS = {
     "seeded": {"temperature": 0.9, "seed": 11},
     "choices": {"temperature": 0.9, "seed": 12, "n": 2},
     "logprobs": {"temperature": 0.8, "seed": 13, "logprobs": 1},
+    "constrained": {
+        "temperature": 1.0,
+        "seed": 14,
+        "constraint": pb.Constraint(json_schema='{"type": "array", "items": {"type": "integer"}, "minItems": 60}'),
+    },
 }
 OPTIONS = ("--num-blocks", "160", "--threads", "1", "--drain-grace-s", "0.5", "--lease-ttl-s", "2")
 GATEWAY_OPTIONS = ("--drain-grace-s", "0.3")

@@ -59,6 +59,20 @@ def test_generate_json(target):
     assert first["text"] == second["text"]
 
 
+def test_generate_under_a_schema(target, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}')
+    options = ("--target", target, "--temperature", "0", "--schema", str(schema))
+    ran = run("generate", "quick brown", *options)
+    assert ran.returncode == 0, ran.stderr
+    assert 1 <= len(json.loads(ran.stdout)) <= 2
+    schema.write_text('{"minimun": 1}')
+    ran = run("generate", "quick brown", *options)
+    assert ran.returncode == 1 and "constraint.json_schema: /minimun: is no keyword" in ran.stderr
+    ran = run("generate", "quick brown", "--schema", str(tmp_path / "none.json"))
+    assert ran.returncode == 2 and "none.json: No such file" in ran.stderr
+
+
 def test_generate_without_a_server():
     ran = run("generate", "x", "--target", "127.0.0.1:9", "--max-tokens", "1")
     assert ran.returncode == 1 and "Traceback" not in ran.stderr

@@ -3,11 +3,12 @@ on the text alone."""
 
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.answer.answer_reader import ReaderForm
-from gateway.answer.choice import Choice
+from gateway.answer.choice import STOP, Choice
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from tests.support.gateway.naive_text import held_back, stopped
 
@@ -81,3 +82,12 @@ def test_many_long_stop_strings_cost_what_one_short_one_does():
     worst = ["a" * 254 + "b", *(chr(ord("c") + i) * 255 for i in range(15))]
     usual = min(cost(["END"], text) for _ in range(3))
     assert min(cost(worst, text) for _ in range(3)) < 6 * usual
+
+
+@pytest.mark.parametrize("ends, text", [(None, "ab"), (frozenset([ord("c")]), "ab"), (frozenset([7]), "abc")])
+def test_the_token_that_ends_a_choice_is_text_unless_it_is_a_stop_token(ends, text):
+    """A constraint may be whole with a token of the text; without one nothing but a stop token stops a choice."""
+    choice = Choice(0, ReaderForm(OneLetter()), None, 0, stop_token_ids=ends)
+    choice.push(list(map(ord, "abc")), (), STOP)
+    message = choice.take()
+    assert (message.text, message.finish_reason, len(message.token_ids)) == (text, STOP, 3)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Reference
 
 from baton.gguf import GGUFHeader
 from baton.service.settings import SettingsError
-from gateway.model.gguf_tokenizer import RULES, tokenizer_json
+from baton.tokenizer.gguf_tokenizer import RULES, tokenizer_json
 from gateway.model.model_file import read_model
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenizer import Tokenizer

@@ -175,14 +175,14 @@ class Speculator:
             return 0
         limits = [self._limit(seq, budget) for seq in seqs]
         if proposer.is_quick:
-            drafts = self._looked_up(proposer, seqs, limits)
+            drafts = _cut(seqs, self._looked_up(proposer, seqs, limits))
             if not any(drafts):
                 self.controller.found_nothing(name)
                 return 0
             widths = self._widths(name, seqs, [len(draft) for draft in drafts], True)
         else:
             widths = self._widths(name, seqs, limits, False)
-            drafts = self._drafts(proposer, seqs, widths, budget)
+            drafts = _cut(seqs, self._drafts(proposer, seqs, widths, budget))
         num_proposed = 0
         for seq, width, draft in zip(seqs, widths, drafts, strict=True):
             num_tokens = min(len(draft), width, budget - num_proposed)
@@ -349,3 +349,11 @@ class Speculator:
                 begun_at = self._clock()
                 self.proposers[name].advance(steps, hidden)
                 self._advance_s += self._clock() - begun_at
+
+
+def _cut(seqs: list[Sequence], drafts: list[list[int]]) -> list[list[int]]:
+    """Return the drafts as far as the constraints of their sequences allow."""
+    return [
+        draft[: seq.cursor.num_valid(draft)] if draft and seq.group.grammar is not None else draft
+        for seq, draft in zip(seqs, drafts, strict=True)
+    ]

@@ -55,7 +55,9 @@ def _draw_all(sampler, logits, seqs, first_rows, chosen, runs) -> None:
         num_rows = 1 + len(seq.draft_ids)
         indices += range(first_rows[index], first_rows[index] + num_rows)
         rows += [
-            sample_row(request, request.sampling, seq.choice, seq.token_ids, seq.draft_ids[:position])
+            sample_row(
+                request, request.sampling, seq.choice, seq.token_ids, seq.draft_ids[:position], seq.mask(position)
+            )
             for position in range(num_rows)
         ]
     drawn = iter(sampler.sample(logits if len(indices) == len(logits) else logits[indices], rows))
@@ -77,7 +79,8 @@ def _draw_while_right(sampler, logits, seqs, first_rows, chosen, runs) -> None:
             seq = seqs[index]
             request = seq.group.request
             draft_ids = seq.draft_ids[:position]
-            rows.append(sample_row(request, request.sampling, seq.choice, seq.token_ids, draft_ids))
+            mask = seq.mask(position)
+            rows.append(sample_row(request, request.sampling, seq.choice, seq.token_ids, draft_ids, mask))
         drawn = sampler.sample(logits[[first_rows[index] + position for index in chosen]], rows)
         going_on = []
         for index, sampled in zip(chosen, drawn, strict=True):

@@ -1,4 +1,4 @@
-"""The greedy guesses of a draft in one native call for all of its passes (native/draft.cpp).
+"""The greedy guesses of a draft in one native call for all of its passes (native/layers/draft.cpp).
 
 A pass of a small model takes less time than the Python and torch calls around it: of the demo's EAGLE-style layer they
 were four fifths. Sampled guesses need the noise of each position and go pass by pass, see draft_sampling.py.
@@ -24,7 +24,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class _Draft(ctypes.Structure):
-    """`Draft` of native/draft.cpp."""
+    """`Draft` of native/layers/draft.cpp."""
 
     _fields_ = [
         ("model", _POINTER),

@@ -1,8 +1,8 @@
 // Decoder layers as they are called, and what they are made of. Python fills these: baton/engine/models/fused.py.
 #pragma once
 
-#include "attention/attention.h"
-#include "linear/linear.h"
+#include "../attention/attention.h"
+#include "../linear/linear.h"
 
 namespace baton {
 

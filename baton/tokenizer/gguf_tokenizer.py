@@ -9,7 +9,6 @@ from typing import NamedTuple
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from baton.gguf import FLAG, INTEGER, INTEGERS, NUMBERS, TEXT, TEXTS, GGUFError, GGUFHeader
-from baton.service.settings import SettingsError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # token types
 MAX_TOKEN_CHARS = 1024  # every cut of a word is looked up as a merge
@@ -49,51 +48,53 @@ RULES = {
 
 
 def tokenizer_json(header: GGUFHeader) -> bytes:
-    """Return the file's vocabulary as a tokenizer.json. Raises SettingsError for an unknown kind, or a file without a
+    """Return the file's vocabulary as a tokenizer.json. Raises GGUFError for an unknown kind, or a file without a
     vocabulary."""
     tokens, types = header.get("tokenizer.ggml.tokens", TEXTS), header.get("tokenizer.ggml.token_type", INTEGERS)
     if not tokens:
-        raise SettingsError(f"{header.path}: tokenizer.ggml.tokens is missing: a model without its vocabulary")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.tokens is missing: a model without its vocabulary")
     if (longest := max(map(len, tokens))) > MAX_TOKEN_CHARS:
         why = f"has a token of {longest} characters, at most {MAX_TOKEN_CHARS} are allowed"
-        raise SettingsError(f"{header.path}: tokenizer.ggml.tokens {why}")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.tokens {why}")
     types = types or [NORMAL] * len(tokens)
     if len(types) != len(tokens):
         counts = f"{len(types)} entries for {len(tokens)} tokens"
-        raise SettingsError(f"{header.path}: tokenizer.ggml.token_type has {counts}")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.token_type has {counts}")
     kind = header.get("tokenizer.ggml.model", TEXT)
     if kind not in ("gpt2", "llama"):
-        raise SettingsError(f"{header.path}: tokenizer.ggml.model {kind!r} is not supported, one of gpt2, llama")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.model {kind!r} is not supported, one of gpt2, llama")
     make = _byte_level if kind == "gpt2" else _sentencepiece
     try:
         tokenizer, add_bos = make(header, tokens, types)
         _add_tokens(tokenizer, tokens, types)
         _add_ends(tokenizer, header, tokens, add_bos)
         return tokenizer.to_str().encode()
-    except (SettingsError, GGUFError):
+    except GGUFError:
         raise
     except Exception as error:  # the bindings raise bare Exception
         why = " ".join(str(error).split())[:200]
-        raise SettingsError(f"{header.path}: tokenizer.ggml makes no tokenizer: {why}") from None
+        raise GGUFError(f"{header.path}: tokenizer.ggml makes no tokenizer: {why}") from None
 
 
 def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     """And whether a text begins with BOS, where the file does not say."""
     name, merges = header.get("tokenizer.ggml.pre", TEXT), header.get("tokenizer.ggml.merges", TEXTS)
     if name not in RULES:
-        raise SettingsError(f"{header.path}: tokenizer.ggml.pre {name!r} is not supported, one of {', '.join(RULES)}")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.pre {name!r} is not supported, one of {', '.join(RULES)}")
     if merges is None:
-        raise SettingsError(f"{header.path}: tokenizer.ggml.merges is missing")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.merges is missing")
     rule = RULES[name]
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     if broken := next((merge for merge, pair in zip(merges, pairs) if len(pair) != 2), None):
-        raise SettingsError(f"{header.path}: tokenizer.ggml.merges: {broken[:40]!r} is not a pair of words")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.merges: {broken[:40]!r} is not a pair of words")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     model = models.BPE(vocab=vocabulary, merges=pairs, fuse_unk=False, ignore_merges=rule.whole_words)
     tokenizer = Tokenizer(model)
     if rule.normalizer:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in rule.splits]
+    splits: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(expression), behavior="isolated") for expression in rule.splits
+    ]
     splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,7 +104,7 @@ def _byte_level(header: GGUFHeader, tokens: list[str], types: list[int]) -> tupl
 def _sentencepiece(header: GGUFHeader, tokens: list[str], types: list[int]) -> tuple[Tokenizer, bool]:
     scores = header.get("tokenizer.ggml.scores", NUMBERS)
     if scores is None or len(scores) != len(tokens):
-        raise SettingsError(f"{header.path}: tokenizer.ggml.scores are missing, or not one a token")
+        raise GGUFError(f"{header.path}: tokenizer.ggml.scores are missing, or not one a token")
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (NORMAL, USER_DEFINED)}

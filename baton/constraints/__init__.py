@@ -1,0 +1,1 @@
+"""Constraints on answers: checked within bounds, compiled to a grammar, followed token by token."""

@@ -1,0 +1,95 @@
+"""A process that compiles constraints to see whether they can be, and how much that takes: what explodes, explodes here.
+
+In: a frame with the size of the vocabulary and the tokenizer.json, then a frame for each constraint. Out: for each frame
+one with ["", ""], or with what is wrong, as [place, reason]. A frame is its length in 8 bytes, and its bytes. The process
+ends with its input; the kernel ends it where a constraint takes more processor time or memory than it may.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from baton.constraints.constraint import BadConstraint, Constraint
+from baton.constraints.grammar import Grammar, Vocabulary
+
+MAX_CPU_S = 2.0  # of one constraint
+MAX_GROWTH = 512 << 20  # bytes, over what the tokenizer takes
+MAX_MASK_S = 0.1  # of one token: all answers of a step wait for it
+_STEPS = 48  # of a walk through the grammar, to see what masks take
+_NICE = 10  # requests that run go first
+
+
+def write_frame(stream: BinaryIO, data: bytes) -> None:
+    """Write one frame. Raises OSError."""
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def main() -> int:
+    """Serve standard input until it ends."""
+    os.nice(_NICE)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    first = _read_frame()
+    if first is None:
+        return 0
+    try:
+        vocabulary = Vocabulary(first[8:], int.from_bytes(first[:8], "little"))
+    except ValueError as error:
+        _answer("", str(error))
+        return 1
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_GROWTH, size + MAX_GROWTH))
+    _answer("", "")
+    while (frame := _read_frame()) is not None:
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        try:
+            walk(vocabulary.compile(Constraint(*json.loads(frame))))
+            problem = "", ""
+        except BadConstraint as error:
+            problem = error.place, error.reason
+        except MemoryError:
+            problem = "", "takes too much memory"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _answer(*problem)
+    return 0
+
+
+def walk(grammar: Grammar) -> None:
+    """Follow the grammar along tokens that are drawn by chance, always the same. Raises BadConstraint for one whose masks
+    take too long."""
+    vocabulary, cursor, token_ids = grammar.vocabulary, grammar.cursor(), list[int]()
+    mask, draws = vocabulary.new_masks(1)[0], np.random.default_rng(0)
+    for _ in range(_STEPS):
+        begun_at = time.process_time()
+        if not cursor.fill(mask):
+            raise BadConstraint("", cursor.problem)
+        if time.process_time() - begun_at > MAX_MASK_S:
+            raise BadConstraint("", f"takes more than {MAX_MASK_S} s of processor time for one token")
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not len(allowed):
+            return
+        token_ids.append(int(draws.choice(allowed)))
+        cursor.read(token_ids)
+
+
+def _read_frame() -> bytes | None:
+    stream = sys.stdin.buffer
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    return stream.read(int.from_bytes(head, "little"))
+
+
+def _answer(place: str, reason: str) -> None:
+    write_frame(sys.stdout.buffer, json.dumps([place, reason]).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

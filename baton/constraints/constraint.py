@@ -1,0 +1,125 @@
+"""A constraint as data, and its grammar in the words of llguidance. What a look at the text can refuse is refused here."""
+
+import json
+from typing import TYPE_CHECKING, NamedTuple
+
+from llguidance import LLMatcher
+
+from baton.constraints.json_schema import check_schema
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_BYTES = 128 << 10  # of one constraint: compiling takes up to 2 s for as much
+MAX_CHOICES = 4096
+MAX_DEPTH = 64  # of brackets in brackets
+BLANKS = r"[\x20\x0A\x0D\x09]{1,20}"  # between two words of JSON: without an end a model may write blanks for ever
+JSON_OPTIONS: "JsonCompileOptions" = {"lenient": False, "coerce_one_of": False, "whitespace_pattern": BLANKS}
+_PAIRS = {")": "(", "]": "[", "}": "{"}
+_DIRECTIVES = ("%import", "%ignore", "%declare")
+
+
+class BadConstraint(ValueError):
+    """A constraint that cannot be kept to. `place`: where in it, "" for all of it; the message ends a sentence."""
+
+    def __init__(self, place: str, reason: str):
+        super().__init__(f"{place}: {reason}" if place else reason)
+        self.place, self.reason = place, reason
+
+
+class Constraint(NamedTuple):
+    """What an answer may be."""
+
+    kind: str  # as the field of the contract: json_schema, json_object, regex, choice, grammar
+    text: str  # json_object: empty; choice: a JSON array of the texts
+
+
+def constraint_of(message) -> Constraint:
+    """Return the constraint that a message baton.v1.Constraint holds. Raises BadConstraint."""
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        kinds = ", ".join(field.name for field in message.DESCRIPTOR.fields)
+        raise BadConstraint("", f"one of {kinds} is needed")
+    value = getattr(message, kind)
+    if kind == "json_object":
+        if not value:
+            raise BadConstraint(kind, "must be true, or unset")
+        return Constraint(kind, "")
+    return Constraint(kind, json.dumps(list(value.texts)) if kind == "choice" else value)
+
+
+def write_constraint(message, constraint: Constraint) -> None:
+    """Write a constraint into a message baton.v1.Constraint: what `constraint_of` reads."""
+    kind, text = constraint
+    if kind == "choice":
+        message.choice.texts.extend(json.loads(text))
+    else:
+        setattr(message, kind, True if kind == "json_object" else text)
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """Return the grammar, in the words of llguidance. Raises BadConstraint."""
+    kind, text = constraint
+    if (num_bytes := len(text.encode())) > MAX_BYTES:
+        raise BadConstraint("", f"has {num_bytes} bytes, at most {MAX_BYTES} are allowed")
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark(_choices(json.loads(text)))
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema({"type": "object"}, None, JSON_OPTIONS)
+    if not text.strip():
+        raise BadConstraint("", "is empty")
+    _check_depth(text)
+    if kind == "json_schema":
+        return _schema_grammar(text)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    _check_directives(text)
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _choices(texts: list[str]) -> str:
+    if not texts:
+        raise BadConstraint("", "is empty: name one text at least")
+    if len(texts) > MAX_CHOICES:
+        raise BadConstraint("", f"has {len(texts)} texts, at most {MAX_CHOICES} are allowed")
+    for index, text in enumerate(texts):
+        if not text:
+            raise BadConstraint(f"texts[{index}]", "is empty")
+    # One lexeme: as rules of their own 2,000 texts would be 2,000 rows of the parser.
+    return "start: TEXT\nTEXT: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def _schema_grammar(text: str) -> str:
+    try:
+        schema = json.loads(text)
+        if problem := check_schema(schema):
+            raise BadConstraint(*problem)
+        if isinstance(schema, bool):
+            if not schema:
+                raise BadConstraint("", "no text keeps to it: the schema is false")
+            text = "{}"
+        return LLMatcher.grammar_from_json_schema(text, None, JSON_OPTIONS)
+    except BadConstraint:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadConstraint("", f"is not JSON: {' '.join(str(error).split())[:200]}") from None
+
+
+def _check_depth(text: str) -> None:
+    """Count brackets, those in strings too: what nests deeper is nothing that a person wrote."""
+    depth = most = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            most = max(most, depth)
+        elif character in _PAIRS:
+            depth = max(0, depth - 1)
+    if most > MAX_DEPTH:
+        raise BadConstraint("", f"has brackets {most} deep, at most {MAX_DEPTH} are allowed")
+
+
+def _check_directives(text: str) -> None:
+    for number, line in enumerate(text.splitlines(), 1):
+        word = line.strip().partition(" ")[0]
+        if word.startswith("%") and word not in _DIRECTIVES:
+            raise BadConstraint(f"line {number}", f"{word[:40]} is not supported, only {', '.join(_DIRECTIVES)}")

@@ -1,0 +1,141 @@
+"""Grammars over one vocabulary: compiled once, and a cursor for each answer, which is a pure function of the grammar and
+of the token ids so far. So whoever has both goes on where another has stopped."""
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import cast
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
+
+# A token that no model has: where the grammar may end, its bit says so, whatever the model's own ends are.
+END = "<|end of the grammar|>"
+WORD_BITS = 32
+
+
+class Vocabulary:
+    """The token ids of one model, as grammars see them. Immutable: threads may share it."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int):
+        """`vocab_size`: of the model, which may know fewer ids than its tokenizer, or more. Raises ValueError for a
+        tokenizer whose tokens have no bytes of their own."""
+        self.vocab_size = vocab_size
+        try:
+            tokenizer = Tokenizer.from_buffer(tokenizer_json)
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            tokenizer.add_special_tokens([AddedToken(END, special=True)])
+            self.end_id = cast(int, tokenizer.token_to_id(END))  # just added
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), eos_token=self.end_id)
+        except Exception as error:  # both libraries raise bare Exception
+            raise ValueError(f"no grammars over this tokenizer: {' '.join(str(error).split())[:200]}") from None
+        self.num_known_words = -(-self._tokenizer.vocab_size // WORD_BITS)  # of a mask, those that the library writes
+        self.num_words = max(self.num_known_words, -(-vocab_size // WORD_BITS))
+
+    def compile(self, constraint: Constraint) -> "Grammar":
+        """Return the grammar of a constraint. Takes up to seconds and lets other threads run. Raises BadConstraint."""
+        limits = LLParserLimits(verbose_errors=False, precompute_large_lexemes=False)
+        matcher = LLMatcher(self._tokenizer, grammar_of(constraint), log_level=0, limits=limits)
+        if matcher.is_error():
+            raise BadConstraint("", _one_line(matcher.get_error()))
+        cursor, mask = GrammarCursor(self, matcher.deep_copy()), self.new_masks(1)[0]
+        is_followed = cursor.fill(mask)
+        if cursor.is_over and not cursor.may_end:  # rules that need themselves, a sum of bounds that leaves nothing
+            raise BadConstraint("", "no text of this vocabulary keeps to it")
+        if not is_followed:
+            raise BadConstraint("", cursor.problem)
+        if not mask.any():
+            raise BadConstraint("", "no text of this vocabulary keeps to it")
+        return Grammar(self, matcher)
+
+    def new_masks(self, num_masks: int) -> np.ndarray:
+        """Return masks int32 [num_masks, num_words] without any token."""
+        return np.zeros((num_masks, self.num_words), dtype=np.int32)
+
+
+class Grammar:
+    """A constraint that is compiled."""
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher):
+        self.vocabulary, self._matcher = vocabulary, matcher
+
+    def cursor(self) -> "GrammarCursor":
+        """Return a cursor at the beginning of an answer."""
+        return GrammarCursor(self.vocabulary, self._matcher.deep_copy())
+
+
+class GrammarCursor:
+    """A place in a grammar: that behind the tokens that it has read."""
+
+    __slots__ = ("num_read", "_matcher", "_vocabulary", "may_end")
+
+    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, num_read: int = 0):
+        self.num_read = num_read
+        self.may_end = False  # as the last mask said
+        self._vocabulary, self._matcher = vocabulary, matcher
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing may follow."""
+        return self._matcher.is_stopped()
+
+    @property
+    def problem(self) -> str:
+        """Return why the grammar cannot be followed any further, "" if it can."""
+        return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def read(self, token_ids: Sequence[int], begin: int = 0) -> None:
+        """Go on behind the tokens of the answer, token_ids[begin:], of which the first `num_read` were read before."""
+        if len(token_ids) - begin > self.num_read:
+            self._matcher.consume_tokens(list(token_ids[begin + self.num_read :]))
+            self.num_read = len(token_ids) - begin
+
+    def is_over_behind(self, token_id: int) -> bool:
+        """Return whether nothing may follow this token, which is the next."""
+        following = self._matcher.deep_copy()
+        following.consume_token(token_id)
+        return following.is_stopped()
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens may follow, one after the other; any ids may be asked about."""
+        # An id that the library does not know would be an error, from which there is no way back.
+        known = list(takewhile(lambda token_id: token_id < self._vocabulary.end_id, token_ids))
+        return self._matcher.validate_tokens(known) if known else 0
+
+    def fill(self, mask: np.ndarray) -> bool:
+        """Set the bits of the tokens that may be next, in `mask`, int32 [num_words]; note whether it may end. Return
+        whether the grammar could be followed so far."""
+        vocabulary = self._vocabulary
+        if self._matcher.is_error():
+            return False
+        mask[vocabulary.num_known_words :] = 0
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, 4 * vocabulary.num_known_words)
+        if self._matcher.is_error():
+            return False
+        word, bit = divmod(vocabulary.end_id, WORD_BITS)
+        words = mask.view(np.uint32)
+        self.may_end = bool(words[word] >> bit & 1) and self._matcher.is_accepting()
+        words[word] &= ~np.uint32(1 << bit)
+        first, bit = divmod(vocabulary.vocab_size, WORD_BITS)
+        if first < len(words):  # ids that the tokenizer knows and the model does not
+            words[first] &= np.uint32((1 << bit) - 1)
+            words[first + 1 :] = 0
+        return True
+
+    def behind(self, token_ids: Sequence[int]) -> Iterator["GrammarCursor"]:
+        """Yield the cursor behind each of these tokens, which may follow one after the other."""
+        matcher = self._matcher
+        for index, token_id in enumerate(token_ids, 1):
+            matcher = matcher.deep_copy()
+            matcher.consume_token(token_id)
+            yield GrammarCursor(self._vocabulary, matcher, self.num_read + index)
+
+
+def _one_line(error: str) -> str:
+    """Return a message of the library without its picture of the place."""
+    lines = [line.strip() for line in error.replace("<non-verbose/>", "").splitlines()]
+    kept = [line for line in lines if line and not line.startswith("^") and not line[:1].isdigit()] or lines
+    return " ".join(" ".join(kept).split())[:300]

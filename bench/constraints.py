@@ -1,0 +1,100 @@
+"""Measure what a JSON schema costs a token: python bench/constraints.py [--quick] [--json FILE].
+
+One bare engine with the demo model writes the same number of tokens free and under a schema, in turn, at batch 1 and 16;
+free against free beside it says what the machine's noise is. Wall time is what a client waits; CPU time is disturbed less by
+others on the machine.
+"""
+
+if not __package__:  # started by its path
+    from lib.as_module import run
+
+    run()
+
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from baton.constraints.constraint import Constraint
+from baton.engine.engine import Engine
+from bench.lib.decoding import Decoded, decode, greedy
+from bench.lib.report import Report, finish, interleave, medians, start
+from tests.support import bare
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "demo" / "target"
+BATCHES = (1, 16)
+PROMPT, OUTPUT = 64, 128  # tokens
+GOAL = 1.03  # times the time of a free token
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "ok"],
+    "additionalProperties": False,
+}
+# It does not end before max_tokens does.
+SCHEMA = Constraint("json_schema", json.dumps({"type": "array", "items": PERSON, "minItems": 500}))
+
+
+class Prompts:
+    """Prompts that were never sent before, the same for every arm of a round."""
+
+    def __init__(self, engine: Engine):
+        self._engine, self._names, self._rng = engine, itertools.count(), random.Random(0)
+
+    def decode(self, batch_size: int, constraint: Constraint | None) -> Decoded:
+        """Return one batch, all of whose answers have OUTPUT tokens."""
+        vocab_size = self._engine.spec.vocab_size
+        prompts = [[self._rng.randrange(5, vocab_size) for _ in range(PROMPT)] for _ in range(batch_size)]
+        requests = [replace(request, constraint=constraint) for request in greedy(self._names, prompts, OUTPUT, None)]
+        decoded = decode(self._engine, requests)
+        assert all(len(answer) == OUTPUT for answer in decoded.answers)
+        return decoded
+
+
+def compare(report: Report, prompts: Prompts, batch_size: int, num_rounds: int) -> None:
+    """Time of a token in a step, wall and CPU."""
+
+    def arm(constraint: Constraint | None, name: str) -> Callable[[], float]:
+        return lambda: 1e6 * getattr(prompts.decode(batch_size, constraint), name) / (OUTPUT - 1)
+
+    for name, words in (("decode_s", "wall"), ("decode_cpu_s", "CPU")):
+        arms = {"free": arm(None, name), "free again": arm(None, name), "schema": arm(SCHEMA, name)}
+        interleave(arms, 1)  # warm
+        found = medians(interleave(arms, num_rounds))
+        row = f"batch {batch_size}, {words} of a step"
+        report.add(f"{row}, schema over free", found["schema"], "us", against=found["free"], goal=f"ratio <= {GOAL}")
+        report.add(f"{row}, free over free (A/A)", found["free again"], "us", against=found["free"])
+
+
+def compiling(report: Report, engine: Engine) -> None:
+    """What a schema that is seen for the first time takes before its first token."""
+    vocabulary, taken = engine.grammars.vocabulary, []
+    for _ in range(9):
+        begun = time.perf_counter()
+        vocabulary.compile(SCHEMA)
+        taken.append(time.perf_counter() - begun)
+    report.add("compile the schema", 1e3 * sorted(taken)[len(taken) // 2], "ms")
+
+
+def main() -> int:
+    arguments, report = start("constraints", "What a JSON schema costs a token, at batch 1 and 16.")
+    engine = bare.load_engine(MODEL, num_blocks=512, max_num_seqs=16, threads=1)
+    prompts = Prompts(engine)
+    for batch_size in BATCHES:
+        compare(report, prompts, batch_size, 5 if arguments.quick else 60)
+    compiling(report, engine)
+    return finish(arguments, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Check constraints in processes of their own, one for each thread that asks: what takes too long or too much memory ends
+with its process, and nobody else waits for it."""
+
+import contextlib
+import hashlib
+import json
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from io import BufferedReader, BufferedWriter
+from typing import cast
+from weakref import WeakSet
+
+from baton.constraints.checker import MAX_CPU_S, write_frame
+from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
+
+_MAX_WAIT_S = 5 * MAX_CPU_S  # on a busy machine
+_START_S = 60.0  # the vocabulary is read
+_NUM_KEPT = 1024  # answers, 100 bytes each
+
+
+class ConstraintChecks:
+    """Thread-safe. Processes begin with the first constraint and end with this object's `close`."""
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int):
+        """`vocab_size`: of the model, which may know fewer ids than its tokenizer."""
+        self._first = vocab_size.to_bytes(8, "little") + tokenizer_json
+        self._own = threading.local()  # process: that of this thread
+        self._processes: WeakSet[_Checker] = WeakSet()
+        self._known: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # by digest: ("", "") is good
+        self._lock = threading.Lock()
+
+    def known(self, constraint: Constraint) -> tuple[str, str] | None:
+        """Return what was found before, as (place, reason); None: it was not looked at."""
+        with self._lock:
+            return self._known.get(_digest(constraint))
+
+    def check(self, constraint: Constraint) -> tuple[str, str]:
+        """Return what is wrong with a constraint, as (place, reason), or ("", ""). Takes seconds at most."""
+        if (problem := self.known(constraint)) is not None:
+            return problem
+        try:
+            grammar_of(constraint)  # what a look at it refuses
+            problem = self._ask(constraint)
+        except BadConstraint as error:
+            problem = error.place, error.reason
+        with self._lock:
+            self._known[_digest(constraint)] = problem
+            while len(self._known) > _NUM_KEPT:
+                self._known.popitem(last=False)
+        return problem
+
+    def close(self) -> None:
+        """End the processes."""
+        with self._lock:
+            for process in self._processes:
+                process.close()
+
+    def _ask(self, constraint: Constraint) -> tuple[str, str]:
+        process = getattr(self._own, "process", None)
+        if process is None or not process.is_alive:
+            process = self._own.process = _Checker()
+            with self._lock:
+                self._processes.add(process)
+            if (problem := process.ask(self._first, _START_S)) != ("", ""):
+                process.close()
+                return problem or ("", "constraints cannot be checked: the process that does it has failed")
+        if (problem := process.ask(json.dumps(constraint).encode(), _MAX_WAIT_S)) is None:
+            process.close()
+            return "", f"takes more than {MAX_CPU_S:g} s or too much memory to compile: make it simpler"
+        return problem
+
+
+class _Checker:
+    """One process of baton.constraints.checker."""
+
+    def __init__(self):
+        argv = [sys.executable, "-m", "baton.constraints.checker"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        self._stdin = cast(BufferedWriter, self._process.stdin)
+        self._stdout = cast(BufferedReader, self._process.stdout)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, frame: bytes, within_s: float) -> tuple[str, str] | None:
+        """Return its answer to a frame; None where there is none in time."""
+        deadline = time.monotonic() + within_s
+        try:
+            write_frame(self._stdin, frame)
+            head = self._read(8, deadline)
+            found = self._read(int.from_bytes(head, "little"), deadline)
+        except (OSError, EOFError, ValueError):  # ValueError: it is closed
+            return None
+        place, reason = json.loads(found)
+        return place, reason
+
+    def close(self) -> None:
+        """End it at once. Idempotent."""
+        self._process.kill()
+        with contextlib.suppress(OSError):  # of what was written and never read
+            self._stdin.close()
+        self._stdout.close()
+        self._process.wait()
+
+    def _read(self, num_bytes: int, deadline: float) -> bytes:
+        """Raises EOFError where the process has ended, OSError (TimeoutError) at the deadline."""
+        found, stream = b"", self._stdout
+        while len(found) < num_bytes:
+            if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            piece = stream.read1(num_bytes - len(found))
+            if not piece:
+                raise EOFError
+            found += piece
+        return found
+
+
+def _digest(constraint: Constraint) -> bytes:
+    return hashlib.sha256(json.dumps(constraint).encode()).digest()

@@ -1,0 +1,1 @@
+"""Constraints on answers, without an engine."""

@@ -1,0 +1,108 @@
+"""Constraints as data: what a look at them refuses, and what compiling does."""
+
+import json
+
+import pytest
+
+from baton.constraints.constraint import (
+    MAX_BYTES,
+    MAX_CHOICES,
+    BadConstraint,
+    Constraint,
+    constraint_of,
+    write_constraint,
+)
+from baton.constraints.grammar import Vocabulary
+from baton.v1 import inference_pb2 as pb
+from tests.support.gateway.vocabularies import byte_vocabulary
+
+VOCABULARY = Vocabulary(byte_vocabulary(), 270)
+GOOD = [
+    Constraint("json_schema", json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})),
+    Constraint("json_schema", "true"),
+    Constraint("json_object", ""),
+    Constraint("regex", "^[0-9]+$"),
+    Constraint("choice", json.dumps(["yes", 'no "really"\n', "größe"])),
+    Constraint("grammar", 'start: greeting " " NAME\ngreeting: "hello" | "bye"\nNAME: /[a-z]+/'),
+    Constraint("grammar", "%import common.INT\nstart: INT"),
+]
+# What is wrong -> a word of the message.
+BAD = [
+    ("json_schema", "", "is empty"),
+    ("json_schema", "{", "is not JSON"),
+    ("json_schema", '{"minimum": NaN}', "is not JSON"),
+    ("json_schema", "[1]", "not a schema"),
+    ("json_schema", '{"properties": {"x": {"minimun": 3}}}', "/properties/x/minimun: is no keyword"),
+    ("json_schema", '{"x-guidance": {"lenient": true}, "uniqueItems": true}', "/x-guidance: is no keyword"),
+    ("json_schema", '{"items": [{}, {"anyOf": [{"typo": 1}]}]}', "/items/1/anyOf/0/typo"),
+    ("json_schema", '{"uniqueItems": true}', "uniqueItems"),
+    ("json_schema", '{"not": {"type": "string"}}', "not"),
+    ("json_schema", '{"type": "string", "format": "rhyme"}', "rhyme"),
+    ("json_schema", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    ("json_schema", '{"$ref": "http://example.com/schema"}', "example.com"),
+    ("json_schema", '{"$ref": "#/$defs/a"}', "does not exist"),
+    ("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no text of this vocabulary"),
+    ("json_schema", '{"enum": []}', "nsatisfiable"),
+    ("json_schema", "false", "schema is false"),
+    ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "nsatisfiable"),
+    ("json_schema", '{"a":' * 10_000 + "1" + "}" * 10_000, "10000 deep"),
+    ("json_schema", " " * (1 << 20), "1048576 bytes"),
+    ("regex", "", "is empty"),
+    ("regex", "(a", "unclosed group"),
+    ("regex", "(?=a)b", "look-around"),
+    ("regex", "x{0}", "no text"),
+    ("regex", "(" * 5000 + "a" + ")" * 5000, "5000 deep"),
+    ("choice", "[]", "is empty"),
+    ("choice", json.dumps([str(n) for n in range(MAX_CHOICES + 1)]), f"at most {MAX_CHOICES}"),
+    ("choice", '["a", ""]', "texts[1]: is empty"),
+    ("grammar", 'start: start "a"', "no text of this vocabulary"),
+    ("grammar", "start: nothing", "unknown name"),
+    ("grammar", 'begin: "a"', "start"),
+    ("grammar", 'start: "a', "lexer error"),
+    ("grammar", 'start: "a"\n%json {"type": "object"}', "line 2: %json is not supported"),
+]
+
+
+@pytest.mark.parametrize("constraint", GOOD, ids=str)
+def test_good_ones_compile_and_travel(constraint):
+    VOCABULARY.compile(constraint)
+    message = pb.Constraint()
+    write_constraint(message, constraint)
+    assert constraint_of(message) == constraint
+
+
+@pytest.mark.parametrize("kind, text, words", BAD, ids=[f"{kind} {text[:40]}" for kind, text, _ in BAD])
+def test_bad_ones_say_why_in_one_line(kind, text, words):
+    with pytest.raises(BadConstraint) as caught:
+        VOCABULARY.compile(Constraint(kind, text))
+    message = str(caught.value)
+    assert words in message and "\n" not in message and len(message) < 500
+
+
+def test_an_empty_message_names_no_kind():
+    with pytest.raises(BadConstraint, match="one of json_schema, json_object, regex, choice, grammar is needed"):
+        constraint_of(pb.Constraint())
+
+
+def test_json_object_is_true_or_unset():
+    with pytest.raises(BadConstraint, match="must be true"):
+        constraint_of(pb.Constraint(json_object=False))
+
+
+def test_the_largest_text_is_taken_whole():
+    text = json.dumps({"description": "x" * (MAX_BYTES - 20)})
+    assert len(text) <= MAX_BYTES
+    VOCABULARY.compile(Constraint("json_schema", text))
+
+
+def test_a_vocabulary_that_cannot_say_it():
+    """One without the digits."""
+    vocabulary = Vocabulary(byte_vocabulary(without="0123456789"), 270)
+    vocabulary.compile(Constraint("regex", "[a-z]+"))
+    with pytest.raises(BadConstraint, match="no text of this vocabulary"):
+        vocabulary.compile(Constraint("regex", "[0-9]+"))
+
+
+def test_a_tokenizer_without_bytes_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="no grammars over this tokenizer"):
+        Vocabulary(b'{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}', 1)

@@ -1,0 +1,88 @@
+"""Grammars over a vocabulary: which tokens may be next, wherever the reading began."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from baton.constraints.constraint import Constraint
+from baton.constraints.grammar import GrammarCursor, Vocabulary
+from tests.support.gateway.vocabularies import byte_vocabulary
+
+JSON = byte_vocabulary()
+TOKENIZER = Tokenizer.from_buffer(JSON)
+SIZE = TOKENIZER.get_vocab_size()
+VOCABULARY = Vocabulary(JSON, SIZE)
+SCHEMA = Constraint(
+    "json_schema",
+    json.dumps({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["the", "hello"]}},
+                "required": ["a", "b"], "additionalProperties": False}),
+)  # fmt: skip
+ANSWER = '{"a": 12, "b": "hello"}'
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text).ids
+
+
+def allowed(cursor: GrammarCursor, vocabulary: Vocabulary = VOCABULARY) -> set[int]:
+    mask = vocabulary.new_masks(1)[0]
+    assert cursor.fill(mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def test_every_token_of_a_valid_answer_is_allowed_and_the_end_only_behind_it():
+    cursor, token_ids = VOCABULARY.compile(SCHEMA).cursor(), ids_of(ANSWER)
+    for index, token_id in enumerate(token_ids):
+        assert token_id in allowed(cursor) and not cursor.may_end
+        assert cursor.is_over_behind(token_id) == (index == len(token_ids) - 1)
+        cursor.read(token_ids[: index + 1])
+    assert cursor.is_over
+    assert allowed(cursor) == set() and cursor.may_end
+
+
+def test_a_cursor_is_a_function_of_the_tokens():
+    """Whoever reads them, at once or one by one."""
+    grammar, token_ids = VOCABULARY.compile(SCHEMA), ids_of(ANSWER)
+    slow = grammar.cursor()
+    for num_tokens in range(len(token_ids)):
+        slow.read(token_ids[:num_tokens])
+        other = Vocabulary(JSON, SIZE).compile(SCHEMA).cursor()
+        other.read(token_ids[:num_tokens])
+        assert allowed(slow) == allowed(other)
+
+
+def test_masks_behind_drafts_are_those_of_the_places_they_lead_to():
+    grammar, token_ids = VOCABULARY.compile(SCHEMA), ids_of(ANSWER)
+    cursor, plain = grammar.cursor(), grammar.cursor()
+    cursor.read(token_ids[:3])
+    draft = token_ids[3:8]
+    wrong = [*draft[:2], ids_of("}")[0], *draft[3:]]
+    assert cursor.num_valid(draft) == 5 and cursor.num_valid(wrong) == 2
+    for place, following in enumerate([cursor, *cursor.behind(draft)]):
+        plain.read(token_ids[: 3 + place])
+        assert allowed(following) == allowed(plain) and following.num_read == 3 + place
+    unknown = [*draft[:3], SIZE + 40]
+    assert cursor.num_valid(unknown) == 3 and cursor.num_valid(unknown[3:]) == 0 and cursor.problem == ""
+    assert cursor.num_read == 3 and cursor.num_valid(draft) == 5
+
+
+def test_it_may_end_and_go_on():
+    cursor = VOCABULARY.compile(Constraint("regex", "[0-9]+")).cursor()
+    assert not cursor.may_end
+    cursor.read(ids_of("12"))
+    assert ids_of("1")[0] in allowed(cursor) and cursor.may_end and not cursor.is_over
+
+
+@pytest.mark.parametrize("vocab_size", [SIZE - 60, SIZE, SIZE + 100])
+def test_ids_that_the_model_or_the_tokenizer_lacks_are_never_allowed(vocab_size):
+    vocabulary = Vocabulary(JSON, vocab_size)
+    found = allowed(vocabulary.compile(Constraint("regex", "(?s:.+)")).cursor(), vocabulary)
+    assert found and max(found) < min(vocab_size, SIZE)
+    assert vocabulary.num_words * 32 >= vocab_size
+
+
+def test_the_models_own_end_is_no_text():
+    cursor = VOCABULARY.compile(Constraint("regex", "(?s:.*)")).cursor()
+    assert TOKENIZER.token_to_id("<|end|>") not in allowed(cursor) and cursor.may_end

@@ -1,0 +1,290 @@
+"""Answers under constraints: they keep to them, and are the same bits split or whole, speculated or not, preempted, parked
+and migrated."""
+
+import json
+import random
+import re
+import threading
+from dataclasses import replace
+
+import jsonschema
+import pytest
+from tokenizers import Tokenizer
+
+from baton.constraints.constraint import Constraint
+from baton.engine.core.request import FinishReason, Request
+from baton.engine.schedule import grammars
+from tests.engine.speculation.test_equality import check_empty, check_same, num_accepted, serve
+from tests.support.engine.draft_models import VOCAB, load, make_folders, mixed
+from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
+from tests.support.gateway.vocabularies import END, byte_vocabulary
+
+TOKENIZER_JSON = byte_vocabulary(only='{}[]":,0123456789.-+abcdefghijlnorstuxyE \n', words=("true", "false", "null"))
+TOKENIZER = Tokenizer.from_buffer(TOKENIZER_JSON)
+END_ID = TOKENIZER.token_to_id(END)
+SCHEMAS = (
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["xy", "z"]}}, "required": ["a", "b"],
+     "additionalProperties": False},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
+    {"type": "object", "properties": {"n": {"type": "string", "maxLength": 6}}, "required": ["n"]},
+)  # fmt: skip
+REGEX, CHOICES = "[a-c]+(-[0-9]{2,5})*", ["true", "false", "[1, 2]"]
+CONSTRAINTS = (
+    *(Constraint("json_schema", json.dumps(schema)) for schema in SCHEMAS),
+    Constraint("json_object", ""),
+    Constraint("regex", REGEX),
+    Constraint("choice", json.dumps(CHOICES)),
+    Constraint("grammar", 'start: item ("," item)*\nitem: NAME ":" NUMBER\nNAME: /[a-f]{1,4}/\nNUMBER: /[0-9]+/'),
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = make_folders(tmp_path_factory.mktemp("constraints"))
+    assert TOKENIZER.get_vocab_size() <= VOCAB
+    for folder in made:
+        (folder / "tokenizer.json").write_bytes(TOKENIZER_JSON)
+    return made
+
+
+def constrained(count: int, max_tokens: int = 50, seed: int = 0, free: bool = True) -> list[Request]:
+    """Requests of every kind of constraint and sampling, some of them free."""
+    kinds = [*CONSTRAINTS, None] if free else CONSTRAINTS
+    return [
+        replace(
+            request, constraint=kinds[index % len(kinds)], stop_token_ids=frozenset([END_ID]), max_tokens=max_tokens
+        )
+        for index, request in enumerate(mixed(count, seed=seed))
+    ]
+
+
+def keeps(constraint: Constraint, text: str) -> bool:
+    """Return whether a whole answer is one."""
+    kind = constraint.kind
+    if kind == "regex":
+        return re.fullmatch(REGEX, text) is not None
+    if kind == "choice":
+        return text in CHOICES
+    if kind == "grammar":
+        return re.fullmatch("[a-f]{1,4}:[0-9]+(,[a-f]{1,4}:[0-9]+)*", text) is not None
+    schema = json.loads(constraint.text or '{"type": "object"}')
+    return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+
+
+def check_kept(requests, records) -> int:
+    """Every answer that ended by itself keeps to its constraint; how many these are."""
+    num_finished = 0
+    for request in requests:
+        assert not records[request.key].ended.error, records[request.key].ended
+        for tokens, reason in records[request.key].answer().values():
+            if request.constraint is not None and reason is FinishReason.STOP:
+                assert END_ID not in tokens[:-1]
+                assert keeps(request.constraint, TOKENIZER.decode(tokens)), TOKENIZER.decode(tokens)
+                num_finished += 1
+    return num_finished
+
+
+def test_answers_keep_to_their_constraints(folders):
+    requests = constrained(80)
+    records, _ = serve(load(folders[0]), requests)
+    assert check_kept(requests, records) > 40
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["draft", "ngram", "auto"])
+def test_speculated_or_not(folders, dtype, name):
+    target, draft = folders
+    requests = constrained(48, seed=1)
+    plain, _ = serve(load(target, dtype=dtype), requests)
+    options = {} if name == "ngram" else {"draft_model": draft}
+    engine = load(target, dtype=dtype, num_draft_tokens=5, speculator=name, **options)
+    records, _ = serve(engine, requests)
+    check_same(records, plain, plain)
+    assert num_accepted(engine) > 20
+    assert check_kept(requests, records) > 20
+
+
+def test_drafts_are_cut_by_the_grammar(folders, monkeypatch):
+    """Whatever is proposed, what is verified may follow."""
+    target, draft = folders
+    engine, seen = load(target, speculator="draft", draft_model=draft, num_draft_tokens=6), []
+    find = grammars.Vocabulary.new_masks
+    monkeypatch.setattr(grammars.Vocabulary, "new_masks", lambda self, num: seen.append(num) or find(self, num))
+    requests = constrained(24, seed=2, free=False)
+    drafted = engine.speculator._ask
+
+    def checked(proposer, budget):
+        found = drafted(proposer, budget)
+        for seq in engine.scheduler.running:
+            assert seq.cursor.num_valid(seq.draft_ids) == len(seq.draft_ids)
+        return found
+
+    monkeypatch.setattr(engine.speculator, "_ask", checked)
+    serve(engine, requests)
+    assert max(seen) > 1
+
+
+def test_preempted(folders):
+    target, draft = folders
+    long = (
+        Constraint("regex", "[a-f]{100,}"),
+        Constraint("json_schema", json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 60})),
+    )
+    requests = [
+        replace(request, min_tokens=0, constraint=long[index % 2])
+        for index, request in enumerate(constrained(16, max_tokens=150, seed=3))
+    ]
+    plain, _ = serve(load(target), requests)
+    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=4, num_blocks=40, max_num_seqs=6)
+    records, _ = serve(engine, requests)
+    assert sum(record.ended.report.num_preemptions for record in records.values()) > 2
+    check_same(records, plain, plain)
+
+
+@pytest.mark.parametrize("name", ["off", "draft"])
+def test_split_equals_whole(folders, name):
+    target, draft = folders
+    requests = constrained(32, seed=4)
+    plain, _ = serve(load(target), requests)
+    options = {} if name == "off" else {"draft_model": draft, "num_draft_tokens": 5}
+    decode = load(target, speculator=name, **options)
+    firsts, rest = hand_over(load(target), decode, requests)
+    decode.step()
+    check_empty(decode)
+    for request in requests:
+        check_handed_over(firsts, rest, request, plain[request.key])
+
+
+@pytest.mark.parametrize("name", ["off", "draft"])
+def test_migrated(folders, name):
+    """In the middle of a word of JSON: the place is found from the tokens."""
+    target, draft = folders
+    requests = [request for request in constrained(32, seed=5) if request.sampling.n == 1]
+    plain, _ = serve(load(target), requests)
+    moved = []
+    for index, request in enumerate(requests):
+        made = plain[request.key].tokens[0]
+        if len(made) > 12:
+            kept = made[: 1 + index % 10]
+            moved.append((len(kept), replace(request, token_ids=(*request.token_ids, *kept), span_hashes=())))
+    assert len(moved) > 8
+    options = {} if name == "off" else {"draft_model": draft, "num_draft_tokens": 5}
+    engine = load(target, speculator=name, **options)
+    for num_kept, request in moved:
+        records = Collector(first_index=num_kept)
+        run(engine, [request], records)
+        assert records[request.key].tokens[0] == plain[request.key].tokens[0][num_kept:]
+        assert records[request.key].reasons == plain[request.key].reasons
+
+
+def test_parked_and_resumed(folders):
+    target, draft = folders
+    requests = constrained(16, seed=6)
+    plain, _ = serve(load(target), requests)
+    engine = load(target, speculator="auto", draft_model=draft, num_draft_tokens=4)
+    records, chance, parked = Collector(), random.Random(0), set()
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work() or parked:
+        records.take(engine.step())
+        for key in [request.key for request in requests]:
+            if key in parked:
+                engine.admission.resume(key)
+                parked.remove(key)
+            elif records[key].first and not records[key].ended and chance.random() < 0.2:
+                engine.admission.park(key)
+                parked.add(key)
+    engine.step()
+    check_empty(engine)
+    check_same(records, plain, plain)
+
+
+def ask(folder, kind: str, text: str, **options) -> tuple[str, FinishReason | None, str]:
+    """(text, reason, error) of one answer; every stop token is END."""
+    request = make_request("a", [1, 2, 3], **{"max_tokens": 30, "stop_token_ids": frozenset([END_ID]), **options})
+    records, _ = serve(load(folder), [replace(request, constraint=Constraint(kind, text))])
+    record = records[request.key]
+    tokens, reason = record.answer().get(0, ([], None)) if not record.ended.error else ([], None)
+    return TOKENIZER.decode(tokens), reason, record.ended.message
+
+
+def test_a_finished_grammar_wins_over_min_tokens(folders):
+    text, reason, _ = ask(folders[0], "choice", '["true"]', min_tokens=20)
+    assert (text, reason) == ("true", FinishReason.STOP)
+
+
+def test_min_tokens_hold_where_more_may_follow(folders):
+    for seed in range(4):
+        text, reason, _ = ask(folders[0], "regex", "[ab]+", min_tokens=12, temperature=1.0, seed=seed)
+        assert len(text) >= 12 and reason in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+def test_without_an_end_token_it_ends_where_nothing_may_follow(folders):
+    text, reason, _ = ask(folders[0], "choice", '["null"]', stop_token_ids=frozenset())
+    assert (text, reason) == ("null", FinishReason.STOP)
+    text, reason, _ = ask(folders[0], "regex", "a+", stop_token_ids=frozenset())
+    assert (text, reason) == ("a" * 30, FinishReason.LENGTH)
+
+
+def test_a_stop_token_is_kept_for_the_end(folders):
+    """Also one that the grammar could use: every answer that a token has ended is whole."""
+    stop = TOKENIZER.token_to_id("b")
+    for seed in range(6):
+        text, reason, _ = ask(
+            folders[0], "regex", "(ab?){3}", temperature=1.0, seed=seed, stop_token_ids=frozenset([stop])
+        )
+        assert (text, reason) in (("aaa", FinishReason.STOP), ("aaab", FinishReason.STOP))
+
+
+def test_where_no_token_is_left_the_request_ends_with_the_reason(folders):
+    stop = TOKENIZER.token_to_id("b")
+    _, _, message = ask(folders[0], "regex", "ab+c", stop_token_ids=frozenset([stop]))
+    assert message == "constraint: it leaves no token"
+
+
+def test_a_constraint_that_does_not_compile_ends_its_request_alone(folders):
+    engine = load(folders[0])
+    bad = replace(make_request("bad", [1, 2, 3]), constraint=Constraint("regex", "(a"))
+    records, _ = serve(engine, [bad, make_request("good", [1, 2, 3])])
+    assert records[bad.key].ended.error == "constraint" and "unclosed group" in records[bad.key].ended.message
+    assert not records[make_request("good", [1]).key].ended.error
+
+
+def test_others_go_on_while_a_grammar_compiles(folders, monkeypatch):
+    """It waits alone, and may be cancelled."""
+    engine, gate = load(folders[0]), threading.Event()
+    compile = engine.grammars.vocabulary.compile
+    monkeypatch.setattr(engine.grammars.vocabulary, "compile", lambda constraint: gate.wait() and compile(constraint))
+    slow, gone, free = (make_request(name, [1, 2, 3], 6) for name in ("slow", "gone", "free"))
+    records = Collector()
+    for request in (replace(slow, constraint=CONSTRAINTS[4]), replace(gone, constraint=CONSTRAINTS[5]), free):
+        engine.submit(request)
+    while records[free.key].ended is None:
+        records.take(engine.step())
+    assert records[slow.key].first is None
+    engine.cancel(gone.key)
+    records.take(engine.step())
+    assert records[gone.key].ended.error == "cancelled"
+    gate.set()
+    while engine.has_work():
+        records.take(engine.step())
+    assert records[slow.key].ended.error == ""
+    check_empty(engine)
+
+
+def test_grammars_are_compiled_once_and_bounded(folders, monkeypatch):
+    monkeypatch.setattr(grammars, "NUM_KEPT", 3)
+    engine = load(folders[0])
+    made = [engine.grammars.compile(Constraint("regex", f"a{{{n}}}")) for n in (1, 2, 3, 3, 4)]
+    assert made[2] is made[3] and len(engine.grammars._kept) == 3
+    assert engine.grammars.compile(Constraint("regex", "a{1}")) is not made[0]
+
+
+def test_an_engine_without_a_tokenizer_refuses(tmp_path):
+    target, _ = make_folders(tmp_path)
+    engine = load(target)
+    assert engine.grammars is None
+    with pytest.raises(ValueError, match="no grammars over this model's tokenizer"):
+        engine.submit(replace(make_request("a", [1, 2]), constraint=CONSTRAINTS[0]))
+    engine.check_integrity()
+    assert engine.ledger.num_available == engine.num_blocks

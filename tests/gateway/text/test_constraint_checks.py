@@ -1,0 +1,81 @@
+"""Constraints that explode: one clear answer within bounds, and nobody else waits."""
+
+import json
+import threading
+
+import pytest
+
+from baton.constraints import checker
+from baton.constraints.constraint import Constraint
+from gateway.text import constraint_checks
+from gateway.text.constraint_checks import ConstraintChecks
+from tests.support.gateway.vocabularies import byte_vocabulary
+
+# What compiles for minutes, or takes a gigabyte, in this process.
+EXPLODING = [
+    Constraint("grammar", "start: A\nA: " + " & ".join(f"/(.*x.{{{n}}}.*)/" for n in range(8, 30))),
+    Constraint(
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f"x.{{{n}}}y.{{{n}}}"} for n in range(8, 48)]}),
+    ),
+]
+GOOD = Constraint("regex", "[a-z]+")
+
+
+@pytest.fixture
+def checks():
+    made = ConstraintChecks(byte_vocabulary(), 270)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("constraint", EXPLODING, ids=lambda constraint: constraint.kind)
+def test_what_explodes_ends_with_its_process(checks, constraint):
+    place, reason = checks.check(constraint)
+    assert (place, reason) == ("", "takes more than 2 s or too much memory to compile: make it simpler")
+    assert checks.known(constraint) == (place, reason)
+    assert checks.check(GOOD) == ("", "")
+
+
+def test_others_are_checked_meanwhile(checks):
+    """Each thread has a process of its own."""
+    slow = threading.Thread(target=checks.check, args=(EXPLODING[0],))
+    slow.start()
+    assert checks.check(GOOD) == ("", "")
+    assert slow.is_alive()
+    slow.join()
+
+
+def test_masks_that_take_too_long(checks):
+    rules = [f"r{n}" for n in range(3000)]
+    grammar = f"start: {' | '.join(rules)}\n" + "\n".join(
+        f'{rule}: "k{n}" r{n * 7 % 3000} | "z"' for n, rule in enumerate(rules)
+    )
+    _, reason = checks.check(Constraint("grammar", grammar))
+    assert "for one token" in reason or "make it simpler" in reason  # on a slow machine the second comes first
+
+
+def test_what_a_look_refuses_starts_no_process(checks, monkeypatch):
+    monkeypatch.setattr(constraint_checks, "_Checker", lambda: pytest.fail("a process was started"))
+    assert checks.check(Constraint("json_schema", '{"minimun": 1}'))[0] == "/minimun"
+    assert "bytes" in checks.check(Constraint("regex", "a" * (1 << 20)))[1]
+
+
+def test_a_tokenizer_that_grammars_cannot_read():
+    made = ConstraintChecks(b'{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}', 1)
+    try:
+        assert "no grammars over this tokenizer" in made.check(GOOD)[1]
+    finally:
+        made.close()
+
+
+def test_a_process_that_dies_is_replaced(checks):
+    assert checks.check(GOOD) == ("", "")
+    checks._own.process._process.kill()
+    checks._own.process._process.wait()
+    assert checks.check(Constraint("regex", "[0-9]")) == ("", "")
+
+
+def test_a_walk_follows_the_grammar_to_its_end():
+    vocabulary = checker.Vocabulary(byte_vocabulary(), 270)
+    checker.walk(vocabulary.compile(Constraint("choice", '["yes"]')))
