@@ -58,6 +58,12 @@ def _strings(value: object) -> list[str]:
     return [_string(each) for each in value] if isinstance(value, list) else [_string(value)]
 
 
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError
+    return _strings(value)
+
+
 def _token_ids(value: object) -> list[int]:
     if not isinstance(value, list):
         raise TypeError
@@ -73,6 +79,17 @@ def _object(value: object) -> dict[str, Any]:
         raise TypeError
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as _string
     return value
+
+
+def _true(value: object) -> bool:
+    if value is not True:
+        raise TypeError
+    return value
+
+
+def _json_schema(value: object) -> str:
+    """An object, or its text: vLLM takes both."""
+    return value if isinstance(value, str) and _string(value) else json.dumps(_object(value), ensure_ascii=False)
 
 
 def _logit_bias(value: object) -> dict[int, float]:
@@ -93,6 +110,9 @@ STRINGS = ValueKind(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     _strings,
 )
+TRUE = ValueKind("true", {"const": True}, _true)
+TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)
+JSON_SCHEMA = ValueKind("a JSON schema, an object or its text", {"type": ["object", "string"]}, _json_schema)
 OBJECT = ValueKind("an object", {"type": "object"}, _object)
 TOKEN_IDS = ValueKind("a list of token ids", {"type": "array", "items": _ID}, _token_ids)
 TOP_K = ValueKind("an integer; 0 and -1: off", {"type": "integer", "minimum": -1, "maximum": 0xFFFF_FFFF}, _top_k)
@@ -140,6 +160,19 @@ RESPONSE = (
 )
 COMPLETION = (*_BOTH, Field("logprobs", "sampling.logprobs", INTEGER))
 
+# What the answer may be: OpenAI's response_format, then vLLM's structured_outputs. One of all of these.
+FORMATS = (
+    Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object
+    Field("response_format.json_schema.schema", "constraint.json_schema", JSON_SCHEMA),
+)
+CONSTRAINTS = (
+    Field("structured_outputs.json", "constraint.json_schema", JSON_SCHEMA),
+    Field("structured_outputs.json_object", "constraint.json_object", TRUE),
+    Field("structured_outputs.regex", "constraint.regex", STRING),
+    Field("structured_outputs.choice", "constraint.choice.texts", TEXTS),
+    Field("structured_outputs.grammar", "constraint.grammar", STRING),
+)
+
 # Fields that are accepted where they ask for what is done anyway, with the values that do.
 _NEUTRAL = {
     "metadata": ({},),
@@ -150,7 +183,6 @@ _NEUTRAL = {
 CHAT_NEUTRAL: Mapping[str, tuple] = {
     **_NEUTRAL,
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
 }
 RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "background": (False,),

@@ -10,6 +10,8 @@ from gateway.http.fields import (
     CHAT_NEUTRAL,
     COMPLETION,
     COMPLETION_NEUTRAL,
+    CONSTRAINTS,
+    JSON_SCHEMA,
     RESPONSE,
     RESPONSE_NEUTRAL,
     STRING,
@@ -201,7 +203,30 @@ _PROMPT = {
         {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
 }
+_NAMED_SCHEMA = {
+    "type": "object",
+    "required": ["schema"],
+    "properties": {
+        "name": STRING.schema, "description": STRING.schema, "schema": JSON_SCHEMA.schema, "strict": BOOLEAN.schema,
+    },
+    "additionalProperties": False,
+}  # fmt: skip
+_FORMAT = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _NAMED_SCHEMA},
+    "additionalProperties": False,
+}
+_STRUCTURED = {
+    "type": "object",
+    "properties": {row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS},
+    "minProperties": 1,
+    "maxProperties": 1,
+    "additionalProperties": False,
+}
 _STREAMED = {
+    "response_format": _FORMAT,
+    "structured_outputs": _STRUCTURED,
     "stream": BOOLEAN.schema,
     "stream_options": {
         "type": "object",

@@ -9,6 +9,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
+from gateway.http.constraints import CONSTRAINED, read_constraint
 from gateway.http.conversations import CONVERSATION, CONVERSATION_NAMES, read_conversation
 from gateway.http.fields import (
     BOOLEAN,
@@ -27,7 +28,7 @@ from gateway.http.fields import (
 
 MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
-_STREAMED = ("stream", "stream_options", "user", "return_token_ids")
+_STREAMED = ("stream", "stream_options", "user", "return_token_ids", *CONSTRAINED)
 
 # Words for fields of baton.v1 that no row of the table has.
 CHAT_NAMES = {**CONVERSATION_NAMES, "input": "messages"}
@@ -189,6 +190,7 @@ def fill(request: pb.GenerateRequest, values: Mapping[str, Any], table: Sequence
         if row.name in values:
             write(request, row, values[row.name])
             names[row.path] = row.name
+    read_constraint(request, values, names)
 
 
 def read_value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any = None) -> Any:

@@ -118,8 +118,6 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_chat, {**READERS["chat"][1], "chat_template_kwargs": []}, "chat_template_kwargs"),
         (read_chat, {**READERS["chat"][1], "continue_final_message": 1}, "continue_final_message"),
         (read_chat, {**READERS["chat"][1], "add_generation_prompt": False}, "add_generation_prompt"),
-        (read_chat, {**READERS["chat"][1], "response_format": {"type": "json_object"}}, "response_format"),
-        (read_chat, {**READERS["chat"][1], "structured_outputs": {}}, "structured_outputs"),
         (read_chat, {**READERS["chat"][1], "temprature": 1}, "temprature"),
         (read_chat, {**READERS["chat"][1], "logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         (read_chat, {**READERS["chat"][1], "max_tokens": 1, "max_completion_tokens": 1}, "max_tokens"),

@@ -1,0 +1,57 @@
+"""What an answer may be, in OpenAI's form (response_format) and in vLLM's (structured_outputs)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.http.fields import CONSTRAINTS, FORMATS, STRING, put, read_as
+
+CONSTRAINED = ("response_format", "structured_outputs")
+_NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
+
+
+def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], names: dict[str, str]) -> None:
+    """Read the constraint of a body, if it has one, and its words for it into `names`. Raises InvalidRequest."""
+    found = _of_format(values["response_format"]) if "response_format" in values else {}
+    if "structured_outputs" in values:
+        if found:
+            raise InvalidRequest("structured_outputs", "is given beside response_format: send one of them")
+        found = _of_vllm(values["structured_outputs"])
+    for row in (*FORMATS, *CONSTRAINTS):
+        if row.name in found:
+            put(request, row.path, read_as(row.name, row.kind, found[row.name]))
+            names |= {row.path: row.name, ".".join(row.path.split(".")[:2]): row.name}
+            names["constraint"] = row.name.partition(".")[0]
+
+
+def _of_format(value: object) -> dict[str, Any]:
+    """Return what a row of FORMATS reads, by its name: of one of OpenAI's three types, one of which says nothing."""
+    fields = _given("response_format", value, {"type", "json_schema"})
+    kind = read_as("response_format.type", STRING, fields.get("type"))
+    if kind not in ("text", "json_object", "json_schema"):
+        raise InvalidRequest("response_format.type", "must be text, json_object or json_schema")
+    if kind != "json_schema":
+        if "json_schema" in fields:
+            raise InvalidRequest("response_format.json_schema", f"is given beside type {kind}")
+        return {"response_format.type": True} if kind == "json_object" else {}
+    named = _given("response_format.json_schema", fields.get("json_schema"), _NAMED)
+    return {"response_format.json_schema.schema": named.get("schema")}  # kept to, whether `strict` asks for it or not
+
+
+def _of_vllm(value: object) -> dict[str, Any]:
+    known = [row.name.partition(".")[2] for row in CONSTRAINTS]
+    fields = _given("structured_outputs", value, set(known))
+    if len(fields) != 1:
+        raise InvalidRequest("structured_outputs", f"must have one of {', '.join(known)}")
+    return {f"structured_outputs.{name}": each for name, each in fields.items()}
+
+
+def _given(where: str, value: object, known: set[str]) -> dict[str, Any]:
+    """Return the fields of an object that are not null. An empty list is one: no choice at all is an error of its own."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
+    fields = {name: each for name, each in value.items() if each is not None}
+    if unknown := fields.keys() - known:
+        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
+    return fields

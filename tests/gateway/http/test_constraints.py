@@ -1,0 +1,148 @@
+"""Answers with a shape over HTTP, asked for with OpenAI's own client: each form is the constraint that gRPC has."""
+
+import json
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from gateway.http.errors import rename
+from gateway.http.fields import CONSTRAINTS, FORMATS
+from gateway.http.requests import parse, read_chat, read_completion
+
+ASK = {"model": "fake", "messages": [{"role": "user", "content": "the quick"}], "max_completion_tokens": 4}
+PLAIN = {"messages": ASK["messages"]}
+SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
+# The row's word -> the body's field, and the constraint that it is.
+FORMS = {
+    "response_format.type": ({"response_format": {"type": "json_object"}}, pb.Constraint(json_object=True)),
+    "response_format.json_schema.schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
+    "structured_outputs.json": (
+        {"structured_outputs": {"json": SCHEMA}}, pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False))
+    ),
+    "structured_outputs.json_object": ({"structured_outputs": {"json_object": True}}, pb.Constraint(json_object=True)),
+    "structured_outputs.regex": ({"structured_outputs": {"regex": "[a-c]+"}}, pb.Constraint(regex="[a-c]+")),
+    "structured_outputs.choice": (
+        {"structured_outputs": {"choice": ["yes", "no"]}}, pb.Constraint(choice=pb.TextChoices(texts=["yes", "no"]))
+    ),
+    "structured_outputs.grammar": (
+        {"structured_outputs": {"grammar": 'start: "a"', "regex": None}}, pb.Constraint(grammar='start: "a"')
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [*FORMATS, *CONSTRAINTS], ids=lambda row: row.name)
+def test_each_form_lands_in_the_contract_and_is_told_by_its_own_word(row):
+    body, wanted = FORMS[row.name]
+    for asked in (read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})):
+        assert all(request.constraint == wanted for request in asked.requests)
+        assert rename(row.path, asked.names) == row.name
+        assert rename(f"constraint.{wanted.WhichOneof('kind')}", asked.names) == row.name
+        assert rename("constraint", asked.names) == row.name.partition(".")[0]
+
+
+@pytest.mark.parametrize("body", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}], ids=str)
+def test_none_is_none(body):
+    asked = read_chat({**PLAIN, **parse(json.dumps(body).encode())})
+    assert not asked.requests[0].HasField("constraint")
+
+
+def test_a_schema_may_come_as_its_text():
+    asked = read_chat({**PLAIN, "structured_outputs": {"json": '{"type": "null"}'}})
+    assert asked.requests[0].constraint.json_schema == '{"type": "null"}'
+
+
+@pytest.mark.parametrize(
+    "body, field",
+    [
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strictly": True}}},
+            "response_format.json_schema.strictly",
+        ),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+        ),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"json": 7}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["yes", 1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"grammar": "\ud800"}}, "structured_outputs.grammar"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(body, field):
+    with pytest.raises(InvalidRequest) as caught:
+        read_chat({**PLAIN, **body})
+    assert caught.value.field == field
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+async def test_the_client_s_own_helpers_reach_both_workers(served, capable):
+    async with served() as (c, client):
+        await client.chat.completions.create(
+            **ASK, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        )
+        await client.chat.completions.create(**ASK, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+        async with client.chat.completions.stream(
+            **{**ASK, "max_completion_tokens": openai.NOT_GIVEN}, max_tokens=2, response_format=Person
+        ) as stream:
+            with pytest.raises(openai.LengthFinishReasonError):  # fake workers keep to nothing: the client sees it cut
+                async for _ in stream:
+                    pass
+        specs = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
+        found = [spec.constraint for spec in specs]
+        assert [each.WhichOneof("kind") for each in found] == ["json_schema", "choice", "json_schema"]
+        assert json.loads(found[0].json_schema) == SCHEMA and list(found[1].choice.texts) == ["yes", "no"]
+        assert set(json.loads(found[2].json_schema)["properties"]) == {"name", "age"}
+        assert {spec.constraint.WhichOneof("kind") for kind, spec in admitted(c)} == {"json_schema", "choice"}
+
+
+def admitted(c):
+    return [(kind, message.spec) for kind, message in c.decode[0].commands if kind == "admit"]
+
+
+DEEP = {"json": '{"items":' * 10_000 + "{}" + "}" * 10_000}
+# Field of the body -> the field that the error names, a word of its message.
+BAD = {
+    "1 MB": ({"json": {"description": "x" * 1_000_000}}, "json", "bytes"),
+    "10,000 deep": (DEEP, "json", "deep"),
+    "unknown keyword": ({"json": {"properties": {"a": {"minimun": 1}}}}, "json", "/properties/a/minimun"),
+    "nothing satisfies it": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "json", "nsatisfiable"),
+    "explodes": ({"regex": "((a{1000}){1000}){1000}"}, "regex", "too much"),
+    "left recursion": ({"grammar": 'start: start "a"'}, "grammar", "no text"),
+    "no choice": ({"choice": []}, "choice", "is empty"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_bad_ones_are_one_clear_400_while_a_stream_goes_on(served, capable, name):
+    constraint, word, words = BAD[name]
+    async with served() as (_, client):
+        stream = await client.chat.completions.create(**{**ASK, "max_completion_tokens": 64}, stream=True)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**ASK, extra_body={"structured_outputs": constraint})
+        error = caught.value.body
+        assert error["param"] == f"structured_outputs.{word}" and words in error["message"]
+        assert len(error["message"]) < 500 and "constraint" not in error["message"]
+        assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
