@@ -13,7 +13,7 @@ from pathlib import Path
 
 from baton.service.errors import InvalidRequest
 from baton.service.settings import SettingsError
-from gateway.text.templates import ChatMessage
+from gateway.text.templates import ChatMessage, Conversation
 
 Encode = Callable[..., Awaitable[Sequence[int]]]  # with `text` and `messages`, one of which is None
 
@@ -39,6 +39,6 @@ async def read_public_prefixes(path: Path, encode: Encode) -> list[Sequence[int]
 
 async def _head(system: str, encode: Encode) -> list[int]:
     """Return what all conversations under this system message have in common."""
-    asked = [(ChatMessage("system", system), ChatMessage("user", word)) for word in ("a", "Why")]
+    asked = [Conversation((ChatMessage("system", system), ChatMessage("user", word))) for word in ("a", "Why")]
     first, second = [await encode(text=None, messages=messages) for messages in asked]
     return [one for one, other in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]
