@@ -4,10 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from baton.constraints.constraint import Constraint
+from baton.constraints.json_schema import check_schema
+from baton.service.errors import InvalidRequest
+from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.answer_parser import AnswerParser
 from gateway.parsers.formats import AnswerFormat
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.templates import Conversation
+from gateway.text.templates import ChatOptions, Conversation
 from gateway.text.tokenizer import Tokenizer
 
 _FIRST = 0x10F000  # a private plane: the characters that stand for control tokens
@@ -20,6 +24,7 @@ class ReaderForm(NamedTuple):
     detokenizer: Detokenizer
     new_parser: Callable[[], AnswerParser] | None = None
     ends_with_call: bool = False  # the first one
+    constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
 
 
 class AnswerReader:
@@ -27,22 +32,43 @@ class AnswerReader:
 
     def __init__(self, tokenizer: Tokenizer, plain: Detokenizer, form: AnswerFormat | None):
         """`form`: of the chat template; None: its answers are plain text."""
-        self._plain, self._form = ReaderForm(plain), form
-        markers = form.markers if form else ()
+        self._plain, self._form = plain, form
         ids = {token["content"]: token_id for token_id, token in tokenizer.added.items()}
-        controls = [(marker, ids[marker]) for marker in markers if marker in ids]
-        self._spellings = {chr(_FIRST + index): marker for index, (marker, _) in enumerate(controls)}
-        characters = {token_id: chr(_FIRST + index) for index, (_, token_id) in enumerate(controls)}
+        self._control_ids = {marker: ids[marker] for marker in (form.markers if form else ()) if marker in ids}
+        self._spellings = {chr(_FIRST + index): marker for index, marker in enumerate(self._control_ids)}
+        characters = dict(zip(self._control_ids.values(), self._spellings, strict=True))
         self._detokenizer = Detokenizer(tokenizer, characters)
 
-    def form_of(self, conversation: Conversation | None, prompt_ids: Sequence[int]) -> ReaderForm:
-        """Return how an answer to this prompt is read. What continues a text has no form."""
+    def form_of(
+        self, conversation: Conversation | None, prompt_ids: Sequence[int], constraint: Constraint | None = None
+    ) -> ReaderForm:
+        """Return how an answer to this prompt is read. What continues a text has no form. Raises InvalidRequest for what
+        the model's form cannot do."""
         form = self._form
-        if form is None or conversation is None:
-            return self._plain
+        if conversation is None:
+            return ReaderForm(self._plain, constraint=constraint)
         options = conversation.options
-        tools = {tool["name"]: tool["parameters"] for tool in options.tools} if options.calls else {}
-        shown = self._plain.detokenizer.shown
-        prompt_end = b"".join(shown(token_id)[1] for token_id in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
+        if options.must_call and (form is None or form.calls is None):
+            name = f"the form of this model's calls ({form.name})" if form else "this model's chat template"
+            raise InvalidRequest("messages.tool_choice", f"must be auto or none: {name} has no grammar of calls")
+        if form is None:
+            return ReaderForm(self._plain, constraint=constraint)
+        tools = {tool["name"]: tool["parameters"] for tool in options.tools if tool["name"] in options.callable_tools}
+        prompt_end = b"".join(self._plain.shown(id_)[1] for id_ in prompt_ids[-_NUM_LAST:]).decode(errors="replace")
+        if options.must_call and constraint is not None:
+            raise InvalidRequest("constraint", "is of an answer that has to be calls")
+        if options.must_call or (constraint is not None and options.continues is False):
+            _check_tools(options)
+            asked = GrammarAsked(tools, options.must_call, options.is_parallel, constraint)
+            grammar = answer_grammar(form, self._control_ids, prompt_end, asked)
+            constraint = Constraint("grammar", grammar) if grammar else constraint
+        ends_with_call = bool(tools) and not options.is_parallel
         new_parser = partial(form.parser, self._spellings, tools, prompt_end)
-        return ReaderForm(self._detokenizer, new_parser, bool(tools) and not options.is_parallel)
+        return ReaderForm(self._detokenizer, new_parser, ends_with_call, constraint)
+
+
+def _check_tools(options: ChatOptions) -> None:
+    for index, tool in enumerate(options.tools):
+        if problem := check_schema(tool["parameters"]):
+            place, reason = problem
+            raise InvalidRequest(f"messages.tools[{index}].parameters", f"{place}: {reason}" if place else reason)

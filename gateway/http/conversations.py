@@ -13,12 +13,13 @@ CONVERSATION_NAMES = {
     "messages": "messages",
     "messages.messages": "messages",
     **{f"messages.{name}": name for name in ("tools", "chat_template_kwargs", "continue_final_message", "tool_choice")},
+    "messages.tool_name": "tool_choice.function.name",
 }
 CONVERSATION = (
     "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "continue_final_message",
     "add_generation_prompt",
 )  # fmt: skip
-_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO}
+_CHOICES = {"none": pb.TOOL_CHOICE_NONE, "auto": pb.TOOL_CHOICE_AUTO, "required": pb.TOOL_CHOICE_REQUIRED}
 _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 _MESSAGE = {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
@@ -38,11 +39,10 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     if begins == continues:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
     kwargs = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
-    choice = values.get("tool_choice", "auto")
-    if not isinstance(choice, str) or choice not in _CHOICES:
-        raise InvalidRequest("tool_choice", f"must be {' or '.join(_CHOICES)}")
+    choice, name = _tool_choice(values.get("tool_choice", "auto"))
     return pb.Messages(
-        tool_choice=_CHOICES[choice],
+        tool_choice=choice,
+        tool_name=name,
         parallel_tool_calls=read_as("parallel_tool_calls", BOOLEAN, values.get("parallel_tool_calls", True)),
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
         tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(_list("tools", values.get("tools")))],
@@ -98,13 +98,27 @@ def _tool(where: str, tool: object) -> pb.Tool:
         raise InvalidRequest(f"{where}.type", 'must be "function"')
     function = _object(f"{where}.function", fields.get("function"), _TOOL)
     if function.get("strict", False) is not False:
-        raise InvalidRequest(f"{where}.function.strict", "is not supported here")
+        raise InvalidRequest(f"{where}.function.strict", "is not supported here: tool_choice required is always strict")
     parameters = read_as(f"{where}.function.parameters", OBJECT, function.get("parameters", {}))
     return pb.Tool(
         name=read_as(f"{where}.function.name", STRING, function.get("name")),
         description=read_as(f"{where}.function.description", STRING, function.get("description", "")),
         parameters=json.dumps(parameters) if parameters else "",
     )
+
+
+def _tool_choice(choice: object) -> tuple[pb.ToolChoice, str]:
+    """Return the choice, or the name of the one tool to call."""
+    if isinstance(choice, str) and choice in _CHOICES:
+        return _CHOICES[choice], ""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
+    fields = _object("tool_choice", choice, {"type", "function"})
+    function = _object("tool_choice.function", fields.get("function"), {"name"})
+    name = read_as("tool_choice.function.name", STRING, function.get("name"))
+    if not name:
+        raise InvalidRequest("tool_choice.function.name", "is empty")
+    return pb.TOOL_CHOICE_UNSPECIFIED, name
 
 
 def _object(where: str, value: object, known: set[str]) -> dict[str, Any]:

@@ -185,10 +185,19 @@ _TOOL = {
     },
     "additionalProperties": False,
 }
+_NAMED_CHOICE = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "required": ["name"], "properties": {"name": _NAME}},
+    },
+    "additionalProperties": False,
+}
 _CONVERSATION = {
     "messages": _MESSAGES,
     "tools": {"type": "array", "items": _TOOL},
-    "tool_choice": {"enum": ["none", "auto"]},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
     "parallel_tool_calls": BOOLEAN.schema,
     "chat_template_kwargs": {"type": "object"},
     "continue_final_message": BOOLEAN.schema,

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.service.clock import now
@@ -13,7 +13,7 @@ from baton.service.observe.telemetry import format_traceparent
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
-from gateway.answer.answer_reader import AnswerReader
+from gateway.answer.answer_reader import AnswerReader, ReaderForm
 from gateway.config.served_model import ServedModel
 from gateway.fleet.registry import Registry
 from gateway.orchestration.machine import RequestMachine
@@ -93,11 +93,15 @@ class Pipeline:
         record.num_prompt_tokens = len(prompt_ids)
         if checked.constraint is not None:
             await self.text.check_constraint(checked.constraint, record.tenant, deadline)
+        form = self.reader.form_of(checked.messages, prompt_ids, checked.constraint)
+        if form.constraint is not None and form.constraint != checked.constraint:
+            await self.text.check_constraint(form.constraint, record.tenant, deadline, "messages.tools")
+            checked = replace(checked, constraint=form.constraint)
         max_tokens = resolve_max_tokens(checked, len(prompt_ids), model)
         record.stamps.tokenized = now()
         self._check_wait(checked, record, max_tokens, deadline)
         reservation.reserve(len(prompt_ids) + checked.sampling.n * max_tokens, now())
-        request = await self._prepare(checked, prompt_ids, max_tokens, deadline, record, emit)
+        request = await self._prepare(checked, form, prompt_ids, max_tokens, deadline, record, emit)
         machine = self.running[checked.key_id] = RequestMachine(request)
         try:
             await self._run(machine, len(prompt_ids))
@@ -110,6 +114,7 @@ class Pipeline:
     async def _prepare(
         self,
         checked: Checked,
+        form: ReaderForm,
         prompt_ids: Sequence[int],
         max_tokens: int,
         deadline: float,
@@ -121,7 +126,6 @@ class Pipeline:
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
-        form = self.reader.form_of(checked.messages, prompt_ids)
         answer = Answer(checked, max_tokens, form, record.stamps, emit, partial(self.on_gap, record))
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gateway.parsers.answer_parser import AnswerParser, TaggedParser
 from gateway.parsers.calls import CallReader
+from gateway.parsers.grammars import CallsWriter, harmony_calls, named_calls, object_calls, section, tagged_calls
 from gateway.parsers.harmony import MARKERS, HarmonyParser
 from gateway.parsers.json_calls import DeepSeekReader, HermesReader, LlamaJsonReader, MistralReader
 from gateway.parsers.pythonic import PythonicReader
@@ -21,6 +22,7 @@ class AnswerFormat(NamedTuple):
     signs: tuple[str, ...]  # a chat template that has all of them belongs to it
     reader: type[CallReader] | None
     thinks: tuple[tuple[str, str], ...] = _THINK
+    calls: CallsWriter | None = None  # None: it has no grammar
 
     @property
     def is_harmony(self) -> bool:
@@ -34,26 +36,42 @@ class AnswerFormat(NamedTuple):
             return MARKERS
         return (*chain(*self.thinks), *(self.reader.markers if self.reader else ()))
 
+    def thinking(self, prompt_end: str) -> str:
+        """Return the tag with which a prompt begins reasoning; "" if it does not."""
+        begun = prompt_end.rstrip()
+        return next((begin for begin, _ in self.thinks if begun.endswith(begin)), "")
+
     def parser(self, spellings: Mapping[str, str], tools: Mapping[str, Any], prompt_end: str) -> AnswerParser:
         """Return a parser for one answer. `spellings`: characters that stand for control tokens; `tools`: schemas of
         parameters by name, none: the answer has no calls; `prompt_end`: the last characters of the prompt, which may begin the reasoning."""
         if self.is_harmony:
             return HarmonyParser(spellings, bool(tools))
-        begun = prompt_end.rstrip()
-        thinking = next((begin for begin, _ in self.thinks if begun.endswith(begin)), "")
+        thinking = self.thinking(prompt_end)
         return TaggedParser(spellings, self.thinks, self.reader if tools else None, tools, thinking)
 
 
+_MISTRAL = (("[THINK]", "[/THINK]"), *_THINK)
+_LIST = section("[TOOL_CALLS] [", object_calls("", "arguments", "", ", "), "]")
+_SECTION, _SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_HERMES = object_calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n")
+_FENCED = named_calls("<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n", "\n```<｜tool▁call▁end｜>")
+_BARE = named_calls("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 # In order: an earlier one is more particular.
 FORMATS = (
-    AnswerFormat("harmony", ("<|channel|>", "<|message|>"), None),
-    AnswerFormat("mistral", ("[TOOL_CALLS]",), MistralReader, (("[THINK]", "[/THINK]"), *_THINK)),
+    AnswerFormat("harmony", ("<|channel|>", "<|message|>"), None, (), harmony_calls),
+    AnswerFormat(
+        "mistral", ("[TOOL_CALLS]", "[ARGS]"), MistralReader, _MISTRAL, named_calls("[TOOL_CALLS]", "[ARGS]", "")
+    ),
+    AnswerFormat("mistral-v3", ("[TOOL_CALLS]",), MistralReader, _MISTRAL, _LIST),
     AnswerFormat("deepseek-dsml", ("｜DSML｜",), DsmlReader),
-    AnswerFormat("deepseek", ("<｜tool▁calls▁begin｜>",), DeepSeekReader),
-    AnswerFormat("qwen-xml", ("<tool_call>", "<function="), QwenXmlReader),
-    AnswerFormat("hermes", ("<tool_call>", '"arguments"'), HermesReader),
+    AnswerFormat("deepseek-v3", (_SECTION, "```json"), DeepSeekReader, calls=section(_SECTION, _FENCED, _SECTION_END)),
+    AnswerFormat("deepseek-v31", (_SECTION,), DeepSeekReader, calls=section(_SECTION, _BARE, _SECTION_END)),
+    AnswerFormat("qwen-xml", ("<tool_call>", "<function="), QwenXmlReader, calls=tagged_calls),
+    AnswerFormat("hermes", ("<tool_call>", '"arguments"'), HermesReader, calls=_HERMES),
     AnswerFormat("pythonic", ("<|python_start|>",), PythonicReader),
-    AnswerFormat("llama-json", ('"parameters"', "ipython"), LlamaJsonReader),
+    AnswerFormat(
+        "llama-json", ('"parameters"', "ipython"), LlamaJsonReader, calls=object_calls("", "parameters", "", "; ")
+    ),
     AnswerFormat("think", ("<think>",), None),
 )
 NAMES = tuple(each.name for each in FORMATS)

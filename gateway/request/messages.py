@@ -32,11 +32,29 @@ def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversat
     if request.continue_final_message and (given[-1].role != "assistant" or given[-1].tool_calls):
         _refuse("messages.continue_final_message", "needs an assistant's message without tool_calls at the end")
     kwargs, tools = _object("messages.chat_template_kwargs", request.chat_template_kwargs), _tools(request.tools)
-    if request.tool_choice not in pb.ToolChoice.values():
+    names, must_call = _choice(request, [tool["name"] for tool in tools])
+    is_parallel = not request.tool_name and (not request.HasField("parallel_tool_calls") or request.parallel_tool_calls)
+    options = ChatOptions(tools, kwargs, request.continue_final_message, names, must_call, is_parallel)
+    return Conversation(messages, options)
+
+
+def _choice(request: pb.Messages, names: list[str]) -> tuple[tuple[str, ...], bool]:
+    """Return the tools that the answer may call, and whether it must."""
+    choice, name = request.tool_choice, request.tool_name
+    if choice not in pb.ToolChoice.values():
         _refuse("messages.tool_choice", "is not known here")
-    calls = request.tool_choice != pb.TOOL_CHOICE_NONE
-    is_parallel = not request.HasField("parallel_tool_calls") or request.parallel_tool_calls
-    return Conversation(messages, ChatOptions(tools, kwargs, request.continue_final_message, calls, is_parallel))
+    if name and choice:
+        _refuse("messages.tool_name", "and tool_choice are given: one of them is needed")
+    if name and name not in names:
+        _refuse("messages.tool_name", f"{name[:64]!r} is the name of no tool")
+    must_call = bool(name) or choice == pb.TOOL_CHOICE_REQUIRED
+    if must_call and not names:
+        _refuse("messages.tool_choice", "needs tools")
+    if must_call and request.continue_final_message:
+        _refuse("messages.continue_final_message", "cannot become a call: tool_choice must be auto or none")
+    if choice == pb.TOOL_CHOICE_NONE:
+        return (), False
+    return ((name,) if name else tuple(names)), must_call
 
 
 def _message(where: str, message: pb.Message, called: set[str]) -> ChatMessage:

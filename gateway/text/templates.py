@@ -61,7 +61,8 @@ class ChatOptions(NamedTuple):
     tools: tuple[JsonObject, ...] = ()  # name, description and parameters of each
     kwargs: JsonObject = {}
     continues: bool = False  # the last message, instead of beginning an answer
-    calls: bool = True  # are looked for in the answer
+    callable_tools: tuple[str, ...] = ()  # those that the answer may call
+    must_call: bool = False
     is_parallel: bool = True  # an answer may have several calls
 
     @property

@@ -60,14 +60,17 @@ class TextWork:
         work = partial(self.detokenizer.decode, token_ids)
         return work() if len(token_ids) <= _INLINE else await self._in_thread(work, tenant, deadline)
 
-    async def check_constraint(self, constraint: Constraint, tenant: str, deadline: float) -> None:
-        """Raises InvalidRequest for a constraint that no answer can be kept to within bounds; DeadlineExceeded."""
+    async def check_constraint(
+        self, constraint: Constraint, tenant: str, deadline: float, field: str | None = None
+    ) -> None:
+        """Raises InvalidRequest for a constraint that no answer can be kept to within bounds; DeadlineExceeded. `field`:
+        of the request that it comes from, if not its own."""
         problem = self._constraints.known(constraint)
         if problem is None:
             problem = await self._in_thread(partial(self._constraints.check, constraint), tenant, deadline)
         place, reason = problem
         if reason:
-            raise InvalidRequest(f"constraint.{constraint.kind}", f"{place}: {reason}" if place else reason)
+            raise InvalidRequest(field or f"constraint.{constraint.kind}", f"{place}: {reason}" if place else reason)
 
     def close(self) -> None:
         """End the threads, and the processes that check constraints."""

@@ -20,7 +20,7 @@ TOKENIZER_JSON = byte_level(unspecial=MARKERS)
 TOKENIZER, TOKENS = Tokenizer(TOKENIZER_JSON), Tokens.from_str(TOKENIZER_JSON.decode())
 READER = AnswerReader(TOKENIZER, Detokenizer(TOKENIZER), format_named("hermes"))
 TOOLS = ({"name": "find", "description": "", "parameters": {}},)
-CONVERSATION = Conversation((ChatMessage("user", "x"),), ChatOptions(TOOLS))
+CONVERSATION = Conversation((ChatMessage("user", "x"),), ChatOptions(TOOLS, callable_tools=("find",)))
 CALL = '<tool_call>\n{"name": "find", "arguments": {"text": "Größe </tool_call> 東京 🙂"}}\n</tool_call>'
 IDS = TOKENS.encode(f"<think>\nI look for naïve 🙂.\n</think>\n\nOne moment.\n{CALL}\n{CALL}<|im_end|>").ids
 

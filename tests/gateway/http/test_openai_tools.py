@@ -65,9 +65,12 @@ async def test_a_last_message_is_continued_and_template_variables_arrive(served)
 
 
 CALLING = {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "find", "arguments": "[]"}}]}  # fmt: skip
+NAMED = {"type": "function", "function": {"name": "find"}}
 BAD = [
     ({"tool_choice": "some"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"tool_choice": {**NAMED, "function": {"name": "lose"}}}, "tool_choice.function.name"),
+    ({"tool_choice": {**NAMED, "function": {}}}, "tool_choice.function.name"),
     ({"tools": [{**FIND, "function": {**FIND["function"], "strict": True}}]}, "tools[0].function.strict"),
     ({"tools": [FIND, FIND]}, "tools[1].name"),
     ({"messages": [USER, CALLING]}, "messages[1].tool_calls[0].arguments"),
@@ -85,7 +88,7 @@ async def test_what_cannot_be_is_told_by_its_name(served, fields, param):
         assert error.value.param == param
 
 
-async def test_choices_of_tools(saying):
+async def test_choices_of_tools(saying, capable):
     async with saying(f"So: {CALL}{CALL}", http="127.0.0.1:0") as c, openai_client(c) as client:
         for fields, num_calls in (
             ({"tool_choice": "none"}, 0),
@@ -94,3 +97,7 @@ async def test_choices_of_tools(saying):
         ):
             choice = (await client.chat.completions.create(**ASK, **fields)).choices[0]
             assert len(choice.message.tool_calls or ()) == num_calls
+        for choice in ("required", NAMED):
+            await client.chat.completions.create(**ASK, tool_choice=choice)
+            spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
+            assert "find" in spec.constraint.grammar

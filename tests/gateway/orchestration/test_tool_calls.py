@@ -2,17 +2,22 @@
 
 import json
 
+import pytest
+
 from baton.v1 import inference_pb2 as pb
 from tests.gateway.orchestration.test_answers import read
+from tests.gateway.orchestration.test_endings import refused
 
 CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
 TOOLS = [pb.Tool(name="find", description="Find a text.", parameters='{"properties": {"text": {"type": "string"}}}')]
 
 
-def asked(*tools: pb.Tool, request_id: str = "", **fields) -> pb.GenerateRequest:
+def asked(
+    *tools: pb.Tool, request_id: str = "", constraint: pb.Constraint | None = None, **fields
+) -> pb.GenerateRequest:
     messages = pb.Messages(messages=[pb.Message(role="user", content="a fox")], tools=tools, **fields)
     stopping = pb.Stopping(max_tokens=400)
-    return pb.GenerateRequest(messages=messages, stopping=stopping, request_id=request_id)
+    return pb.GenerateRequest(messages=messages, stopping=stopping, request_id=request_id, constraint=constraint)
 
 
 async def test_parts_of_an_answer_whole_and_streamed(saying):
@@ -57,3 +62,38 @@ async def test_one_call_ends_the_answer_and_the_workers_hear_of_it(saying):
         (choice,) = response.choices
         assert (choice.text, len(choice.tool_calls), choice.finish_reason) == ("So:", 1, pb.FINISH_REASON_TOOL_CALLS)
         await c.idle()
+
+
+async def test_what_must_be_a_call_is_a_grammar_for_both_workers(saying, capable):
+    async with saying(CALL) as c:
+        for fields in ({"tool_choice": pb.TOOL_CHOICE_REQUIRED}, {"tool_name": "find"}):
+            (choice,) = (await c.stub.Complete(asked(*TOOLS, **fields), timeout=20)).choices
+            assert len(choice.tool_calls) == 1
+        specs = [m.spec for worker in c.workers for kind, m in worker.commands if kind in ("admit", "prefill")]
+        assert len(specs) == 4 and all("find" in spec.constraint.grammar for spec in specs)
+
+
+async def test_a_constraint_and_tools_are_one_grammar(saying, capable):
+    async with saying(CALL) as c:
+        request = asked(*TOOLS, constraint=pb.Constraint(choice=pb.TextChoices(texts=["yes", "no"])))
+        await c.stub.Complete(request, timeout=20)
+        grammar = next(m.spec for kind, m in c.prefill[0].commands if kind == "prefill").constraint.grammar
+        assert '"yes" | "no"' in grammar and "find" in grammar
+
+
+BAD_TOOL = pb.Tool(name="find", parameters='{"properties": {"a": {"minimun": 1}}}')
+REFUSED = [
+    ("hermes", asked(BAD_TOOL, tool_name="find"), "messages.tools[0].parameters"),
+    ("hermes", asked(pb.Tool(name="find", parameters='{"properties": 5}'), tool_name="find"), "messages.tools"),
+    ("qwen-xml", asked(pb.Tool(name="a", parameters='{"type": 7}'), BAD_TOOL, tool_name="a"), "messages.tools[1].parameters"),
+    ("pythonic", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
+    ("none", asked(*TOOLS, tool_name="find"), "messages.tool_choice"),
+    ("hermes", asked(*TOOLS, tool_name="find", constraint=pb.Constraint(json_object=True)), "constraint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parser", "request_", "field"), REFUSED)
+async def test_what_cannot_be_kept_to_is_refused_by_name(cluster, capable, parser, request_, field):
+    async with cluster(tool_call_parser=parser) as c:
+        error = await refused(read(c.stub.Generate(request_, timeout=20)))
+        assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and len(error.message) < 400

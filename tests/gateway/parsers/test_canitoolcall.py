@@ -11,7 +11,7 @@ from gateway.parsers.formats import format_named
 from gateway.parsers.harmony import MARKERS
 
 PARSERS = {"qwen3-hermes": "hermes", "qwen3-xml": "qwen-xml", "mistral": "mistral", "gpt-oss": "harmony"}
-MODELS = {"DeepSeek-V3-": "deepseek", "DeepSeek-V3.1": "deepseek", "DeepSeek": "deepseek-dsml", "Llama-3": "llama-json", "Llama-4": "pythonic"}  # fmt: skip
+MODELS = {"DeepSeek-V3-": "deepseek-v3", "DeepSeek-V3.1": "deepseek-v31", "DeepSeek": "deepseek-dsml", "Llama-3": "llama-json", "Llama-4": "pythonic"}  # fmt: skip
 HARMONY_IDS = {200002: 6, 200003: 2, 200005: 1, 200006: 0, 200007: 4, 200008: 3, 200012: 5}
 SPELLINGS = {chr(0x10F000 + index): marker for index, marker in enumerate(MARKERS)}
 CHUNKINGS = [ChunkStrategy("char", seed) for seed in range(6)]

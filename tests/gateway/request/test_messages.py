@@ -60,7 +60,24 @@ BAD = [
     (calling(arguments=nested(50_000)), f"{AT}[1].tool_calls[0].arguments", "nested too deeply"),
     (calling(arguments=f'{{"a": {"1" * 10_000}}}'), f"{AT}[1].tool_calls[0].arguments", "too long"),
     (calling(arguments='{"a": "\\ud800"}'), f"{AT}[1].tool_calls[0].arguments", "surrogate pair"),
+    (pb.Messages(messages=[USER], tool_choice=pb.TOOL_CHOICE_REQUIRED), "messages.tool_choice", "needs tools"),
     (pb.Messages(messages=[USER], tool_choice=9), "messages.tool_choice", "not known"),
+    (pb.Messages(messages=[USER], tool_name="find"), "messages.tool_name", "the name of no tool"),
+    (
+        pb.Messages(messages=[USER], tools=[pb.Tool(name="a")], tool_name="a", tool_choice=pb.TOOL_CHOICE_AUTO),
+        "messages.tool_name",
+        "one of them",
+    ),
+    (
+        pb.Messages(
+            messages=[USER, pb.Message(role="assistant", content="x")],
+            tools=[pb.Tool(name="a")],
+            tool_name="a",
+            continue_final_message=True,
+        ),
+        "messages.continue_final_message",
+        "cannot become a call",
+    ),
     (having(pb.Tool(name="find"), pb.Tool(name="find")), "messages.tools[1].name", "earlier tool"),
     (having(pb.Tool()), "messages.tools[0].name", "is empty"),
     (having(pb.Tool(name="find", parameters="3")), "messages.tools[0].parameters", "not a JSON object"),
@@ -101,16 +118,20 @@ def test_what_is_given_arrives():
     assert (messages[2].tool_call_id, messages[3].reasoning) == ("c1", "hm")
     assert [tool["name"] for tool in options.tools] == ["find", "stop"]
     assert options.tools[1]["parameters"] == {"type": "object", "properties": {}}
-    assert (options.calls, options.is_parallel) == (True, True)
+    assert (options.callable_tools, options.must_call, options.is_parallel) == (("find", "stop"), False, True)
     assert options.kwargs == {"enable_thinking": False} and options.continues
 
 
 @pytest.mark.parametrize(
-    ("fields", "calls", "is_parallel"),
-    [({"tool_choice": pb.TOOL_CHOICE_NONE}, False, True), ({"parallel_tool_calls": False}, True, False)],
+    ("fields", "names", "must_call", "is_parallel"),
+    [
+        ({"tool_choice": pb.TOOL_CHOICE_NONE}, (), False, True),
+        ({"tool_choice": pb.TOOL_CHOICE_REQUIRED}, ("find", "stop"), True, True),
+        ({"tool_name": "stop"}, ("stop",), True, False),
+        ({"parallel_tool_calls": False}, ("find", "stop"), False, False),
+    ],
 )
-def test_which_calls_are_looked_for(fields, calls, is_parallel):
-    options = check_conversation(pb.Messages(messages=[USER], tools=[pb.Tool(name="find")], **fields), RequestLimits())[
-        1
-    ]
-    assert (options.calls, options.is_parallel) == (calls, is_parallel)
+def test_which_tools_may_be_called(fields, names, must_call, is_parallel):
+    given = pb.Messages(messages=[USER], tools=[pb.Tool(name="find"), pb.Tool(name="stop")], **fields)
+    options = check_conversation(given, RequestLimits()).options
+    assert (options.callable_tools, options.must_call, options.is_parallel) == (names, must_call, is_parallel)

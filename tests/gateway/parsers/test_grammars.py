@@ -1,0 +1,145 @@
+"""Grammars of answers: whatever keeps to one is read as calls of its tools, or keeps to its constraint."""
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from baton.constraints.constraint import Constraint
+from baton.constraints.grammar import Vocabulary
+from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
+from gateway.parsers.formats import FORMATS, format_named
+from tests.support.gateway.small_tokenizers import byte_level
+
+TOOLS = {
+    "find": {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b"]}, "n": {"$ref": "#/$defs/small"}, "deep": {"type": "boolean"}},
+        "required": ["kind", "n"],
+        "additionalProperties": False,
+        "$defs": {"small": {"type": "integer", "minimum": 0, "maximum": 9}},
+    },
+    "stop": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+WITH_CALLS = [form.name for form in FORMATS if form.calls]
+_CHARACTERS = 0x10F000
+
+
+class Model:
+    """A tokenizer that has the markers of a form as tokens, or has them not."""
+
+    def __init__(self, name: str, has_tokens: bool = True):
+        self.form = format_named(name)
+        source = byte_level(unspecial=self.form.markers if has_tokens else ())
+        self.tokens = Tokenizer.from_str(source.decode())
+        self.vocabulary = Vocabulary(source, self.tokens.get_vocab_size())
+        known = {marker: self.tokens.token_to_id(marker) for marker in self.form.markers}
+        self.control_ids = {marker: id_ for marker, id_ in known.items() if id_ is not None}
+        self.spellings = {chr(_CHARACTERS + n): marker for n, marker in enumerate(self.control_ids)}
+
+    def grammar(self, asked: GrammarAsked, prompt_end: str = ""):
+        text = answer_grammar(self.form, self.control_ids, prompt_end, asked)
+        return self.vocabulary.compile(Constraint("grammar", text))
+
+    def draw(self, grammar, seed: int) -> str | None:
+        """An answer, drawn by chance among those that keep to the grammar; None for one that has no end."""
+        draws, cursor, ids = np.random.default_rng(seed), grammar.cursor(), []
+        mask, ends = self.vocabulary.new_masks(1)[0], [*self.control_ids.values(), *map(self.tokens.token_to_id, '"}')]
+        while cursor.fill(mask) and not cursor.is_over and len(ids) < 400:
+            if cursor.may_end and draws.random() < 0.5:
+                break
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            allowed = allowed[allowed < self.vocabulary.vocab_size]
+            ending = np.intersect1d(allowed, ends)  # often enough for answers that end
+            ids.append(int(draws.choice(ending if len(ending) and draws.random() < 0.3 else allowed)))
+            cursor.read(ids)
+        return self.text(ids) if cursor.is_over or cursor.may_end else None
+
+    def text(self, ids: list[int]) -> str:
+        """The text as parsers get it."""
+        characters = {self.control_ids[marker]: char for char, marker in self.spellings.items()}
+        parts, plain = [], []
+        for id_ in [*ids, None]:
+            if id_ is None or id_ in characters:
+                parts += [self.tokens.decode(plain), characters.get(id_, "")]
+                plain = []
+            else:
+                plain.append(id_)
+        return "".join(parts)
+
+    def parse(self, text: str, prompt_end: str = ""):
+        parser = self.form.parser(self.spellings, TOOLS, prompt_end)
+        found = [parser.push(text), parser.finish()]
+        return "".join(each.content for each in found), [call for each in found for call in each.calls]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_what_must_be_calls_is_read_as_calls(name, has_tokens):
+    model = Model(name, has_tokens)
+    grammar = model.grammar(GrammarAsked(TOOLS, True, True, None))
+    texts = [text for seed in range(60) if (text := model.draw(grammar, seed)) is not None]
+    assert len(texts) > 5
+    nums = set()
+    for text in texts:
+        content, calls = model.parse(text)
+        assert calls and not content, text
+        nums.add(len(calls))
+        for call in calls:
+            jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
+    assert name == "harmony" or max(nums) > 1
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_one_call_where_several_are_not_wanted(name):
+    model = Model(name)
+    grammar = model.grammar(GrammarAsked({"find": TOOLS["find"]}, True, False, None))
+    texts = [text for seed in range(40) if (text := model.draw(grammar, seed)) is not None]
+    assert texts and all([call.name for call in model.parse(text)[1]] == ["find"] for text in texts)
+
+
+@pytest.mark.parametrize("name", WITH_CALLS)
+def test_a_constraint_holds_behind_reasoning_or_there_are_calls(name):
+    model = Model(name)
+    grammar = model.grammar(GrammarAsked(TOOLS, False, True, ("json_schema", json.dumps(SCHEMA))))
+    texts = [text for seed in range(60) if (text := model.draw(grammar, seed)) is not None]
+    kinds = set()
+    for text in texts:
+        content, calls = model.parse(text)
+        kinds.add(bool(calls))
+        if not calls:
+            jsonschema.validate(json.loads(content), SCHEMA)
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "texts", "others"),
+    [
+        (("regex", r"a/b[c/d]\/\nx"), ["a/b//\nx", "a/bc/\nx"], ["a/bc/x"]),
+        (("choice", '["yes", "no\\"/"]'), ["yes", 'no"/'], ["no"]),
+        (("json_object", ""), ['{"a": 1}'], ["[1]"]),
+    ],
+)
+def test_every_constraint_may_follow_reasoning(constraint, texts, others):
+    model = Model("think")
+    grammar = model.grammar(GrammarAsked({}, False, True, constraint), "<think>\n")
+    for text in (*texts, *others):
+        cursor, ids = grammar.cursor(), model.tokens.encode(f"hm</think>\n\n{text}").ids
+        is_whole = cursor.num_valid(ids) == len(ids)
+        if is_whole:
+            cursor.read(ids)
+            cursor.fill(model.vocabulary.new_masks(1)[0])
+            is_whole = cursor.is_over or cursor.may_end
+        assert is_whole == (text in texts), text
+
+
+def test_nothing_is_bound_where_nothing_has_to_be():
+    for constraint in (None, ("grammar", 'start: "x"')):
+        model = Model("hermes")
+        assert answer_grammar(model.form, model.control_ids, "", GrammarAsked(TOOLS, False, True, constraint)) is None
+    plain = Model("hermes", has_tokens=False)  # no reasoning, and no tools: the constraint alone
+    asked = GrammarAsked({}, False, True, ("regex", "x"))
+    assert answer_grammar(plain.form, plain.control_ids, "", asked) is None
