@@ -28,12 +28,13 @@ def multiply(
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of out, tiles of rows, segments; 1 where not PARTIAL). BLOCK_K divides `group` and `segment_len`.
+    """Grid (tiles of rows, tiles of out, segments; 1 where not PARTIAL). Programs of one tile of the weight start next to
+    each other: the later ones may find it in the cache. BLOCK_K divides `group` and `segment_len`.
 
     partials fp32 [segments, M, out], before the scale of a row; y in its own dtype.
     """
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, out_mask = rows < num_rows, outs < num_out
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride
     w_rows = w + outs.to(tl.int64)[None, :] * w_stride
@@ -132,9 +133,9 @@ def add_segments(
     partials, scales, bias, x_scales, y, num_rows, num_out, num_segments,
     KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums [segments, M, out] in order, from zero as `multiply` does. Grid (tiles of out, tiles of rows)."""
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    outs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Partial sums [segments, M, out] in order, from zero as `multiply` does. Grid (tiles of rows, tiles of out)."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, out_mask = rows < num_rows, outs < num_out
     mask = row_mask[:, None] & out_mask[None, :]
     places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]

@@ -102,6 +102,18 @@ def test_exact_rows_do_not_depend_on_their_batch(name, monkeypatch):
     assert torch.equal(kernel(x), split)
 
 
+def test_programs_run_along_the_rows_first(monkeypatch):
+    """Axis 0 of a grid is the one that a GPU starts first: all rows read a tile of the weight before the next one."""
+    grids = []
+    for kernel in ("multiply", "add_segments"):
+        launcher = getattr(triton.kernels, kernel)
+        spy = type("Spy", (), {"__getitem__": lambda _, grid, of=launcher: grids.append(grid) or of[grid]})()
+        monkeypatch.setattr(triton.kernels, kernel, spy)
+    linear = GpuLinear(on_device(dense_weight((96, 256), BF16)), None, BF16, True)
+    linear(torch.randn(200, 256).to(BF16).to(DEVICE))
+    assert [grid[:2] for grid in grids] == [(4, 2)] * 2
+
+
 def test_int4_packing_keeps_every_column():
     q = torch.randint(-8, 8, (3, 96), dtype=torch.int8)
     packed = packed_by(pack_int4(q), 96, 64)

@@ -160,7 +160,7 @@ class GpuLinear(LinearKernel):
         stored, num_rows = self._weight, x.shape[0]
         x, x_scales = self._activated(x)
         y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype)
-        grid = (-(-stored.num_out // BLOCK_N), -(-num_rows // tile))
+        grid = (-(-num_rows // tile), -(-stored.num_out // BLOCK_N))
         split = self._num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
         num_partials = self._num_segments if split else 0
         partials = x.new_empty(num_partials, num_rows, stored.num_out, dtype=torch.float32)
