@@ -184,7 +184,7 @@ class AsyncStream(AsyncIterator[pb.GenerateResponse]):
         return self._attempts.num - 1
 
     def cancel(self) -> None:
-        """End the request; whoever reads gets CANCELLED."""
+        """End the request; its reader gets CANCELLED."""
         self._cancelled = True
         self._call.cancel()
 

@@ -179,7 +179,7 @@ class Stream(Iterator[pb.GenerateResponse]):
         return self._attempts.num - 1
 
     def cancel(self) -> None:
-        """End the request, from any thread; whoever reads gets CANCELLED."""
+        """End the request, from any thread; its reader gets CANCELLED."""
         self._cancelled.set()
         self._call.cancel()
 

@@ -37,8 +37,8 @@ class Received:
         return rest
 
     def take(self, message: pb.GenerateResponse, is_resumed: bool) -> bool:
-        """Count a message; return whether it is for the caller. That a choice has ended is said again to whoever
-        resumes, and so are seed and request_id."""
+        """Count a message; return whether it is for the caller. A resumed stream repeats the ends of
+        choices, the seed and the request_id."""
         index = message.index
         if index >= len(self._num_tokens):
             return True

@@ -12,24 +12,17 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from baton.constraints.constraint import BadConstraint, Constraint
+from baton.constraints.frames import MAX_CPU_S, write_frame
 from baton.constraints.grammar import Grammar, Vocabulary
 
-MAX_CPU_S = 2.0  # of one constraint
 MAX_GROWTH = 512 << 20  # bytes, over what the tokenizer takes
 MAX_MASK_S = 0.1  # of one token: all answers of a step wait for it
 _STEPS = 48  # of a walk through the grammar, to see what masks take
 _NICE = 10  # requests that run go first
-
-
-def write_frame(stream: BinaryIO, data: bytes) -> None:
-    """Write one frame. Raises OSError."""
-    stream.write(len(data).to_bytes(8, "little") + data)
-    stream.flush()
 
 
 def main() -> int:

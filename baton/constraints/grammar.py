@@ -1,5 +1,5 @@
 """Grammars over one vocabulary: compiled once, and a cursor for each answer, which is a pure function of the grammar and
-of the token ids so far. So whoever has both goes on where another has stopped."""
+of the token ids so far. So a worker that has both continues where another has stopped."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile

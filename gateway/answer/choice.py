@@ -138,7 +138,7 @@ class Choice:
                 self._logprobs += logprobs
 
     def _parsed(self, parser: AnswerParser, text: str, is_new: bool) -> str:
-        """Return the content in what was said; keep reasoning and calls if they are new."""
+        """Return the content of `text`; keep reasoning and calls if they are new."""
         found = [parser.push(text)]
         if self.finish_reason:
             found.append(parser.finish())
@@ -158,7 +158,7 @@ class Choice:
         return "".join(each.content for each in found)
 
     def _call_id(self) -> str:
-        """Return the id of the last call: the same wherever the request goes on. Nine letters and digits are an id to
+        """Return the id of the last call: the same when the request is resumed. Nine letters and digits are an id to
         every chat template."""
         name = f"{self._request_id}/{self.index}/{self._num_calls}"
         return hashlib.sha256(name.encode()).hexdigest()[:9]

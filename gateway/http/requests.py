@@ -150,7 +150,7 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")
-    read_value(values, "user", STRING, "")  # its sender's business: the tenant is who has the key
+    read_value(values, "user", STRING, "")  # ignored: the tenant is the key's
     include_usage = read_value({**options, "stream": True}, "include_usage", BOOLEAN, False)
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
     return Asked(f"{prefix}-{request_id}", requests, names, stream, include_usage, return_token_ids)

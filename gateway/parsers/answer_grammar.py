@@ -1,4 +1,4 @@
-"""The grammar of an answer: what its tools, their choice and its constraint come to."""
+"""The grammar of an answer: made of its tools, their choice and its constraint."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -14,8 +14,8 @@ from io import BufferedReader, BufferedWriter
 from typing import cast
 from weakref import WeakSet
 
-from baton.constraints.checker import MAX_CPU_S, write_frame
 from baton.constraints.constraint import BadConstraint, Constraint, grammar_of
+from baton.constraints.frames import MAX_CPU_S, write_frame
 
 _MAX_WAIT_S = 5 * MAX_CPU_S  # on a busy machine
 _START_S = 60.0  # the vocabulary is read

@@ -99,7 +99,7 @@ def test_what_would_fail_again_is_not_sent_again(gateways, ask, error):
     assert len(gateway.requests) == 1
 
 
-def test_whoever_is_refused_waits_as_long_as_is_asked(gateways, ask):
+def test_a_refused_client_waits_as_long_as_is_asked(gateways, ask):
     (gateway,) = gateways(1)
     gateway.script = [(0, Overloaded("full", 0.3))]
     began = time.monotonic()

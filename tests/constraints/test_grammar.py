@@ -1,4 +1,4 @@
-"""Grammars over a vocabulary: which tokens may be next, wherever the reading began."""
+"""Grammars over a vocabulary: which tokens may be next, from any beginning."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_every_token_of_a_valid_answer_is_allowed_and_the_end_only_behind_it():
 
 
 def test_a_cursor_is_a_function_of_the_tokens():
-    """Whoever reads them, at once or one by one."""
+    """Read at once or one by one."""
     grammar, token_ids = VOCABULARY.compile(SCHEMA), ids_of(ANSWER)
     slow = grammar.cursor()
     for num_tokens in range(len(token_ids)):

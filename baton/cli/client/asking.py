@@ -11,7 +11,7 @@ from baton.service.net.client import explain_failure
 from baton.service.security.access import Access, add_access_flags
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-_RETRY = RetryPolicy(max_attempts=5)  # under a second in all: whoever waits at a terminal hears that nobody is there
+_RETRY = RetryPolicy(max_attempts=5)  # under a second in all: a person at a terminal is told soon that nobody is there
 _OPTIONS = ("max_tokens", "temperature", "seed", "stop", "n", "logprobs")  # flags that are the contract's fields
 
 

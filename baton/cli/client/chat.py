@@ -80,7 +80,7 @@ class TerminalChat:
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
-    """Yield what is said; empty lines are not. On a terminal Ctrl-C drops the line."""
+    """Yield each line that is not empty. On a terminal Ctrl-C drops the line."""
     if not is_terminal:
         yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
         return

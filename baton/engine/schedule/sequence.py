@@ -102,7 +102,7 @@ class Sequence:
 
     @property
     def cursor(self) -> GrammarCursor:
-        """The place of its last token in the grammar of its constraint: made from its tokens, wherever they came from."""
+        """The place of its last token in the grammar of its constraint: made from its tokens, its own or received."""
         if self._cursor is None:
             self._cursor = self.group.compiled().cursor()
         self._cursor.read(self.token_ids, self.group.request.num_prompt_tokens)

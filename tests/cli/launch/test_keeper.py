@@ -138,7 +138,7 @@ async def test_failed_start_of_a_crash_is_whole():
 
 
 async def test_what_stays_away_is_left_ended(capfd):
-    """And knows what keeps it, so that it can tell whoever drains it."""
+    """It knows what keeps it, and tells the operator who drains it."""
     body = READY + "print(os.environ['BATON_KEEPER'], flush=True); sys.exit(3)"
     keeper = Keeper("decode worker 0", program(body), pause_s=0.01)
     said = ""

@@ -71,7 +71,7 @@ def test_a_request_is_opened_by_keyboard_and_stays_open(stack, client, prompts, 
 
 
 def test_a_completion_streams_into_the_page(model, tmp_path):
-    """Where both ports are reached from this host alone; what is wrong with a request is said there too."""
+    """Where both ports are reached from this host alone; errors of a request are shown there too."""
     http = ("--http", "127.0.0.1:0")
     with (
         Stack(model, tmp_path / "stack", num_prefill=0, gateway_options=http) as stack,

@@ -7,6 +7,7 @@ import sys
 from tokenizers import Tokenizer
 
 from baton.cli.cluster import demo
+from baton.client import make_request
 from tests.support import bare
 from tests.support.process import ROOT
 
@@ -34,7 +35,7 @@ def _whole() -> str:
     prompt_ids = tokenizer.encode(PROMPT).ids
     engine = bare.load_engine(MODEL, num_blocks=64)
     eos_ids = engine.spec.eos_token_ids
-    sampling = {field.name: value for field, value in demo.SAMPLING.ListFields()}
+    sampling = {field.name: value for field, value in make_request(PROMPT, demo.SAMPLING).sampling.ListFields()}
     request = bare.make_request("whole", prompt_ids, max_tokens=MAX_TOKENS, eos_ids=eos_ids, **sampling)
     answer = bare.run(engine, [request])["whole"][0]
     token_ids = [token_id for token_id in answer.token_ids if token_id not in eos_ids]

@@ -1,4 +1,4 @@
-"""Tokens of a model that marks reasoning and calls: equal in every grouping, and from wherever a client resumes."""
+"""Tokens of a model that marks reasoning and calls: equal in every grouping, and resumed at any token."""
 
 import json
 

@@ -1,0 +1,12 @@
+"""The frames between a process that has constraints checked and the one that checks them: a length in 8 bytes, and as many
+bytes."""
+
+from typing import BinaryIO
+
+MAX_CPU_S = 2.0  # of one constraint
+
+
+def write_frame(stream: BinaryIO, data: bytes) -> None:
+    """Write one frame. Raises OSError."""
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
