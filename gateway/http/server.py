@@ -45,6 +45,8 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
         super().connection_lost(exc)
+        # uvicorn leaves it to run where a connection was reset, and with it for _IDLE_S all that the connection had.
+        self._unset_keepalive_if_required()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
