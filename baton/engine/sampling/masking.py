@@ -7,10 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from baton.constraints.grammar import WORD_BITS
 from baton.engine import native
-
-NEVER = float("-inf")
-WORD_BITS = 32
+from baton.engine.sampling.filters import NEVER
 
 
 def apply_masks(logits: Tensor, rows: Sequence[int], masks: Sequence[Tensor]) -> None:
