@@ -1,6 +1,40 @@
-"""Values of command-line arguments, checked as they are read: argparse says which one is wrong, and ends with 2."""
+"""Subcommands, and values of their arguments, checked as they are read: argparse says which one is wrong, and ends with 2."""
 
 import argparse
+
+
+def add_command(
+    subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]",  # pyright: ignore[reportPrivateUsage]
+    name: str,
+    *,
+    summary: str,
+    description: str,
+    examples: str,
+    usage: str | None = None,
+) -> argparse.ArgumentParser:
+    """Return the parser of the subcommand `name`. Its help closes with `examples`, one a line."""
+    return subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        usage=usage,
+        epilog=_EXAMPLES + "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines()),
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+
+
+_EXAMPLES = "examples:\n"
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Wraps all but examples, which are there to be copied."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
 
 def positive(text: str) -> float:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from baton.cli.client.asking import add_target_flags, explain, say_failed
 from baton.cli.client.batch_lines import GatewayGone, Json, LineRunner, custom_id_of
 from baton.client import NO_RETRIES, AsyncClient, CallError, RetryPolicy
-from baton.service.arguments import positive, whole
+from baton.service.arguments import add_command, positive, whole
 from baton.service.security.access import Access, read_access
 from baton.service.settings import SettingsError
 
@@ -26,14 +26,21 @@ _RETRY = RetryPolicy(max_attempts=40, longest_pause_s=2.0)
 _AHEAD = 4  # times the concurrency: results that wait for an earlier one to be written
 
 
+_EXAMPLES = """
+baton batch requests.jsonl
+baton batch requests.jsonl --output results.jsonl --concurrency 64
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "batch",
-        help="send the requests of a file and write their results to another",
+        summary="send the requests of a file and write their results to another",
         description="FILE has a request in OpenAI's batch form on each line (custom_id, method, url, body). Results are "
         "written in the same order. Run it again after an interruption: what has a result is not sent again.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("file", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: FILE.results.jsonl beside it)")

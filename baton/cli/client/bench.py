@@ -31,7 +31,7 @@ from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import summarize, table
 from baton.loadgen.trace import TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Job, Shape
-from baton.service.arguments import positive, whole
+from baton.service.arguments import add_command, positive, whole
 from baton.service.observe.bound import Bound, aware_of_host
 from baton.service.observe.cpu_usage import CpuUsage
 from baton.service.security.access import add_access_flags, read_access
@@ -47,14 +47,24 @@ _SWEEP_FROM, _SWEEP_STEPS, _SWEEP_RESOLUTION = 1.0, 16, 1.1  # requests/s; at mo
 _SWEEP_STEP_S, _LEAST_REQUESTS = 20.0, 20  # a step of a low rate sends fewer requests
 
 
+_EXAMPLES = """
+baton bench --workload chat --rate 4
+baton bench --closed 16 --num-requests 200 --out before
+baton bench --sweep --slo ttft=500ms,tpot=50ms
+baton bench --compare before after
+baton bench --openai http://127.0.0.1:8000/v1 --closed 16
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "bench",
-        help="measure a running gateway, or any server of OpenAI's API, under load",
+        summary="measure a running gateway, or any server of OpenAI's API, under load",
         usage="baton bench [--rate R | --closed N | --trace FILE | --sweep | --compare A B] [--slo S] [--out DIR] ...",
         description="Sends requests by rate, by trace, or N at a time; writes summary.json, requests.csv, report.html.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
     parser.add_argument(

@@ -9,19 +9,27 @@ from importlib import import_module
 
 from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of, say_failed
 from baton.client import CallError, Client, GenerateOptions
+from baton.service.arguments import add_command
 from baton.service.security.access import read_access
 from baton.service.settings import SettingsError
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
+_EXAMPLES = """
+baton chat
+baton chat --system "Answer in one sentence." --temperature 0 --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api.key
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "chat",
-        help="talk with the model in the terminal",
+        summary="talk with the model in the terminal",
         description="Each line is a message. Ctrl-C ends an answer, Ctrl-D the conversation.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--system", metavar="TEXT", help="message of the system, before all others")
     add_sampling_flags(parser)

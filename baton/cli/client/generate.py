@@ -13,16 +13,27 @@ from google.protobuf.json_format import MessageToDict
 
 from baton.cli.client.asking import add_sampling_flags, add_target_flags, explain, open_client, options_of, say_failed
 from baton.client import CallError, make_request
-from baton.service.arguments import whole
+from baton.service.arguments import add_command, whole
 from baton.service.security.access import read_access
 from baton.service.settings import SettingsError
 from baton.v1 import inference_pb2 as pb
 
+_EXAMPLES = """
+baton generate "def read_lines(path):" --max-tokens 48
+git diff | baton generate --chat --system "Write a commit message." --temperature 0
+baton generate --chat "Name a city and its country." --schema city.json
+baton generate "def f(" -n 3 --seed 1 --json --logprobs 2
+"""
+
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
-        "generate", help="complete a prompt", description="Complete a prompt and stream the text.", allow_abbrev=False
+    parser = add_command(
+        subparsers,
+        "generate",
+        summary="complete a prompt",
+        description="Complete a prompt and stream the text.",
+        examples=_EXAMPLES,
     )
     parser.add_argument("prompt", nargs="?", default="-", metavar="PROMPT", help="text, or - for stdin (default: -)")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: use the chat template")

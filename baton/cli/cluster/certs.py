@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.service.arguments import whole
+from baton.service.arguments import add_command, whole
 from baton.service.security.credentials import check_tenant, new_key
 from baton.service.security.tls import DECODE, DOMAIN, GATEWAY, OPERATOR, PREFILL, WORKER_NAME
 
@@ -25,13 +25,21 @@ NAMES = {
 CA_CERT, CA_KEY, CREDENTIALS, API_KEY, SECRET = "ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"
 
 
+_EXAMPLES = """
+baton certs --out certs --host gateway.example.com
+baton certs --out certs-next --renew certs
+baton up --certs certs --listen 0.0.0.0:50051
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "certs",
-        help="write certificates, an API key and a cluster secret",
+        summary="write certificates, an API key and a cluster secret",
         description="Writes what `baton up --certs DIR` reads. Keep ca.key elsewhere: with it, any certificate can be issued.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder; made, never overwritten")
     parser.add_argument(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve
 from baton.protocol import ROLES
+from baton.service.arguments import add_command
 from baton.service.settings import SettingsError, flat_values, load_settings, variable
 from baton.worker.settings import WorkerSettings
 from gateway.config.settings import GatewaySettings
@@ -19,17 +20,22 @@ _VALUE_WIDTH = 44
 Values = Mapping[str, tuple[object, str]]
 
 
+_EXAMPLES = """
+baton config --decode 2
+BATON_BLOCK_SIZE=64 baton config --decode 2 > baton.toml && baton up --config baton.toml
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "config",
-        help="print the settings in force, and where each was set",
+        summary="print the settings in force, and where each was set",
         description="Takes the flags of `baton up`, and prints what it would run with, as TOML for `baton up --config`. "
         "A file is overridden by BATON_ variables, these by flags.",
         usage="baton config [OPTION of baton up ...]",
-        epilog="example:\n  BATON_BLOCK_SIZE=64 baton config --decode 2 > baton.toml && baton up --config baton.toml",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     add_up_flags(parser, is_short=True)
     parser.set_defaults(run=run)

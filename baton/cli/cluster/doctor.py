@@ -6,16 +6,17 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import grpc
 
-from baton.cli.cluster.findings import Findings
+from baton.cli.cluster.findings import Findings, advice_for
 from baton.cli.cluster.handover import Handover, HandoverFailed, Session, measure, prove
 from baton.cli.gpu import doctor as gpu_doctor
 from baton.client import NO_RETRIES, AsyncClient, CallError
 from baton.protocol import ROLES
+from baton.service.arguments import add_command
 from baton.service.net.client import open_channel
 from baton.service.net.server import ListenError, split_address
 from baton.service.security.access import Access, add_access_flags, read_access
@@ -45,14 +46,22 @@ class Found:
     collector: str = ""
 
 
+_EXAMPLES = """
+baton doctor
+baton doctor --json --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api.key
+baton doctor --gpu --model ./Llama-3.1-8B
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "doctor",
-        help="check a running stack, part by part, by moving real blocks",
+        summary="check a running stack, part by part, by moving real blocks",
         description="Sends a request and checks gateway, workers, KV transfer, Redis and collector, within 30 s. "
         "Exit 0 if the request works (without --target: if a prompt's KV reaches a decode worker), 1 if not.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--target", metavar="HOST:PORT", help=f"gateway (default: {DEFAULT_TARGET}, unless workers)")
     for role in ROLES:
@@ -235,7 +244,7 @@ async def _handoff(channels: _Channels, source: str, taker: str, until: float, r
                 if not CAPABILITIES[name].same_process and time.monotonic() < until:
                     await _try(prefill, decode, name, proof, copy_rate, where, report)
     except HandoverFailed as error:
-        report.warn("handoff", where, str(error), _advice(str(error)))
+        report.warn("handoff", where, str(error), advice_for(str(error)))
     except TimeoutError:
         report.warn("handoff", where, f"no end within {_HANDOFF_S:.0f} s", "look into both workers' logs")
     except grpc.aio.AioRpcError as error:
@@ -362,24 +371,6 @@ def _unreachable(error: grpc.aio.AioRpcError, what: str, flag: str) -> tuple[str
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return f"no {what} answers there", f"start it, or correct {flag}"
     return f"{error.code().name}: {error.details()}", "look into its log"
-
-
-def _advice(message: str) -> str:
-    """The one thing to do about a handover that failed."""
-    for sign, advice in _ADVICE:
-        if sign in message:
-            return advice
-    return "look into both workers' logs"
-
-
-_ADVICE: Sequence[tuple[str, str]] = (
-    ("no transport", "give both workers a transport in common (--transports)"),
-    ("the source keeps", "start both workers with the same model and a --kv-dtype that can be converted"),
-    ("the source computes", "start both workers with the same model, --dtype and kernels"),
-    ("kv_full", "it has no room now: try again, or give it more --num-blocks"),
-    ("queue_full", "it has no room now: try again when it has less to do"),
-    ("draining", "it is being stopped: start it again"),
-)
 
 
 def _addresses(text: str) -> list[str]:

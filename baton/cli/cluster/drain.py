@@ -10,6 +10,7 @@ import time
 import grpc
 
 from baton.protocol import ROLES
+from baton.service.arguments import add_command
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
 from baton.service.security.tls import WORKER_NAME
@@ -26,15 +27,23 @@ class NotDrained(Exception):
     """One line."""
 
 
+_EXAMPLES = """
+baton drain 127.0.0.1:50061
+baton drain 127.0.0.1:50061 --next-role prefill
+baton drain 127.0.0.1:50061 --stay-away
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "drain",
-        help="empty a worker, and end it or change its role",
+        summary="empty a worker, and end it or change its role",
         description="Requests on the worker continue for the grace period, then move to other workers. "
         "Returns when the worker is gone, or serves in its next role. `baton up` starts a worker that ended again at once, "
         "unless it is drained with --stay-away; compose and systemd follow their own restart policy, whatever is given here.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("target", metavar="HOST:PORT", help="the worker's gRPC address")
     after = parser.add_mutually_exclusive_group()

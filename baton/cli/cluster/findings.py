@@ -1,7 +1,8 @@
-"""Print the findings of `baton doctor`: line by line as they come, or as one JSON document at the end."""
+"""Print the findings of `baton doctor`, line by line as they come or as one JSON document at the end, with advice."""
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from baton.service.logs import printable
@@ -66,3 +67,21 @@ class Findings:
             print(
                 printable(f"{_MARKS[finding.status]}  {finding.part:<9} {finding.where:<33} {text}") + clear, flush=True
             )
+
+
+def advice_for(message: str) -> str:
+    """Return the one thing to do about a handover that failed."""
+    for sign, advice in _ADVICE:
+        if sign in message:
+            return advice
+    return "look into both workers' logs"
+
+
+_ADVICE: Sequence[tuple[str, str]] = (
+    ("no transport", "give both workers a transport in common (--transports)"),
+    ("the source keeps", "start both workers with the same model and a --kv-dtype that can be converted"),
+    ("the source computes", "start both workers with the same model, --dtype and kernels"),
+    ("kv_full", "it has no room now: try again, or give it more --num-blocks"),
+    ("queue_full", "it has no room now: try again when it has less to do"),
+    ("draining", "it is being stopped: start it again"),
+)

@@ -15,6 +15,7 @@ from collections import Counter
 import grpc
 
 from baton.loadgen.summary import percentile
+from baton.service.arguments import add_command
 from baton.service.logs import printable
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import add_access_flags, read_access
@@ -28,14 +29,21 @@ _OUTCOMES = ("ok", "cancelled", "refused", "failed")
 _HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")
 
 
+_EXAMPLES = """
+baton top
+baton top --once --target host:50051 --tls-ca certs/ca.crt --api-key-file certs/api.key
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "top",
-        help="watch a running stack in the terminal",
+        summary="watch a running stack in the terminal",
         description="Show latencies, workers, KV, running requests and what bounds the stack, again and again; the gateway's admin page "
         "shows the same.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="gateway (default: %(default)s)")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")

@@ -11,27 +11,27 @@ import sys
 from baton.cli.cluster.up_settings import add_up_flags, make_plan
 from baton.cli.launch.keeper import StartError
 from baton.cli.launch.stack import PortError, Stack
+from baton.service.arguments import add_command
 from baton.service.settings import SettingsError
 
-_EXAMPLES = """examples:
-  baton up --model ./Llama-3.2-1B                       serve a folder of the Hugging Face layout
-  baton up --model m.gguf --decode 2 --speculator auto
-  baton up --certs certs --listen 0.0.0.0:50051         with TLS and keys, after `baton certs --out certs`
-  baton generate "def f(x):"                            ask it, from another terminal
+_EXAMPLES = """
+baton up --model ./Llama-3.2-1B                       serve a folder of the Hugging Face layout
+baton up --model m.gguf --decode 2 --speculator auto
+baton up --certs certs --listen 0.0.0.0:50051         with TLS and keys, after `baton certs --out certs`
+baton generate "def f(x):"                            ask it, from another terminal
 """
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "up",
-        help="serve a model: gateway and workers as child processes",
+        summary="serve a model: gateway and workers as child processes",
         description="Serve a model on this machine. Prints `ready grpc=HOST:PORT ... pid=N` once it serves; drains on "
         "SIGINT and SIGTERM, a second signal kills.",
         usage="baton up [--model DIR|FILE] [OPTION ...]",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     add_up_flags(parser, is_short=True)
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option, with its variable, and exit")

@@ -44,7 +44,8 @@ _NOT_GATEWAY_OPTIONS = (
     "admin",
 )
 _SHIPPED_NAME = "baton-demo"
-_SHORT = ("dtype", "quantization", "kv_dtype", "max_model_len", "speculator", "device", "threads")
+# The help of one screen has these; --help-all the rest.
+_SHORT = ("model", "listen", "http", "prefill", "decode", "redis", "certs", "quantization", "speculator")
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ class Resolved:
 
 
 def add_up_flags(parser: argparse.ArgumentParser, is_short: bool) -> None:
-    """Add the flags of `baton up`. `is_short`: the help names only those that matter most."""
+    """Add the flags of `baton up`. `is_short`: the help names only those that most people need."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings as TOML, as `baton config` prints them")
-    add_flags(parser, UpSettings, names_variable=not is_short)
     shown = _SHORT if is_short else None
+    add_flags(parser, UpSettings, shown=shown, names_variable=not is_short)
     workers = parser.add_argument_group("worker options", "Of both roles; --prefill.OPTION and --decode.OPTION of one.")
     add_flags(workers, WorkerSettings, skip=_NOT_OPTIONS, shown=shown, names_variable=not is_short)
     for role in ROLES:

@@ -10,7 +10,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.service.arguments import whole
+from baton.service.arguments import add_command, whole
 
 SHIPPED_TEXT = Path(__file__).resolve().parents[2] / "quantization" / "held_out.txt"
 
@@ -25,13 +25,20 @@ class Texts:
         return sum(len(text.encode()) for text in self.texts)
 
 
+_EXAMPLES = """
+baton eval --model ./Llama-3.2-1B --text held-out.txt
+baton eval --model ./Llama-3.2-1B-int4 --against ./Llama-3.2-1B
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "eval",
-        help="bits per byte, perplexity and agreement of a model",
+        summary="bits per byte, perplexity and agreement of a model",
         description="Score a model on text it was not trained on, through the engine, KV as it is stored.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder, of any weight format")
     parser.add_argument(

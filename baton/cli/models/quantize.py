@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from baton.service.arguments import whole
+from baton.service.arguments import add_command, whole
 
 # As baton.quantization.schemes has them, which imports torch: seconds that --help and wrong use need not wait for.
 SCHEMES = (
@@ -24,13 +24,21 @@ SCHEMES = (
 )
 
 
+_EXAMPLES = """
+baton quantize --model ./Llama-3.2-1B --out ./Llama-3.2-1B-int4 --scheme int4
+baton quantize --model ./Llama-3.2-1B --out ./Llama-3.2-1B-int4 --scheme int4 --calibration prompts.jsonl
+baton up --model ./Llama-3.2-1B-int4
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "quantize",
-        help="make a quantized model folder",
+        summary="make a quantized model folder",
         description="Write a quantized copy of a model folder, in the layout of compressed-tensors.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="float model folder")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to make; must not exist")

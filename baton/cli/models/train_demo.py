@@ -7,20 +7,27 @@ import os
 import sys
 from pathlib import Path
 
-from baton.service.arguments import positive, whole
+from baton.service.arguments import add_command, positive, whole
 
 DEFAULT_OUT = Path("demo-run")
 DEFAULT_MINUTES = 130.0
 
 
+_EXAMPLES = """
+baton train-demo --quick --out demo-quick
+baton up --model demo-quick/target
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "train-demo",
-        help="train the demo model (tokenizer, target, draft, heads) and evaluate it",
+        summary="train the demo model (tokenizer, target, draft, heads) and evaluate it",
         description="Make the demo model from this machine's Python standard library: tokenizer, target, draft and heads, then "
         "measure them. What it writes is served with `baton up --model OUT/target`.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to fill (default: %(default)s)")
     parser.add_argument("--minutes", type=positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")

@@ -7,19 +7,26 @@ import os
 import sys
 from pathlib import Path
 
-from baton.service.arguments import positive, whole
+from baton.service.arguments import add_command, positive, whole
 
 DEFAULT_MINUTES = 12.0
 
 
+_EXAMPLES = """
+baton train-draft --kind eagle --model ./Llama-3.2-1B --text code.txt --out heads
+baton up --model ./Llama-3.2-1B --speculator eagle --draft-model heads
+"""
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "train-draft",
-        help="train heads that guess a model's next tokens (speculation)",
+        summary="train heads that guess a model's next tokens (speculation)",
         description="Train heads on a frozen model. What it writes is used with "
         "`baton up --speculator medusa|eagle --draft-model OUT`.",
-        allow_abbrev=False,
+        examples=_EXAMPLES,
     )
     parser.add_argument("--kind", choices=("medusa", "eagle"), required=True, help="what is trained")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="the target, a model folder")
