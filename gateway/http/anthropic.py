@@ -1,15 +1,16 @@
 """Anthropic's Messages API in the same words of baton.v1: its requests, its answers and its errors."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from baton.service.errors import BatonError, InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import Json, named_event
-from gateway.http.conversations import read_content
+from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.errors import status_of, to_json
-from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, STRING, STRINGS, TOP_K, Field, read_as
-from gateway.http.requests import CHAT_NAMES, Asked, check_known, fill, new_id, read_value
+from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as
+from gateway.http.requests import CHAT_NAMES, TOKENIZE_NAMES, Asked, check_known, fill, new_id, read_value
 
 MESSAGES = (
     Field("model", "model", STRING),
@@ -22,19 +23,39 @@ MESSAGES = (
 MESSAGES_NEUTRAL: Mapping[str, tuple] = {
     "service_tier": ("auto", "standard_only"),
     "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),  # among no tools
-    "tools": ([],),
 }
 COUNT_NEUTRAL = {name: values for name, values in MESSAGES_NEUTRAL.items() if name != "service_tier"}
-_CONVERSATION = ("messages", "system", "cache_control")
+_CONVERSATION = ("messages", "system", "cache_control", "tools", "tool_choice")
+TOOL_CHOICES = {
+    "auto": pb.TOOL_CHOICE_AUTO,
+    "any": pb.TOOL_CHOICE_REQUIRED,
+    "none": pb.TOOL_CHOICE_NONE,
+    "tool": pb.TOOL_CHOICE_UNSPECIFIED,  # the one that is named
+}
+# Fields of a tool, and of each type of block that a role may have.
+TOOL_FIELDS = ("name", "description", "input_schema", "strict", "type", "cache_control")
+_CHOICE = ("type", "name", "disable_parallel_tool_use")
+_DIRECT = {"type": "direct"}
+_TEXT = ("type", "text", "cache_control", "citations")
+_RESULT = ("type", "tool_use_id", "content", "is_error", "cache_control")
+_BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "user": {"text": _TEXT, "tool_result": _RESULT},
+    "assistant": {
+        "text": _TEXT,
+        "thinking": ("type", "thinking", "signature"),
+        "tool_use": ("type", "id", "name", "input", "caller", "cache_control"),
+    },
+}
+_NAMES = {"messages.tool_name": "tool_choice.name"}
+_STOP_REASONS = {pb.FINISH_REASON_LENGTH: "max_tokens", pb.FINISH_REASON_TOOL_CALLS: "tool_use"}
 _ERROR_TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 504: "timeout_error"}
 
 
 def read_request(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/messages. Raises InvalidRequest."""
     check_known(values, MESSAGES, MESSAGES_NEUTRAL, (*_CONVERSATION, "stream", "metadata"))
-    request, names = pb.GenerateRequest(request_id=new_id()), dict(CHAT_NAMES)
-    request.messages.CopyFrom(_conversation(values))
+    names = {**CHAT_NAMES, **_NAMES}
+    request = pb.GenerateRequest(request_id=new_id(), messages=_conversation(values, names))
     fill(request, values, MESSAGES, names)
     if not request.stopping.HasField("max_tokens"):
         raise InvalidRequest("max_tokens", "is missing")
@@ -43,43 +64,121 @@ def read_request(values: Mapping[str, Any]) -> Asked:
     return Asked(f"msg_{request.request_id}", [request], names, stream)
 
 
-def read_count(values: Mapping[str, Any]) -> pb.TokenizeRequest:
-    """Read the body of /v1/messages/count_tokens. Raises InvalidRequest."""
+def read_count(values: Mapping[str, Any]) -> tuple[pb.TokenizeRequest, dict[str, str]]:
+    """Read the body of /v1/messages/count_tokens; return the request and the words for its fields. Raises
+    InvalidRequest."""
     check_known(values, (), COUNT_NEUTRAL, (*_CONVERSATION, "model"))
     _check_objects(values, "cache_control")
-    return pb.TokenizeRequest(model=read_value(values, "model", STRING, ""), messages=_conversation(values))
+    names = {**TOKENIZE_NAMES, **_NAMES}
+    model = read_value(values, "model", STRING, "")
+    return pb.TokenizeRequest(model=model, messages=_conversation(values, names)), names
 
 
-def _conversation(values: Mapping[str, Any]) -> pb.Messages:
+def _conversation(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
+    """Read a conversation, and its words for messages and tools into `names`."""
     given = values.get("messages")
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages", "is missing" if given is None else "must be a list of messages, and not empty")
-    messages = [_message(f"messages[{index}]", message) for index, message in enumerate(given)]
-    if messages[-1].role != "user":
+    conversation = _tools(values, names)
+    if system := read_content("system", values["system"]) if "system" in values else "":
+        conversation.messages.add(role="system", content=system)
+    for index, message in enumerate(given):
+        for each, words in _messages(f"messages[{index}]", message):
+            here = f"messages.messages[{len(conversation.messages)}]"
+            names |= {here + name: word for name, word in words.items()}
+            conversation.messages.append(each)
+    if given[-1]["role"] != "user":
         raise InvalidRequest(
             "messages", "the last one must be the user's: an answer that is begun is not continued here"
         )
-    system = read_content("system", values["system"]) if "system" in values else ""
-    before = [pb.Message(role="system", content=system)] if system else []
-    return pb.Messages(messages=[*before, *messages], tool_choice=pb.TOOL_CHOICE_NONE)
+    return conversation
 
 
-def _message(where: str, message: object) -> pb.Message:
+def _tools(values: Mapping[str, Any], names: dict[str, str]) -> pb.Messages:
+    """Return a conversation with its tools alone."""
+    choice = read_fields("tool_choice", values.get("tool_choice", {"type": "auto"}), _CHOICE)
+    kind = read_as("tool_choice.type", STRING, choice.get("type"))
+    if kind not in TOOL_CHOICES:
+        raise InvalidRequest("tool_choice.type", f"must be one of {', '.join(TOOL_CHOICES)}")
+    if (kind == "tool") != bool(name := read_as("tool_choice.name", STRING, choice.get("name", ""))):
+        raise InvalidRequest("tool_choice.name", "is missing" if kind == "tool" else f"is given beside type {kind}")
+    is_single = read_as(
+        "tool_choice.disable_parallel_tool_use", BOOLEAN, choice.get("disable_parallel_tool_use", False)
+    )
+    conversation = pb.Messages(tool_choice=TOOL_CHOICES[kind], tool_name=name, parallel_tool_calls=not is_single)
+    for index, tool in enumerate(read_list("tools", values.get("tools"))):
+        where = f"tools[{index}]"
+        fields = read_fields(where, tool, TOOL_FIELDS)
+        if fields.get("type", "custom") != "custom":
+            raise InvalidRequest(f"{where}.type", "is not supported here: tools of one's own are")
+        conversation.tools.append(read_tool(where, fields, "input_schema", kind in ("any", "tool")))
+        names[f"messages.{where}.parameters"] = f"{where}.input_schema"
+    return conversation
+
+
+def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[str, str]]]:
+    """Yield the messages that one is, each with its words for fields: results of tools are messages of their own."""
     if not isinstance(message, dict):
         raise InvalidRequest(where, "must be an object with role and content")
     if unknown := message.keys() - {"role", "content"}:
         raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not known here")
-    if message.get("role") not in ("user", "assistant"):
+    if (role := message.get("role")) not in ("user", "assistant"):
         raise InvalidRequest(f"{where}.role", "must be user or assistant; system is a field of its own")
-    role, content, reasoning = message["role"], message.get("content"), ""
-    if role == "assistant" and isinstance(content, list):
-        thoughts = {
-            n: part for n, part in enumerate(content) if isinstance(part, dict) and part.get("type") == "thinking"
-        }
-        for n, part in thoughts.items():
-            reasoning += read_as(f"{where}.content[{n}].thinking", STRING, part.get("thinking"))
-        content = [_block("text", "") if n in thoughts else part for n, part in enumerate(content)]
-    return pb.Message(role=role, content=read_content(f"{where}.content", content), reasoning=reasoning)
+    content, said, words = message.get("content"), None, {"": where}
+    if not isinstance(content, list) or not content:
+        yield pb.Message(role=role, content=read_content(f"{where}.content", content)), words
+        return
+    for index, block in enumerate(content):
+        here = f"{where}.content[{index}]"
+        kind, fields = _fields(here, role, block)
+        if kind == "tool_result":
+            if said is not None:
+                yield said, words
+                said = None
+            yield _result(here, fields), {"": here, ".tool_call_id": f"{here}.tool_use_id"}
+            continue
+        said = said or pb.Message(role=role)
+        if kind == "tool_use":
+            call = f".tool_calls[{len(said.tool_calls)}]"
+            words |= {call: here, f"{call}.arguments": f"{here}.input"}
+        _add(said, here, kind, fields)
+    if said is not None:
+        yield said, words
+
+
+def _fields(where: str, role: str, block: object) -> tuple[str, dict[str, Any]]:
+    """Return the type of a block and its fields."""
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind not in _BLOCKS[role]:
+        told = f"must be a block of type {' or '.join(_BLOCKS[role])}"
+        raise InvalidRequest(where, told)
+    return kind, read_fields(where, block, _BLOCKS[role][kind])
+
+
+def _add(message: pb.Message, where: str, kind: str, fields: Mapping[str, Any]) -> None:
+    """Add a block to the message."""
+    if kind == "text":
+        message.content += read_part(where, fields)
+    elif kind == "thinking":
+        message.reasoning += read_as(f"{where}.thinking", STRING, fields.get("thinking"))
+    else:
+        if fields.get("caller", _DIRECT) != _DIRECT:
+            raise InvalidRequest(f"{where}.caller", "is not supported here")
+        message.tool_calls.add(
+            id=read_as(f"{where}.id", STRING, fields.get("id")),
+            name=read_as(f"{where}.name", STRING, fields.get("name")),
+            arguments=json.dumps(read_as(f"{where}.input", OBJECT, fields.get("input"))),
+        )
+
+
+def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:
+    """Return what a tool answered; that it failed stands in its words."""
+    read_as(f"{where}.is_error", BOOLEAN, fields.get("is_error", False))
+    return pb.Message(
+        role="tool",
+        content=read_content(f"{where}.content", fields.get("content", "")),
+        tool_call_id=read_as(f"{where}.tool_use_id", STRING, fields.get("tool_use_id")),
+    )
 
 
 def _check_objects(values: Mapping[str, Any], *names: str) -> None:
@@ -108,9 +207,10 @@ class MessageForm:
             self._end = _end(message)
         for kind, text in (("thinking", message.reasoning), ("text", message.text)):
             if text:
-                data += self._within(kind)
-                delta = {"type": f"{kind}_delta", kind: text}
-                data += _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+                data += self._within(kind) + self._delta({"type": f"{kind}_delta", kind: text})
+        for call in message.tool_calls:
+            data += self._begin("tool_use", {**_use(call), "input": {}})
+            data += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
         return data
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
@@ -127,18 +227,26 @@ class MessageForm:
         """Return the answer in one object."""
         (response,) = responses
         (choice,) = response.choices
-        content = [_block("text", choice.text)] if choice.text or not choice.reasoning else []
+        content = [_block("text", choice.text)] if choice.text or not (choice.reasoning or choice.tool_calls) else []
         if choice.reasoning:
             content.insert(0, _block("thinking", choice.reasoning))
+        content += [{**_use(call), "input": json.loads(call.arguments)} for call in choice.tool_calls]
         return {**self._message(content, _usage(response.usage)), **_end(choice)}
 
     def _within(self, kind: str) -> bytes:
         """Return the events after which a block of this type is open."""
         if self._blocks and self._blocks[-1] == kind:
             return b""
+        return self._begin(kind, _block(kind, ""))
+
+    def _begin(self, kind: str, block: Json) -> bytes:
+        """Return the events that close the block that is open, if one is, and open this one."""
         data = self._close() if self._blocks else b""
         self._blocks.append(kind)
-        return data + _event("content_block_start", index=len(self._blocks) - 1, content_block=_block(kind, ""))
+        return data + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self) -> bytes:
         return _event("content_block_stop", index=len(self._blocks) - 1)
@@ -164,8 +272,12 @@ def _block(kind: str, text: str) -> Json:
     return {"type": kind, kind: text, **({"signature": ""} if kind == "thinking" else {})}
 
 
+def _use(call: pb.ToolCall) -> Json:
+    return {"type": "tool_use", "id": call.id, "name": call.name}
+
+
 def _end(part: pb.GenerateResponse | pb.Choice) -> Json:
-    reason = "max_tokens" if part.finish_reason == pb.FINISH_REASON_LENGTH else "end_turn"
+    reason = _STOP_REASONS.get(part.finish_reason, "end_turn")
     return {"stop_reason": "stop_sequence" if part.matched_stop else reason, "stop_sequence": part.matched_stop or None}
 
 

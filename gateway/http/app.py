@@ -65,8 +65,7 @@ class HttpApi:
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""
-        request = read_count(call.values)
-        call.names = TOKENIZE_NAMES
+        request, call.names = read_count(call.values)
         await call.reply({"input_tokens": len((await self._handler.tokenize(request, call.context)).token_ids)})
 
     async def models(self, call: HttpCall) -> None:

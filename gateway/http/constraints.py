@@ -1,11 +1,12 @@
-"""What an answer may be, in OpenAI's form (response_format) and in vLLM's (structured_outputs)."""
+"""What an answer may be, in OpenAI's forms (response_format, and text.format of a response) and in vLLM's
+(structured_outputs)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.fields import CONSTRAINTS, FORMATS, STRING, put, read_as
+from gateway.http.fields import CONSTRAINTS, FORMAT_TYPES, FORMATS, STRING, put, read_as
 
 CONSTRAINED = ("response_format", "structured_outputs")
 _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_schema
@@ -14,6 +15,8 @@ _NAMED = {"name", "description", "schema", "strict"}  # of response_format.json_
 def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], names: dict[str, str]) -> None:
     """Read the constraint of a body, if it has one, and its words for it into `names`. Raises InvalidRequest."""
     found = _of_format(values["response_format"]) if "response_format" in values else {}
+    if "text" in values:
+        found = _of_text(values["text"])
     if "structured_outputs" in values:
         if found:
             raise InvalidRequest("structured_outputs", "is given beside response_format: send one of them")
@@ -28,15 +31,34 @@ def read_constraint(request: pb.GenerateRequest, values: Mapping[str, Any], name
 def _of_format(value: object) -> dict[str, Any]:
     """Return what a row of FORMATS reads, by its name: of one of OpenAI's three types, one of which says nothing."""
     fields = _given("response_format", value, {"type", "json_schema"})
-    kind = read_as("response_format.type", STRING, fields.get("type"))
-    if kind not in ("text", "json_object", "json_schema"):
-        raise InvalidRequest("response_format.type", "must be text, json_object or json_schema")
+    kind = _kind("response_format", fields)
     if kind != "json_schema":
         if "json_schema" in fields:
             raise InvalidRequest("response_format.json_schema", f"is given beside type {kind}")
         return {"response_format.type": True} if kind == "json_object" else {}
     named = _given("response_format.json_schema", fields.get("json_schema"), _NAMED)
     return {"response_format.json_schema.schema": named.get("schema")}  # kept to, whether `strict` asks for it or not
+
+
+def _of_text(value: object) -> dict[str, Any]:
+    """As _of_format, of a response: its schema stands beside the type."""
+    fields = _given("text", value, {"format"})
+    if "format" not in fields:
+        return {}
+    fields = _given("text.format", fields["format"], _NAMED | {"type"})
+    kind = _kind("text.format", fields)
+    if kind != "json_schema":
+        if unlike := fields.keys() - {"type"}:
+            raise InvalidRequest(f"text.format.{min(unlike)}", f"is given beside type {kind}")
+        return {"text.format.type": True} if kind == "json_object" else {}
+    return {"text.format.schema": fields.get("schema")}
+
+
+def _kind(where: str, fields: Mapping[str, Any]) -> str:
+    kind = read_as(f"{where}.type", STRING, fields.get("type"))
+    if kind not in FORMAT_TYPES:
+        raise InvalidRequest(f"{where}.type", f"must be {', '.join(FORMAT_TYPES[:-1])} or {FORMAT_TYPES[-1]}")
+    return kind
 
 
 def _of_vllm(value: object) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Conversations in OpenAI's form, read into messages of baton.v1: messages, tools, and what goes with them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from baton.service.errors import InvalidRequest
@@ -24,7 +24,7 @@ _CONTENT = ValueKind("a string, or a list of parts", {}, STRING.read)
 _MESSAGE = {"role", "content", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 # Of a part: what was read is found again without being asked, and notes on an earlier answer are not read.
 _PART = {"type", "text", "cache_control", "annotations", "logprobs"}
-_TOOL = {"name", "description", "parameters", "strict"}
+TOOL_FIELDS = ("name", "description", "parameters", "strict")
 
 
 def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
@@ -39,13 +39,17 @@ def read_conversation(values: Mapping[str, Any]) -> pb.Messages:
     if begins == continues:
         raise InvalidRequest("add_generation_prompt", f"must be {not continues}".lower())
     kwargs = read_as("chat_template_kwargs", OBJECT, values.get("chat_template_kwargs", {}))
-    choice, name = _tool_choice(values.get("tool_choice", "auto"))
+    choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=True)
+    must_call = bool(name) or choice == pb.TOOL_CHOICE_REQUIRED
     return pb.Messages(
         tool_choice=choice,
         tool_name=name,
         parallel_tool_calls=read_as("parallel_tool_calls", BOOLEAN, values.get("parallel_tool_calls", True)),
         messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
-        tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(_list("tools", values.get("tools")))],
+        tools=[
+            _tool(f"tools[{index}]", tool, must_call)
+            for index, tool in enumerate(read_list("tools", values.get("tools")))
+        ],
         chat_template_kwargs=json.dumps(kwargs) if kwargs else "",
         continue_final_message=continues,
     )
@@ -55,23 +59,71 @@ def read_content(where: str, content: object, kinds: Sequence[str] = ("text",)) 
     """Return the text of a content: a string, or a list of parts of these types."""
     if not isinstance(content, list):
         return read_as(where, _CONTENT, content)
-    texts = []
-    for index, part in enumerate(content):
-        given = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else set()
-        if "type" not in given or part["type"] not in kinds or given - _PART:
-            told = f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here'
-            raise InvalidRequest(f"{where}[{index}]", told)
-        texts.append(read_as(f"{where}[{index}].text", STRING, part.get("text")))
-    return "".join(texts)
+    return "".join(read_part(f"{where}[{index}]", part, kinds) for index, part in enumerate(content))
+
+
+def read_part(where: str, part: object, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of a part of one of these types."""
+    given = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else set()
+    if not isinstance(part, dict) or "type" not in given or part["type"] not in kinds or given - _PART:
+        raise InvalidRequest(where, f'only parts {{"type": "{kinds[0]}", "text": ...}} are supported here')
+    return read_as(f"{where}.text", STRING, part.get("text"))
+
+
+def read_tool(where: str, fields: Mapping[str, Any], parameters: str, must_call: bool) -> pb.Tool:
+    """Return the tool with these fields; the one named `parameters` is its schema. `must_call`: the answer is calls,
+    the only ones that keep to their schemas."""
+    if read_as(f"{where}.strict", BOOLEAN, fields.get("strict", False)) and not must_call:
+        raise InvalidRequest(
+            f"{where}.strict", "is kept to where the answer must be calls: with another tool_choice leave it out"
+        )
+    schema = read_as(f"{where}.{parameters}", OBJECT, fields.get(parameters, {}))
+    return pb.Tool(
+        name=read_as(f"{where}.name", STRING, fields.get("name")),
+        description=read_as(f"{where}.description", STRING, fields.get("description", "")),
+        parameters=json.dumps(schema) if schema else "",
+    )
+
+
+def read_tool_choice(choice: object, is_wrapped: bool) -> tuple[pb.ToolChoice, str]:
+    """Return the choice, or the name of the one tool to call. `is_wrapped`: it stands in a field `function`."""
+    if isinstance(choice, str) and choice in _CHOICES:
+        return _CHOICES[choice], ""
+    if not isinstance(choice, dict) or choice.get("type") != "function":
+        raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
+    where, fields = "tool_choice", read_fields("tool_choice", choice, ("type", "function" if is_wrapped else "name"))
+    if is_wrapped:
+        where, fields = f"{where}.function", read_fields(f"{where}.function", fields.get("function"), ("name",))
+    name = read_as(f"{where}.name", STRING, fields.get("name"))
+    if not name:
+        raise InvalidRequest(f"{where}.name", "is empty")
+    return pb.TOOL_CHOICE_UNSPECIFIED, name
+
+
+def read_fields(where: str, value: object, known: Collection[str]) -> dict[str, Any]:
+    """Return the fields of an object that are not null, as clients write those that they leave out."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
+    fields = {name: each for name, each in value.items() if each is not None and each != []}
+    if unknown := fields.keys() - set(known):
+        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
+    return fields
+
+
+def read_list(where: str, value: object) -> list[Any]:
+    """Return a list; null is an empty one."""
+    if not isinstance(value, list | None):
+        raise InvalidRequest(where, "must be a list")
+    return value or []
 
 
 def _message(where: str, message: object) -> pb.Message:
     """`reasoning` is vLLM's newer word for reasoning_content: one of them, or both with the same."""
-    fields = _object(where, message, _MESSAGE)
+    fields = read_fields(where, message, _MESSAGE)
     reasoning = {fields[name] for name in ("reasoning", "reasoning_content") if isinstance(fields.get(name), str)}
     if len(reasoning) > 1:
         raise InvalidRequest(f"{where}.reasoning", "is not what reasoning_content is")
-    calls = _list(f"{where}.tool_calls", fields.get("tool_calls"))
+    calls = read_list(f"{where}.tool_calls", fields.get("tool_calls"))
     content = fields.get("content", "" if calls else None)
     return pb.Message(
         role=read_as(f"{where}.role", STRING, fields.get("role")),
@@ -83,8 +135,8 @@ def _message(where: str, message: object) -> pb.Message:
 
 
 def _call(where: str, call: object) -> pb.ToolCall:
-    fields = _object(where, call, {"id", "type", "function", "index"})
-    function = _object(f"{where}.function", fields.get("function"), {"name", "arguments"})
+    fields = read_fields(where, call, {"id", "type", "function", "index"})
+    function = read_fields(f"{where}.function", fields.get("function"), {"name", "arguments"})
     return pb.ToolCall(
         id=read_as(f"{where}.id", STRING, fields.get("id", "")),
         name=read_as(f"{where}.function.name", STRING, function.get("name")),
@@ -92,46 +144,9 @@ def _call(where: str, call: object) -> pb.ToolCall:
     )
 
 
-def _tool(where: str, tool: object) -> pb.Tool:
-    fields = _object(where, tool, {"type", "function"})
+def _tool(where: str, tool: object, must_call: bool) -> pb.Tool:
+    fields = read_fields(where, tool, {"type", "function"})
     if fields.get("type") != "function":
         raise InvalidRequest(f"{where}.type", 'must be "function"')
-    function = _object(f"{where}.function", fields.get("function"), _TOOL)
-    if function.get("strict", False) is not False:
-        raise InvalidRequest(f"{where}.function.strict", "is not supported here: tool_choice required is always strict")
-    parameters = read_as(f"{where}.function.parameters", OBJECT, function.get("parameters", {}))
-    return pb.Tool(
-        name=read_as(f"{where}.function.name", STRING, function.get("name")),
-        description=read_as(f"{where}.function.description", STRING, function.get("description", "")),
-        parameters=json.dumps(parameters) if parameters else "",
-    )
-
-
-def _tool_choice(choice: object) -> tuple[pb.ToolChoice, str]:
-    """Return the choice, or the name of the one tool to call."""
-    if isinstance(choice, str) and choice in _CHOICES:
-        return _CHOICES[choice], ""
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise InvalidRequest("tool_choice", f'must be {", ".join(_CHOICES)} or an object of type "function"')
-    fields = _object("tool_choice", choice, {"type", "function"})
-    function = _object("tool_choice.function", fields.get("function"), {"name"})
-    name = read_as("tool_choice.function.name", STRING, function.get("name"))
-    if not name:
-        raise InvalidRequest("tool_choice.function.name", "is empty")
-    return pb.TOOL_CHOICE_UNSPECIFIED, name
-
-
-def _object(where: str, value: object, known: set[str]) -> dict[str, Any]:
-    """Return the fields of an object that are not null, as clients write those that they leave out."""
-    if not isinstance(value, dict):
-        raise InvalidRequest(where, "must be an object" if value is not None else "is missing")
-    fields = {name: each for name, each in value.items() if each is not None and each != []}
-    if unknown := fields.keys() - known:
-        raise InvalidRequest(f"{where}.{min(unknown)[:80]}", "is not supported here")
-    return fields
-
-
-def _list(where: str, value: object) -> list[Any]:
-    if not isinstance(value, list | None):
-        raise InvalidRequest(where, "must be a list")
-    return value or []
+    function = read_fields(f"{where}.function", fields.get("function"), TOOL_FIELDS)
+    return read_tool(f"{where}.function", function, "parameters", must_call)

@@ -160,10 +160,14 @@ RESPONSE = (
 )
 COMPLETION = (*_BOTH, Field("logprobs", "sampling.logprobs", INTEGER))
 
-# What the answer may be: OpenAI's response_format, then vLLM's structured_outputs. One of all of these.
+# What the answer may be: OpenAI's response_format, and text.format of a response, then vLLM's structured_outputs. One of
+# all of these.
+FORMAT_TYPES = ("text", "json_object", "json_schema")
 FORMATS = (
     Field("response_format.type", "constraint.json_object", TRUE),  # that of json_object
     Field("response_format.json_schema.schema", "constraint.json_schema", JSON_SCHEMA),
+    Field("text.format.type", "constraint.json_object", TRUE),
+    Field("text.format.schema", "constraint.json_schema", JSON_SCHEMA),
 )
 CONSTRAINTS = (
     Field("structured_outputs.json", "constraint.json_schema", JSON_SCHEMA),
@@ -188,15 +192,11 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "background": (False,),
     "conversation": (),  # nothing is stored
     "metadata": ({},),
-    "parallel_tool_calls": (True, False),
     "previous_response_id": (),
     "prompt": (),
     "reasoning": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("none", "auto"),  # among no tools
-    "tools": ([],),
     "truncation": ("disabled",),
 }
 COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL
+from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, TOOL_CHOICES
 from gateway.http.fields import (
     BOOLEAN,
     CHAT,
@@ -11,6 +11,7 @@ from gateway.http.fields import (
     COMPLETION,
     COMPLETION_NEUTRAL,
     CONSTRAINTS,
+    FORMAT_TYPES,
     JSON_SCHEMA,
     RESPONSE,
     RESPONSE_NEUTRAL,
@@ -19,7 +20,7 @@ from gateway.http.fields import (
     Field,
 )
 from gateway.http.requests import MAX_PROMPTS
-from gateway.http.responses import ITEM_FIELDS, LOGPROBS, NOTES, PARTS, ROLES
+from gateway.http.responses import CALL_FIELDS, ITEM_FIELDS, LOGPROBS, NOTES, OUTPUT_FIELDS, PARTS, ROLES
 
 Json = dict[str, Any]
 
@@ -88,118 +89,152 @@ _RESPONSE = {
     "properties": {"id": {"type": "string"}, "output": {"type": "array"}, "usage": {"type": "object"}},
 }
 _OBJECT = {"type": "object"}
+_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
+
+
+def _closed(required: Sequence[str], **properties: Json) -> Json:
+    """Return the schema of an object with these properties and no others."""
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": False}
+
+
+def _list_of(kind: Json, *others: Json, **bounds: int) -> Json:
+    return {"type": "array", "items": {"anyOf": [kind, *others]} if others else kind, **bounds}
+
+
+def _parts(*kinds: str) -> Json:
+    return _closed(["type", "text"], type={"enum": kinds}, text=STRING.schema, cache_control=_OBJECT)
 
 
 def _content(*kinds: str) -> Json:
-    part = {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {"type": {"enum": kinds}, "text": STRING.schema, "cache_control": _OBJECT},
-        "additionalProperties": False,
-    }
-    return {"anyOf": [STRING.schema, {"type": "array", "items": part}]}
+    return {"anyOf": [STRING.schema, _list_of(_parts(*kinds))]}
 
 
 _CONTENT = _content("text")
 
 
-def _conversation(*roles: str, content: Json = _CONTENT, **others: Json) -> Json:
-    message = {
-        "type": "object",
-        "required": ["role", "content"],
-        "properties": {"role": {"enum": roles}, "content": content, **others},
-        "additionalProperties": False,
-    }
-    return {"type": "array", "minItems": 1, "items": message}
+def _conversation(message: Json, *others: Json) -> Json:
+    return _list_of(message, *others, minItems=1)
 
 
-_ANTHROPIC = {"messages": _conversation("user", "assistant"), "system": _CONTENT, "cache_control": _OBJECT}
+def _message(*roles: str, content: Json, **others: Json) -> Json:
+    return _closed(["role", "content"], role={"enum": roles}, content=content, **others)
+
+
+_TOOL_RESULT = _closed(
+    ["type", "tool_use_id"],
+    type={"const": "tool_result"},
+    tool_use_id=STRING.schema,
+    content=_CONTENT,
+    is_error=BOOLEAN.schema,
+    cache_control=_OBJECT,
+)
+_TOOL_USE = _closed(
+    ["type", "id", "name", "input"],
+    type={"const": "tool_use"},
+    id=STRING.schema,
+    name=_NAME,
+    input=_OBJECT,
+    cache_control=_OBJECT,
+)
+_THINKING = _closed(["type", "thinking"], type={"const": "thinking"}, thinking=STRING.schema, signature=STRING.schema)
+_ANTHROPIC = {
+    "messages": _conversation(
+        _message("user", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _TOOL_RESULT)]}),
+        _message("assistant", content={"anyOf": [STRING.schema, _list_of(_parts("text"), _THINKING, _TOOL_USE)]}),
+    ),
+    "system": _CONTENT,
+    "cache_control": _OBJECT,
+    "tools": _list_of(
+        _closed(
+            ["name", "input_schema"],
+            type={"const": "custom"},
+            name=_NAME,
+            description=STRING.schema,
+            input_schema=_OBJECT,
+            strict=BOOLEAN.schema,
+            cache_control=_OBJECT,
+        )
+    ),
+    "tool_choice": _closed(
+        ["type"], type={"enum": [*TOOL_CHOICES]}, name=_NAME, disable_parallel_tool_use=BOOLEAN.schema
+    ),
+}
+_FUNCTION = {"name": _NAME, "description": STRING.schema, "parameters": _OBJECT, "strict": BOOLEAN.schema}
 _ITEMS = _conversation(
-    *ROLES,
-    content=_content(*PARTS),
-    type={"const": "message"},
-    **{name: STRING.schema for name in ITEM_FIELDS if name not in ("type", "role", "content")},
+    _message(
+        *ROLES,
+        content=_content(*PARTS),
+        type={"const": "message"},
+        **{name: STRING.schema for name in ITEM_FIELDS if name not in ("type", "role", "content")},
+    ),
+    _closed(
+        ["type", "call_id", "name", "arguments"],
+        type={"const": "function_call"},
+        **{name: STRING.schema for name in CALL_FIELDS if name != "type"},
+    ),
+    _closed(
+        ["type", "call_id", "output"],
+        **{
+            **dict.fromkeys(OUTPUT_FIELDS, STRING.schema),
+            "type": {"const": "function_call_output"},
+            "output": _content(*PARTS),
+        },
+    ),
 )
 _OF_RESPONSES = {
     "input": {"anyOf": [STRING.schema, _ITEMS]},
     "instructions": STRING.schema,
-    "include": {"type": "array", "items": {"const": LOGPROBS}},
-    "stream": BOOLEAN.schema,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_obfuscation": BOOLEAN.schema},
-        "additionalProperties": False,
+    "include": _list_of({"const": LOGPROBS}),
+    "tools": _list_of(_closed(["type", "name"], type={"const": "function"}, **_FUNCTION)),
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            _closed(["type", "name"], type={"const": "function"}, name=_NAME),
+        ]
     },
+    "parallel_tool_calls": BOOLEAN.schema,
+    "text": _closed(
+        [],
+        format=_closed(
+            ["type"],
+            type={"enum": FORMAT_TYPES},
+            name=STRING.schema,
+            description=STRING.schema,
+            schema=JSON_SCHEMA.schema,
+            strict=BOOLEAN.schema,
+        ),
+    ),
+    "stream": BOOLEAN.schema,
+    "stream_options": _closed([], include_obfuscation=BOOLEAN.schema),
     **dict.fromkeys(NOTES, STRING.schema),
 }
-_NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
-_CALL = {
-    "type": "object",
-    "required": ["id", "function"],
-    "properties": {
-        "id": {"type": "string"},
-        "index": {"type": "integer"},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name", "arguments"],
-            "properties": {"name": _NAME, "arguments": {"type": "string"}},
-            "additionalProperties": False,
-        },
-    },
-    "additionalProperties": False,
-}
-_MESSAGES = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "required": ["role"],
-        "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": {"anyOf": [_CONTENT, {"type": "null"}]},
-            "reasoning_content": {"type": ["string", "null"]},
-            "reasoning": {"type": ["string", "null"]},
-            "tool_calls": {"anyOf": [{"type": "array", "items": _CALL}, {"type": "null"}]},
-            "tool_call_id": {"type": ["string", "null"]},
-        },
-        "additionalProperties": False,
-    },
-}
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": _NAME,
-                "description": {"type": "string"},
-                "parameters": {"type": "object"},
-                "strict": {"enum": [False, None]},
-            },
-            "additionalProperties": False,
-        },
-    },
-    "additionalProperties": False,
-}
-_NAMED_CHOICE = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "required": ["name"], "properties": {"name": _NAME}},
-    },
-    "additionalProperties": False,
-}
+_CALL = _closed(
+    ["id", "function"],
+    id=STRING.schema,
+    index={"type": "integer"},
+    type={"const": "function"},
+    function=_closed(["name", "arguments"], name=_NAME, arguments=STRING.schema),
+)
+_TEXT_OR_NULL = {"type": ["string", "null"]}
+_MESSAGES = _conversation(
+    _closed(
+        ["role"],
+        role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+        content={"anyOf": [_CONTENT, {"type": "null"}]},
+        reasoning_content=_TEXT_OR_NULL,
+        reasoning=_TEXT_OR_NULL,
+        tool_calls={"anyOf": [_list_of(_CALL), {"type": "null"}]},
+        tool_call_id=_TEXT_OR_NULL,
+    )
+)
+_TOOL = _closed(["type", "function"], type={"const": "function"}, function=_closed(["name"], **_FUNCTION))
+_NAMED_CHOICE = _closed(["type", "function"], type={"const": "function"}, function=_closed(["name"], name=_NAME))
 _CONVERSATION = {
     "messages": _MESSAGES,
-    "tools": {"type": "array", "items": _TOOL},
+    "tools": _list_of(_TOOL),
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _NAMED_CHOICE]},
     "parallel_tool_calls": BOOLEAN.schema,
-    "chat_template_kwargs": {"type": "object"},
+    "chat_template_kwargs": _OBJECT,
     "continue_final_message": BOOLEAN.schema,
     "add_generation_prompt": BOOLEAN.schema,
 }
@@ -212,36 +247,20 @@ _PROMPT = {
         {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
 }
-_NAMED_SCHEMA = {
-    "type": "object",
-    "required": ["schema"],
-    "properties": {
-        "name": STRING.schema, "description": STRING.schema, "schema": JSON_SCHEMA.schema, "strict": BOOLEAN.schema,
-    },
-    "additionalProperties": False,
-}  # fmt: skip
-_FORMAT = {
-    "type": "object",
-    "required": ["type"],
-    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "json_schema": _NAMED_SCHEMA},
-    "additionalProperties": False,
-}
+_NAMED_SCHEMA = _closed(
+    ["schema"], name=STRING.schema, description=STRING.schema, schema=JSON_SCHEMA.schema, strict=BOOLEAN.schema
+)
+_FORMAT = _closed(["type"], type={"enum": FORMAT_TYPES}, json_schema=_NAMED_SCHEMA)
 _STRUCTURED = {
-    "type": "object",
-    "properties": {row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS},
+    **_closed([], **{row.name.partition(".")[2]: row.kind.schema for row in CONSTRAINTS}),
     "minProperties": 1,
     "maxProperties": 1,
-    "additionalProperties": False,
 }
 _STREAMED = {
     "response_format": _FORMAT,
     "structured_outputs": _STRUCTURED,
     "stream": BOOLEAN.schema,
-    "stream_options": {
-        "type": "object",
-        "properties": {"include_usage": BOOLEAN.schema, "include_obfuscation": BOOLEAN.schema},
-        "additionalProperties": False,
-    },
+    "stream_options": _closed([], include_usage=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema),
     "user": STRING.schema,
     "return_token_ids": BOOLEAN.schema,
 }

@@ -4,33 +4,51 @@ whole conversation."""
 import itertools
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.answers import Json, TokenText, named_event, token_logprobs
-from gateway.http.conversations import read_content
-from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING
+from gateway.http.conversations import (
+    TOOL_FIELDS,
+    read_content,
+    read_fields,
+    read_list,
+    read_tool,
+    read_tool_choice,
+)
+from gateway.http.fields import BOOLEAN, RESPONSE, RESPONSE_NEUTRAL, STRING, read_as
 from gateway.http.requests import Asked, check_known, fill, new_id, read_part_of, read_value
 
 ROLES = ("system", "developer", "user", "assistant")
 PARTS = ("input_text", "output_text")
 ITEM_FIELDS = ("type", "role", "content", "id", "status", "phase")  # an answer comes back with all of them
+CALL_FIELDS = ("type", "call_id", "name", "arguments", "id", "status")
+OUTPUT_FIELDS = ("type", "call_id", "output", "id", "status")
 NOTES = ("user", "safety_identifier", "prompt_cache_key")  # their sender's business
 LOGPROBS = "message.output_text.logprobs"
-_NAMES = {"messages.messages": "input", "messages": "input", "input": "input"}
-_OTHERS = ("input", "instructions", "include", "stream", "stream_options", *NOTES)
+_NAMES = {
+    "messages.messages": "input",
+    "messages": "input",
+    "input": "input",
+    "messages.tools": "tools",
+    "messages.tool_choice": "tool_choice",
+    "messages.tool_name": "tool_choice.name",
+}
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_OTHERS = ("input", "instructions", "include", "stream", "stream_options", "text", *_TOOLS, *NOTES)
 _TOLD = ("instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "service_tier", *NOTES)
 
 
 def read_response(values: Mapping[str, Any]) -> Asked:
     """Read the body of /v1/responses. Raises InvalidRequest."""
     check_known(values, RESPONSE, RESPONSE_NEUTRAL, _OTHERS)
-    request, names = pb.GenerateRequest(), dict(_NAMES)
-    request.messages.tool_choice = pb.TOOL_CHOICE_NONE
+    names = dict(_NAMES)
+    request = pb.GenerateRequest(messages=_tools(values))
     if "instructions" in values:
         request.messages.messages.add(role="system", content=read_value(values, "instructions", STRING))
-    request.messages.messages.extend(_input(values))
+    _read_input(values, request.messages, names)
     fill(request, values, RESPONSE, names)
     if _has_logprobs(values):
         request.sampling.logprobs = request.sampling.logprobs  # present, also where it is 0
@@ -44,6 +62,21 @@ def read_response(values: Mapping[str, Any]) -> Asked:
     return Asked(f"resp_{request.request_id}", [request], names, stream)
 
 
+def _tools(values: Mapping[str, Any]) -> pb.Messages:
+    """Return a conversation with its tools alone."""
+    choice, name = read_tool_choice(values.get("tool_choice", "auto"), is_wrapped=False)
+    parallel = read_value(values, "parallel_tool_calls", BOOLEAN, True)
+    conversation = pb.Messages(tool_choice=choice, tool_name=name, parallel_tool_calls=parallel)
+    must_call = bool(name) or choice == pb.TOOL_CHOICE_REQUIRED
+    for index, tool in enumerate(read_list("tools", values.get("tools"))):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise InvalidRequest(f"{where}.type", 'must be "function"')
+        fields = read_fields(where, tool, ("type", *TOOL_FIELDS))
+        conversation.tools.append(read_tool(where, fields, "parameters", must_call))
+    return conversation
+
+
 def _has_logprobs(values: Mapping[str, Any]) -> bool:
     include = values.get("include", [])
     if not isinstance(include, list):
@@ -54,33 +87,59 @@ def _has_logprobs(values: Mapping[str, Any]) -> bool:
     return bool(include)
 
 
-def _input(values: Mapping[str, Any]) -> list[pb.Message]:
-    items = values.get("input")
+def _read_input(values: Mapping[str, Any], conversation: pb.Messages, names: dict[str, str]) -> None:
+    """Read the input into the conversation, and its words for messages into `names`."""
+    items, messages = values.get("input"), conversation.messages
     if items is None:
         raise InvalidRequest("input", "is missing")
     if isinstance(items, str):
-        return [pb.Message(role="user", content=read_value(values, "input", STRING))]
+        messages.add(role="user", content=read_value(values, "input", STRING))
+        return
     if not isinstance(items, list) or not items:
         raise InvalidRequest("input", "must be a string, or a list of messages that is not empty")
-    messages, reasoning = list[pb.Message](), ""
+    reasoning, num_before = "", len(messages)
     for index, item in enumerate(items):
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise InvalidRequest(where, "must be an object with role and content")
-        if item.get("type") == "reasoning":
+        kind = item.get("type", "message")
+        if kind == "reasoning":
             reasoning = read_content(f"{where}.content", item.get("content") or "", ("reasoning_text",))
             continue
-        messages.append(message := _message(where, item))
-        if message.role == "assistant":  # the one that it led to
-            message.reasoning, reasoning = reasoning, ""
-    if not messages:
+        is_call = kind == "function_call"
+        # An answer's reasoning, text and calls are items, and one message.
+        if not (is_call and not reasoning and len(messages) > num_before and messages[-1].role == "assistant"):
+            messages.append(pb.Message(role="assistant") if is_call else _message(where, kind, item))
+            here = f"messages.messages[{len(messages) - 1}]"
+            names |= {here: where, f"{here}.tool_call_id": f"{where}.call_id"}
+        if is_call:
+            here = f"messages.messages[{len(messages) - 1}].tool_calls[{len(messages[-1].tool_calls)}]"
+            messages[-1].tool_calls.append(_call(where, item))
+            names |= {here: where, f"{here}.id": f"{where}.call_id"}
+        if messages[-1].role == "assistant" and reasoning:
+            messages[-1].reasoning, reasoning = reasoning, ""
+    if len(messages) == num_before:
         raise InvalidRequest("input", "has no message")
-    return messages
 
 
-def _message(where: str, item: Mapping[str, Any]) -> pb.Message:
-    if item.get("type", "message") != "message":
-        raise InvalidRequest(f"{where}.type", "is not supported here: message and reasoning are")
+def _call(where: str, item: Mapping[str, Any]) -> pb.ToolCall:
+    fields = read_fields(where, item, CALL_FIELDS)
+    return pb.ToolCall(
+        id=read_as(f"{where}.call_id", STRING, fields.get("call_id")),
+        name=read_as(f"{where}.name", STRING, fields.get("name")),
+        arguments=read_as(f"{where}.arguments", STRING, fields.get("arguments")),
+    )
+
+
+def _message(where: str, kind: object, item: Mapping[str, Any]) -> pb.Message:
+    if kind == "function_call_output":
+        fields = read_fields(where, item, OUTPUT_FIELDS)
+        content = read_content(f"{where}.output", fields.get("output", ""), PARTS)
+        call_id = read_as(f"{where}.call_id", STRING, fields.get("call_id"))
+        return pb.Message(role="tool", content=content, tool_call_id=call_id)
+    if kind != "message":
+        told = "is not supported here: message, reasoning, function_call and function_call_output are"
+        raise InvalidRequest(f"{where}.type", told)
     for name in item:
         if name not in ITEM_FIELDS:
             raise InvalidRequest(f"{where}.{name[:80]}", "is not known here")
@@ -90,23 +149,59 @@ def _message(where: str, item: Mapping[str, Any]) -> pb.Message:
     return pb.Message(role=role, content=read_content(f"{where}.content", item.get("content"), PARTS))
 
 
+@dataclass
+class _Item:
+    """Of an answer: its `text` is reasoning, what the message says, or the arguments of the call."""
+
+    kind: str  # reasoning | message | function_call
+    id: str
+    call: pb.ToolCall | None = None
+    text: str = ""
+    logprobs: list[Json] = field(default_factory=list)
+
+    def to_json(self, status: str, is_empty: bool = False) -> Json:
+        """Return it as it is now; `is_empty`: as it begins."""
+        head = {"id": self.id, "type": self.kind, "status": status}
+        if self.call is not None:
+            return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
+        content = [] if is_empty else [self.part()]
+        if self.kind == "reasoning":
+            return {**head, "summary": [], "content": content}
+        return {**head, "role": "assistant", "content": content}
+
+    def part(self) -> Json:
+        """Return its part of content."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_DELTAS = {
+    "reasoning": "response.reasoning_text",
+    "message": "response.output_text",
+    "function_call": "response.function_call_arguments",
+}
+
+
 class ResponseForm:
     """The form of one answer: one message of one part, behind the reasoning of a model that marks it."""
 
     def __init__(self, asked: Asked, values: Mapping[str, Any], model: str, token_text: TokenText):
         """`values`: of the body, some of which an answer repeats."""
         self._token_text = token_text
-        self._ids = {kind: kind + asked.id.removeprefix("resp") for kind in ("rs", "msg")}
+        self._id = asked.id.removeprefix("resp_")
         self._numbers = itertools.count()  # of events
-        self._reasoning, self._text, self._logprobs = "", "", list[Json]()
+        self._items: list[_Item] = []  # of a stream, the last one open
+        self._logprobs: list[Json] = []  # of tokens before the text that they are half a character of
         self._reason = pb.FINISH_REASON_UNSPECIFIED
-        self._has_begun = self._has_message = False  # of a stream
+        self._has_begun = False  # a stream
         self._head: Json = {
             "id": asked.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
-            "background": False, "metadata": {}, "parallel_tool_calls": values.get("parallel_tool_calls", True),
-            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "store": False,
-            "text": {"format": {"type": "text"}}, "tool_choice": values.get("tool_choice", "auto"), "tools": [],
-            "truncation": "disabled", **{name: values.get(name) for name in _TOLD},
+            "background": False, "metadata": {}, "parallel_tool_calls": True, "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None}, "store": False, "text": {"format": {"type": "text"}},
+            "tool_choice": "auto", "tools": [], "truncation": "disabled",
+            **dict.fromkeys(_TOLD), **{name: values[name] for name in (*_TOLD, *_TOOLS, "text") if name in values},
         }  # fmt: skip
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
@@ -114,32 +209,31 @@ class ResponseForm:
         data = b"" if self._has_begun else self._begin()
         self._reason = message.finish_reason or self._reason
         if message.reasoning:
-            data += self._reason_on(message.reasoning)
-        if message.text or (message.logprobs and not message.reasoning):
-            data += b"" if self._has_message else self._begin_message()
-            logprobs = token_logprobs(message.logprobs, self._token_text)
-            self._text += message.text
-            self._logprobs += logprobs
-            data += self._of_part("response.output_text.delta", delta=message.text, logprobs=logprobs)
+            data += self._within("reasoning") + self._said(message.reasoning)
+        if message.text or (message.logprobs and not (message.reasoning or message.tool_calls)):
+            data += self._text(message)
+        for call in message.tool_calls:
+            data += self._open("function_call", call) + self._said(call.arguments)
         return data
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
         """Return the last events."""
         (usage,) = usages
-        ended = self._ended(usage)
-        item = ended["output"][-1]
-        data = b"" if self._has_message else self._begin_message()
-        data += self._of_part("response.output_text.done", text=self._text, logprobs=self._logprobs)
-        data += self._of_part("response.content_part.done", part=item["content"][0])
-        data += self._event("response.output_item.done", output_index=self._index, item=item)
-        return data + self._event(f"response.{ended['status']}", response=ended)
+        data = (b"" if self._items else self._open("message")) + self._close(self._status)
+        return data + self._event(f"response.{self._status}", response=self._ended(usage))
 
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object."""
         (response,) = responses
         (choice,) = response.choices
-        self._reasoning, self._text, self._reason = choice.reasoning, choice.text, choice.finish_reason
-        self._logprobs = token_logprobs(choice.logprobs, self._token_text)
+        self._reason = choice.finish_reason
+        if choice.reasoning:
+            self._items.append(self._item("reasoning", text=choice.reasoning))
+        if choice.text or not choice.tool_calls:
+            logprobs = token_logprobs(choice.logprobs, self._token_text)
+            self._items.append(self._item("message", text=choice.text, logprobs=logprobs))
+        for call in choice.tool_calls:
+            self._items.append(self._item("function_call", call=call, text=call.arguments))
         return self._ended(response.usage)
 
     def error_event(self, error: Json) -> bytes:
@@ -152,53 +246,69 @@ class ResponseForm:
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
-    def _reason_on(self, text: str) -> bytes:
-        data = b""
-        if not self._reasoning:
-            item = {**self._thought("in_progress"), "content": []}
-            data = self._event("response.output_item.added", output_index=0, item=item)
-        self._reasoning += text
-        where = {"item_id": self._ids["rs"], "output_index": 0, "content_index": 0}
-        return data + self._event("response.reasoning_text.delta", **where, delta=text)
+    def _text(self, message: pb.GenerateResponse) -> bytes:
+        logprobs = token_logprobs(message.logprobs, self._token_text)
+        if not message.text and not (self._items and self._items[-1].kind == "message"):
+            self._logprobs += logprobs
+            return b""
+        data, logprobs = self._within("message"), [*self._logprobs, *logprobs]
+        self._items[-1].logprobs += logprobs
+        self._logprobs = []
+        return data + self._said(message.text, logprobs=logprobs)
 
-    def _begin_message(self) -> bytes:
-        self._has_message, data = True, b""
-        if self._reasoning:
-            where = {"item_id": self._ids["rs"], "output_index": 0, "content_index": 0}
-            data = self._event("response.reasoning_text.done", **where, text=self._reasoning)
-            data += self._event("response.output_item.done", output_index=0, item=self._thought("completed"))
-        item = self._item("in_progress", [])
-        data += self._event("response.output_item.added", output_index=self._index, item=item)
-        return data + self._of_part("response.content_part.added", part=self._part())
+    def _said(self, text: str, **more: object) -> bytes:
+        """Return the event by which the open item has more text."""
+        item = self._items[-1]
+        item.text += text
+        return self._of_item(f"{_DELTAS[item.kind]}.delta", delta=text, **more)
+
+    def _within(self, kind: str) -> bytes:
+        """Return the events after which an item of this kind is open."""
+        return b"" if self._items and self._items[-1].kind == kind else self._open(kind)
+
+    def _open(self, kind: str, call: pb.ToolCall | None = None) -> bytes:
+        data = self._close("completed") if self._items else b""
+        self._logprobs = self._logprobs if kind == "message" else []
+        self._items.append(item := self._item(kind, call=call))
+        begun = item.to_json("in_progress", is_empty=True)
+        data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun)
+        return data + (self._of_item("response.content_part.added", part=item.part()) if kind == "message" else b"")
+
+    def _close(self, status: str) -> bytes:
+        """Return the events that end the open item."""
+        item = self._items[-1]
+        if item.kind == "function_call" and item.call is not None:
+            done: Json = {"arguments": item.text, "name": item.call.name}
+        else:
+            done = {"text": item.text, **({"logprobs": item.logprobs} if item.kind == "message" else {})}
+        data = self._of_item(f"{_DELTAS[item.kind]}.done", **done)
+        if item.kind == "message":
+            data += self._of_item("response.content_part.done", part=item.part())
+        ended = item.to_json(status)
+        return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=ended)
+
+    def _item(self, kind: str, **values: Any) -> _Item:
+        number = sum(item.kind == kind for item in self._items)
+        return _Item(kind, f"{_PREFIXES[kind]}_{self._id}{f'_{number}' if number else ''}", **values)
 
     @property
-    def _index(self) -> int:
-        return int(bool(self._reasoning))
+    def _status(self) -> str:
+        return "incomplete" if self._reason == pb.FINISH_REASON_LENGTH else "completed"
 
     def _ended(self, usage: pb.Usage) -> Json:
-        is_cut = self._reason == pb.FINISH_REASON_LENGTH
-        status = "incomplete" if is_cut else "completed"
-        thoughts = [self._thought("completed")] if self._reasoning else []
+        statuses = ["completed"] * (len(self._items) - 1) + [self._status]
         return {
             **self._head,
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [*thoughts, self._item(status, [self._part()])],
+            "status": self._status,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "output": [item.to_json(status) for item, status in zip(self._items, statuses, strict=True)],
             "usage": _usage(usage),
         }
 
-    def _item(self, status: str, content: list[Json]) -> Json:
-        return {"id": self._ids["msg"], "type": "message", "role": "assistant", "status": status, "content": content}
-
-    def _thought(self, status: str) -> Json:
-        content = [{"type": "reasoning_text", "text": self._reasoning}]
-        return {"id": self._ids["rs"], "type": "reasoning", "summary": [], "content": content, "status": status}
-
-    def _part(self) -> Json:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": self._logprobs}
-
-    def _of_part(self, kind: str, **values: object) -> bytes:
-        return self._event(kind, item_id=self._ids["msg"], output_index=self._index, content_index=0, **values)
+    def _of_item(self, kind: str, **values: object) -> bytes:
+        item, content = self._items[-1], {"content_index": 0}
+        where = {"item_id": item.id, "output_index": len(self._items) - 1, **({} if item.call else content)}
+        return self._event(kind, **where, **values)
 
     def _event(self, kind: str, **values: object) -> bytes:
         return named_event(kind, {"type": kind, "sequence_number": next(self._numbers), **values})

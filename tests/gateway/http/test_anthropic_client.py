@@ -1,6 +1,7 @@
 """Anthropic's own client, against what the gRPC door says of the same request."""
 
 import contextlib
+import json
 
 import anthropic
 import pytest
@@ -156,3 +157,74 @@ async def test_reasoning_is_a_block_before_the_text(saying):
         assert (final.content[0].thinking, final.content[1].text) == ("I look.", "A fox.")
         messages = [*ask["messages"], {"role": "assistant", "content": final.content}, *ask["messages"]]
         assert (await client.messages.create(**{**ask, "messages": messages})).content[1].text == "A fox."
+
+
+CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
+FIND = {"name": "find", "input_schema": {"type": "object", "properties": {"text": {"type": "string"}}}}
+DEEP = json.loads('{"a":' * 70 + "1" + "}" * 70)
+TOOLS = {"model": "fake", "max_tokens": 400, "messages": ASK["messages"], "tools": [FIND]}
+
+
+def told(content) -> list[tuple]:
+    return [(each.type, each.name, each.input) if each.type == "tool_use" else (each.type,) for each in content]
+
+
+async def test_calls_are_blocks_and_their_results_are_messages(saying):
+    said = f"<think>\nI look.\n</think>\n\nOne moment.\n{CALL}\n{CALL}"
+    use = ("tool_use", "find", {"text": "fox"})
+    async with saying(said, http="127.0.0.1:0") as c, anthropic_client(c) as client:
+        whole = await client.messages.create(**TOOLS)
+        assert (told(whole.content), whole.stop_reason) == ([("thinking",), ("text",), use, use], "tool_use")
+        async with client.messages.stream(**TOOLS) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_message()
+        assert (told(final.content), final.stop_reason) == (told(whole.content), "tool_use")
+        arguments = "".join(event.partial_json for event in events if event.type == "input_json")
+        assert json.loads(arguments[: len(arguments) // 2]) == {"text": "fox"}
+        results = [
+            {"type": "tool_result", "tool_use_id": final.content[2].id, "content": "here"},
+            {"type": "tool_result", "tool_use_id": final.content[3].id, "content": [{"type": "text", "text": "there"}], "is_error": True},
+            {"type": "text", "text": "and now?"},
+        ]  # fmt: skip
+        answered = [
+            *ASK["messages"],
+            {"role": "assistant", "content": final.content},
+            {"role": "user", "content": results},
+        ]
+        counted = await client.messages.count_tokens(model="fake", messages=answered, tools=[FIND])
+        again = await client.messages.create(**{**TOOLS, "messages": answered})
+        assert counted.input_tokens == again.usage.input_tokens + again.usage.cache_read_input_tokens
+        asked = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
+        prompt = c.gateway.handler._pipeline.text.detokenizer.decode(asked.token_ids[: asked.num_prompt_tokens])
+        assert prompt.endswith('{"name": "find", "arguments": {"text": "fox"}}<|tool|>here<|tool|>thereand now?')
+
+
+async def test_choices_of_tools(saying, capable):
+    async with saying(f"So: {CALL}{CALL}", http="127.0.0.1:0") as c, anthropic_client(c) as client:
+        for choice, num_uses in (
+            ({"type": "none"}, 0),
+            ({"type": "auto", "disable_parallel_tool_use": True}, 1),
+            ({"type": "auto"}, 2),
+        ):
+            said = await client.messages.create(**TOOLS, tool_choice=choice)
+            assert len([block for block in said.content if block.type == "tool_use"]) == num_uses
+        for choice in ({"type": "any"}, {"type": "tool", "name": "find"}):
+            await client.messages.create(**{**TOOLS, "tools": [{**FIND, "strict": True}]}, tool_choice=choice)
+            spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
+            assert "find" in spec.constraint.grammar
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        ({"tools": [FIND, FIND]}, "tools[1].name: "),
+        ({"tools": [{**FIND, "input_schema": DEEP}]}, "tools[0].input_schema: "),
+        ({"tool_choice": {"type": "tool", "name": "lose"}}, "tool_choice.name: "),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]}, "messages[0].content[0].tool_use_id: "),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_with_tools_is_told_in_its_words(asked, change, word):
+    async with asked() as (_, client):
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            await client.messages.create(**{**TOOLS, "system": "be brief", **change})
+        assert caught.value.body["error"]["message"].startswith(word)

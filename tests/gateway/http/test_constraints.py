@@ -11,6 +11,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.http.errors import rename
 from gateway.http.fields import CONSTRAINTS, FORMATS
 from gateway.http.requests import parse, read_chat, read_completion
+from gateway.http.responses import read_response
 
 ASK = {"model": "fake", "messages": [{"role": "user", "content": "the quick"}], "max_completion_tokens": 4}
 PLAIN = {"messages": ASK["messages"]}
@@ -20,6 +21,11 @@ FORMS = {
     "response_format.type": ({"response_format": {"type": "json_object"}}, pb.Constraint(json_object=True)),
     "response_format.json_schema.schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
+        pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
+    ),
+    "text.format.type": ({"text": {"format": {"type": "json_object"}}}, pb.Constraint(json_object=True)),
+    "text.format.schema": (
+        {"text": {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}}},
         pb.Constraint(json_schema=json.dumps(SCHEMA, ensure_ascii=False)),
     ),
     "structured_outputs.json": (
@@ -39,7 +45,9 @@ FORMS = {
 @pytest.mark.parametrize("row", [*FORMATS, *CONSTRAINTS], ids=lambda row: row.name)
 def test_each_form_lands_in_the_contract_and_is_told_by_its_own_word(row):
     body, wanted = FORMS[row.name]
-    for asked in (read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})):
+    of_responses = "text" in body
+    doors = (read_chat({**PLAIN, **body}), read_completion({"prompt": ["a", "b"], **body})) if not of_responses else ()
+    for asked in doors or (read_response({"input": "a", **body}),):
         assert all(request.constraint == wanted for request in asked.requests)
         assert rename(row.path, asked.names) == row.name
         assert rename(f"constraint.{wanted.WhichOneof('kind')}", asked.names) == row.name

@@ -53,6 +53,10 @@ TABLES = {"chat": CHAT, "completion": COMPLETION, "response": RESPONSE, "message
 ROWS = [(door, row) for door, table in TABLES.items() for row in table]
 
 
+def anthropic_blocks(role: str, **block) -> dict:
+    return {"messages": [{"role": role, "content": [block]}], "max_tokens": 1}
+
+
 def at(message, path: str):
     for name in path.split("."):
         message = getattr(message, name)
@@ -142,19 +146,59 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_request, {**READERS["messages"][1], "cache_control": True}, "cache_control"),
         (read_request, {**READERS["messages"][1], "thinking": {"type": "enabled"}}, "thinking"),
         (read_request, {**READERS["messages"][1], "n": 2}, "n"),
+        (
+            read_request,
+            {**READERS["messages"][1], "tools": [{"name": "f", "input_schema": 7}]},
+            "tools[0].input_schema",
+        ),
+        (
+            read_request,
+            {**READERS["messages"][1], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools[0].type",
+        ),
+        (read_request, {**READERS["messages"][1], "tools": [{"name": "f", "strict": True}]}, "tools[0].strict"),
+        (read_request, {**READERS["messages"][1], "tool_choice": {"type": "required"}}, "tool_choice.type"),
+        (read_request, {**READERS["messages"][1], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        (read_request, {**READERS["messages"][1], "tool_choice": {"type": "any", "name": "f"}}, "tool_choice.name"),
+        (read_request, anthropic_blocks("user", type="tool_use", id="a", name="f", input={}), "messages[0].content[0]"),
+        (read_request, anthropic_blocks("assistant", type="tool_result"), "messages[0].content[0]"),
+        (read_request, anthropic_blocks("user", type="tool_result"), "messages[0].content[0].tool_use_id"),
+        (
+            read_request,
+            anthropic_blocks("assistant", type="tool_use", id="a", name="f"),
+            "messages[0].content[0].input",
+        ),
+        (
+            read_request,
+            anthropic_blocks("user", type="tool_result", tool_use_id="a", content=[{"type": "image"}]),
+            "messages[0].content[0].content[0]",
+        ),
         (read_count, READERS["messages"][1], "max_tokens"),
         (read_response, {}, "input"),
         (read_response, {"input": []}, "input"),
         (read_response, {"input": 7}, "input"),
         (read_response, {"input": ["hi"]}, "input[0]"),
-        (read_response, {"input": [{"type": "function_call_output"}]}, "input[0].type"),
+        (read_response, {"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        (read_response, {"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        (read_response, {"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
+        (read_response, {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (
+            read_response,
+            {"input": "a", "tools": [{"type": "function", "name": "f", "strict": True}]},
+            "tools[0].strict",
+        ),
+        (read_response, {"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        (read_response, {"input": "a", "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function"),
         (read_response, {"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
         (read_response, {"input": [{"role": "user", "content": "a", "name": "me"}]}, "input[0].name"),
         (read_response, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         (read_response, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         (read_response, {"input": "a", "store": True}, "store"),
         (read_response, {"input": "a", "background": True}, "background"),
-        (read_response, {"input": "a", "text": {"format": {"type": "json_object"}}}, "text"),
+        (read_response, {"input": "a", "text": {"verbosity": "low"}}, "text.verbosity"),
+        (read_response, {"input": "a", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        (read_response, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (read_response, {"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
         (read_response, {"input": "a", "include": ["reasoning.encrypted_content"]}, "include[0]"),
         (read_response, {"input": "a", "top_logprobs": 2}, "top_logprobs"),
         (read_response, {"input": "a", "stream_options": {"include_usage": True}}, "stream_options.include_usage"),

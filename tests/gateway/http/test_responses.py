@@ -1,7 +1,10 @@
 """The Responses API by OpenAI's own client, against what the gRPC door says of the same request."""
 
+import json
+
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.gateway.http.conftest import openai_client
 from tests.gateway.http.test_openai_client import over_grpc
@@ -112,3 +115,99 @@ async def test_reasoning_is_an_item_before_the_message(saying):
         )
         assert again.output_text == "A fox."
         assert final.output_text == "A fox." and final.output[0].content[0].text == "I look."
+
+
+CALL = '<tool_call>{"name": "find", "arguments": {"text": "fox"}}</tool_call>'
+FIND = {
+    "type": "function", "name": "find", "strict": None,
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+}  # fmt: skip
+TOOLS = {"model": "fake", "input": "a fox", "max_output_tokens": 400, "tools": [FIND]}
+
+
+def told(output) -> list[tuple]:
+    return [(x.type, x.name, json.loads(x.arguments)) if x.type == "function_call" else (x.type,) for x in output]
+
+
+async def test_calls_are_items_and_so_are_their_outputs(saying):
+    said = f"<think>\nI look.\n</think>\n\nOne moment.\n{CALL}\n{CALL}"
+    call = ("function_call", "find", {"text": "fox"})
+    async with saying(said, http="127.0.0.1:0") as c, openai_client(c) as client:
+        whole = await client.responses.create(**TOOLS)
+        assert told(whole.output) == [("reasoning",), ("message",), call, call] and whole.status == "completed"
+        async with client.responses.stream(**TOOLS) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert told(final.output) == told(whole.output) and final.output_text == "One moment."
+        ends = [event for event in events if event.type == "response.output_item.done"]
+        assert [(each.output_index, each.item.id, each.item.status) for each in ends] == [
+            (index, item.id, "completed") for index, item in enumerate(final.output)
+        ]
+        ids = [item.call_id for item in final.output[2:]]
+        assert len({item.id for item in final.output}) == 4 and len(set(ids)) == 2
+        deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+        for index in (2, 3):
+            text = "".join(event.delta for event in deltas if event.output_index == index)
+            assert json.loads(text) == {"text": "fox"}
+        outputs = [{"type": "function_call_output", "call_id": call_id, "output": "here"} for call_id in ids]
+        user = {"role": "user", "content": "a fox"}
+        again = await client.responses.create(**{**TOOLS, "input": [user, *final.output, *outputs]})
+        assert again.output_text == "One moment."
+        asked = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
+        prompt = c.gateway.handler._pipeline.text.detokenizer.decode(asked.token_ids[: asked.num_prompt_tokens])
+        assert prompt.endswith(
+            "One moment." + '{"name": "find", "arguments": {"text": "fox"}}' * 2 + "<|tool|>here" * 2
+        )
+
+
+async def test_a_call_alone_is_the_only_item(saying):
+    async with saying(CALL, http="127.0.0.1:0") as c, openai_client(c) as client:
+        assert [item.type for item in (await client.responses.create(**TOOLS)).output] == ["function_call"]
+        async with client.responses.stream(**TOOLS, include=["message.output_text.logprobs"]) as stream:
+            assert [item.type for item in (await stream.get_final_response()).output] == ["function_call"]
+
+
+async def test_choices_of_tools(saying, capable):
+    async with saying(f"So: {CALL}{CALL}", http="127.0.0.1:0") as c, openai_client(c) as client:
+        for fields, num_calls in (
+            ({"tool_choice": "none"}, 0),
+            ({"parallel_tool_calls": False}, 1),
+            ({"tool_choice": "auto"}, 2),
+        ):
+            said = await client.responses.create(**TOOLS, **fields)
+            assert len([item for item in said.output if item.type == "function_call"]) == num_calls
+        for choice in ("required", {"type": "function", "name": "find"}):
+            await client.responses.create(**{**TOOLS, "tools": [{**FIND, "strict": True}]}, tool_choice=choice)
+            spec = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
+            assert "find" in spec.constraint.grammar
+
+
+class Fox(BaseModel):
+    legs: int
+
+
+async def test_a_format_is_a_constraint(saying, capable):
+    async with saying('{"legs": 4}', tool_call_parser="none", http="127.0.0.1:0") as c, openai_client(c) as client:
+        parsed = await client.responses.parse(model="fake", input="a fox", max_output_tokens=400, text_format=Fox)
+        assert parsed.output_parsed == Fox(legs=4)
+        spec = next(m.spec for kind, m in c.prefill[0].commands if kind == "prefill")
+        assert json.loads(spec.constraint.json_schema)["properties"]["legs"]["type"] == "integer"
+
+
+@pytest.mark.parametrize(
+    "change, param",
+    [
+        ({"tools": [FIND, FIND]}, "tools[1].name"),
+        ({"tool_choice": {"type": "function", "name": "lose"}}, "tool_choice.name"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input[0].call_id"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"type": "function_call", "call_id": "x", "name": "find", "arguments": "[]"}]},
+            "input[1].arguments",
+        ),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_with_tools_is_told_by_its_name(served, change, param):
+    async with served() as (_, client):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.responses.create(**{**TOOLS, "instructions": "be brief", **change})
+        assert caught.value.param == param
