@@ -12,11 +12,17 @@ from tests.support.faults.table import lines
 fix_order_of_sums()  # before any test multiplies
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run each N-th test of those that were chosen")
+
+
 def pytest_configure() -> None:
     pace.slowness()  # before pytest starts its workers, which inherit it
 
 
+@pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config, items) -> None:
+    items[:] = items[:: config.getoption("every")]
     usual_s = config.getvalue("timeout") or float(config.getini("timeout"))
     for item in items:
         own = item.get_closest_marker("timeout")

@@ -1,6 +1,6 @@
 """Every port, every abuse, from every caller that reaches it: no other caller is affected, and nothing of it stays.
 
-200 connections, or 200 calls of each method of a port, all together; 10,000 in `make test-long`, the methods in turn."""
+50 connections, or 50 calls of each method of a port, all together; 10,000 in `make test-long`, the methods in turn."""
 
 import json
 import resource
@@ -96,8 +96,8 @@ async def test_attacks_arrive(grounds, attackers):
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("cell", cells(with_twins=False), ids=str)
-async def test_200_of_each_method(grounds, attackers, cell, record_property):
-    count = 200 if cell.abuse.calls == 1 else 200 * len(cell.methods)
+async def test_50_of_each_method(grounds, attackers, cell, record_property):
+    count = 50 if cell.abuse.calls == 1 else 50 * len(cell.methods)
     await nobody_else_notices(grounds, attackers, cell, count, record_property)
 
 

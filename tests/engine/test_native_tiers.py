@@ -1,4 +1,5 @@
-"""Choose the instruction tier of native kernels, and run their suites at every tier below the machine's best."""
+"""Choose the instruction tier of native kernels, and run their suites at every tier below the machine's best: one in five of
+their tests, in `make test-long` all."""
 
 import ctypes
 import os
@@ -91,10 +92,11 @@ def test_every_tier_compiles(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(len(OWN) < 2, reason=f"this processor has {len(OWN)} of the tiers")
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("suite", SUITES)
 @pytest.mark.parametrize("tier", [tier.name for tier in OWN[:-1]])
-def test_suites_at_a_lower_tier(tier, suite):
-    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", suite]
+def test_suites_at_a_lower_tier(tier, suite, every):
+    argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--every", str(every), suite]
     done = subprocess.run(argv, cwd=ROOT, env=os.environ | {"BATON_ISA": tier}, capture_output=True, text=True)
     assert not done.returncode, (done.stdout + done.stderr)[-6000:]
 

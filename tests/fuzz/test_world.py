@@ -47,7 +47,7 @@ def forgets_to_unreserve(self, num, unreserve=Ledger.unreserve):
     ("owner", "name", "fault"),
     [
         (KVPool, "copy_block", no_copy),
-        (Admission, "cancel", ends_by_itself),
+        pytest.param(Admission, "cancel", ends_by_itself, marks=pytest.mark.long),
         pytest.param(Sequence, "seal", sealed_too_early, marks=pytest.mark.long),
         pytest.param(Ledger, "unreserve", forgets_to_unreserve, marks=pytest.mark.long),
     ],

@@ -219,9 +219,11 @@ def test_deadline(client, traced, prompts, slow):
 
 @pytest.fixture(scope="module")
 def small_stack(run_stack, receiver):
-    """16 blocks of 32 tokens on each worker: two long requests do not fit, and one at most may wait."""
+    """16 blocks of 32 tokens on each worker: two long requests do not fit, and one at most may wait. None waits for a worker
+    that is gone."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint}
-    options = {"options": ("--num-blocks", "16", "--threads", "1"), "gateway_options": ("--max-queued-requests", "1")}
+    gateway_options = ("--max-queued-requests", "1", "--max-start-wait-s", "0")
+    options = {"options": ("--num-blocks", "16", "--threads", "1"), "gateway_options": gateway_options}
     with run_stack("small", env=env, **options) as stack:
         yield stack
 

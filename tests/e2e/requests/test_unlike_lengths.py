@@ -26,7 +26,8 @@ def client_of():
 
 def test_one_request_has_one_answer_and_outlives_the_longer_worker(run_stack, client_of, prompts):
     prompt = prompts(100)
-    options = {"num_prefill": 0, "options": THREADS, "unlike_decode": [SMALL_POOL], "num_decode": 2}
+    options = {"num_prefill": 0, "options": THREADS, "unlike_decode": [SMALL_POOL], "num_decode": 2,
+               "gateway_options": ("--max-start-wait-s", "0")}  # fmt: skip
     with run_stack("lengths", **options) as stack:
         small = stack.decode[2]
         assert small.ready()["context"] == "256" and stack.decode[0].ready()["context"] == "1024"

@@ -90,7 +90,11 @@ def test_a_step_known_by_its_bounds(name, query_len, device):
             assert torch.equal(attended(backend, pool, bounds, layer, padded)[: len(q)], known)
 
 
-@pytest.mark.parametrize("dtype, form", [(torch.float32, "fp32"), (torch.bfloat16, "int8")], ids=str)
+@pytest.mark.parametrize(
+    "dtype, form",
+    [(torch.float32, "fp32"), pytest.param(torch.bfloat16, "int8", marks=pytest.mark.long)],
+    ids=str,
+)
 def test_fixed_tiles_are_row_invariant(dtype, form, device):
     """A token's bits are the same alone (its KV split over programs), in a crowd (not split), and in chunks of any
     length, at any place in a tile."""
