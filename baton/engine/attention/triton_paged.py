@@ -17,7 +17,9 @@ from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
 from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
 from baton.engine.kv.pool import KVPool
 
-BLOCK_N = 64  # positions a program reduces at a time
+# Positions a program reduces at a time. At 64 a tile spills registers, 8 to 208 bytes a thread on compute capability 9.0
+# (tests/engine/kernels/sm90.json).
+BLOCK_N = 32
 FEW_QUERIES = 32  # of a sequence, up to which KV may be split
 FIXED_TILE = 64  # rows: the least that a warp group multiplies on Hopper
 FIXED_SPLIT = 256  # positions
@@ -174,7 +176,8 @@ class TritonAttention(Attention):
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
             BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
             WINDOWED=window is not None, CAPPED=shape.softcap is not None, PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
-            num_warps=8 if launch.tile * self._block_d > 64 * 128 else 4, enable_fp_fusion=not self.batch_invariant,
+            num_warps=num_warps(launch.tile, self._block_d, bool(group.row_scale_bytes)),
+            enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
     def _combine(self, plan: TritonPlan, launch: Launch, out: Tensor, window: int | None) -> None:
@@ -202,6 +205,11 @@ class FastTritonAttention(TritonAttention):
         wanted = self._wanted // (num_tiles * self.shape.num_kv_heads) if query_len <= FEW_QUERIES else 1
         num_splits = max(1, min(wanted, -(-longest // FAST_LEAST_SPLIT)))
         return 0, num_splits, num_splits
+
+
+def num_warps(tile: int, block_d: int, scaled: bool) -> int:
+    """Return the warps of a program. Forms with scales are decoded in registers that four warps have not."""
+    return 8 if scaled or tile * block_d > 64 * 128 else 4
 
 
 def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -1,13 +1,15 @@
 """Run whole steps of large models on meta tensors: nothing is computed, but every operator checks its devices and shapes,
 and every launch is bound to its kernel's signature, as for compute capability 9.0, and its grid checked. Prints as JSON,
-by model: launches, and the variants that a serving trace asks for beyond those of the warm-up. Run with
+by model: launches, the variants of the warm-up, and those that a serving trace asks for beyond them. Run with
 TRITON_INTERPRET=0."""
 
 import json
 import random
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,13 +81,35 @@ def _empty(dtype: torch.dtype, *size: int) -> Tensor:
     return torch.empty(size, dtype=dtype, device=META)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A kernel and what it is compiled for, as Triton's compiler takes it."""
+
+    kernel: JITFunction
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Return its constants, the types of its pointers, the integers that 16 does not divide, and its options."""
+        names = self.kernel.arg_names
+        words = [f"{names[place[0]]}={value}" for place, value in self.constants.items()]
+        for index, (name, kind) in enumerate(self.signature.items()):
+            if kind.startswith("*") or (kind.startswith("i") and not self.attributes.get((index,))):
+                words.append(f"{name}:{kind}")
+        given = ("num_warps", "num_stages", "enable_fp_fusion")
+        return " ".join([*words, *(f"{name}={self.options[name]}" for name in given)])
+
+
 class Recorder:
     """Take the place of launches: what each would have been compiled for."""
 
     def __init__(self):
-        self.variants: set[str] = set()
+        self.variants: dict[str, Variant] = {}  # by all that a kernel is compiled for
         self.launches = 0
-        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._backend = backend = make_backend(GPUTarget("cuda", 90, 32))
         for kernel in KERNELS:
             bind = create_function_from_signature(kernel.signature, kernel.params, backend)
             kernel.run = lambda *given, kernel=kernel, bind=bind, **named: self._launch(kernel, bind, *given, **named)
@@ -99,7 +123,10 @@ class Recorder:
         assert 0 < size[0] < 2**31 and 0 < size[1] < 65536 and 0 < size[2] < 65536, (kernel.__name__, size)
         # A meta tensor has no address: where it begins in its storage says how it is aligned.
         places = [v.storage_offset() * v.element_size() % 16 for v in bound.values() if isinstance(v, Tensor)]
-        self.variants.add(f"{kernel.__name__} {specialization} {sorted(options.items(), key=str)} {places}")
+        key = f"{kernel.__name__} {specialization} {sorted(options.items(), key=str)} {places}"
+        if key not in self.variants:
+            packed, *parts = kernel._pack_args(self._backend, named, bound, specialization, options)
+            self.variants[key] = Variant(kernel, *parts, packed.__dict__)
         self.launches += 1
 
 
@@ -134,7 +161,8 @@ def step_of(chunks: list[tuple[int, int]]) -> ForwardBatch:
 
 
 def trace(seed: int) -> list[ForwardBatch]:
-    """Return steps as serving has them: decode of some sequences, chunks of any length alone, and both together."""
+    """Return steps as serving has them: decode of some sequences, chunks of any length alone, both together, and
+    proposals that are verified."""
     draw, steps = random.Random(seed), []
     for _ in range(16):
         decode = [(1, draw.randrange(2, CONTEXT)) for _ in range(draw.randrange(0, NUM_SEQS))]
@@ -142,33 +170,66 @@ def trace(seed: int) -> list[ForwardBatch]:
         chunk = [(size, size + draw.randrange(0, CONTEXT - size))] if size else []
         if decode or chunk:
             steps.append(step_of([*decode, *chunk]))
-    return steps
+    verified = [[(width, draw.randrange(width, CONTEXT))] * count for width in (2, 5) for count in (1, 16)]
+    return [*steps, *map(step_of, verified)]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model in one form of weights and KV, and what it runs steps with."""
+
+    model: Model
+    pool: KVPool
+    inputs: StepInputs
+
+    def run(self, recorder: Recorder, steps: list[ForwardBatch]) -> dict[str, Variant]:
+        recorder.variants = {}
+        for step in steps:
+            self.model.forward(self.inputs.send(step), self.pool)
+        return recorder.variants
+
+    def warm_up(self, recorder: Recorder) -> dict[str, Variant]:
+        return self.run(recorder, warm_steps(NUM_TOKENS, NUM_SEQS, self.pool.num_blocks, BLOCK_SIZE))
+
+
+def setups() -> Iterator[tuple[str, Setup]]:
+    for name in SHAPES:
+        for form, kv_form in (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4")):
+            for exact in (True, False):
+                model = make_model(name, form, kv_form, exact)
+                pool = KVPool(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
+                inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, NUM_SEQS, CONTEXT // BLOCK_SIZE + 1))
+                yield f"{name} {form} {kv_form} {'exact' if exact else 'fast'}", Setup(model, pool, inputs)
+
+
+def warm_variants() -> dict[str, Variant]:
+    """Return every variant that the warm-up compiles for these models: by kernel's module, its name and the variant's."""
+    kernels.unavailable = lambda device: ""
+    recorder, found = Recorder(), {}
+    with torch.inference_mode():
+        for _, setup in setups():
+            found |= {row_name(variant): variant for variant in setup.warm_up(recorder).values()}
+    return found
+
+
+def row_name(variant: Variant) -> str:
+    module = variant.kernel.__module__.rpartition(".")[2]
+    return f"{module}.{variant.kernel.__name__} {variant.name}"
 
 
 def main() -> None:
     kernels.unavailable = lambda device: ""
     recorder, found = Recorder(), {}
     with torch.inference_mode():
-        for name in SHAPES:
-            for form, kv_form in (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4")):
-                for exact in (True, False):
-                    model = make_model(name, form, kv_form, exact)
-                    pool = KVPool(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
-                    inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, NUM_SEQS, CONTEXT // BLOCK_SIZE + 1))
-
-                    def run(steps, model=model, pool=pool, inputs=inputs) -> set[str]:
-                        recorder.variants = set()
-                        for step in steps:
-                            model.forward(inputs.send(step), pool)
-                        return recorder.variants
-
-                    warmed = run(warm_steps(NUM_TOKENS, NUM_SEQS, pool.num_blocks, BLOCK_SIZE))
-                    recorder.launches = 0
-                    served = run(trace(len(found)))
-                    assert model.layers_name == "triton", model.reasons
-                    found[f"{name} {form} {kv_form} {'exact' if exact else 'fast'}"] = {
-                        "launches": recorder.launches, "variants": len(served), "cold": sorted(served - warmed),
-                    }  # fmt: skip
+        for name, setup in setups():
+            warmed = setup.warm_up(recorder)
+            recorder.launches = 0
+            served = setup.run(recorder, trace(len(found)))
+            assert setup.model.layers_name == "triton", setup.model.reasons
+            found[name] = {
+                "launches": recorder.launches, "warm": sorted(map(row_name, warmed.values())),
+                "cold": sorted(served.keys() - warmed.keys()),
+            }  # fmt: skip
     json.dump(found, sys.stdout)
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.engine.kernels.sources import read_table, source_digests
+
 pytest.importorskip("triton")
 
 
@@ -27,3 +29,18 @@ def test_the_warm_up_covers_what_a_serving_trace_asks_for(found):
     """Whatever its lengths, alignments and numbers of sequences: else a kernel is compiled while requests wait."""
     cold = {name: each["cold"] for name, each in found.items() if each["cold"]}
     assert not cold, f"{sum(map(len, cold.values()))} variants: {next(iter(cold.items()))}"
+
+
+AGAIN = "run TRITON_INTERPRET=0 python -m tests.engine.kernels.kernel_resources, and look at what has changed"
+
+
+def test_the_table_of_kernels_has_every_variant_of_the_warm_up(found):
+    """And nothing else, made of the sources as they are: so a change of what a kernel takes is seen in review."""
+    table = read_table()
+    assert source_digests() == table["sources"], AGAIN
+    assert {name for each in found.values() for name in each["warm"]} == table["kernels"].keys(), AGAIN
+
+
+def test_no_kernel_of_attention_spills_registers():
+    attention = {name: row for name, row in read_table()["kernels"].items() if name.startswith("paged_attention.")}
+    assert len(attention) > 40 and not [name for name, row in attention.items() if row["stack"]]

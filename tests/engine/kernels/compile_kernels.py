@@ -10,6 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from baton.engine.attention import triton_paged
 from baton.engine.kernels import kv_write, paged_attention
 
 POINTERS = {
@@ -54,16 +55,23 @@ def attend(
     pointers |= dict.fromkeys(("k", "v"), form) | dict.fromkeys(("k_scales", "v_scales"), "fp16" if scaled else form)
     pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table"), "int32")
     constants = {
-        "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile, "BLOCK_N": 64,
+        "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile,
+        "BLOCK_N": triton_paged.BLOCK_N,
         "FORM": form if scaled else "cast", "WINDOWED": windowed, "CAPPED": capped, "PARTIAL": partial, "LEAST_SPLIT": 128,
     }  # fmt: skip
-    warps = 8 if tile * block_d > 64 * 128 else 4
+    warps = triton_paged.num_warps(tile, block_d, scaled)
     return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
 
 
 def combine(capability: int):
     pointers = dict.fromkeys(("partials", "stats"), "fp32") | dict.fromkeys(("tokens", "kv_lens"), "int32")
-    constants = {"HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_N": 64, "WINDOWED": False, "LEAST_SPLIT": 128}
+    constants = {
+        "HEAD_DIM": 128,
+        "BLOCK_D": 128,
+        "BLOCK_N": triton_paged.BLOCK_N,
+        "WINDOWED": False,
+        "LEAST_SPLIT": 128,
+    }
     return compiled(paged_attention.combine, pointers | {"out": "bf16"}, constants, capability, 1)
 
 

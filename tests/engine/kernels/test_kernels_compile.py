@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.engine.kernels.sources import read_table
+
 SHARED_MEMORY = {"80": 166912, "90": 232448}  # bytes that a block may have on an A100, on an H100
 
 
@@ -40,3 +42,15 @@ def test_compiled_for_ampere_and_hopper(tmp_path):
         # The two ways of the fixed form add products in the same instructions.
         assert made[f"90 {form} partial"]["products"] == made[f"90 {form} whole"]["products"]
         assert all("wgmma" in product for product in made[f"90 {form} whole"]["products"])
+
+
+@pytest.mark.long
+def test_the_table_of_resources_is_what_is_compiled(tmp_path):
+    triton = pytest.importorskip("triton")
+    table, made = read_table(), tmp_path / "made.json"
+    if triton.__version__ != table["triton"]:
+        pytest.skip(f"the table was made with Triton {table['triton']}")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.engine.kernels.kernel_resources", str(made)]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=1800)
+    assert json.loads(made.read_text()) == table
