@@ -30,8 +30,8 @@ _EXAMPLES = "examples:\n"
 class _Formatter(argparse.HelpFormatter):
     """Wraps all but examples, which are there to be copied."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
+    def __init__(self, prog: str, width: int | None = None) -> None:
+        super().__init__(prog, max_help_position=28, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
