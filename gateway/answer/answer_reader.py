@@ -24,6 +24,7 @@ class ReaderForm(NamedTuple):
     detokenizer: Detokenizer
     new_parser: Callable[[], AnswerParser] | None = None
     ends_with_call: bool = False  # the first one
+    streams_arguments: bool = False  # of calls
     constraint: Constraint | None = None  # that the answer keeps to, reasoning and calls included
 
 
@@ -64,7 +65,7 @@ class AnswerReader:
             constraint = Constraint("grammar", grammar) if grammar else constraint
         ends_with_call = bool(tools) and not options.is_parallel
         new_parser = partial(form.parser, self._spellings, tools, prompt_end)
-        return ReaderForm(self._detokenizer, new_parser, ends_with_call, constraint)
+        return ReaderForm(self._detokenizer, new_parser, ends_with_call, options.streams_arguments, constraint)
 
 
 def _check_tools(options: ChatOptions) -> None:

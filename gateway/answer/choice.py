@@ -8,6 +8,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.stop_strings import StopMatcher, StopStrings
 from gateway.parsers.answer_parser import AnswerParser
+from gateway.parsers.calls import CallPart
 from gateway.text.detokenizer import TextDecoder
 
 STOP, LENGTH, TOOL_CALLS = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TOOL_CALLS
@@ -34,6 +35,10 @@ class Choice:
         "_reasoning",
         "_calls",
         "_num_calls",
+        "_num_whole",
+        "_call",
+        "_arguments",
+        "_streams_arguments",
         "_request_id",
         "_ends_with_call",
         "_stop_token_ids",
@@ -68,7 +73,10 @@ class Choice:
         self._parser = form.new_parser and form.new_parser()
         self._reasoning = ""
         self._calls: list[pb.ToolCall] = []
-        self._num_calls = 0
+        self._num_calls = self._num_whole = 0
+        self._call = pb.ToolCall()  # the last one that began
+        self._arguments: list[str] = []  # of it, where it goes out whole
+        self._streams_arguments = form.streams_arguments
         self._request_id, self._ends_with_call = request_id, form.ends_with_call
 
     @property
@@ -143,19 +151,32 @@ class Choice:
         if self.finish_reason:
             found.append(parser.finish())
         for each in found:
-            for call in each.calls:
-                if self._num_calls and self._ends_with_call:
-                    break
-                self._num_calls += 1
-                if is_new:
-                    self._calls.append(pb.ToolCall(id=self._call_id(), name=call.name, arguments=call.arguments))
+            for part in each.calls:
+                if not (self._num_whole and self._ends_with_call):
+                    self._add_part(part, is_new)
             if is_new:
                 self._reasoning += each.reasoning
-        if self._num_calls and self._ends_with_call and not self.finish_reason:
+        if self._num_whole and self._ends_with_call and not self.finish_reason:
             self.ended_here, self.finish_reason = True, TOOL_CALLS
-        elif self.finish_reason == STOP and self._num_calls and not self._matched_stop:
+        elif self.finish_reason == STOP and self._num_whole and not self._matched_stop:
             self.finish_reason = TOOL_CALLS
         return "".join(each.content for each in found)
+
+    def _add_part(self, part: CallPart, is_new: bool) -> None:
+        """Keep a part of a call, or, once it is whole, the call."""
+        if part.name:
+            self._num_calls += 1
+            self._call, self._arguments = pb.ToolCall(id=self._call_id(), name=part.name), []
+        self._num_whole += part.is_last
+        self._arguments.append(part.arguments)
+        if not (self._streams_arguments or part.is_last):
+            return
+        self._call.arguments, self._arguments = "".join(self._arguments), []
+        if is_new and self._calls and not self._call.name:
+            self._calls[-1].arguments += self._call.arguments
+        elif is_new and (self._call.name or self._call.arguments):
+            self._calls.append(self._call)
+        self._call = pb.ToolCall()
 
     def _call_id(self) -> str:
         """Return the id of the last call: the same when the request is resumed. Nine letters and digits are an id to

@@ -82,6 +82,8 @@ class RequestHandler:
     async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:
         """Return an answer in one message. Raises BatonError."""
         response = pb.CompleteResponse()
+        if box[0].WhichOneof("input") == "messages":
+            box[0].messages.stream_tool_arguments = False
 
         async def gather(message: pb.GenerateResponse) -> None:
             _add(response, message)

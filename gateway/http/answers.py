@@ -62,6 +62,12 @@ class Form(Protocol):
         ...
 
 
+def split_parts(message: pb.GenerateResponse) -> tuple[str, list[pb.ToolCall]]:
+    """Return the arguments that belong to the call before, whose place is before the message's text, and the others."""
+    parts = list(message.tool_calls)
+    return (parts[0].arguments, parts[1:]) if parts and not parts[0].name else ("", parts)
+
+
 class _ObjectNames(NamedTuple):
     """What OpenAI calls the object."""
 
@@ -153,9 +159,7 @@ class ChatForm(AnswerForm):
         if message.reasoning:
             delta["reasoning_content"] = message.reasoning
         if message.tool_calls:
-            first = self._num_calls.get(index, 0)
-            self._num_calls[index] = first + len(message.tool_calls)
-            delta["tool_calls"] = [{"index": n, **_call(call)} for n, call in enumerate(message.tool_calls, first)]
+            delta["tool_calls"] = [self._part(index, part) for part in message.tool_calls]
         return {"delta": delta, **({"logprobs": self._logprobs(message.logprobs)} if message.logprobs else {})}
 
     def _choice(self, choice: pb.Choice) -> Json:
@@ -166,6 +170,14 @@ class ChatForm(AnswerForm):
         if choice.tool_calls:
             message["tool_calls"] = [_call(call) for call in choice.tool_calls]
         return {"message": message, "logprobs": self._logprobs(choice.logprobs) if choice.logprobs else None}
+
+    def _part(self, index: int, part: pb.ToolCall) -> Json:
+        """Return a call that begins, or more arguments of the one before."""
+        num_before = self._num_calls.get(index, 0)
+        if not part.name:
+            return {"index": num_before - 1, "function": {"arguments": part.arguments}}
+        self._num_calls[index] = num_before + 1
+        return {"index": num_before, **_call(part)}
 
     def _logprobs(self, logprobs: Iterable[pb.Logprobs]) -> Json:
         return {"content": token_logprobs(logprobs, self._token_text), "refusal": None}

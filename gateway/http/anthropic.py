@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.service.errors import BatonError, InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import Json, named_event
+from gateway.http.answers import Json, named_event, split_parts
 from gateway.http.conversations import read_content, read_fields, read_list, read_part, read_tool
 from gateway.http.errors import status_of, to_json
 from gateway.http.fields import BOOLEAN, INTEGER, NUMBER, OBJECT, STRING, STRINGS, TOP_K, Field, read_as
@@ -205,12 +205,14 @@ class MessageForm:
             data = _event("message_start", message=empty)
         if message.finish_reason:
             self._end = _end(message)
+        arguments, calls = split_parts(message)
+        if arguments:
+            data += self._arguments(arguments)
         for kind, text in (("thinking", message.reasoning), ("text", message.text)):
             if text:
                 data += self._within(kind) + self._delta({"type": f"{kind}_delta", kind: text})
-        for call in message.tool_calls:
-            data += self._begin("tool_use", {**_use(call), "input": {}})
-            data += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        for call in calls:
+            data += self._begin("tool_use", {**_use(call), "input": {}}) + self._arguments(call.arguments)
         return data
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
@@ -244,6 +246,9 @@ class MessageForm:
         data = self._close() if self._blocks else b""
         self._blocks.append(kind)
         return data + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _arguments(self, text: str) -> bytes:
+        return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _delta(self, delta: Json) -> bytes:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)

@@ -105,6 +105,9 @@ class HttpApi:
 
     async def _stream(self, call: HttpCall, form: Form, boxes: Sequence[list[pb.GenerateRequest]]) -> None:
         context, usages = call.context, list[pb.Usage]()
+        for (request,) in boxes:
+            if request.WhichOneof("input") == "messages":
+                request.messages.stream_tool_arguments = True
 
         async def emit(prompt: int, message: pb.GenerateResponse) -> None:
             if message.HasField("usage"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
-from gateway.http.answers import Json, TokenText, named_event, token_logprobs
+from gateway.http.answers import Json, TokenText, named_event, split_parts, token_logprobs
 from gateway.http.conversations import (
     TOOL_FIELDS,
     read_content,
@@ -208,11 +208,14 @@ class ResponseForm:
         """Return the events for a message."""
         data = b"" if self._has_begun else self._begin()
         self._reason = message.finish_reason or self._reason
+        arguments, calls = split_parts(message)
+        if arguments:
+            data += self._said(arguments)
         if message.reasoning:
             data += self._within("reasoning") + self._said(message.reasoning)
         if message.text or (message.logprobs and not (message.reasoning or message.tool_calls)):
             data += self._text(message)
-        for call in message.tool_calls:
+        for call in calls:
             data += self._open("function_call", call) + self._said(call.arguments)
         return data
 

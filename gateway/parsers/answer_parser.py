@@ -1,21 +1,16 @@
-"""One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and whole calls
-come out. A call that the answer's end cuts off is left out: a client must not run half of one."""
+"""One answer of a model that marks its reasoning or its calls: text goes in as it comes, content, reasoning and calls come
+out, calls whose arguments are JSON in parts. One that the answer's end cuts off is never whole: a client must not run half
+of one. What turns out to be no call is content, also where a part of it was out as a call's."""
 
-import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from gateway.parsers.calls import CallReader, ParsedCall
+from gateway.parsers.calls import CallPart, CallReader, CallSink
 from gateway.parsers.reading import AnswerSource, Cut, Malformed, Markers, Reading
 
 _BLANKS = " \t\r\n"
-
-
-class FoundCall(NamedTuple):
-    name: str
-    arguments: str  # a JSON object
 
 
 @dataclass
@@ -24,7 +19,7 @@ class Parsed:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[FoundCall] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
 
 
 class AnswerParser:
@@ -33,9 +28,8 @@ class AnswerParser:
     def __init__(self, spellings: Mapping[str, str]):
         """`spellings`: of characters that stand for control tokens, their text."""
         self._spellings = str.maketrans(dict(spellings))
-        self._source, self._parsed = AnswerSource(), Parsed()
+        self._source, self._parsed, self._sink = AnswerSource(), Parsed(), CallSink(self._spellings)
         self._reading = self._run()
-        next(self._reading, None)
 
     def push(self, piece: str) -> Parsed:
         """Take what follows; return what is certain."""
@@ -50,6 +44,7 @@ class AnswerParser:
     def _take(self) -> Parsed:
         next(self._reading, None)
         parsed, self._parsed = self._parsed, Parsed()
+        parsed.calls = self._sink.take()
         return parsed
 
     def _run(self) -> Reading:
@@ -60,13 +55,6 @@ class AnswerParser:
 
     def _think(self, text: str) -> None:
         self._parsed.reasoning += text.translate(self._spellings)
-
-    def _call(self, call: ParsedCall) -> None:
-        try:
-            text = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):
-            raise Malformed from None
-        self._parsed.calls.append(FoundCall(call.name, text.translate(self._spellings)))
 
 
 class TaggedParser(AnswerParser):
@@ -85,11 +73,11 @@ class TaggedParser(AnswerParser):
         self._thinks = {spell(begin, spellings): spell(end, spellings) for begin, end in thinks}
         self._thinking = spell(thinking, spellings)
         self._reader, self._openers = None, list[str]()
+        super().__init__(spellings)
         if reader:
             spelled = {text: spell(text, spellings) for text in (*reader.markers, *reader.openers)}
-            self._reader = reader(spelled, tools, self._call)
+            self._reader = reader(spelled, tools, self._sink)
             self._openers = [spelled[opener] for opener in reader.openers]
-        super().__init__(spellings)
 
     def _run(self) -> Reading:
         source, tag = self._source, self._thinking

@@ -1,14 +1,59 @@
-"""What a reader of calls is."""
+"""What a reader of calls is, and what it puts out."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.parsers.reading import AnswerSource, Malformed, Reading
+from gateway.parsers.reading import AnswerSource, Cut, Malformed, Reading
 
 
 class ParsedCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
+
+
+class CallPart(NamedTuple):
+    """A part of a call: one with a name begins a call, one without continues the one before."""
+
+    name: str
+    arguments: str  # of a JSON object
+    is_last: bool  # the call is whole; one that another follows before it is whole went wrong, and is none
+
+
+@dataclass
+class _Part:
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    is_last: bool = False
+
+
+class CallSink:
+    """Gather the parts of calls until they are taken."""
+
+    def __init__(self, spellings: Mapping[int, str]):
+        """`spellings`: what str.translate makes of characters that stand for control tokens."""
+        self._spellings, self._parts = spellings, list[_Part]()
+
+    def begin(self, name: str) -> None:
+        """Begin a call: no text in its place can make it undone."""
+        self._parts.append(_Part(name))
+
+    def add(self, text: str) -> None:
+        """Add to the arguments of the call that has begun."""
+        if not self._parts:
+            self._parts.append(_Part())
+        self._parts[-1].texts.append(text)
+
+    def end(self) -> None:
+        """Say that the call is whole."""
+        self.add("")
+        self._parts[-1].is_last = True
+
+    def take(self) -> list[CallPart]:
+        """Return what has come since the last time."""
+        parts, self._parts = self._parts, []
+        return [CallPart(each.name, "".join(each.texts).translate(self._spellings), each.is_last) for each in parts]
 
 
 class CallReader:
@@ -20,16 +65,45 @@ class CallReader:
     markers: tuple[str, ...] = ()
     ends_thinking = False  # a call in the reasoning is one, and its end
 
-    def __init__(self, spelled: Mapping[str, str], tools: Mapping[str, Any], emit: Callable[[ParsedCall], None]):
+    def __init__(self, spelled: Mapping[str, str], tools: Mapping[str, Any], sink: CallSink):
         """`spelled`: each marker as it stands in the text; `tools`: schemas of parameters by name."""
-        self.spelled, self.tools, self._emit = spelled, tools, emit
+        self.spelled, self.tools, self.sink = spelled, tools, sink
 
     def emit(self, call: ParsedCall) -> None:
-        """Put a call out. Raises Malformed for arguments that are no object."""
-        if not isinstance(call.arguments, dict):
-            raise Malformed
-        self._emit(call)
+        """Put a whole call out. Raises Malformed for arguments that are no object."""
+        text = dump(call.arguments)
+        self.sink.begin(call.name)
+        self.sink.add(text)
+        self.sink.end()
+
+    def arguments(self, source: AnswerSource, name: str) -> Reading:
+        """Read arguments in JSON and put them out as they come, behind the beginning of the call. Raises Malformed,
+        Cut."""
+        if (first := (yield from source.peek())) != "{":
+            raise Malformed if first else Cut
+        self.sink.begin(name)
+        yield from source.json_text(self.sink.add)
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
-        """Read calls and put each out once it is whole. Raises Malformed, Cut."""
+        """Read calls and put them out. Raises Malformed, Cut."""
         raise NotImplementedError
+
+
+def dump(arguments: object) -> str:
+    """Return arguments as JSON. Raises Malformed for what is no object."""
+    if not isinstance(arguments, dict):
+        raise Malformed
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return text if text.isascii() else _encodable(text, arguments)
+    except (TypeError, ValueError, RecursionError):
+        raise Malformed from None
+
+
+def _encodable(text: str, arguments: dict[str, Any]) -> str:
+    """Return the text, or, where it has half of a surrogate pair, the same in ASCII."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return json.dumps(arguments)

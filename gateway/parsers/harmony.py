@@ -3,11 +3,10 @@ tokens alone: models write about them."""
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
 
 from gateway.parsers.answer_parser import AnswerParser, spell
-from gateway.parsers.calls import ParsedCall
-from gateway.parsers.reading import Cut, Malformed, Markers, Reading, parse_json
+from gateway.parsers.reading import Cut, Malformed, Markers, Reading
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"(?:^|\s)to=([^\s]+)")
@@ -61,15 +60,24 @@ class HarmonyParser(AnswerParser):
         source.at = found.start() if found[0] == self._start else found.end()
 
     def _arguments(self, name: str) -> Reading:
-        source, begin = self._source, self._source.at
+        source, begun, is_whole = self._source, (yield from self._source.peek()) == "{", False
+        if begun and self._has_tools:
+            self._sink.begin(name)
+            with suppress(Malformed):
+                yield from source.json_text(self._sink.add)
+                is_whole = True
+        behind = source.at
         try:
-            text, _ = yield from source.until(*self._ends, self._start)
+            rest, _ = yield from source.until(*self._ends, self._start)
         except Cut:
-            text = source.text[begin:]  # a stop token that ends the answer is no part of it
-            source.at = len(source.text)
-        try:
-            arguments: Any = parse_json(text) if text.strip() else {}
-            if self._has_tools and isinstance(arguments, dict):
-                self._call(ParsedCall(name, arguments))
-        except Malformed:
+            rest, source.at = (
+                source.text[behind:],
+                len(source.text),
+            )  # a stop token that ends the answer is no part of it
+        if not self._has_tools or rest.strip():
             return
+        if not begun:
+            self._sink.begin(name)
+            self._sink.add("{}")
+        if is_whole or not begun:
+            self._sink.end()

@@ -1,6 +1,8 @@
-"""Calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1."""
+"""Calls whose arguments are JSON: of Qwen and Hermes, Llama 3, Mistral, DeepSeek V3 and R1. The arguments come in parts,
+where the name stands before them."""
 
 import re
+from collections.abc import Generator
 from typing import Any
 
 from gateway.parsers.calls import CallReader, ParsedCall
@@ -21,21 +23,66 @@ def call_of(value: Any) -> ParsedCall:
     return ParsedCall(name, arguments)
 
 
-class HermesReader(CallReader):
+class ObjectReader(CallReader):
+    """Read calls that are objects with a name and arguments."""
+
+    def object(self, source: AnswerSource, must_be_known: bool = False) -> Reading:
+        """Read one call. `must_be_known`: it is one only where its name is a tool's. Raises Malformed, Cut."""
+        begin = source.at
+        if name := (yield from _name_in_head(source)):
+            self._check(name, must_be_known)
+            yield from self.arguments(source, name)
+            if (yield from source.expect("}", ",")) == ",":
+                yield from source.rest_of_object()
+            self.sink.end()
+        else:
+            source.at = begin
+            call = call_of((yield from source.json()))
+            self._check(call.name, must_be_known)
+            self.emit(call)
+        source.good = source.at
+
+    def objects(self, source: AnswerSource) -> Reading:
+        """Read one call, or a list of them. Raises Malformed, Cut."""
+        if (yield from source.peek()) != "[":
+            yield from self.object(source)
+            return
+        yield from source.expect("[")
+        following = yield from source.accept("]")
+        while following != "]":
+            yield from self.object(source)
+            following = yield from source.expect(",", "]")
+        source.good = source.at
+
+    def _check(self, name: str, must_be_known: bool) -> None:
+        if must_be_known and name not in self.tools:
+            raise Malformed
+
+
+def _name_in_head(source: AnswerSource) -> Generator[None, None, str]:
+    """Read up to the arguments and return the name; "" where the object does not begin with just these."""
+    for text in ("{", '"name"', ":", '"'):
+        if not (yield from source.accept(text)):
+            return ""
+    name, _ = yield from source.until('"')
+    for texts in ((",",), ('"arguments"', '"parameters"'), (":",)):
+        if "\\" in name or not (yield from source.accept(*texts)):
+            return ""
+    return name if (yield from source.peek()) == "{" else ""
+
+
+class HermesReader(ObjectReader):
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
 
     openers = ("<tool_call>",)
     markers = ("<tool_call>", "</tool_call>")
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
-        value = yield from source.json()
-        for each in value if isinstance(value, list) else [value]:
-            self.emit(call_of(each))
-        source.good = source.at
+        yield from self.objects(source)
         yield from source.accept(self.spelled["</tool_call>"])
 
 
-class LlamaJsonReader(CallReader):
+class LlamaJsonReader(ObjectReader):
     """{"name": ..., "parameters": {...}}, alone or behind <|python_tag|>; several with a semicolon between two."""
 
     openers = ("<|python_tag|>",)
@@ -44,18 +91,14 @@ class LlamaJsonReader(CallReader):
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
         while True:
-            call = call_of((yield from source.json()))
-            if not opener and call.name not in self.tools:
-                raise Malformed
-            self.emit(call)
-            source.good = source.at
+            yield from self.object(source, must_be_known=not opener)
             yield from source.accept(";")
             following = yield from source.accept(self.spelled["<|python_tag|>"])
             if not following and (yield from source.peek()) != "{":
                 return
 
 
-class MistralReader(CallReader):
+class MistralReader(ObjectReader):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}], or for each call [TOOL_CALLS]name[ARGS]{...}"""
 
     openers = ("[TOOL_CALLS]",)
@@ -63,19 +106,15 @@ class MistralReader(CallReader):
 
     def read(self, source: AnswerSource, opener: str) -> Reading:
         if (yield from source.peek()) == "[":
-            value = yield from source.json()
-            for call in [call_of(each) for each in value]:
-                self.emit(call)
-        else:
-            name, behind = yield from source.until(self.spelled["[ARGS]"], self.spelled["[CALL_ID]"], "{")
-            if behind == "{":
-                source.at -= 1
-            elif behind == self.spelled["[CALL_ID]"]:
-                yield from source.until(self.spelled["[ARGS]"])
-            if not _NAME.fullmatch(name.strip()):
-                raise Malformed
-            arguments = yield from source.json()
-            self.emit(ParsedCall(name.strip(), arguments))
+            yield from self.objects(source)
+            return
+        name, behind = yield from source.until(self.spelled["[ARGS]"], self.spelled["[CALL_ID]"], "{")
+        if behind == "{":
+            source.at -= 1
+        elif behind == self.spelled["[CALL_ID]"]:
+            yield from source.until(self.spelled["[ARGS]"])
+        yield from self.arguments(source, _checked(name))
+        self.sink.end()
         source.good = source.at
 
 
@@ -94,13 +133,18 @@ class DeepSeekReader(CallReader):
             fence = ""
             if (yield from source.peek()) != "{":
                 name, fence = yield from source.until("```json")
-            arguments = yield from source.json()
+            yield from self.arguments(source, _checked(name))
             if fence:
                 yield from source.expect("```")
             yield from source.expect(end)
-            if not _NAME.fullmatch(name.strip()):
-                raise Malformed
-            self.emit(ParsedCall(name.strip(), arguments))
+            self.sink.end()
             source.good = source.at
             if not (yield from source.peek()):
                 return
+
+
+def _checked(name: str) -> str:
+    """Return a name without the blanks around it. Raises Malformed for what is none."""
+    if not _NAME.fullmatch(name.strip()):
+        raise Malformed
+    return name.strip()

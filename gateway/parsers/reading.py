@@ -3,13 +3,17 @@ that no decision depends on where the text is cut."""
 
 import json
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 Reading = Generator[None, None, None]
-# Outside of its strings JSON has nothing else: whatever matches is a bracket, a quotation mark, or no JSON.
-_NOTABLE = re.compile(r"[^\s\w:,.+-]")
-_IN_STRING = re.compile(r'["\\]')
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # within a string of JSON
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_ESCAPE_BEGUN = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_WORD = re.compile(r"[\w.+-]*")
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
+_MAX_WORD = 400  # characters of a number: a client's own reader has a bound too
+_SPACED = {",": ", ", ":": ": "}
 _BLANKS = " \t\r\n"
 MAX_DEPTH = 200  # of arguments, which are read by recursion
 
@@ -116,33 +120,89 @@ class AnswerSource:
 
     def json(self) -> Generator[None, None, Any]:
         """Skip blanks and read an object or an array. Raises Malformed, Cut."""
-        first = yield from self.peek()
-        if first not in ("{", "["):
+        parts = list[str]()
+        yield from self.json_text(parts.append)
+        return parse_json("".join(parts))
+
+    def json_text(self, emit: Callable[[str], None]) -> Reading:
+        """Skip blanks and read an object or an array; its text goes to `emit` as it comes, with the blanks of
+        json.dumps, and never a part that no JSON has. Raises Malformed, Cut."""
+        if (first := (yield from self.peek())) not in ("{", "["):
             raise Malformed if first else Cut
-        begin = position = self.at
-        depth, in_string = 0, False
+        yield from self._json(emit, [], "v")
+
+    def rest_of_object(self) -> Reading:
+        """Read an object of JSON from behind a comma in it to its end. Raises Malformed, Cut."""
+        yield from self._json(len, ["}"], "k")
+
+    def _json(self, emit: Callable[[str], object], closers: list[str], wants: str) -> Reading:
+        """`closers`: of what is open; `wants`: what may come, v a value, k a key, the others as they are."""
         while True:
-            found = (_IN_STRING if in_string else _NOTABLE).search(self.text, position)
-            if found is None or (found[0] == "\\" and found.end() == len(self.text)):
-                position = found.start() if found else len(self.text)
+            if not (character := (yield from self.peek())):
+                raise Cut
+            if character == '"' and wants[0] in "vk":
+                yield from self._string(emit)
+                wants = ":" if "k" in wants else f",{closers[-1]}"
+            elif character in "{[" and "v" in wants:
+                closers.append("}" if character == "{" else "]")
+                wants = "k}" if character == "{" else "v]"
+                self._pass(emit, character)
+                if len(closers) > MAX_DEPTH:
+                    raise Malformed
+            elif character in ",:}]":
+                if character not in wants:
+                    raise Malformed
+                self._pass(emit, _SPACED.get(character, character))
+                if character in "}]":
+                    closers.pop()
+                    if not closers:
+                        return
+                wants = f",{closers[-1]}" if character in "}]" else "k" if f"{character}{closers[-1]}" == ",}" else "v"
+            elif "v" in wants:
+                yield from self._scalar(emit)
+                wants = f",{closers[-1]}"
+            else:
+                raise Malformed
+
+    def _pass(self, emit: Callable[[str], object], text: str) -> None:
+        self.at += 1
+        emit(text)
+
+    def _string(self, emit: Callable[[str], object]) -> Reading:
+        """Read a string of JSON; a control character, which JSON has none of, is escaped."""
+        self._pass(emit, '"')
+        while True:
+            if found := _PLAIN.match(self.text, self.at) or _ESCAPE.match(self.text, self.at):
+                self.at = found.end()
+                emit(found[0])
+            elif self.at == len(self.text) or _ESCAPE_BEGUN.fullmatch(self.text, self.at):
                 if self.has_ended:
                     raise Cut
                 yield
-                continue
-            position = found.end() + (found[0] == "\\")
-            if found[0] == '"':
-                in_string = not in_string
-            elif found[0] in "{[":
-                depth += 1
-            elif found[0] in "}]":
-                depth -= 1
-            elif not in_string:
+            elif self.text[self.at] == '"':
+                self._pass(emit, '"')
+                return
+            elif self.text[self.at] == "\\":
                 raise Malformed
-            if depth > MAX_DEPTH:
-                raise Malformed
-            if not depth:
-                self.at = position
-                return parse_json(self.text[begin:position])
+            else:
+                self._pass(emit, json.dumps(self.text[self.at])[1:-1])
+
+    def _scalar(self, emit: Callable[[str], object]) -> Reading:
+        """Read a number, true, false or null: whole, since one that is cut is another."""
+        while (end := self._end_of_word()) == len(self.text) and end - self.at <= _MAX_WORD:
+            if self.has_ended:
+                raise Cut
+            yield
+        word = self.text[self.at : end]
+        if len(word) > _MAX_WORD or not _SCALAR.fullmatch(word):
+            raise Malformed
+        self.at = end
+        emit(word)
+
+    def _end_of_word(self) -> int:
+        found = _WORD.match(self.text, self.at)
+        assert found is not None  # it matches nothing too
+        return found.end()
 
 
 def parse_json(text: str) -> Any:

@@ -34,7 +34,9 @@ def check_conversation(request: pb.Messages, limits: RequestLimits) -> Conversat
     kwargs, tools = _object("messages.chat_template_kwargs", request.chat_template_kwargs), _tools(request.tools)
     names, must_call = _choice(request, [tool["name"] for tool in tools])
     is_parallel = not request.tool_name and (not request.HasField("parallel_tool_calls") or request.parallel_tool_calls)
-    options = ChatOptions(tools, kwargs, request.continue_final_message, names, must_call, is_parallel)
+    options = ChatOptions(
+        tools, kwargs, request.continue_final_message, names, must_call, is_parallel, request.stream_tool_arguments
+    )
     return Conversation(messages, options)
 
 

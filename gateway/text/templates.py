@@ -64,6 +64,7 @@ class ChatOptions(NamedTuple):
     callable_tools: tuple[str, ...] = ()  # those that the answer may call
     must_call: bool = False
     is_parallel: bool = True  # an answer may have several calls
+    streams_arguments: bool = False  # of calls, instead of each call whole
 
     @property
     def texts(self) -> list[str]:

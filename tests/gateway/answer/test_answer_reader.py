@@ -30,8 +30,20 @@ def form(prompt: str = "x", conversation=CONVERSATION):
 
 
 def joined(messages: list[pb.GenerateResponse]) -> tuple:
-    calls = [(call.id, call.name, json.loads(call.arguments)) for message in messages for call in message.tool_calls]
-    return "".join(m.reasoning for m in messages), "".join(m.text for m in messages), calls, messages[-1].finish_reason
+    """A call without a name continues the one before."""
+    calls = list[pb.ToolCall]()
+    for call in (call for message in messages for call in message.tool_calls):
+        if call.name:
+            calls.append(pb.ToolCall(id=call.id, name=call.name))
+        calls[-1].arguments += call.arguments
+    told = [(call.id, call.name, json.loads(call.arguments)) for call in calls]
+    return "".join(m.reasoning for m in messages), "".join(m.text for m in messages), told, messages[-1].finish_reason
+
+
+def streaming(**options):
+    """A form whose calls come in parts."""
+    options = CONVERSATION.options._replace(streams_arguments=True, **options)
+    return form(conversation=CONVERSATION._replace(options=options))
 
 
 def messages_of(sizes, num_received: int = 0, asked=None) -> list[pb.GenerateResponse]:
@@ -59,14 +71,23 @@ def test_an_answer_has_its_parts():
 @given(st.lists(st.integers(1, 9), max_size=120))
 def test_equal_in_every_grouping(sizes):
     assert joined(messages_of(sizes)) == WHOLE
+    assert joined(messages_of(sizes, asked=streaming())) == WHOLE
+
+
+def test_arguments_come_as_they_are_written():
+    num_parts = [len(m.tool_calls) for m in messages_of([1] * len(IDS), asked=streaming())]
+    assert max(num_parts) == 1 and sum(num_parts) > 20
+    num_whole = sum(len(m.tool_calls) for m in messages_of([1] * len(IDS)))
+    assert num_whole == 2
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, len(IDS) - 1))
 def test_a_client_that_resumes_gets_the_rest(num_received):
     """As many tokens one by one, then a stream that is resumed behind them: nothing twice, nothing lost."""
-    before = messages_of([1] * len(IDS))[:num_received]
-    assert joined(before + messages_of([], num_received)) == WHOLE
+    for asked in (form(), streaming()):
+        before = messages_of([1] * len(IDS), asked=asked)[:num_received]
+        assert joined(before + messages_of([], num_received, asked)) == WHOLE
 
 
 def test_plain_where_there_is_no_conversation():
@@ -91,8 +112,7 @@ def test_a_call_that_is_cut_is_no_call():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=120))
 def test_an_answer_of_one_call_ends_with_it(sizes):
-    options = CONVERSATION.options._replace(is_parallel=False)
-    messages = messages_of(sizes, asked=form(conversation=CONVERSATION._replace(options=options)))
+    messages = messages_of(sizes, asked=streaming(is_parallel=False))
     ended = [index for index, message in enumerate(messages) if message.finish_reason]
     reasoning, content, calls, _ = joined(messages)
     assert (reasoning, content, calls) == (WHOLE[0], WHOLE[1], WHOLE[2][:1])

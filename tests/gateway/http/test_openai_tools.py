@@ -35,17 +35,24 @@ async def test_calls_whole(saying):
 
 async def test_calls_streamed(saying):
     async with saying(SAID, http="127.0.0.1:0") as c, openai_client(c) as client:
-        reasoning = ""
+        reasoning, parts = "", []
         async with client.chat.completions.stream(**ASK) as stream:
             async for event in stream:
                 if event.type == "chunk" and event.chunk.choices:
-                    reasoning += (event.chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
+                    delta = event.chunk.choices[0].delta
+                    reasoning += (delta.model_extra or {}).get("reasoning_content", "")
+                    parts += [(part.index, part.id) for part in delta.tool_calls or ()]
             choice = (await stream.get_final_completion()).choices[0]
         assert (reasoning, choice.message.content, choice.finish_reason) == ("I look.", "One moment.", "tool_calls")
         calls = choice.message.tool_calls
         assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [
             ("find", {"text": "fox"})
         ] * 2
+
+    # Arguments come as they are written; the id comes with the first part alone.
+    for index, call in enumerate(calls):
+        ids = [each for number, each in parts if number == index]
+        assert ids[0] == call.id and len(ids) > 2 and not any(ids[1:])
 
 
 async def test_a_call_alone_has_no_content(saying):

@@ -36,6 +36,29 @@ async def test_parts_of_an_answer_whole_and_streamed(saying):
         assert messages[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS and len({m.text for m in messages}) > 3
 
 
+async def test_arguments_come_as_they_are_written_where_that_is_asked_for(saying):
+    async with saying(f"So: {CALL}") as c:
+        whole = (await c.stub.Complete(asked(*TOOLS, request_id="r1"), timeout=20)).choices[0].tool_calls
+        request = asked(*TOOLS, request_id="r1", stream_tool_arguments=True)
+        assert (await c.stub.Complete(request, timeout=20)).choices[0].tool_calls == whole
+        messages = await read(c.stub.Generate(request, timeout=20))
+        first, *rest = [part for message in messages for part in message.tool_calls]
+        assert (first.id, first.name) == (whole[0].id, "find") and len(rest) > 3
+        assert not any(part.id or part.name for part in rest)
+        assert "".join(part.arguments for part in (first, *rest)) == whole[0].arguments
+        assert messages[-1].finish_reason == pb.FINISH_REASON_TOOL_CALLS
+
+
+async def test_a_call_that_is_cut_off_is_never_whole(saying):
+    async with saying(f"So: {CALL[:-20]}") as c:
+        request = asked(*TOOLS, stream_tool_arguments=True)
+        assert not (await c.stub.Complete(request, timeout=20)).choices[0].tool_calls
+        messages = await read(c.stub.Generate(request, timeout=20))
+        begun = "".join(part.arguments for message in messages for part in message.tool_calls)
+        assert begun.startswith('{"text": ') and not begun.endswith("}")
+        assert messages[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
 async def test_without_tools_a_call_is_text(saying):
     async with saying(f"So: {CALL}") as c:
         (choice,) = (await c.stub.Complete(asked(), timeout=20)).choices

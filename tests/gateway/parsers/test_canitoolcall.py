@@ -9,6 +9,7 @@ from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Statu
 
 from gateway.parsers.formats import format_named
 from gateway.parsers.harmony import MARKERS
+from tests.gateway.parsers.test_parsers import joined
 
 PARSERS = {"qwen3-hermes": "hermes", "qwen3-xml": "qwen-xml", "mistral": "mistral", "gpt-oss": "harmony"}
 MODELS = {"DeepSeek-V3-": "deepseek-v3", "DeepSeek-V3.1": "deepseek-v31", "DeepSeek": "deepseek-dsml", "Llama-3": "llama-json", "Llama-4": "pythonic"}  # fmt: skip
@@ -45,9 +46,13 @@ def parse(fixture, pieces) -> ParseResult:
     spellings = SPELLINGS if fixture.family == "gpt-oss" else {}
     parser = format_for(fixture).parser(spellings, tools or NO_TOOLS, fixture.generation_prompt or "")
     found = [*map(parser.push, pieces), parser.finish()]
-    calls = [ParsedToolCall(call.name, call.arguments) for each in found for call in each.calls]
+    calls = joined(part for each in found for part in each.calls)
     content, reasoning = ("".join(getattr(each, name) for each in found) for name in ("content", "reasoning"))
-    return ParseResult(content or None, reasoning or None, tuple(calls))
+    return ParseResult(
+        content or None,
+        reasoning or None,
+        tuple(ParsedToolCall(call.name, call.arguments) for call in calls if call.is_last),
+    )
 
 
 @pytest.mark.parametrize("fixture", FIXTURES, ids=lambda fixture: fixture.id)

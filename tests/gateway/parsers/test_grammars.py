@@ -11,6 +11,7 @@ from baton.constraints.constraint import Constraint
 from baton.constraints.grammar import Vocabulary
 from gateway.parsers.answer_grammar import GrammarAsked, answer_grammar
 from gateway.parsers.formats import FORMATS, format_named
+from tests.gateway.parsers.test_parsers import joined
 from tests.support.gateway.small_tokenizers import byte_level
 
 TOOLS = {
@@ -73,7 +74,8 @@ class Model:
     def parse(self, text: str, prompt_end: str = ""):
         parser = self.form.parser(self.spellings, TOOLS, prompt_end)
         found = [parser.push(text), parser.finish()]
-        return "".join(each.content for each in found), [call for each in found for call in each.calls]
+        calls = joined(part for each in found for part in each.calls)
+        return "".join(each.content for each in found), [call for call in calls if call.is_last]
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])

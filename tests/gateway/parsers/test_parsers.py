@@ -1,25 +1,27 @@
 """Answers of models that mark reasoning and calls: equal however they are cut, whole calls only, nothing lost."""
 
 import json
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.parsers.answer_parser import FoundCall, Parsed
+from gateway.parsers.answer_parser import Parsed
+from gateway.parsers.calls import CallPart
 from gateway.parsers.formats import FORMATS, format_named, format_of
 
 TOOLS = {"find": {"properties": {"n": {"type": "integer"}, "text": {"type": "string"}}}, "stop": {}}
 # What a text of the form is made of, in any order.
 ALPHABET = {
-    "harmony": ("analysis", "final", "commentary", " to=functions.find", " ", "{}", '{"n": 1}', "x"),
-    "mistral": ("find", '[{"name": "find", "arguments": {"n": 1}}]', '{"n": 1}', "{", "[", " ", "x"),
+    "harmony": ("analysis", "final", "commentary", " to=functions.find", " ", "{}", '{"n": 1}', '{"a": [', '"x", ', "x"),
+    "mistral": ("find", '{"text": "\t', '"', "}, ", '[{"name": "find", "arguments": {"n": 1}}]', '{"n": 1}', "{", "[", " ", "x"),
     "deepseek-dsml": ('<｜DSML｜invoke name="find">', '<｜DSML｜parameter name="n" string="false">1</｜DSML｜parameter>', "</｜DSML｜invoke>", "</｜DSML｜tool_calls>", "\n", "x"),
-    "deepseek-v3": ("function", "find", "\n```json\n", '{"n": 1}', "\n```", "\n", "x"),
+    "deepseek-v3": ("function", '{"a": [true, ', "nul", "find", "\n```json\n", '{"n": 1}', "\n```", "\n", "x"),
     "qwen-xml": ("<function=find>", "<parameter=n>\n1\n</parameter>", "<parameter=text>", "</function>", "\n", "x"),
-    "hermes": ('{"name": "find", "arguments": {"n": 1}}', '{"a": "', "}", "\n", "x"),
+    "hermes": ('{"name": "find", "arguments": {"n": 1}}', '{"name": "find", "arguments": ', '{"a": "', "\\u00e9", '"}', "[", ", ", "-1e5", "}", "]", "\n", "x"),
     "pythonic": ("[find(n=1)]", "[find(text='a]\\'", "[", "]", ", ", "x"),
-    "llama-json": ('{"name": "find", "parameters": {"n": 1}}', "{", "}", ";", "\n", "x"),
+    "llama-json": ('{"name": "find", "parameters": {"n": 1}}', '{"name": "find", "parameters": {"a": ', ', "id": 1}', "{", "}", ";", "\n", "x"),
     "think": ("x", " ", "\n"),
 }  # fmt: skip
 
@@ -27,8 +29,27 @@ ALPHABET = {
 def parse(name: str, pieces, tools=TOOLS, prompt_end="") -> Parsed:
     parser = format_named(name).parser({}, tools, prompt_end)
     found = [*map(parser.push, pieces), parser.finish()]
-    calls = [call for each in found for call in each.calls]
-    return Parsed("".join(each.content for each in found), "".join(each.reasoning for each in found), calls)
+    content, reasoning = ("".join(getattr(each, name) for each in found) for name in ("content", "reasoning"))
+    return Parsed(content, reasoning, joined(part for each in found for part in each.calls))
+
+
+def joined(parts: Iterable[CallPart]) -> list[CallPart]:
+    """Each call in one part, those that went wrong among them."""
+    calls = list[CallPart]()
+    for part in parts:
+        if part.name:
+            calls.append(part)
+        else:
+            assert not calls[-1].is_last
+            calls[-1] = CallPart(calls[-1].name, calls[-1].arguments + part.arguments, part.is_last)
+    return calls
+
+
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 @pytest.mark.parametrize("name", ALPHABET)
@@ -44,7 +65,8 @@ def test_equal_over_every_chunking(name, data):
     whole = parse(name, [text], prompt_end=prompt_end)
     assert parse(name, pieces, prompt_end=prompt_end) == whole
     assert parse(name, text, prompt_end=prompt_end) == whole
-    assert all(isinstance(json.loads(call.arguments), dict) for call in whole.calls)
+    for call in whole.calls:
+        assert is_object(call.arguments) == call.is_last
 
 
 @pytest.mark.parametrize("name", [name for name in ALPHABET if name != "harmony"])
@@ -68,8 +90,11 @@ def test_text_goes_out_at_once():
     assert parser.push("The fox ").content == "The fox"
     assert parser.push("is <").content == " is"
     assert parser.push("b> here").content == " <b> here"
-    assert parser.push('<tool_call>{"name": "find", ').calls == []
-    assert parser.push('"arguments": {"n": 1}}').calls == [FoundCall("find", '{"n": 1}')]
+    assert parser.push('<tool_call>{"name": "find", "argu').calls == []
+    assert parser.push('ments": {"n"').calls == [CallPart("find", '{"n"', False)]
+    assert parser.push(': 1, "text": "a f').calls == [CallPart("", ': 1, "text": "a f', False)]
+    assert parser.push('ox"}').calls == [CallPart("", 'ox"}', False)]
+    assert parser.push("}").calls == [CallPart("", "", True)]
 
 
 def test_characters_stand_for_control_tokens():
@@ -106,11 +131,42 @@ def test_a_template_without_marks_has_no_form():
 @pytest.mark.parametrize("depth", [300, 100_000])
 def test_depth_is_bounded(depth):
     text = '<tool_call>{"name": "find", "arguments": ' + '{"a":' * depth + "1" + "}" * depth + "}</tool_call>"
-    assert parse("hermes", [text]).calls == []
+    parsed = parse("hermes", [text])
+    assert [call.is_last for call in parsed.calls] == [False] and parsed.content == text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": tru}',
+        '{"a": 1',
+        '{"a": "\\x"}',
+        '{"a": 01}',
+        '{"a" 1}',
+        '{"a": 1,}',
+        '{"a": NaN}',
+        '{"a": ' + "1" * 401 + "}",
+    ],
+)
+def test_arguments_that_go_wrong_are_no_call_but_content(arguments):
+    text = f'<tool_call>{{"name": "find", "arguments": {arguments} ]'
+    parsed = parse("hermes", text)
+    assert [call.is_last for call in parsed.calls] == [False] and parsed.content == text
+    assert not is_object(parsed.calls[0].arguments)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml"])
+def test_half_of_a_surrogate_pair_stays_json(name):
+    text = '{"name": "find", "arguments": {"n": "\\ud800\n"}}' if name == "hermes" else QUOTED
+    [call] = parse(name, f"<tool_call>{text}</tool_call>").calls
+    assert json.loads(call.arguments.encode())["n"].startswith("\ud800")
+
+
+QUOTED = '<function=find><parameter=n>"\\ud800"</parameter></function>'
 
 
 def test_long_arguments_in_many_pieces_are_whole():
-    text = '<tool_call>{"name": "find", "arguments": {"text": "' + "x" * 400_000 + '"}}</tool_call>'
+    text = '<tool_call>{"name": "find", "arguments": {"text": "' + "x" * 200_000 + '"}}</tool_call>'
     pieces = [text[begin : begin + 4] for begin in range(0, len(text), 4)]
     [call] = parse("hermes", pieces).calls
-    assert len(json.loads(call.arguments)["text"]) == 400_000
+    assert len(json.loads(call.arguments)["text"]) == 200_000
