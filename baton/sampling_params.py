@@ -71,6 +71,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     n: int = 1  # choices
     logprobs: int | None = None  # chosen and that many best; None: not asked for
+    prompt_logprobs: int | None = None  # the same of each token of the prompt but the first
 
     def __post_init__(self):
         for name, param in SAMPLING_PARAMS.items():

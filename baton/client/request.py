@@ -19,6 +19,7 @@ class GenerateOptions(TypedDict, total=False):
     speculation: pb.Speculation
     slo_class: str
     constraint: pb.Constraint
+    echo: bool
 
     temperature: float
     top_k: int
@@ -31,6 +32,7 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     n: int
     logprobs: int
+    prompt_logprobs: int
 
     max_tokens: int
     min_tokens: int

@@ -176,7 +176,7 @@ class RequestSpec(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., tenant_mark: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class WorkerSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs", "prompt_logprobs")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class WorkerSampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     N_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -206,7 +207,8 @@ class WorkerSampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     n: int
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("key", "spec")
@@ -391,20 +393,22 @@ class Accepted(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ..., handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks")
+    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     key: Key
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     queue_s: float
     prefill_s: float
     num_cached_tokens: int
     num_chunks: int
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ...) -> None: ...
 
 class Offered(_message.Message):
     __slots__ = ("key", "lease_id", "handle", "ticket")

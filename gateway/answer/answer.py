@@ -36,6 +36,8 @@ class Answer:
         self._max_tokens = max_tokens
         self._num_flushes = 0
         self._num_sent = 0
+        self.prompt: pb.EchoedPrompt | None = None  # for the first message
+        self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
         stops = StopStrings(checked.stops) if checked.stops else None
         ends = None if checked.constraint is None else checked.stop_token_ids
         self.choices = [
@@ -113,6 +115,15 @@ class Answer:
             where = f"resume_from[{index}]"
             raise InvalidRequest(where, f"is {choice.num_received}, and this choice ends after {num_tokens} tokens")
 
+    def take_prompt(self, logprobs: Sequence[pb.Logprobs], num_prompt_tokens: int) -> None:
+        """Keep the log-probabilities of the prompt for the first message, if they are asked for. Raises Diverged where
+        they are not all there."""
+        if self.begun or not self._checked.asks_for_prompt_logprobs:
+            return
+        if len(logprobs) != num_prompt_tokens - 1:
+            raise Diverged(f"a worker gave {len(logprobs)} prompt_logprobs for a prompt of {num_prompt_tokens} tokens")
+        self._prompt_logprobs = logprobs
+
     async def flush(self) -> None:
         """Send what has come: one message a choice."""
         pending = [choice for choice in self.choices if choice.has_pending]
@@ -138,6 +149,13 @@ class Answer:
         )
         await self._send(last, usage, timing(self._stamps, measured, self.num_longest))
 
+    def _add_prompt(self, message: pb.GenerateResponse) -> None:
+        """Add what was asked of the prompt, and forget it."""
+        if self.prompt is not None:
+            message.prompt.CopyFrom(self.prompt)
+        message.prompt_logprobs.extend(self._prompt_logprobs)
+        self.prompt, self._prompt_logprobs = None, ()
+
     def _stamp(self) -> None:
         stamps, at = self._stamps, now()
         if stamps.first_sent is None:
@@ -151,6 +169,7 @@ class Answer:
         if self._num_sent == 0:
             message.seed = self._checked.sampling.seed
             message.request_id = self._checked.request_id
+            self._add_prompt(message)
         self._num_sent += 1
         if usage is not None:
             message.usage.CopyFrom(usage)

@@ -201,6 +201,9 @@ def _add(response: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
         choice.finish_reason, choice.matched_stop = message.finish_reason, message.matched_stop
     if message.HasField("seed"):
         response.seed, response.request_id = message.seed, message.request_id
+        response.prompt_logprobs.extend(message.prompt_logprobs)
+    if message.HasField("prompt"):
+        response.prompt.CopyFrom(message.prompt)
     if message.HasField("usage"):
         response.usage.CopyFrom(message.usage)
         response.timing.CopyFrom(message.timing)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from baton.protocol import MAX_PROMPT_LOGPROBS
 from gateway.config.slo_classes import BUILT_IN
 from gateway.model.model_folder import Defaults
 
@@ -15,6 +16,7 @@ class RequestLimits:
     max_tokens: int = 65_536
     default_max_tokens: int = 65_536  # at most, whatever the model's own default is
     logprobs: int = 20
+    prompt_logprobs: int = MAX_PROMPT_LOGPROBS  # (k + 1) x tokens of the prompt
     stops: int = 16
     stop_bytes: int = 256
     logit_bias: int = 1024
@@ -29,6 +31,7 @@ PRESETS = {
         max_tokens=1024,
         default_max_tokens=128,
         logprobs=5,
+        prompt_logprobs=16_384,
         stops=4,
         stop_bytes=64,
         logit_bias=300,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from baton import tasks
-from baton.protocol import INSTANCE_BYTES, ROLES
+from baton.protocol import CONSTRAINTS, INSTANCE_BYTES, PROMPT_LOGPROBS, ROLES
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Unavailable
 from baton.service.security.access import Access
@@ -34,6 +34,7 @@ from kvtransfer.naming import ModelIdentity
 
 _RETRY_AFTER_S = 1.0
 _POLL_S = 0.05
+_FEATURE_FIELDS = {CONSTRAINTS: "constraint", PROMPT_LOGPROBS: "sampling.prompt_logprobs"}  # that need a feature
 
 
 class Registry:
@@ -155,10 +156,11 @@ class Registry:
         return "no prefill worker serves that a decode worker can take KV from: " + self._excuses("prefill")
 
     def check_fits(self, request: RoutingRequest) -> None:
-        """Raises InvalidRequest for a request whose choices need more blocks than any known decode worker has."""
+        """Raises InvalidRequest for a request that needs what no known decode worker has: a feature, or more blocks."""
         known = {link.limits for link in self.decode if link.limits}
-        if known and request.is_constrained and not any(limits.constraints for limits in known):
-            raise InvalidRequest("constraint", "no decode worker that serves can keep an answer to a constraint")
+        for feature in sorted(request.features) if known else ():
+            if not any(feature in limits.features for limits in known):
+                raise InvalidRequest(_FEATURE_FIELDS[feature], "no decode worker that serves can do this")
         if known and not any(can_decode(request, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"

@@ -113,7 +113,11 @@ class AnswerForm:
     def whole(self, responses: list[pb.CompleteResponse]) -> Json:
         """Return the answer in one object."""
         choices = [
-            {"index": prompt * self._asked.num_choices + choice.index, **self._choice(choice), **self._end(choice)}
+            {
+                "index": prompt * self._asked.num_choices + choice.index,
+                **self._choice(choice, response),
+                **self._end(choice),
+            }
             for prompt, response in enumerate(responses)
             for choice in response.choices
         ]
@@ -139,7 +143,7 @@ class AnswerForm:
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
         raise NotImplementedError
 
-    def _choice(self, choice: pb.Choice) -> Json:
+    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
         raise NotImplementedError
 
 
@@ -162,7 +166,7 @@ class ChatForm(AnswerForm):
             delta["tool_calls"] = [self._part(index, part) for part in message.tool_calls]
         return {"delta": delta, **({"logprobs": self._logprobs(message.logprobs)} if message.logprobs else {})}
 
-    def _choice(self, choice: pb.Choice) -> Json:
+    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
         content = choice.text if choice.text or not choice.tool_calls else None
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning:
@@ -191,28 +195,73 @@ class CompletionForm(AnswerForm):
     def __init__(self, asked: Asked, model: str, token_text: TokenText):
         super().__init__(asked, model, token_text)
         self._offsets: dict[int, int] = {}  # characters of the choices' tokens so far
+        self._firsts: dict[
+            int, pb.GenerateResponse
+        ] = {}  # by prompt: its first message, which has what is of the prompt
+
+    def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
+        """Return the event for a message to the prompt of that number."""
+        first = self._firsts.setdefault(prompt, message)
+        if first is message and not message.HasField("prompt") and not message.prompt_logprobs:
+            self._firsts[prompt] = pb.GenerateResponse()  # nothing is kept of it
+        return super().chunk(prompt, message)
 
     def _delta(self, message: pb.GenerateResponse, index: int, is_first: bool) -> Json:
-        return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
+        if not is_first:
+            return {"text": message.text, "logprobs": self._logprobs(message.logprobs, index)}
+        return self._begun_choice(message, self._firsts[index // self._asked.num_choices], index)
 
-    def _choice(self, choice: pb.Choice) -> Json:
+    def _choice(self, choice: pb.Choice, response: pb.CompleteResponse) -> Json:
         self._offsets.clear()
-        return {"text": choice.text, "logprobs": self._logprobs(choice.logprobs, choice.index)}
+        return self._begun_choice(choice, response, choice.index)
 
-    def _logprobs(self, logprobs: Iterable[pb.Logprobs], index: int) -> Json | None:
+    def _begun_choice(
+        self, part: pb.GenerateResponse | pb.Choice, first: pb.GenerateResponse | pb.CompleteResponse, index: int
+    ) -> Json:
+        """Return a choice from its beginning, behind the prompt where that is echoed. `first` has what is of the
+        prompt."""
+        logprobs = self._logprobs(part.logprobs, index, first if first.HasField("prompt") else None)
+        found = {"text": first.prompt.text + part.text, "logprobs": logprobs}
+        if first.prompt_logprobs:
+            found["prompt_logprobs"] = [None, *map(self._by_token, first.prompt_logprobs)]
+        return found
+
+    def _by_token(self, logprobs: pb.Logprobs) -> Json:
+        """Return the tokens that might have been in one place, as vLLM has them."""
+        return {
+            str(each.token_id): {
+                "logprob": max(each.logprob, _LEAST_LOGPROB),
+                "decoded_token": self._token_text(each.token_id)[0],
+            }
+            for each in (logprobs.chosen, *logprobs.top)
+        }
+
+    def _logprobs(
+        self,
+        logprobs: Iterable[pb.Logprobs],
+        index: int,
+        echoed: pb.GenerateResponse | pb.CompleteResponse | None = None,
+    ) -> Json | None:
+        """`echoed` has a prompt, whose tokens come first; nothing is known of its first one."""
         if not logprobs:
             return None
         found: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for each in logprobs:
-            text = self._token_text(each.chosen.token_id)[0]
-            offset = self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(text)
-            found["tokens"].append(text)
-            found["token_logprobs"].append(max(each.chosen.logprob, _LEAST_LOGPROB))
+        if echoed is not None:
+            self._add_token(found, echoed.prompt.token_ids[0], index)
+        for each in (*(echoed.prompt_logprobs if echoed else ()), *logprobs):
             best = {self._token_text(b.token_id)[0]: max(b.logprob, _LEAST_LOGPROB) for b in reversed(each.top)}
-            found["top_logprobs"].append(best)
-            found["text_offset"].append(offset)
+            self._add_token(found, each.chosen.token_id, index, max(each.chosen.logprob, _LEAST_LOGPROB), best)
         return found
+
+    def _add_token(
+        self, found: Json, token_id: int, index: int, logprob: float | None = None, best: Json | None = None
+    ) -> None:
+        text, offset = self._token_text(token_id)[0], self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(text)
+        found["tokens"].append(text)
+        found["token_logprobs"].append(logprob)
+        found["top_logprobs"].append(best)
+        found["text_offset"].append(offset)
 
 
 def _call(call: pb.ToolCall) -> Json:

@@ -143,7 +143,7 @@ _BOTH = (
     *_rows(pb.GenerateRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class")),
     *_rows(
         pb.Sampling.DESCRIPTOR,
-        (name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name != "logprobs"),
+        (name for name in pb.Sampling.DESCRIPTOR.fields_by_name if name not in ("logprobs", "prompt_logprobs")),
         "sampling.",
     ),
     *_rows(pb.Stopping.DESCRIPTOR, pb.Stopping.DESCRIPTOR.fields_by_name, "stopping."),
@@ -158,7 +158,11 @@ RESPONSE = (
     Field("max_output_tokens", "stopping.max_tokens", INTEGER),
     Field("top_logprobs", "sampling.logprobs", INTEGER),
 )
-COMPLETION = (*_BOTH, Field("logprobs", "sampling.logprobs", INTEGER))
+COMPLETION = (
+    *_BOTH,
+    *_rows(pb.Sampling.DESCRIPTOR, ("logprobs", "prompt_logprobs"), "sampling."),
+    *_rows(pb.GenerateRequest.DESCRIPTOR, ("echo",)),
+)
 
 # What the answer may be: OpenAI's response_format, and text.format of a response, then vLLM's structured_outputs. One of
 # all of these.
@@ -199,7 +203,7 @@ RESPONSE_NEUTRAL: Mapping[str, tuple] = {
     "store": (False,),
     "truncation": ("disabled",),
 }
-COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "echo": (False,), "suffix": ("",)}
+COMPLETION_NEUTRAL: Mapping[str, tuple] = {**_NEUTRAL, "best_of": (1,), "suffix": ("",)}
 
 
 def write(request: Any, field: Field, value: object) -> None:

@@ -86,6 +86,9 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
     fill(shared, values, COMPLETION, names)
     if not shared.stopping.HasField("max_tokens"):
         shared.stopping.max_tokens = DEFAULT_COMPLETION_TOKENS
+    if shared.echo and shared.sampling.HasField("logprobs") and not shared.sampling.HasField("prompt_logprobs"):
+        shared.sampling.prompt_logprobs = shared.sampling.logprobs  # of all that is in the text
+        names["sampling.prompt_logprobs"] = "logprobs"
     requests = []
     for prompt in _prompts(values):
         request = pb.GenerateRequest()

@@ -142,7 +142,7 @@ class WorkerLink:
         """Keep what the worker says of itself for the session, and its limits for longer."""
         limits = hello.limits
         sizes = limits.max_model_len, limits.num_blocks, limits.block_size
-        self.hello, self.limits = hello, WorkerLimits(*sizes, constraints="constraints" in hello.features)
+        self.hello, self.limits = hello, WorkerLimits(*sizes, frozenset(hello.features))
         if self.worker_id != self._known_id:
             self._known_id, self.breaker = self.worker_id, WorkerBreaker()
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from baton.protocol import CONSTRAINTS, PROMPT_LOGPROBS
 from baton.service.clock import now
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from baton.service.observe.telemetry import format_traceparent
@@ -127,9 +128,13 @@ class Pipeline:
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
         answer = Answer(checked, max_tokens, form, record.stamps, emit, partial(self.on_gap, record))
+        if checked.echo and not any(checked.resume_from):
+            text = checked.text or await self.text.decode(prompt_ids, record.tenant, deadline)
+            answer.prompt = pb.EchoedPrompt(text=text, token_ids=prompt_ids)
         digest = prompt_digest(record.tenant, prompt_ids)
         self.retry_budget.begin(digest)
-        prepared = PreparedRequest(specs, matches, deadline, digest, bool(checked.resume_from))
+        is_resumed = bool(checked.resume_from) and not checked.asks_for_prompt_logprobs
+        prepared = PreparedRequest(specs, matches, deadline, digest, is_resumed)
         return RequestContext(
             self.registry.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
@@ -159,9 +164,8 @@ class Pipeline:
             promised = Slo()  # not asked for: counted, but never a reason to refuse
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
         record.routing_request = RoutingRequest(
-            num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant,
-            checked.constraint is not None,
-        )  # fmt: skip
+            num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant, _features(checked)
+        )
         self.registry.check_fits(record.routing_request)
         order = rank(record.stamps.received, promised, checked.priority)
         record.queued = QueuedRequest(
@@ -203,3 +207,9 @@ class Pipeline:
             yield reservation
         finally:
             self.admission.leave(key_id, reservation, num_tokens)
+
+
+def _features(checked: Checked) -> frozenset[str]:
+    """Return the features that workers must have for this request."""
+    asked = {CONSTRAINTS: checked.constraint is not None, PROMPT_LOGPROBS: checked.asks_for_prompt_logprobs}
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)

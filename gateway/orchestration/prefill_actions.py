@@ -137,6 +137,7 @@ def begin_answer(request: RequestContext, occurred: Occurrence[pb.Done]) -> None
             leg.num_prefill_tokens = 0
     _record_prefill(request, done)
     request.router.note_holder(attempt.reader.worker_id)
+    answer.take_prompt(done.prompt_logprobs, request.record.num_prompt_tokens)
     for first in done.first_tokens:
         logprobs = [first.logprobs] if first.HasField("logprobs") else []
         answer.push(first.choice, len(attempt.output_ids), [first.token_id], logprobs, first.finish_reason)

@@ -69,7 +69,7 @@ class RequestContext:
         attempt, choices = self.attempt, self.answer.choices
         if attempt.spec is None:
             attempt.output_ids = list(choices[0].token_ids) if len(choices) == 1 else []
-            attempt.spec = self._specs.build(attempt.output_ids)
+            attempt.spec = self._specs.build(attempt.output_ids, self.answer.begun)
         attempt.spec.budget_ms = budget_ms(self.deadline)
 
     def leave_line(self) -> None:

@@ -34,10 +34,13 @@ class SpecBuilder:
     @property
     def reusable_spans(self) -> list[SpanHash]:
         """The names of the prompt's full spans that a worker may have cached; the last token is always computed."""
+        if self._checked.asks_for_prompt_logprobs:
+            return []
         return self._prompt_spans.hashes[: (len(self._prompt_ids) - 1) // SPAN_TOKENS]
 
-    def build(self, output_ids: Sequence[int] = ()) -> pb.RequestSpec:
-        """Return the spec of an attempt that continues after `output_ids`."""
+    def build(self, output_ids: Sequence[int] = (), has_begun: bool = False) -> pb.RequestSpec:
+        """Return the spec of an attempt that continues after `output_ids`. `has_begun`: the answer, with what was asked
+        of the prompt."""
         checked = self._checked
         spec = pb.RequestSpec(
             token_ids=self._prompt_ids,
@@ -51,6 +54,8 @@ class SpecBuilder:
             write_constraint(spec.constraint, checked.constraint)
         # All that an answer depends on: the same from any gateway that gets the same request.
         spec.fingerprint = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
+        if has_begun or not checked.asks_for_prompt_logprobs:
+            spec.sampling.ClearField("prompt_logprobs")
         spec.token_ids.extend(output_ids)
         named = self._prompt_spans
         if output_ids:

@@ -45,6 +45,12 @@ class Checked:
     resume_from: tuple[int, ...] = ()  # tokens of each choice that the client has; empty: it begins
     names_class: bool = False  # it was asked for by name
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
+    echo: bool = False
+
+    @property
+    def asks_for_prompt_logprobs(self) -> bool:
+        """Return whether they are still to be had: a client that has a token of the answer has them too."""
+        return self.sampling.HasField("prompt_logprobs") and not any(self.resume_from)
 
     @property
     def input_field(self) -> str:
@@ -93,6 +99,7 @@ def check(
         names_class=bool(request.slo_class),
         resume_from=_resume_from(request, served),
         constraint=_constraint(request),
+        echo=_echo(request),
     )
 
 
@@ -146,6 +153,9 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
         _refuse("stopping.max_tokens", message)
     elif checked.sampling.n * max_tokens > served.limits.output_tokens:
         _refuse("sampling.n", f"n x max_tokens is over {served.limits.output_tokens}")
+    num_asked = (checked.sampling.prompt_logprobs + 1) * num_prompt_tokens
+    if checked.asks_for_prompt_logprobs and num_asked > (most := served.limits.prompt_logprobs):
+        _refuse("sampling.prompt_logprobs", f"asks for {num_asked} of {num_prompt_tokens} tokens, {most} are allowed")
     for index, num_received in enumerate(checked.resume_from):
         if num_received > max_tokens:
             _refuse(f"resume_from[{index}]", f"{num_received} is over max_tokens, {max_tokens}")
@@ -204,8 +214,9 @@ def _sampling(asked: pb.Sampling, served: ServedModel) -> worker_pb2.WorkerSampl
         setattr(resolved, name, value)
     if not 1 <= resolved.n <= served.limits.choices:
         _refuse("sampling.n", f"must be 1 to {served.limits.choices}")
-    if resolved.logprobs > served.limits.logprobs:
-        _refuse("sampling.logprobs", f"must be at most {served.limits.logprobs}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(resolved, name) > served.limits.logprobs:
+            _refuse(f"sampling.{name}", f"must be at most {served.limits.logprobs}")
     return resolved
 
 
@@ -213,6 +224,12 @@ def _slo_class(name: str, served: ServedModel) -> str:
     if name and name not in served.slo_classes:
         _refuse("slo_class", f"{name[:40]!r} is not one of: {', '.join(sorted(served.slo_classes))}")
     return name or DEFAULT_CLASS
+
+
+def _echo(request: pb.GenerateRequest) -> bool:
+    if request.echo and request.HasField("messages"):
+        _refuse("echo", "is for text and token_ids, not for messages")
+    return request.echo
 
 
 def _constraint(request: pb.GenerateRequest) -> Constraint | None:

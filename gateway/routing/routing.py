@@ -39,7 +39,7 @@ class WorkerLimits(NamedTuple):
     max_model_len: int
     num_blocks: int = 0  # of KV; 0: it does not say
     block_size: int = 0
-    constraints: bool = False  # it can keep an answer to a constraint
+    features: frozenset[str] = frozenset()  # what it can do that some requests need
 
 
 class Candidate(NamedTuple):
@@ -73,7 +73,7 @@ class RoutingRequest(NamedTuple):
     slo: Slo = Slo()
     num_choices: int = 1
     tenant: str = DEFAULT_TENANT
-    is_constrained: bool = False
+    features: frozenset[str] = frozenset()  # that its workers must have
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +150,13 @@ def shortlist(
 def can_prefill(request: RoutingRequest, limits: WorkerLimits) -> bool:
     """Return whether a prefill worker can read the prompt and draw one token. How long the answer gets concerns its
     taker only."""
-    return request.num_tokens < limits.max_model_len and limits.constraints >= request.is_constrained
+    return request.num_tokens < limits.max_model_len and request.features <= limits.features
 
 
 def can_decode(request: RoutingRequest, limits: WorkerLimits) -> bool:
     """Return whether a decode worker can hold a request to its end, alone if need be: the longest it may become, and
     behind the whole blocks of its prompt a block for each choice. Its own length never ends an answer."""
-    if request.max_len > limits.max_model_len or limits.constraints < request.is_constrained:
+    if request.max_len > limits.max_model_len or not request.features <= limits.features:
         return False
     if not limits.num_blocks or not limits.block_size:
         return True
@@ -323,8 +323,8 @@ def _late_s(predicted_s: float, bound_s: float | None, times: float) -> float:
 def needs(request: RoutingRequest) -> str:
     """Say what can_decode asks for, for errors."""
     choices = f" in {request.num_choices} choices" if request.num_choices > 1 else ""
-    constraint = " and keep the answer to a constraint" if request.is_constrained else ""
-    return f"{request.max_len} tokens{choices}{constraint}"
+    features = f" and has {', '.join(sorted(request.features))}" if request.features else ""
+    return f"{request.max_len} tokens{choices}{features}"
 
 
 def _why_here(request: RoutingRequest, here: _Way) -> str:

@@ -17,10 +17,11 @@ Prompt = str | Sequence[int] | Sequence[tuple[str, str]]
 
 def make_request(
     prompt: Prompt | None, *, request_id: str = "", model: str = "", resume_from: Sequence[int] = (),
-    constraint: pb.Constraint | None = None, **fields,
+    constraint: pb.Constraint | None = None, echo: bool = False, **fields,
 ) -> pb.GenerateRequest:  # fmt: skip
     """`prompt`: text, token ids, or (role, content) pairs; other keywords are fields of Sampling and Stopping."""
     request = pb.GenerateRequest(request_id=request_id, model=model, resume_from=resume_from, constraint=constraint)
+    request.echo = echo
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], tuple):

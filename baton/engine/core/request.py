@@ -43,6 +43,12 @@ class Request:
     tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
     constraint: Constraint | None = None  # that the answer keeps to
 
+    @property
+    def reads_cache(self) -> bool:
+        """Return whether a cached prefix may stand for a part of the prompt: not where something is asked of each of
+        its tokens."""
+        return self.sampling.prompt_logprobs is None
+
 
 class FinishReason(Enum):
     STOP = 1
@@ -85,6 +91,9 @@ class PrefillDone:
     prefill_s: float
     num_cached_tokens: int
     num_chunks: int
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # of each token of the prompt but the first, where they are asked for
 
 
 @dataclass(frozen=True, slots=True)

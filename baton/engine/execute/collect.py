@@ -117,7 +117,10 @@ class Results:
         firsts = tuple(self._first_token(trunk, choice, sample) for choice, sample in enumerate(samples))
         prefill_s = time.monotonic() - group.launched_at
         queue_s = group.launched_at - group.accepted_at
-        outputs.append(PrefillDone(group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks))
+        read, group.prompt_logprobs = tuple(group.prompt_logprobs), []
+        outputs.append(
+            PrefillDone(group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks, read)
+        )
         group.started()
         if group.is_held:
             self.lifecycle.happen(group, GroupEvent.HOLD)

@@ -22,7 +22,7 @@ from baton.engine.kernels.compiling import CompileWatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.sampling.on_device import draw
-from baton.engine.sampling.sampler import SampleRow
+from baton.engine.sampling.sampler import PROMPT_ROWS, SampleRow, prompt_logprobs
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import KVLayout
 
@@ -60,13 +60,17 @@ class Launcher:
         return "on the CPU" if library is None else f"on the CPU ({library.tier.name})"
 
     def run(
-        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None
-    ) -> tuple[Tensor | None, Tensor]:
+        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,
+        on_hidden: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         """Run `batch`, made on the host: the hidden rows [R, hidden_size] that the logits come from, where they are
-        kept, and logits fp32 [R, vocab_size], on the model's device."""
+        kept, and logits fp32 [R, vocab_size], on the model's device. `on_hidden` gets the rows of all tokens, as
+        Model.hidden returns them."""
         self.activations.begin(len(batch.token_ids), len(batch.logit_rows))
         hidden = self.model.hidden(batch, self.pool, on_layer)
         self.activations.look()
+        if on_hidden is not None:
+            on_hidden(hidden)
         hidden = hidden[batch.logit_rows]
         logits = self.model.logits(hidden)
         self.activations.look()
@@ -162,17 +166,19 @@ class GpuLauncher(Launcher):
         self.wait()
 
     def run(
-        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None
-    ) -> tuple[Tensor | None, Tensor]:
+        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Callable[[int], None] | None,
+        on_hidden: Callable[[Tensor], None] | None = None,
+    ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         """Run `batch`, made on the host: hidden rows [R, hidden_size], where they are kept, and logits fp32
-        [R, vocab_size]. `on_layer` is called when all is launched, as the layers pass."""
-        if self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
+        [R, vocab_size]. `on_layer` is called when all is launched, as the layers pass. With `on_hidden` no graph runs:
+        it may have fewer rows."""
+        if on_hidden is None and self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
             hidden, logits = self._graphs.run(batch, shape)
             return (hidden.clone() if keeps_hidden else None), logits
         if on_layer is None:
-            return super().run(self._inputs.send(batch), keeps_hidden, None)
+            return super().run(self._inputs.send(batch), keeps_hidden, None, on_hidden)
         events = LayerEvents()
-        found = super().run(self._inputs.send(batch), keeps_hidden, events.record)
+        found = super().run(self._inputs.send(batch), keeps_hidden, events.record, on_hidden)
         events.tell(on_layer)
         return found
 
@@ -231,8 +237,12 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
     sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]
 
     def largest_step() -> None:
-        logits = Launcher(model, pool).run(inputs.send(batch), False, None)[1]
+        logits = Launcher(model, pool).run(inputs.send(batch), False, None, read_prompt)[1]
         draw(logits, sampled[: len(logits)])
+
+    def read_prompt(hidden: Tensor) -> None:
+        rows = hidden[:PROMPT_ROWS]
+        prompt_logprobs(rows, [0] * len(rows), 1, model.logits)
 
     taken = _peak_bytes(device, largest_step)
     if not config.cuda_graphs or not model.capturable:

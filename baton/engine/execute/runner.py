@@ -18,7 +18,7 @@ from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.sampling.on_device import draw, plain_row
-from baton.engine.sampling.sampler import Sampled, Sampler, sample_row
+from baton.engine.sampling.sampler import Sampled, Sampler, prompt_logprobs, sample_row
 from baton.engine.schedule.scheduler import Slice
 from baton.engine.schedule.sequence import Sequence
 from baton.engine.schedule.step_draws import Drawn
@@ -58,13 +58,17 @@ class Runner:
         ends = [index for index, piece in enumerate(slices) if piece.end == piece.seq.num_tokens]
         batch = self._batch(slices, ends)
         seqs = [slices[index].seq for index in ends]
-        self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer)
+        reads = any(not piece.seq.group.reads_cache for piece in slices)
+        hidden: list[Tensor] = []
+        self.hidden, logits = self.launcher.run(batch, self.keeps_hidden, on_layer, hidden.append if reads else None)
         for seq in seqs:  # on a GPU while the launch computes
             seq.find_masks()
         if any(seq.draft_ids for seq in seqs):
             drawn = self._verified(logits, seqs)
         else:
             drawn = self._drawn(logits, seqs) if seqs else []
+        if reads:
+            self._read_prompts(hidden[0], slices, batch)
         self.launcher.wait()
         return drawn
 
@@ -82,6 +86,17 @@ class Runner:
         """Waits for the flight to pass."""
         token_ids = flight.tokens.read()
         return [(seq, [Sampled(id_, None)]) for (seq, _, _), id_ in zip(flight.slices, token_ids, strict=True)]
+
+    def _read_prompts(self, hidden: Tensor, slices: list[Slice], batch: ForwardBatch) -> None:
+        """Give groups what they ask of each token of their prompts. `hidden`: the rows of all tokens of the step."""
+        for (seq, begin, end), rows in zip(slices, batch.seqs, strict=True):
+            group = seq.group
+            count, num_prompt = group.request.sampling.prompt_logprobs, group.request.num_prompt_tokens
+            if group.reads_cache or count is None:
+                continue
+            token_ids = seq.token_ids[begin + 1 : min(end + 1, num_prompt)]
+            del group.prompt_logprobs[begin:]  # it parked, and is read again
+            group.prompt_logprobs += prompt_logprobs(hidden[rows.query_start :], token_ids, count, self.model.logits)
 
     def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
         """One row of logits each."""

@@ -107,7 +107,7 @@ class Admission:
             self._check(request, len(request.token_ids) + 1, 1)
             group = self._group(request, Holder.LEASED)
             trunk = group.trunk
-            cached = len(self.ledger.find(trunk.hashes, trunk.num_tokens)) * self.layout.block_size
+            cached = len(self._find(trunk)) * self.layout.block_size
             most, num_tokens = CHUNKS_WAITING * self.config.max_num_batched_tokens, trunk.num_tokens - cached
             num_waiting = self.lifecycle.num_waiting_tokens
             if num_waiting and not self.shares.has_waiting(request, most, num_waiting, num_tokens):
@@ -223,9 +223,13 @@ class Admission:
         self.lifecycle.inbox.ring()
         return Refusal("kv_full", retry_after_s=0.02)
 
+    def _find(self, trunk: Sequence) -> list[int]:
+        """Return the blocks of the cached prefix, where the request may read one."""
+        return self.ledger.find(trunk.hashes, trunk.num_tokens) if trunk.group.reads_cache else []
+
     def _pin(self, trunk: Sequence) -> None:
         """Takes the cached prefix. Refusal where its blocks are promised to others."""
-        block_ids = self.ledger.find(trunk.hashes, trunk.num_tokens)
+        block_ids = self._find(trunk)
         if not self.ledger.share(block_ids, trunk.group.holder):
             raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
         trunk.block_ids = block_ids

@@ -249,6 +249,8 @@ class Scheduler:
         """Units that came into the cache since the sequence was admitted, or that are left of it since it parked."""
         if seq.group.is_held or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
             return
+        if not seq.group.reads_cache:
+            return
         with self.ledger.lock:
             seq.name_spans(seq.num_tokens)
             found = self.ledger.find(seq.hashes, seq.num_tokens)[len(seq.block_ids) :]

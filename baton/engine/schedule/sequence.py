@@ -7,7 +7,7 @@ from itertools import count
 from torch import Tensor
 
 from baton.constraints.grammar import Grammar, GrammarCursor
-from baton.engine.core.request import DecodeReport, FinishReason, Request
+from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.sampling.step_masks import StepMasks, step_masks
 from baton.engine.schedule.states import GroupState
@@ -181,6 +181,7 @@ class Group:
         self.num_waiting_tokens = 0  # of its prompt, until its first chunk is launched
         self.num_cached_tokens = 0
         self.num_chunks = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens behind the first, as far as it is read
         self.num_steps = 0
         self.num_preemptions = 0
         self.preempted_at: tuple[float, ...] = ()
@@ -196,6 +197,11 @@ class Group:
     @property
     def trunk(self) -> Sequence:
         return self.live[0]
+
+    @property
+    def reads_cache(self) -> bool:
+        """Return whether a cached prefix may be taken for its next tokens."""
+        return self.prefilled or self.request.reads_cache
 
     @property
     def is_held(self) -> bool:

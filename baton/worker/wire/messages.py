@@ -15,7 +15,7 @@ from baton.engine.core.request import (
     Speculation,
     TokenLogprobs,
 )
-from baton.protocol import HOLDERS, MAX_DRAFT_TOKENS
+from baton.protocol import HOLDERS, MAX_DRAFT_TOKENS, MAX_PROMPT_LOGPROBS
 from baton.sampling_params import SHIFT, SamplingParams
 from baton.service.codec import deadline_of, key_to_proto
 from baton.v1 import inference_pb2
@@ -27,6 +27,7 @@ from kvtransfer.transfer.fetcher import FetchReport
 _NO_BIAS: tuple[tuple[int, float], ...] = ()
 # Of what one request may ask of a step: at least what gateways let through, and nothing that fails a step or fills it.
 _MAX_CHOICES, _MAX_LOGPROBS, _MAX_BIASES = 64, 128, 1024
+_COUNTS = ("logprobs", "prompt_logprobs")  # of the best tokens, where they are asked for
 
 
 def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
@@ -36,6 +37,9 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         raise ValueError(f"num_prompt_tokens is {spec.num_prompt_tokens} of {len(token_ids)} token_ids")
     _check_ids("token_ids", token_ids, vocab_size)
     sampling = _sampling_of(spec.sampling, vocab_size)
+    if sampling.prompt_logprobs is not None:
+        num_asked = (sampling.prompt_logprobs + 1) * spec.num_prompt_tokens
+        _check_range("sampling.prompt_logprobs times the prompt's tokens", num_asked, 0, MAX_PROMPT_LOGPROBS)
     stop_token_ids = frozenset(spec.stop_token_ids)
     _check_ids("stop_token_ids", stop_token_ids, vocab_size)
     if len(stop_token_ids) >= vocab_size:
@@ -65,11 +69,13 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
 def _sampling_of(sampling: pb.WorkerSampling, vocab_size: int) -> SamplingParams:
     """The message has the fields of SamplingParams, by name."""
     values = {each.name: getattr(sampling, each.name) for each in fields(SamplingParams)}
-    logprobs = sampling.logprobs if sampling.HasField("logprobs") else None
+    for name in _COUNTS:
+        count = values[name] if sampling.HasField(name) else None
+        _check_range(f"sampling.{name}", count or 0, 0, min(_MAX_LOGPROBS, vocab_size))
+        values[name] = count
     _check_range("sampling.n", sampling.n, 0, _MAX_CHOICES)
-    _check_range("sampling.logprobs", logprobs or 0, 0, min(_MAX_LOGPROBS, vocab_size))
     values["logit_bias"] = _biases_of(sampling.logit_bias, vocab_size) if sampling.logit_bias else _NO_BIAS
-    return SamplingParams(**values | {"n": sampling.n or 1, "logprobs": logprobs})
+    return SamplingParams(**values | {"n": sampling.n or 1})
 
 
 def _biases_of(biases: Mapping[int, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
@@ -177,6 +183,7 @@ def done(key: Key, report: PrefillDone) -> pb.Event:
         prefill_s=report.prefill_s,
         num_cached_tokens=report.num_cached_tokens,
         num_chunks=report.num_chunks,
+        prompt_logprobs=map(logprobs_to_proto, report.prompt_logprobs),
     )
     return pb.Event(done=message)
 

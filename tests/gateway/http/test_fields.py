@@ -133,7 +133,11 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_completion, {"prompt": [[]]}, "prompt[0]"),
         (read_completion, {"prompt": [[-1]]}, "prompt[0]"),
         (read_completion, {"prompt": ["a"] * 33}, "prompt"),
-        (read_completion, {"prompt": "a", "echo": True}, "echo"),
+        (read_completion, {"prompt": "a", "echo": 1}, "echo"),
+        (read_chat, {**READERS["chat"][1], "echo": True}, "echo"),
+        (read_chat, {**READERS["chat"][1], "prompt_logprobs": 1}, "prompt_logprobs"),
+        (read_response, {"input": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+        (read_request, {**READERS["messages"][1], "echo": True}, "echo"),
         (read_completion, {"prompt": "a", "best_of": 2}, "best_of"),
         (read_completion, {"prompt": "a", "best_of": True}, "best_of"),
         (read_request, {}, "messages"),
@@ -224,6 +228,15 @@ def test_what_is_no_json_is_the_sender_s_fault(body):
     with pytest.raises(InvalidRequest) as caught:
         parse(body)
     assert caught.value.field == "body" and len(caught.value.message) < 300
+
+
+def test_what_is_echoed_has_logprobs_where_the_answer_has_them():
+    (request,) = read_completion({"prompt": "a", "echo": True, "logprobs": 2}).requests
+    assert request.echo and (request.sampling.logprobs, request.sampling.prompt_logprobs) == (2, 2)
+    (request,) = read_completion({"prompt": "a", "logprobs": 2}).requests
+    assert not request.sampling.HasField("prompt_logprobs")
+    asked = read_completion({"prompt": "a", "echo": True, "logprobs": 99})
+    assert rename("sampling.prompt_logprobs", asked.names) == "logprobs"
 
 
 def test_null_is_as_if_it_were_left_out():

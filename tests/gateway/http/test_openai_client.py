@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from baton.v1 import inference_pb2 as pb
 from tests.gateway.orchestration.test_answers import read
 from tests.support.client import gather, make_request
 
@@ -78,6 +79,37 @@ async def test_completions_of_every_form_of_a_prompt(served):
             for choice in chunk.choices:
                 texts[choice.index] += choice.text
         assert texts == {0: said.text, 1: several.choices[2].text}
+
+
+async def test_echo_and_the_logprobs_of_a_prompt(served):
+    async with served() as (c, client):
+        text = "a quick brown fox"
+        prompt_ids = list((await c.stub.Tokenize(pb.TokenizeRequest(text=text), timeout=20)).token_ids)
+        ask = {"model": "fake", "prompt": [text, PROMPT], "max_tokens": 5, "seed": 3, "n": 2}
+        plain = (await client.completions.create(**ask, logprobs=1)).choices
+        whole = (await client.completions.create(**ask, echo=True, logprobs=1)).choices
+        for before, choice in zip(plain, whole, strict=True):
+            assert choice.text.endswith(before.text) and choice.text != before.text
+            told, num_prompt = choice.logprobs, len(prompt_ids if choice.index < 2 else PROMPT)
+            assert told.tokens[num_prompt:] == before.logprobs.tokens and len(told.tokens) == num_prompt + 5
+            assert told.token_logprobs[0] is None and told.top_logprobs[0] is None and told.text_offset[0] == 0
+            assert None not in told.token_logprobs[1:]
+            assert len(choice.model_extra["prompt_logprobs"]) == num_prompt
+        assert whole[0].text == text + plain[0].text
+        (only,) = (await client.completions.create(**{**ask, "n": 1, "prompt": text}, echo=True)).choices
+        assert only.text == text + plain[0].text and only.logprobs is None
+        (only,) = (
+            await client.completions.create(**{**ask, "n": 1, "prompt": text}, extra_body={"prompt_logprobs": 0})
+        ).choices
+        first, second = only.model_extra["prompt_logprobs"][:2]
+        assert first is None and set(second) == {str(prompt_ids[1])} and second[str(prompt_ids[1])]["logprob"] == -1
+        texts, tokens = [""] * 4, [0] * 4
+        async for chunk in await client.completions.create(**ask, echo=True, logprobs=1, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                tokens[choice.index] += len(choice.logprobs.tokens) if choice.logprobs else 0
+        assert texts == [choice.text for choice in whole]
+        assert tokens == [len(choice.logprobs.tokens) for choice in whole]
 
 
 async def test_a_completion_has_16_tokens_unless_it_says(served):

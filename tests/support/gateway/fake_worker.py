@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.protocol import PROMPT_LOGPROBS
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
@@ -79,6 +80,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_gives=["fake fp32"],
             kv_takes=["fake fp32"],
             host_id="here",
+            features=[PROMPT_LOGPROBS],
         )
         self.hello.limits.max_model_len = self.hello.model.context = context
         self.hello.limits.max_num_seqs = 8
@@ -331,6 +333,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         first = [self._first_token(spec, choice) for choice in range(spec.sampling.n)]
         self.seal(spec.span_hashes)
         done = pb.Done(key=key, first_tokens=first, queue_s=0.001, prefill_s=0.002, num_cached_tokens=cached)
+        if spec.sampling.HasField("prompt_logprobs"):
+            done.prompt_logprobs.extend(map(_logprobs, spec.token_ids[1 : spec.num_prompt_tokens]))
         session.send(done=done)
         return [token.choice for token in first if not token.finished]
 
