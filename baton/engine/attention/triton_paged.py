@@ -8,6 +8,7 @@ each sequence's own sets on the device: a graph is made for the longest context,
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -70,8 +71,8 @@ class TritonAttention(Attention):
 
         super().__init__(shape)
         self._kernels = paged_attention
-        self._pool: KVPool | None = None
-        self._layers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        # Weak: a pool that was made for measuring gives its memory back.
+        self._layers: WeakKeyDictionary[KVPool, list[tuple[Tensor, Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
         # Of scores to the base of 2. Capped: what a score is multiplied by to give the exponent of its tanh, and the cap.
         self._scales = (shape.scale * paged_attention.LOG2_E, 0.0)
         if shape.softcap is not None:
@@ -99,8 +100,8 @@ class TritonAttention(Attention):
     # ---- the plan ----
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> TritonPlan:
-        if pool is not self._pool:
-            self._pool, self._layers = pool, layers_of(pool)
+        if (layers := self._layers.get(pool)) is None:
+            layers = self._layers[pool] = layers_of(pool)
         table = batch.table or SeqTable.of(batch.seqs, pool.bytes.device)
         if all(seq.query_len == table.max_query_len for seq in batch.seqs):
             launches = (self._uniform_launch(table),)
@@ -108,7 +109,7 @@ class TritonAttention(Attention):
             few = [i for i, seq in enumerate(batch.seqs) if seq.query_len <= FEW_QUERIES]
             many = [i for i, seq in enumerate(batch.seqs) if seq.query_len > FEW_QUERIES]
             launches = tuple(self._launch(batch.seqs, members, table) for members in (few, many) if members)
-        return TritonPlan(table, launches, self._layers, pool)
+        return TritonPlan(table, launches, layers, pool)
 
     def _uniform_launch(self, table: SeqTable) -> Launch:
         """Made of bounds alone, as a CUDA graph needs it."""

@@ -15,8 +15,11 @@ UTILIZATION = 0.9  # of the memory, by default: graphs, libraries and fragmentat
 GIB = 1 << 30
 CONTEXT_BYTES = GIB  # what CUDA and its libraries take outside torch's allocator; an estimate, not measured
 QUIET_S, POLL_S = 2.0, 0.25
-# Bytes a weight takes against bf16, for saying what would fit.
-SMALLER = {"fp8": 0.53, "int8": 0.53, "int4-g128": 0.31}
+# Bytes a weight takes against bf16 once it is rounded when it is read, and which of these are named as what would fit.
+SMALLER = {
+    "fp8": 0.53, "int8": 0.53, "int8-weight-only": 0.53, "int4-g32": 0.4, "int4-g64": 0.34, "int4-g128": 0.31,
+}  # fmt: skip
+ADVISED = ("fp8", "int8", "int4-g128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +113,17 @@ def device_name(device: torch.device) -> str:
 
 
 def check_weights(num_bytes: int, memory: Memory, utilization: float, quantization: str) -> None:
-    """Raise ValueError where weights of `num_bytes`, as stored, leave nothing of the share; it names what would fit."""
+    """Raise ValueError where weights leave nothing of the share; it names what would fit. `num_bytes`: of their files;
+    `quantization`: none, a rounding of them (a key of SMALLER), or auto for files that are quantized already."""
     share = int(memory.total * utilization)
     room = min(memory.free, share)
-    if num_bytes < room:
+    taken = int(num_bytes * SMALLER.get(quantization, 1))
+    if taken < room:
         return
-    fitting = [name for name, size in SMALLER.items() if num_bytes * size < room and quantization in ("auto", "none")]
+    fitting = [name for name in ADVISED if num_bytes * SMALLER[name] < room and quantization == "none"]
     advice = f"quantization {' or '.join(fitting)} would fit" if fitting else "a smaller model is needed"
     raise ValueError(
-        f"the model's weights take {num_bytes / GIB:.1f} GiB, the GPU has {memory.free / GIB:.1f} GiB free of "
+        f"the model's weights take {taken / GIB:.1f} GiB, the GPU has {memory.free / GIB:.1f} GiB free of "
         f"{memory.total / GIB:.1f} and {utilization:g} of it may be used; {advice}"
     )
 

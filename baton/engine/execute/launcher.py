@@ -233,7 +233,9 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
     batch = ForwardBatch(
         torch.zeros_like(rows), rows, rows, [SeqSlice(0, num_tokens, num_tokens, block_ids)], rows[:num_seqs]
     )
-    inputs = StepInputs(device, StepShape(num_tokens, len(batch.logit_rows), 1, pool.num_blocks))
+    most = config.max_num_batched_tokens
+    shape = StepShape(most, most, num_seqs, layout.num_blocks(config.max_model_len) + 1)
+    inputs = StepInputs(device, shape)
     sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]
 
     def largest_step() -> None:
@@ -244,19 +246,19 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
         rows = hidden[:PROMPT_ROWS]
         prompt_logprobs(rows, [0] * len(rows), 1, model.logits)
 
-    taken = _peak_bytes(device, largest_step)
+    taken = shape.num_bytes + _peak_bytes(device, largest_step)
     if not config.cuda_graphs or not model.capturable:
         return taken
-    width = max(fitting_widths(config, speculates))
-    shape = StepShape(num_seqs * width, num_seqs * width, num_seqs, layout.num_blocks(config.max_model_len))
-    static = StepInputs(device, shape)
+    fitting = fitting_widths(config, speculates)
 
-    def largest_graph() -> None:
+    def every_graph() -> None:
+        """Those of few sequences may take more than the largest: they split KV, and leave partial results."""
         DecodeGraphs(
-            model, pool, static, [num_seqs], [width], config.max_model_len, lambda run: (torch.cuda.synchronize, run())
-        )
+            model, pool, inputs, ladder(num_seqs), fitting, config.max_model_len,
+            lambda run: (torch.cuda.synchronize, run()),
+        )  # fmt: skip
 
-    return taken + _peak_bytes(device, largest_graph)
+    return taken + _peak_bytes(device, every_graph)
 
 
 def _peak_bytes(device: torch.device, run: Callable[[], None]) -> int:

@@ -19,6 +19,7 @@ from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
 from baton.engine.models.registry import read_spec
+from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.formats.tensors import Weights, weight_files
@@ -52,7 +53,8 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
         raise ModelError(f"{named}: {error}") from None
     source = open_source(spec.folder, config.quantization, compute, spec.num_heads, spec.num_kv_heads)
     if device != CPU:
-        check_weights(source.file_bytes, Memory.of(device), memory_share(config), config.quantization)
+        quantization = "none" if source.name == DenseFormat.name else config.quantization
+        check_weights(source.file_bytes, Memory.of(device), memory_share(config), quantization)
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
     def make(weight: Weight, bias: Tensor | None) -> LinearKernel:

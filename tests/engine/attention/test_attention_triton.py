@@ -1,5 +1,7 @@
 """The Triton kernels: in the interpreter on a CPU (tiny steps, it is slow), compiled where there is a GPU."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -117,6 +119,16 @@ def test_fixed_tiles_are_row_invariant(dtype, form, device):
         for begin, end in ((0, 1), (23, 24), (13, 14), (5, 20)):
             got = attended(backend, pool, batch_of([tokens(begin, end)]), layer, q[begin:end])
             assert torch.equal(got, whole[begin:end]), f"rows {begin} to {end} of layer {layer}"
+
+
+def test_a_pool_that_was_planned_for_gives_its_memory_back(device):
+    """That in which a start measures a step took 1 GiB of an 8B model's KV for as long as the worker lived."""
+    backend = made("triton", (2, 1, 64), device)
+    pool, batch, _ = one_step(backend.shape, [(1, 9)])
+    backend.plan(batch, pool)
+    memory = weakref.ref(pool.bytes.untyped_storage())
+    del pool
+    assert memory() is None
 
 
 def test_the_fast_form_splits_by_load(device):

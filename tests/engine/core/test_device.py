@@ -95,14 +95,22 @@ def test_memory_of_a_process_that_just_ended_is_waited_for(frees, num_pauses):
 
 
 def test_a_model_that_does_not_fit():
-    check_weights(100 * GIB, H200, 0.9, "auto")
+    check_weights(100 * GIB, H200, 0.9, "none")
     with pytest.raises(ValueError, match="200.0 GiB, the GPU has 138.0 GiB free of 140.0") as error:
-        check_weights(200 * GIB, H200, 0.9, "auto")
+        check_weights(200 * GIB, H200, 0.9, "none")
     assert "quantization fp8 or int8 or int4-g128 would fit" in says(error)
     with pytest.raises(ValueError, match="quantization int4-g128 would fit"):
         check_weights(280 * GIB, H200, 0.9, "none")
     with pytest.raises(ValueError, match="a smaller model is needed"):
-        check_weights(200 * GIB, H200, 0.9, "int8")
+        check_weights(200 * GIB, H200, 0.9, "auto")  # quantized already
+
+
+def test_what_was_advised_fits():
+    """A folder that is rounded when it is read takes what is left of it, not what its files have."""
+    for advised in ("fp8", "int8", "int4-g128"):
+        check_weights(200 * GIB, H200, 0.9, advised)
+    with pytest.raises(ValueError, match=r"weights take 132.5 GiB.*a smaller model"):
+        check_weights(250 * GIB, H200, 0.9, "int8")
 
 
 @pytest.mark.parametrize("name", FORMS)

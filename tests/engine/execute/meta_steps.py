@@ -6,8 +6,9 @@ TRITON_INTERPRET=0."""
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.warm_up import warm_steps
-from baton.engine.kernels import kv_write, linear, paged_attention, rows
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.rope import Rope
@@ -34,10 +34,6 @@ from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 from kvtransfer.layout import KVLayout
 
 META, BLOCK_SIZE, NUM_TOKENS, NUM_SEQS, CONTEXT = torch.device("meta"), 32, 2048, 64, 8192
-KERNELS = (
-    paged_attention.attend, paged_attention.combine, linear.multiply, linear.add_segments, linear.multiply_row,
-    linear.quantize_rows, kv_write._write, rows._add_norm, rows._swiglu,
-)  # fmt: skip
 # layers (of many alike), hidden, intermediate, heads, kv heads, head_dim, vocabulary, q/k norm
 SHAPES = {
     "8B": (2, 4096, 14336, 32, 8, 128, 128256, False),
@@ -109,12 +105,14 @@ class Recorder:
     def __init__(self):
         self.variants: dict[str, Variant] = {}  # by all that a kernel is compiled for
         self.launches = 0
-        self._backend = backend = make_backend(GPUTarget("cuda", 90, 32))
-        for kernel in KERNELS:
-            bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-            kernel.run = lambda *given, kernel=kernel, bind=bind, **named: self._launch(kernel, bind, *given, **named)
+        self._backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._binders: dict[JITFunction, Callable] = {}
+        JITFunction.run = lambda kernel, *given, **named: self._launch(kernel, *given, **named)
 
-    def _launch(self, kernel: JITFunction, bind, *given, grid, warmup, **named) -> None:
+    def _launch(self, kernel: JITFunction, *given, grid, warmup, **named) -> None:
+        if (bind := self._binders.get(kernel)) is None:
+            bind = create_function_from_signature(kernel.signature, kernel.params, self._backend)
+            self._binders[kernel] = bind
         bound, specialization, options = bind(*given, **named)
         for name, value in bound.items():
             if isinstance(value, Tensor):
@@ -130,23 +128,30 @@ class Recorder:
         self.launches += 1
 
 
-def make_model(name: str, form: str, kv_form: str, exact: bool) -> Model:
-    layers, hidden, inner, heads, kv_heads, head_dim, vocab, qk_norm = SHAPES[name]
-    spec = ModelSpec(
-        folder=Path(name), family="qwen3" if qk_norm else "llama", vocab_size=vocab, hidden_size=hidden,
-        intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
-        ropes=(RopeSpec("default", 5e5, CONTEXT, CONTEXT),), layers=(LayerSpec(),) * layers, tied=False, dtype="bf16",
-    )  # fmt: skip
-    if qk_norm:
-        spec = replace(spec, qk_norm="head")
+def make_model(name: str, form: str, kv_form: str, exact: bool, context: int = CONTEXT) -> Model:
+    spec = make_spec(name, context)
+    heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     backend = triton_paged.TritonAttention if exact else triton_paged.FastTritonAttention
     attention = backend(
         AttentionShape(heads, kv_heads, head_dim, spec.windows, torch.bfloat16, META, kv_form, BLOCK_SIZE)
     )
     make = GpuChoice("auto", exact, torch.bfloat16, META)
-    return Model(
-        spec, torch.bfloat16, MetaSource(form), make, attention, [Rope(spec.ropes[0], head_dim, CONTEXT).to(META)]
-    )
+    return Model(spec, torch.bfloat16, MetaSource(form), make, attention, [rope_of(context, head_dim).to(META)])
+
+
+@cache
+def rope_of(context: int, head_dim: int) -> Rope:
+    return Rope(RopeSpec("default", 5e5, context, context), head_dim, context)
+
+
+def make_spec(name: str, context: int) -> ModelSpec:
+    layers, hidden, inner, heads, kv_heads, head_dim, vocab, qk_norm = SHAPES[name]
+    spec = ModelSpec(
+        folder=Path(name), family="qwen3" if qk_norm else "llama", vocab_size=vocab, hidden_size=hidden,
+        intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, norm=NormSpec(1e-5),
+        ropes=(RopeSpec("default", 5e5, context, context),), layers=(LayerSpec(),) * layers, tied=False, dtype="bf16",
+    )  # fmt: skip
+    return replace(spec, qk_norm="head") if qk_norm else spec
 
 
 def step_of(chunks: list[tuple[int, int]]) -> ForwardBatch:

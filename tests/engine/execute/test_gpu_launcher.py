@@ -118,9 +118,10 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     with torch.inference_mode():
-        assert launcher.step_bytes(engine.runner.model, engine.config, False) == 105
-        assert launcher.step_bytes(engine.runner.model, engine.config, True) == 270
-    assert drawn == [(4, 0.9)] * 2 and graphs == [([4], [1], 64), ([4], [17], 64)]
+        inputs = launcher.StepShape(68, 68, 4, 5).num_bytes
+        assert launcher.step_bytes(engine.runner.model, engine.config, False) == 105 + inputs
+        assert launcher.step_bytes(engine.runner.model, engine.config, True) == 270 + inputs
+    assert drawn == [(4, 0.9)] * 2 and graphs == [([1, 2, 4], [1], 64), ([1, 2, 4], [1, 2, 3, 4, 5, 9, 17], 64)]
 
 
 def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):

@@ -1,0 +1,59 @@
+"""What workers of large models take of GPUs of several sizes, weights, pool, graphs and steps together (meta_memory.py)."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def planned(models: str, cards: str) -> dict[str, list]:
+    command = [sys.executable, "-m", "tests.engine.execute.meta_memory", models, cards]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def check(found: dict[str, list]) -> set[str]:
+    """Every worker keeps to its share, or is ended by one line with the numbers; returns those plans that work."""
+    fitting = set()
+    for name, workers in found.items():
+        for worker in workers:
+            if isinstance(worker, str):
+                assert "GiB" in worker and "\n" not in worker, name
+                assert worker.startswith(("the model's weights take", "out of GPU memory: ")), worker
+                continue
+            assert worker["weights"] + worker["pool"] < worker["most"] <= worker["share"], (name, worker)
+            # Most of what is left of the share is KV: a step and its graphs are counted once.
+            assert worker["share"] - worker["most"] < 2 << 30, (name, worker)
+        if not any(isinstance(worker, str) for worker in workers):
+            fitting.add(name)
+            assert sum(worker["most"] for worker in workers) <= workers[0]["total"]
+    return fitting
+
+
+def test_8b_fits_twice_on_48_gb_and_70b_not_on_24():
+    found = planned("8B bf16,70B int4", "48") | planned("70B int4", "24")
+    fits = {"8B bf16 on 48 GB: " + roles for roles in ("prefill", "decode", "prefill + decode")}
+    assert check(found) == fits
+    assert all("a smaller model is needed" in line for line in found["70B int4 on 24 GB: prefill + decode"])
+
+
+@pytest.mark.long
+def test_every_card():
+    found = planned("8B bf16,8B int4,70B int4", "24,48,80,141")
+    assert len(found) == 36
+    refused = {
+        "8B bf16 on 24 GB: prefill + decode",
+        *(
+            f"70B int4 on {card} GB: {roles}"
+            for card in (24, 48)
+            for roles in ("prefill", "decode", "prefill + decode")
+        ),
+        "70B int4 on 80 GB: prefill + decode",
+    }
+    assert found.keys() - check(found) == refused
