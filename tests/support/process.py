@@ -1,7 +1,9 @@
 """One process of a test or a bench: started in a session of its own, its output in files, never left behind."""
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +15,7 @@ from baton.failpoints import VARIABLE
 from tests.support.pace import patience
 
 ROOT = Path(__file__).resolve().parents[2]
+NODE_CLIENTS = ROOT / "tests" / "clients" / "node"
 # Not a preexec_fn: that takes a fork, which gRPC's threads in this process would see.
 # An interrupt counts also where the tests themselves are run in the background, which leaves it ignored.
 _DIE_WITH_PARENT = ("env", "--default-signal=INT", "setpriv", "--pdeathsig", "KILL", "--")
@@ -139,3 +142,13 @@ class Process:
             pass
         self.kill()
         return self.popen.returncode
+
+
+def node() -> str:
+    """Path of node, with the pinned packages of the clients in tests/clients/node installed beside them."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    assert node and npm, "node and npm are not installed: apt-get install nodejs npm"
+    wanted = json.loads((NODE_CLIENTS / "package.json").read_text())["dependencies"]
+    if not all((NODE_CLIENTS / "node_modules" / name).exists() for name in wanted):
+        subprocess.run([npm, "ci"], cwd=NODE_CLIENTS, check=True, capture_output=True, timeout=300)
+    return node

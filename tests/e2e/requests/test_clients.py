@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import shutil
 import subprocess
-from pathlib import Path
 
 import grpc
 import pytest
@@ -14,24 +12,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.v1 import inference_pb2 as pb
+from tests.support.process import NODE_CLIENTS, ROOT, node
 
-NODE_CLIENT = Path(__file__).resolve().parents[2] / "clients" / "node"
 CANCELLED, INVALID_ARGUMENT = 1, 3
 
 
-@pytest.fixture(scope="module")
-def node() -> str:
-    """Path of node, with the pinned packages of the client installed beside it."""
-    node, npm = shutil.which("node"), shutil.which("npm")
-    assert node and npm, "node and npm are not installed: apt-get install nodejs npm"
-    if not (NODE_CLIENT / "node_modules").exists():
-        subprocess.run([npm, "ci"], cwd=NODE_CLIENT, check=True, capture_output=True, timeout=300)
-    return node
-
-
-def test_node(stack, client, node, slow):
-    argv = [node, "client.js", stack.target]
-    ran = subprocess.run(argv, cwd=NODE_CLIENT, capture_output=True, text=True, timeout=120)
+def test_node(stack, client, slow):
+    argv = [node(), "client.js", stack.target]
+    ran = subprocess.run(argv, cwd=NODE_CLIENTS, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     saw = json.loads(ran.stdout)
     own = client.generate("def quick_brown_fox(self):", temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -45,14 +33,14 @@ def test_node(stack, client, node, slow):
     assert saw["info"]["vocab_size"] == 1024
 
 
-def test_the_node_client_of_the_docs(stack, node):
+def test_the_node_client_of_the_docs(stack):
     """Word for word, but for the address."""
-    page = (NODE_CLIENT.parents[2] / "docs" / "howto" / "clients.md").read_text()
+    page = (ROOT / "docs" / "howto" / "clients.md").read_text()
     (program,) = re.findall(r"<!-- node -->\n```\n(.*?)```", page, re.DOTALL)
     ran = subprocess.run(
-        [node, "-e", program.replace("127.0.0.1:50051", stack.target)],
-        cwd=NODE_CLIENT.parents[2],
-        env={**os.environ, "NODE_PATH": str(NODE_CLIENT / "node_modules")},
+        [node(), "-e", program.replace("127.0.0.1:50051", stack.target)],
+        cwd=ROOT,
+        env={**os.environ, "NODE_PATH": str(NODE_CLIENTS / "node_modules")},
         capture_output=True,
         text=True,
         timeout=120,
