@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.protocol import PROMPT_LOGPROBS
@@ -97,7 +97,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.is_silent = False
         self.manner = ""  # one of MANNERS: what is wrong with it
         self.ends_at: int | None = None  # tokens, the prompt's too, at which it ends a choice as if that were an end
-        self.script: Sequence[int] = ()  # tokens of every answer, which token 0 ends
+        # Tokens of every answer, which token 0 ends, or what says them of a prompt.
+        self.script: Sequence[int] | Callable[[Sequence[int]], Sequence[int]] = ()
         self.state = "serving"  # as its loads say
         self.port = 0
         self._gates = {name: asyncio.Event() for name in GATES}
@@ -347,9 +348,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return first
 
     def _draw(self, spec, choice: int, index: int) -> tuple[int, int]:
-        token_id = token_at(spec.token_ids[: spec.num_prompt_tokens], choice, index, self.vocab_size)
-        if self.script:
-            token_id = self.script[index] if index < len(self.script) else 0
+        prompt = spec.token_ids[: spec.num_prompt_tokens]
+        token_id = token_at(prompt, choice, index, self.vocab_size)
+        if script := self.script(prompt) if callable(self.script) else self.script:
+            token_id = script[index] if index < len(script) else 0
         if token_id in spec.stop_token_ids and index + 1 > spec.min_tokens:
             return token_id, inference_pb2.FINISH_REASON_STOP
         is_full = index + 1 >= spec.max_tokens
