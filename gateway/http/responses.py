@@ -2,6 +2,7 @@
 whole conversation."""
 
 import itertools
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -158,13 +159,18 @@ class _Item:
     call: pb.ToolCall | None = None
     text: str = ""
     logprobs: list[Json] = field(default_factory=list)
+    status: str = "in_progress"
 
-    def to_json(self, status: str, is_empty: bool = False) -> Json:
-        """Return it as it is now; `is_empty`: as it begins."""
-        head = {"id": self.id, "type": self.kind, "status": status}
+    def end(self, status: str) -> None:
+        """Say how it ended; a call whose arguments are not whole is incomplete in any case."""
+        self.status = status if self.call is None or _is_json(self.text) else "incomplete"
+
+    def to_json(self) -> Json:
+        """Return it as it is now."""
+        head = {"id": self.id, "type": self.kind, "status": self.status}
         if self.call is not None:
             return {**head, "call_id": self.call.id, "name": self.call.name, "arguments": self.text}
-        content = [] if is_empty else [self.part()]
+        content = [] if self.status == "in_progress" else [self.part()]
         if self.kind == "reasoning":
             return {**head, "summary": [], "content": content}
         return {**head, "role": "assistant", "content": content}
@@ -174,6 +180,14 @@ class _Item:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 _PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
@@ -237,6 +251,8 @@ class ResponseForm:
             self._items.append(self._item("message", text=choice.text, logprobs=logprobs))
         for call in choice.tool_calls:
             self._items.append(self._item("function_call", call=call, text=call.arguments))
+        for item in self._items:
+            item.end("completed" if item is not self._items[-1] else self._status)
         return self._ended(response.usage)
 
     def error_event(self, error: Json) -> bytes:
@@ -273,8 +289,7 @@ class ResponseForm:
         data = self._close("completed") if self._items else b""
         self._logprobs = self._logprobs if kind == "message" else []
         self._items.append(item := self._item(kind, call=call))
-        begun = item.to_json("in_progress", is_empty=True)
-        data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=begun)
+        data += self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.to_json())
         return data + (self._of_item("response.content_part.added", part=item.part()) if kind == "message" else b"")
 
     def _close(self, status: str) -> bytes:
@@ -287,8 +302,8 @@ class ResponseForm:
         data = self._of_item(f"{_DELTAS[item.kind]}.done", **done)
         if item.kind == "message":
             data += self._of_item("response.content_part.done", part=item.part())
-        ended = item.to_json(status)
-        return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=ended)
+        item.end(status)
+        return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.to_json())
 
     def _item(self, kind: str, **values: Any) -> _Item:
         number = sum(item.kind == kind for item in self._items)
@@ -299,12 +314,11 @@ class ResponseForm:
         return "incomplete" if self._reason == pb.FINISH_REASON_LENGTH else "completed"
 
     def _ended(self, usage: pb.Usage) -> Json:
-        statuses = ["completed"] * (len(self._items) - 1) + [self._status]
         return {
             **self._head,
             "status": self._status,
             "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
-            "output": [item.to_json(status) for item, status in zip(self._items, statuses, strict=True)],
+            "output": [item.to_json() for item in self._items],
             "usage": _usage(usage),
         }
 

@@ -167,6 +167,17 @@ async def test_a_call_alone_is_the_only_item(saying):
             assert [item.type for item in (await stream.get_final_response()).output] == ["function_call"]
 
 
+async def test_a_call_that_is_cut_off_is_incomplete(saying):
+    async with saying(f"So: {CALL[:-20]}", http="127.0.0.1:0") as c, openai_client(c) as client:
+        async with client.responses.stream(**TOOLS) as stream:
+            final = await stream.get_final_response()
+        assert [(item.type, item.status) for item in final.output] == [
+            ("message", "completed"),
+            ("function_call", "incomplete"),
+        ]
+        assert [item.type for item in (await client.responses.create(**TOOLS)).output] == ["message"]
+
+
 async def test_choices_of_tools(saying, capable):
     async with saying(f"So: {CALL}{CALL}", http="127.0.0.1:0") as c, openai_client(c) as client:
         for fields, num_calls in (
