@@ -4,7 +4,8 @@
     int32   query_starts [S + 1]   kv_lens [S]   block_ids [S, N]
 
 Where a step goes into a CUDA graph it is padded to the graph's shape: sequences of padding repeat the step's shortest,
-so that whatever they write is what is there already. Tokens that the step before has yet to draw are filled in on the
+so that whatever they write is what is there already; tokens behind the end of a chunk are no sequence's, and are not
+written. Tokens that the step before has yet to draw are filled in on the
 device, behind the copy.
 """
 
@@ -104,8 +105,8 @@ class StepInputs:
         return ForwardBatch(sent.token_ids, sent.positions, sent.slots, seqs, sent.logit_rows, sent.table)
 
     def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
-        """Send `batch`, all of whose sequences have the same number of tokens and want the logits of every row, padded
-        to `shape`. `before` int64 [R]: tokens of the launch before."""
+        """Send `batch` padded to `shape`: sequences of one number of tokens that want the logits of every row, or a chunk
+        of one that wants one row's at most. `before` int64 [R]: tokens of the launch before."""
         self._fill(batch, shape, before)
 
     def _fill(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None) -> None:
@@ -125,6 +126,8 @@ class StepInputs:
             row[width:] = 0
         if num_seqs < shape.num_seqs:
             self._pad(parts, seqs, num_tokens)
+        elif num_tokens < shape.num_tokens or num_rows < shape.num_rows:
+            pad_chunk(parts, num_tokens, num_rows)
         self._target[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
         if before is not None:
             token_ids = StepViews.of(self._target, shape).token_ids
@@ -140,6 +143,13 @@ class StepInputs:
         parts.query_starts[:] = torch.arange(0, len(parts.query_starts) * width, width, device="cpu")
         parts.kv_lens[num_seqs:] = parts.kv_lens[shortest]
         parts.block_ids[num_seqs:] = parts.block_ids[shortest]
+
+
+def pad_chunk(parts: StepViews, num_tokens: int, num_rows: int) -> None:
+    parts.token_ids[num_tokens:] = 0
+    parts.positions[num_tokens:] = 0
+    parts.slots[num_tokens:] = -1
+    parts.logit_rows[num_rows:] = num_tokens - 1
 
 
 def shape_of(seqs: Sequence[SeqSlice], num_rows: int) -> StepShape:

@@ -13,7 +13,7 @@ from baton.engine import kernels, native
 from baton.engine.core.batch import ForwardBatch, SeqSlice, known_ids
 from baton.engine.core.config import EngineConfig
 from baton.engine.execute.activation_memory import activations_on
-from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
+from baton.engine.execute.graphs import CudaCapture, StepGraphs, chunk_sizes, ladder, widths
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.sm_partition import Partition
 from baton.engine.execute.warm_up import warm_steps
@@ -131,20 +131,21 @@ class GpuLauncher(Launcher):
         pinned = pool.device.type == "cuda"
         self._landings = torch.zeros(2, num_tokens, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._turn = 0
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if config.cuda_graphs and model.capturable:
             fitting = fitting_widths(config, speculates)
             capture = CudaCapture(self._stream)
             sizes = ladder(num_seqs)
             with self.place():
                 try:
-                    self._graphs = DecodeGraphs(
-                        model, pool, self._inputs, sizes, fitting, config.max_model_len, capture
-                    )
+                    self._graphs = StepGraphs(
+                        model, pool, self._inputs, sizes, fitting, fitting_chunks(model, config), config.max_model_len,
+                        capture,
+                    )  # fmt: skip
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # kernels that cannot be captured still run
-                    logger.warning("decode steps run without CUDA graphs: %s", " ".join(str(error).split()))
+                    logger.warning("steps run without CUDA graphs: %s", " ".join(str(error).split()))
 
     @property
     def words(self) -> str:
@@ -170,7 +171,8 @@ class GpuLauncher(Launcher):
         on_hidden: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
         """Run `batch`, made on the host: hidden rows [R, hidden_size], where they are kept, and logits fp32
-        [R, vocab_size]. `on_layer` is called when all is launched, as the layers pass. With `on_hidden` no graph runs:
+        [R, vocab_size]. `on_layer` is called when all is launched, as the layers pass; not where a graph runs, which
+        tells of all layers at its end. With `on_hidden` no graph runs:
         it may have fewer rows."""
         if on_hidden is None and self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
             hidden, logits = self._graphs.run(batch, shape)
@@ -222,6 +224,14 @@ def fitting_widths(config: EngineConfig, speculates: bool) -> list[int]:
     return [width for width in widths(speculates, config.num_draft_tokens) if width <= most]
 
 
+def fitting_chunks(model: Model, config: EngineConfig) -> list[int]:
+    """Return the tokens of chunks that have graphs. Only Triton's layers leave out what pads a chunk when they write
+    KV."""
+    if model.layers_name != "triton":
+        return []
+    return chunk_sizes(min(config.max_num_batched_tokens, config.max_model_len))
+
+
 def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
     """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, with the draw
     of all its rows, and what graphs hold on to behind the pool, whose memory no other step may use."""
@@ -253,8 +263,8 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
 
     def every_graph() -> None:
         """Those of few sequences may take more than the largest: they split KV, and leave partial results."""
-        DecodeGraphs(
-            model, pool, inputs, ladder(num_seqs), fitting, config.max_model_len,
+        StepGraphs(
+            model, pool, inputs, ladder(num_seqs), fitting, fitting_chunks(model, config), config.max_model_len,
             lambda run: (torch.cuda.synchronize, run()),
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from baton.engine import kernels
+from baton.engine.attention import triton_paged
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
@@ -43,6 +44,7 @@ class Event:
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [])  # of 64 rows and more: seconds in the interpreter
     monkeypatch.setattr(launcher, "CudaCapture", lambda stream: compute_again)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(synchronize=lambda: None))
 
@@ -66,6 +68,23 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
     wanted, found = run(plain, requests), run(over, requests)
     assert {key: record.answer() for key, record in found.items()} == {key: r.answer() for key, r in wanted.items()}
     assert sum(bool((ids < 0).all()) for ids in launches) > 2
+
+
+def test_a_prompt_alone_is_read_in_a_graph(tmp_path, device, monkeypatch):
+    monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [16])
+    monkeypatch.setattr(triton_paged, "FEW_QUERIES", 1)
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=4, max_num_seqs=1, max_model_len=64
+    )
+    requests = [make_request("alone", random_ids(11, 1), 3)]
+    plain, engine = Engine.load(config), Engine.load(config)
+    made = engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
+    shapes, run_graph = [], made._graphs.run
+    made._graphs.run = lambda batch, shape, *before: shapes.append(shape) or run_graph(batch, shape, *before)
+    wanted, found = run(plain, requests), run(engine, requests)
+    assert found["alone"].answer() == wanted["alone"].answer()
+    assert [(shape.num_tokens, shape.num_rows) for shape in shapes] == [(16, 1), (1, 1), (1, 1)]
 
 
 def test_steps_that_cannot_be_captured_run_all_the_same(tmp_path, device, monkeypatch, caplog):
@@ -111,8 +130,9 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
     )  # fmt: skip
     engine = Engine.load(config)
     drawn, graphs, allocated = [], [], iter([100, 5, 200, 70])
+    monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [most])
     monkeypatch.setattr(launcher, "draw", lambda logits, rows: drawn.append((logits.shape[0], rows[0].params.top_p)))
-    monkeypatch.setattr(launcher, "DecodeGraphs", lambda *given: graphs.append(given[3:6]))
+    monkeypatch.setattr(launcher, "StepGraphs", lambda *given: graphs.append(given[3:7]))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))
     for name in ("reset_peak_memory_stats", "synchronize"):
@@ -121,7 +141,10 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
         inputs = launcher.StepShape(68, 68, 4, 5).num_bytes
         assert launcher.step_bytes(engine.runner.model, engine.config, False) == 105 + inputs
         assert launcher.step_bytes(engine.runner.model, engine.config, True) == 270 + inputs
-    assert drawn == [(4, 0.9)] * 2 and graphs == [([1, 2, 4], [1], 64), ([1, 2, 4], [1, 2, 3, 4, 5, 9, 17], 64)]
+    assert drawn == [(4, 0.9)] * 2 and graphs == [
+        ([1, 2, 4], [1], [64], 64),
+        ([1, 2, 4], [1, 2, 3, 4, 5, 9, 17], [64], 64),
+    ]
 
 
 def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):

@@ -2,6 +2,7 @@
 on a CPU replayed by computing again, with Triton's interpreter for attention."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from baton.engine import kernels
+from baton.engine.attention import triton_paged
+from baton.engine.attention.triton_paged import FEW_QUERIES
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
-from baton.engine.execute.graphs import CudaCapture, DecodeGraphs, ladder, widths
+from baton.engine.execute.graphs import CHUNK_STEP, CudaCapture, StepGraphs, chunk_sizes, ladder, widths
 from baton.engine.execute.inputs import StepInputs, StepShape, StepViews
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.loader import load_model
@@ -41,7 +44,7 @@ def compute_again(run):
 class Bench:
     """One model, two pools of the same content: steps run in graphs, and as they are."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, chunks=()):
         make_folder(folder, "llama3", head_dim=16, num_hidden_layers=1)
         self.model = load_model(EngineConfig(folder, attention="triton"), DEVICE)
         layout = KVLayout((self.model.kv_group("fp32", BLOCK_SIZE),))
@@ -50,7 +53,9 @@ class Bench:
         self.inputs = [StepInputs(DEVICE, StepShape(32, 32, 8, table)) for _ in range(2)]
         capture = CudaCapture() if DEVICE.type == "cuda" else compute_again
         with torch.inference_mode():
-            self.graphs = DecodeGraphs(self.model, self.pools[0], self.inputs[0], (1, 4), (1, 3), CONTEXT, capture)
+            self.graphs = StepGraphs(
+                self.model, self.pools[0], self.inputs[0], (1, 4), (1, 3), chunks, CONTEXT, capture
+            )
         content = torch.randn(self.pools[0].blocks.shape, device=DEVICE)
         for pool in self.pools:
             pool.blocks.copy_(content)
@@ -66,8 +71,11 @@ class Bench:
         ids, rows = random_ids(len(slots), len(kv_lens)), torch.arange(len(slots))
         return ForwardBatch(torch.tensor(ids), torch.tensor(positions), torch.tensor(slots), seqs, rows)
 
-    def check(self, kv_lens: list[int], width: int) -> None:
+    def check(self, kv_lens: list[int], width: int, num_rows: int | None = None) -> None:
+        """`num_rows`: that want logits; None: all."""
         batch = self.batch(kv_lens, width)
+        if num_rows is not None:
+            batch = replace(batch, logit_rows=batch.logit_rows[width - num_rows :])
         shape = self.graphs.shape_for(batch)
         with torch.inference_mode():
             _, logits = self.graphs.run(batch, shape)
@@ -89,6 +97,19 @@ def test_graphs_compute_what_the_steps_do(tmp_path):
     assert bench.graphs.shape_for(mixed) is None
 
 
+def test_chunks_in_graphs_compute_what_they_do_alone(tmp_path, monkeypatch):
+    """Of any length up to the largest, behind any prefix, with the last row's logits and without; what pads a chunk is
+    written nowhere."""
+    monkeypatch.setattr(triton_paged, "FEW_QUERIES", 1)  # chunks of 8 tokens, for the interpreter, are not split
+    bench = Bench(tmp_path, (8,))
+    for kv_len, width, num_rows in ((8, 8, 1), (90, 3, 1), (33, 2, 0), (50, 1, 0)):
+        bench.check([kv_len], width, num_rows)
+    one, two = bench.batch([9], 9), bench.batch([40, 40], 4)
+    for batch in (replace(one, logit_rows=one.logit_rows[8:]), replace(two, logit_rows=two.logit_rows[[3, 7]])):
+        assert bench.graphs.shape_for(batch) is None  # too long; two of them
+    assert CHUNK_STEP > FEW_QUERIES
+
+
 def test_padding_repeats_the_shortest():
     """A padding sequence writes the values that are there already."""
     inputs = StepInputs(torch.device("cpu"), StepShape(8, 8, 4, 3))
@@ -103,6 +124,18 @@ def test_padding_repeats_the_shortest():
     assert parts.kv_lens.tolist() == [40, 18, 18, 18] and parts.query_starts.tolist() == [0, 2, 4, 6, 8]
     assert parts.block_ids.tolist() == [[5, 6, 7], [8, 9, 0], [8, 9, 0], [8, 9, 0]]
     assert parts.logit_rows.tolist() == list(range(8))
+
+
+def test_padding_of_a_chunk_is_not_written():
+    shape = StepShape(8, 1, 1, 3)
+    inputs = StepInputs(torch.device("cpu"), shape)
+    inputs._hosts[1].fill_(7)  # of the step before
+    rows, seqs = torch.arange(5), [SeqSlice(0, 5, 40, torch.tensor([5, 6, 7]))]
+    inputs.send_padded(ForwardBatch(rows + 100, rows + 35, rows + 200, seqs, rows[:0]), shape)
+    parts = StepViews.of(inputs._target, shape)
+    assert parts.token_ids.tolist() == [100, 101, 102, 103, 104, 0, 0, 0] and parts.positions.tolist()[5:] == [0] * 3
+    assert parts.slots.tolist() == [200, 201, 202, 203, 204, -1, -1, -1] and parts.logit_rows.tolist() == [4]
+    assert parts.query_starts.tolist() == [0, 5] and parts.kv_lens.tolist() == [40]
 
 
 def test_a_mixed_step_is_sent_as_it_is():
@@ -122,4 +155,5 @@ def test_ladder():
     sizes = ladder(256)
     assert sizes[0] == 1 and sizes[-1] == 256 and sizes == sorted(set(sizes))
     assert all(large - small <= max(8, small // 8) for small, large in zip(sizes, sizes[1:], strict=False))
+    assert chunk_sizes(8192) == [64, 128, 192, 256, 320, 384, 448, 512] and chunk_sizes(130) == [64, 128]
     assert widths(False, None) == [1] and widths(True, 4) == [1, 5] and widths(True, None)[-1] == 17
