@@ -44,7 +44,7 @@ class SeqTable:
 
     query_starts: Tensor  # int32 [S + 1]: sequence i owns the rows [query_starts[i], query_starts[i + 1])
     kv_lens: Tensor  # int32 [S]
-    block_ids: Tensor  # int32 [S, N]; columns after a sequence's own are 0
+    block_ids: Tensor  # int32 [S, N]; columns after a sequence's own are not read
     max_query_len: int  # bounds for launches: in a CUDA graph those of any step that it may be replayed for
     max_kv_len: int
 

@@ -1,7 +1,11 @@
 """Send a step's inputs to a GPU: packed on the host in pinned memory, in one copy that no thread waits for.
 
     int64   token_ids [T]   positions [T]   slots [T]   logit_rows [R]
-    int32   query_starts [S + 1]   kv_lens [S]   block_ids [S, N]
+    int32   query_starts [S + 1]   kv_lens [S]
+    block table, rows that have changed: int64 [C], which   int32 [C, columns], their block ids
+
+The block table stays on the device, [S, N]: of 256 sequences with contexts of 131,072 tokens it has 4 MB, and a step of
+decode changes a row in 32.
 
 Where a step goes into a CUDA graph it is padded to the graph's shape: sequences of padding repeat the step's shortest,
 so that whatever they write is what is there already; tokens behind the end of a chunk are no sequence's, and are not
@@ -34,7 +38,7 @@ class StepShape:
     def sizes(self) -> tuple[int, ...]:
         """Return the elements of each of StepViews' parts, in order: NUM_LONGS of int64, the others of int32."""
         tokens, seqs = self.num_tokens, self.num_seqs
-        return tokens, tokens, tokens, self.num_rows, seqs + 1, seqs, seqs * self.num_blocks
+        return tokens, tokens, tokens, self.num_rows, seqs + 1, seqs
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -42,8 +46,7 @@ class StepShape:
         kernel that is compiled for aligned arguments would else be compiled once more while requests wait."""
         places = [0]
         for index, size in enumerate(self.sizes):
-            num_bytes = size * (8 if index < NUM_LONGS else 4)
-            places.append(places[-1] + num_bytes + -num_bytes % ALIGNMENT)
+            places.append(places[-1] + aligned(size * (8 if index < NUM_LONGS else 4)))
         return tuple(places)
 
     @property
@@ -61,7 +64,6 @@ class StepViews:
     logit_rows: Tensor
     query_starts: Tensor
     kv_lens: Tensor
-    block_ids: Tensor
 
     @classmethod
     def of(cls, buffer: Tensor, shape: StepShape) -> "StepViews":
@@ -70,8 +72,19 @@ class StepViews:
         for index, (begin, size) in enumerate(zip(shape.offsets, shape.sizes, strict=False)):
             dtype = torch.int64 if index < NUM_LONGS else torch.int32
             parts.append(buffer[begin : begin + size * dtype.itemsize].view(dtype))
-        *others, table = parts
-        return cls(*others, table.view(shape.num_seqs, -1))
+        return cls(*parts)
+
+
+def aligned(num_bytes: int) -> int:
+    return num_bytes + -num_bytes % ALIGNMENT
+
+
+def changed_views(buffer: Tensor, begin: int, num_rows: int, columns: int) -> tuple[Tensor, Tensor, int]:
+    """Return views of the table's changed rows, int64 [C] and int32 [C, columns], and where they end."""
+    middle = begin + aligned(num_rows * 8)
+    end = middle + num_rows * columns * 4
+    rows = buffer[middle:end].view(torch.int32).view(num_rows, columns)
+    return buffer[begin : begin + num_rows * 8].view(torch.int64), rows, end
 
 
 class StepInputs:
@@ -81,16 +94,25 @@ class StepInputs:
     def __init__(self, device: torch.device, largest: StepShape):
         self.device = device
         pinned = device.type == "cuda"
-        self._hosts = [
-            torch.zeros(largest.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)
-        ]
+        num_seqs, columns = largest.num_seqs + 1, largest.num_blocks  # the warm-up has a chunk beside all of them
+        size = largest.num_bytes + aligned(8 * num_seqs) + 4 * num_seqs * columns
+        self._hosts = [torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
         self._turn = 0
-        self._target = torch.zeros(largest.num_bytes, dtype=torch.uint8, device=device)
+        self._target = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._table = torch.zeros(num_seqs, columns, dtype=torch.int32, device=device)
+        # Of each row of the table, the block ids that it was made of; a sequence whose blocks change has another tensor.
+        self._rows: list[Tensor | None] = [None] * num_seqs
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that it has on the device."""
+        return self._target.nbytes + self._table.nbytes
 
     def static(self, shape: StepShape, max_query_len: int, max_kv_len: int) -> ForwardBatch:
         """Return a batch of this shape over the device's buffer, with the values last sent with that shape."""
         parts = StepViews.of(self._target, shape)
-        table = SeqTable(parts.query_starts, parts.kv_lens, parts.block_ids, max_query_len, max_kv_len)
+        block_ids = self._table[: shape.num_seqs, : shape.num_blocks]
+        table = SeqTable(parts.query_starts, parts.kv_lens, block_ids, max_query_len, max_kv_len)
         return ForwardBatch(parts.token_ids, parts.positions, parts.slots, [], parts.logit_rows, table)
 
     def send(self, batch: ForwardBatch, before: Tensor | None = None) -> ForwardBatch:
@@ -120,21 +142,36 @@ class StepInputs:
         starts = [seq.query_start for seq in seqs]
         parts.query_starts[: num_seqs + 1] = torch.tensor([*starts, num_tokens], device="cpu")
         parts.kv_lens[:num_seqs] = torch.tensor([seq.kv_len for seq in seqs], device="cpu")
-        for row, seq in zip(parts.block_ids, seqs, strict=False):
-            width = min(len(seq.block_ids), shape.num_blocks)
-            row[:width] = seq.block_ids[:width]
-            row[width:] = 0
+        tables = [seq.block_ids for seq in seqs]
         if num_seqs < shape.num_seqs:
-            self._pad(parts, seqs, num_tokens)
+            shortest = min(range(num_seqs), key=lambda index: seqs[index].kv_len)
+            tables += [seqs[shortest].block_ids] * (shape.num_seqs - num_seqs)
+            self._pad(parts, seqs, shortest, num_tokens)
         elif num_tokens < shape.num_tokens or num_rows < shape.num_rows:
             pad_chunk(parts, num_tokens, num_rows)
-        self._target[: shape.num_bytes].copy_(host[: shape.num_bytes], non_blocking=True)
+        self._copy(host, shape.num_bytes, tables)
         if before is not None:
             token_ids = StepViews.of(self._target, shape).token_ids
             token_ids.copy_(known_ids(token_ids, before))
 
-    def _pad(self, parts: StepViews, seqs: Sequence[SeqSlice], num_tokens: int) -> None:
-        shortest = min(range(len(seqs)), key=lambda index: seqs[index].kv_len)
+    def _copy(self, host: Tensor, num_bytes: int, tables: Sequence[Tensor]) -> None:
+        """Copy `num_bytes`, and behind them the rows of the block table that differ from those on the device."""
+        changed = [row for row, block_ids in enumerate(tables) if block_ids is not self._rows[row]]
+        if not changed:
+            self._target[:num_bytes].copy_(host[:num_bytes], non_blocking=True)
+            return
+        columns = min(max(len(tables[row]) for row in changed), self._table.shape[1])
+        index, rows, end = changed_views(host, num_bytes, len(changed), columns)
+        index[:] = torch.tensor(changed, device="cpu")
+        for place, row in zip(rows, changed, strict=True):
+            block_ids = self._rows[row] = tables[row]
+            place[: len(block_ids)] = block_ids[:columns]
+            place[len(block_ids) :] = 0
+        self._target[:end].copy_(host[:end], non_blocking=True)
+        index, rows, _ = changed_views(self._target, num_bytes, len(changed), columns)
+        self._table[:, :columns].index_copy_(0, index, rows)
+
+    def _pad(self, parts: StepViews, seqs: Sequence[SeqSlice], shortest: int, num_tokens: int) -> None:
         first, width, num_seqs = seqs[shortest].query_start, seqs[shortest].query_len, len(seqs)
         for name in ("token_ids", "positions", "slots"):
             values = getattr(parts, name)
@@ -142,7 +179,6 @@ class StepInputs:
         parts.logit_rows[:] = torch.arange(len(parts.logit_rows), device="cpu")
         parts.query_starts[:] = torch.arange(0, len(parts.query_starts) * width, width, device="cpu")
         parts.kv_lens[num_seqs:] = parts.kv_lens[shortest]
-        parts.block_ids[num_seqs:] = parts.block_ids[shortest]
 
 
 def pad_chunk(parts: StepViews, num_tokens: int, num_rows: int) -> None:

@@ -244,8 +244,7 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
         torch.zeros_like(rows), rows, rows, [SeqSlice(0, num_tokens, num_tokens, block_ids)], rows[:num_seqs]
     )
     most = config.max_num_batched_tokens
-    shape = StepShape(most, most, num_seqs, layout.num_blocks(config.max_model_len) + 1)
-    inputs = StepInputs(device, shape)
+    inputs = StepInputs(device, StepShape(most, most, num_seqs, layout.num_blocks(config.max_model_len) + 1))
     sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]
 
     def largest_step() -> None:
@@ -256,7 +255,7 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
         rows = hidden[:PROMPT_ROWS]
         prompt_logprobs(rows, [0] * len(rows), 1, model.logits)
 
-    taken = shape.num_bytes + _peak_bytes(device, largest_step)
+    taken = inputs.num_bytes + _peak_bytes(device, largest_step)
     if not config.cuda_graphs or not model.capturable:
         return taken
     fitting = fitting_widths(config, speculates)

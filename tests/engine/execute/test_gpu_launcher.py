@@ -138,7 +138,7 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
     for name in ("reset_peak_memory_stats", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     with torch.inference_mode():
-        inputs = launcher.StepShape(68, 68, 4, 5).num_bytes
+        inputs = launcher.StepInputs(torch.device("cpu"), launcher.StepShape(68, 68, 4, 5)).num_bytes
         assert launcher.step_bytes(engine.runner.model, engine.config, False) == 105 + inputs
         assert launcher.step_bytes(engine.runner.model, engine.config, True) == 270 + inputs
     assert drawn == [(4, 0.9)] * 2 and graphs == [

@@ -122,7 +122,7 @@ def test_padding_repeats_the_shortest():
     assert parts.token_ids.tolist() == [100, 101, 102, 103, 102, 103, 102, 103]
     assert parts.slots.tolist() == [1, 2, 3, 4, 3, 4, 3, 4] and parts.positions.tolist()[4:6] == [16, 17]
     assert parts.kv_lens.tolist() == [40, 18, 18, 18] and parts.query_starts.tolist() == [0, 2, 4, 6, 8]
-    assert parts.block_ids.tolist() == [[5, 6, 7], [8, 9, 0], [8, 9, 0], [8, 9, 0]]
+    assert inputs.static(shape, 2, 48).table.block_ids.tolist() == [[5, 6, 7], [8, 9, 0], [8, 9, 0], [8, 9, 0]]
     assert parts.logit_rows.tolist() == list(range(8))
 
 
