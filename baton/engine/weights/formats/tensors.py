@@ -12,6 +12,7 @@ from baton.engine.core.model_errors import ModelError, read_json
 from baton.gguf import is_gguf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BASE, BARE = "model.", "embed_tokens.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,6 +31,10 @@ class Weights:
                     raise ModelError(f"{path}: tensor {name} is also in {self._files[name][0].name}; shards are mixed")
                 self._files[name] = (path, file)
         self._check_index()
+        # A decoder that was saved without what stands before and behind it, as embedding models are.
+        is_bare = BARE in self._files and not any(name.startswith(BASE) for name in self._files)
+        self._stored = {BASE + name if is_bare else name: name for name in self._files}
+        self._files = {name: self._files[stored] for name, stored in self._stored.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -49,17 +54,17 @@ class Weights:
     def read(self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Return a tensor as stored, [*shape] (None: any shape), of one of these dtypes. Raises ModelError where it is
         missing or differs."""
-        return self._checked(name, shape, dtypes, lambda file: file.get_tensor(name))
+        return self._checked(name, shape, dtypes, lambda file: file.get_tensor(self._stored[name]))
 
     def slice(self, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
         """Return part `index` of a tensor [*shape] along its first dimension. Raises as `read` does."""
-        return self._checked(name, shape, FLOATS, lambda file: file.get_slice(name)[index])
+        return self._checked(name, shape, FLOATS, lambda file: file.get_slice(self._stored[name])[index])
 
     def _checked(self, name: str, shape: tuple[int, ...] | None, dtypes, get: Callable[[Any], Tensor]) -> Tensor:
         if name not in self._files:
             raise ModelError(f"{self._source}: tensor {name} is missing")
         path, file = self._files[name]
-        found = tuple(file.get_slice(name).get_shape())
+        found = tuple(file.get_slice(self._stored[name]).get_shape())
         if shape is not None and found != shape:
             raise ModelError(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
         tensor = get(file)
