@@ -5,6 +5,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from baton.constraints.constraint import Constraint
+from baton.engine.core.pooling import PoolingParams
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef
 
@@ -42,12 +43,13 @@ class Request:
     speculation: Speculation = Speculation()
     tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
     constraint: Constraint | None = None  # that the answer keeps to
+    pooling: PoolingParams | None = None  # the prompt is read for this, and not answered
 
     @property
     def reads_cache(self) -> bool:
         """Return whether a cached prefix may stand for a part of the prompt: not where something is asked of each of
         its tokens."""
-        return self.sampling.prompt_logprobs is None
+        return self.sampling.prompt_logprobs is None and self.pooling is None
 
 
 class FinishReason(Enum):
@@ -94,6 +96,7 @@ class PrefillDone:
     prompt_logprobs: tuple[
         TokenLogprobs, ...
     ] = ()  # of each token of the prompt but the first, where they are asked for
+    pooled: tuple[float, ...] = ()  # the vector of a request with `pooling`, which has no first tokens
 
 
 @dataclass(frozen=True, slots=True)

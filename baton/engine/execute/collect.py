@@ -61,6 +61,9 @@ class Results:
                 continue
             stepped[seq.group] = None
             outputs.append(self._next_tokens(seq, samples))
+        for seq, _, end in slices:
+            if seq.group.pool is not None and end == seq.num_tokens:
+                self._first_tokens(seq, [], outputs)  # there are none: its end
         for group in stepped:
             group.stepped(launched_at)
         outputs += filter(None, [self._end(group) for group in landed if not group.live])
@@ -119,7 +122,9 @@ class Results:
         queue_s = group.launched_at - group.accepted_at
         read, group.prompt_logprobs = tuple(group.prompt_logprobs), []
         outputs.append(
-            PrefillDone(group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks, read)
+            PrefillDone(
+                group.key, firsts, queue_s, prefill_s, group.num_cached_tokens, group.num_chunks, read, group.pooled
+            )
         )
         group.started()
         if group.is_held:

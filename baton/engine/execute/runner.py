@@ -14,17 +14,19 @@ from torch import Tensor
 
 from baton import failpoints
 from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.pooling import Pool
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.sampling.on_device import draw, plain_row
-from baton.engine.sampling.sampler import Sampled, Sampler, prompt_logprobs, sample_row
+from baton.engine.sampling.sampler import Sampled, Sampler, label_logprobs, prompt_logprobs, sample_row
 from baton.engine.schedule.scheduler import Slice
 from baton.engine.schedule.sequence import Sequence
 from baton.engine.schedule.step_draws import Drawn
 from baton.engine.speculation.control.verify import verify
 
 EMPTY: Mapping[Sequence, int] = {}
+POOLED_ROWS = 512  # of a prompt, that are normed at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Runner:
         For each sequence whose last token is among them the tokens it continues with: proposals that are right, and one
         more. A group at the end of its prompt draws one for each choice, from the same logits.
         """
-        ends = [index for index, piece in enumerate(slices) if piece.end == piece.seq.num_tokens]
+        ends = [index for index, piece in enumerate(slices) if draws(piece)]
         batch = self._batch(slices, ends)
         seqs = [slices[index].seq for index in ends]
         reads = any(not piece.seq.group.reads_cache for piece in slices)
@@ -91,12 +93,25 @@ class Runner:
         """Give groups what they ask of each token of their prompts. `hidden`: the rows of all tokens of the step."""
         for (seq, begin, end), rows in zip(slices, batch.seqs, strict=True):
             group = seq.group
-            count, num_prompt = group.request.sampling.prompt_logprobs, group.request.num_prompt_tokens
-            if group.reads_cache or count is None:
+            if group.reads_cache:
                 continue
-            token_ids = seq.token_ids[begin + 1 : min(end + 1, num_prompt)]
-            del group.prompt_logprobs[begin:]  # it parked, and is read again
-            group.prompt_logprobs += prompt_logprobs(hidden[rows.query_start :], token_ids, count, self.model.logits)
+            own = hidden[rows.query_start : rows.query_start + end - begin]
+            if (count := group.request.sampling.prompt_logprobs) is not None:
+                token_ids = seq.token_ids[begin + 1 : min(end + 1, group.request.num_prompt_tokens)]
+                del group.prompt_logprobs[begin:]  # it parked, and is read again
+                group.prompt_logprobs += prompt_logprobs(own, token_ids, count, self.model.logits)
+            if group.pool is not None:
+                self._pool(group.pool, own, begin)
+            if group.pool is not None and end == seq.num_tokens:
+                labels = group.pool.params.label_token_ids
+                found = label_logprobs(self.model.logits(own[-1:]), labels) if labels else group.pool.vector()
+                group.pooled = tuple(found)
+
+    def _pool(self, pool: Pool, hidden: Tensor, begin: int) -> None:
+        """Add the rows of a chunk, unless the end of the prompt is all that counts."""
+        if not pool.params.label_token_ids:
+            for at in range(0, len(hidden), POOLED_ROWS):
+                pool.add(self.model.normed(hidden[at : at + POOLED_ROWS]), begin + at)
 
     def _drawn(self, logits: Tensor, seqs: list[Sequence]) -> list[Drawn]:
         """One row of logits each."""
@@ -168,6 +183,11 @@ class Runner:
             seqs=seqs,
             logit_rows=as_tensor(rows, dtype=torch.int64),
         )
+
+
+def draws(piece: Slice) -> bool:
+    """Return whether a token is drawn behind this slice: it has the last of its sequence, whose prompt is answered."""
+    return piece.end == piece.seq.num_tokens and piece.seq.group.pool is None
 
 
 def can_launch(slices: list[Slice]) -> bool:

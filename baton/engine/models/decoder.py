@@ -80,13 +80,15 @@ class Model:
         """
         return self.logits(self.hidden(batch, pool, on_layer)[batch.logit_rows])
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return rows that `hidden` returned after the final norm."""
+        if self.fused is not None and isinstance(self.norm, RMSNorm):
+            return self.fused.norm(hidden.contiguous(), self.norm.weight)
+        return self.norm(hidden)
+
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """fp32 [R, vocab_size] of rows [R, hidden_size] that `hidden` returned; in `out` where that is given."""
-        if self.fused is not None and isinstance(self.norm, RMSNorm):
-            normed = self.fused.norm(hidden.contiguous(), self.norm.weight)
-        else:
-            normed = self.norm(hidden)
-        logits = self.head(normed)
+        logits = self.head(self.normed(hidden))
         logits = logits.float() if out is None else out.copy_(logits)
         if self.spec.logit_scale != 1:
             logits = logits * self.spec.logit_scale

@@ -152,6 +152,11 @@ def prompt_logprobs(
     return found
 
 
+def label_logprobs(logits: Tensor, token_ids: Sequence[int]) -> list[float]:
+    """Return the log-softmax of logits [1, vocab_size] at these tokens."""
+    return logits.log_softmax(dim=1)[0, torch.tensor(token_ids, device=logits.device)].tolist()
+
+
 def best_logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:
     """Return the log-softmax of logits [R, vocab_size]: of a token for each row, and of the `count` best."""
     table = logits.log_softmax(dim=1)

@@ -142,7 +142,9 @@ class GroupLifecycle:
         """Compute here what no fetch has brought. Raises Refusal (kv_full) where too few blocks are left, ValueError
         where something is asked of tokens that were fetched."""
         if group.trunk.num_computed and not group.reads_cache:
-            raise ValueError(f"{group.key}: prompt_logprobs are of tokens that are read here, and some were fetched")
+            raise ValueError(
+                f"{group.key}: prompt_logprobs and pooling are of tokens that are read here, and some were fetched"
+            )
         if group.is_held:
             block_ids = group.trunk.block_ids
             self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)

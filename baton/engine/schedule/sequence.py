@@ -7,6 +7,7 @@ from itertools import count
 from torch import Tensor
 
 from baton.constraints.grammar import Grammar, GrammarCursor
+from baton.engine.core.pooling import Pool
 from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs
 from baton.engine.kv.ledger import Holder, Ledger
 from baton.engine.sampling.step_masks import StepMasks, step_masks
@@ -182,6 +183,8 @@ class Group:
         self.num_cached_tokens = 0
         self.num_chunks = 0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens behind the first, as far as it is read
+        self.pool = None if request.pooling is None else Pool(request.pooling)
+        self.pooled: tuple[float, ...] = ()  # its vector, once the prompt is read
         self.num_steps = 0
         self.num_preemptions = 0
         self.preempted_at: tuple[float, ...] = ()
