@@ -8,8 +8,9 @@ STAYS_AWAY = 3  # exit status of a worker that was drained to stay away: what ke
 KEEPER_VARIABLE = "BATON_KEEPER"  # names, in a process's environment, what starts it again when it ends
 MAX_DRAFT_TOKENS = 16  # proposals that a sequence may have in one step
 MAX_PROMPT_LOGPROBS = 131_072  # of one prompt, each token's own and the best: 1.5 MB in a message
+MAX_INPUTS = 128  # texts of one Embed, at 4,096 numbers each 2 MiB; documents of one Score
 # Features of a worker, without which some requests are not sent to it.
-CONSTRAINTS, PROMPT_LOGPROBS = "constraints", "prompt_logprobs"
+CONSTRAINTS, POOLING, PROMPT_LOGPROBS = "constraints", "pooling", "prompt_logprobs"
 
 MAX_MODEL_NAME = 128  # characters
 

@@ -35,10 +35,12 @@ def prefill_here(keys: Lifecycle, leg: Leg, message: pb.Prefill) -> None:
 
 
 def report_done(keys: Lifecycle, leg: Leg, done: PrefillDone) -> None:
-    """Report the first tokens of a prompt that was read here; decoding follows by itself."""
+    """Report the first tokens of a prompt that was read here; decoding follows by itself. Of one that is not answered
+    report the vector; its end follows."""
     leg.prefill_done, leg.prefill_done_at = done, time.monotonic()
-    leg.start_at = leg.start_at or leg.prefill_done_at
-    leg.num_output_tokens += len(done.first_tokens)
-    leg.record = TokenRecord(leg.request, done.first_tokens)
+    if leg.request.pooling is None:
+        leg.start_at = leg.start_at or leg.prefill_done_at
+        leg.num_output_tokens += len(done.first_tokens)
+        leg.record = TokenRecord(leg.request, done.first_tokens)
     failpoints.hit("prefill.done")
     leg.outbox.reply(messages.done(leg.key, done))

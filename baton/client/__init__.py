@@ -12,7 +12,7 @@ Needs grpcio and protobuf only.
 from baton.client.aio import AsyncClient, AsyncStream
 from baton.client.blocking import Client, Stream
 from baton.client.errors import CallError
-from baton.client.request import GenerateOptions, make_request
+from baton.client.request import EmbedOptions, GenerateOptions, ScoreOptions, make_embed_request, make_request
 from baton.client.retries import NO_RETRIES, RetryPolicy
 
 __all__ = [
@@ -21,8 +21,11 @@ __all__ = [
     "AsyncStream",
     "CallError",
     "Client",
+    "EmbedOptions",
     "GenerateOptions",
     "RetryPolicy",
+    "ScoreOptions",
     "Stream",
+    "make_embed_request",
     "make_request",
 ]

@@ -11,7 +11,17 @@ from google.protobuf.message import Message
 
 from baton.client.connection import SERVICE, ConnectionSettings
 from baton.client.errors import CallError, read_call_error
-from baton.client.request import ChatMessages, GenerateOptions, Prompt, make_request, make_tokenize_request
+from baton.client.request import (
+    ChatMessages,
+    EmbedOptions,
+    GenerateOptions,
+    Prompt,
+    ScoreOptions,
+    make_embed_request,
+    make_request,
+    make_score_request,
+    make_tokenize_request,
+)
 from baton.client.resuming import Received, make_resumable
 from baton.client.retries import Addresses, Attempts, RetryPolicy
 from baton.v1 import inference_pb2 as pb
@@ -93,10 +103,27 @@ class Client:
         attempts = Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s)
         return Stream(self._addresses, request, attempts, self._metadata(metadata), self._retry.resends)
 
+    def score(
+        self, query: str, documents: Sequence[str], *, timeout_s: float | None = None, metadata: Metadata = (),
+        **options: Unpack[ScoreOptions],
+    ) -> pb.ScoreResponse:  # fmt: skip
+        """Return how well each document answers the query, 0 to 1, by a model that judges so. Raises CallError,
+        ValueError."""
+        request = make_score_request(query, documents, options)
+        return self._call("Score", pb.ScoreResponse, lambda _: request, timeout_s, metadata)
+
     def tokenize(self, prompt: str | ChatMessages, *, model: str = "", timeout_s: float | None = None) -> list[int]:
         """Return the token ids of a text, or of messages as the model reads them. Raises CallError, ValueError."""
         request = make_tokenize_request(prompt, model)
         return list(self._call("Tokenize", pb.TokenizeResponse, lambda _: request, timeout_s).token_ids)
+
+    def embed(
+        self, inputs: Sequence[str | Sequence[int]], *, timeout_s: float | None = None, metadata: Metadata = (),
+        **options: Unpack[EmbedOptions],
+    ) -> pb.EmbedResponse:  # fmt: skip
+        """Return a vector for each text, or list of token ids. Raises CallError, ValueError."""
+        request = make_embed_request(inputs, options)
+        return self._call("Embed", pb.EmbedResponse, lambda _: request, timeout_s, metadata)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float | None = None) -> str:
         """Return the text of token ids. Raises CallError."""

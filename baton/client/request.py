@@ -56,6 +56,56 @@ def make_request(prompt: Prompt, options: GenerateOptions | None = None) -> pb.G
     return request
 
 
+class EmbedOptions(TypedDict, total=False):
+    """Every option of an EmbedRequest. What is not given is the contract's default."""
+
+    request_id: str
+    model: str
+    pooling: pb.Pooling
+    normalize: bool
+    dimensions: int
+    priority: int
+    slo_class: str
+
+
+def make_embed_request(inputs: Sequence[str | Sequence[int]], options: EmbedOptions) -> pb.EmbedRequest:
+    """Return the request for the vectors of texts, or of token ids. Raises ValueError that names what does not fit."""
+    if isinstance(inputs, str):
+        raise ValueError("inputs: give a list of texts, or of lists of token ids")
+    request = pb.EmbedRequest()
+    for index, given in enumerate(inputs):
+        if isinstance(given, str):
+            request.inputs.add(text=given)
+        else:
+            try:
+                request.inputs.add(token_ids=pb.TokenIds(ids=given))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"inputs[{index}]: {error}") from None
+    _set_all(request, options, EmbedOptions.__annotations__)
+    return request
+
+
+class ScoreOptions(TypedDict, total=False):
+    """Every option of a ScoreRequest. What is not given is the contract's default."""
+
+    request_id: str
+    model: str
+    instruction: str
+    priority: int
+    slo_class: str
+
+
+def make_score_request(query: str, documents: Sequence[str], options: ScoreOptions) -> pb.ScoreRequest:
+    """Return the request for how well documents answer a query. Raises ValueError that names what does not fit."""
+    if isinstance(documents, str):
+        raise ValueError("documents: give a list of texts")
+    request = pb.ScoreRequest()
+    _set(request, "query", query)
+    _set(request, "documents", documents)
+    _set_all(request, options, ScoreOptions.__annotations__)
+    return request
+
+
 def make_tokenize_request(prompt: str | ChatMessages, model: str) -> pb.TokenizeRequest:
     """Return the request for the token ids of a text or of messages. Raises ValueError."""
     if isinstance(prompt, str):
@@ -90,6 +140,13 @@ def _owner(request: pb.GenerateRequest, name: str) -> Any:
             if name in message.DESCRIPTOR.fields_by_name:
                 return request if field is None else getattr(request, field)
     raise ValueError(f"{name}: there is no such option; known are {', '.join(GenerateOptions.__annotations__)}")
+
+
+def _set_all(request: Any, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"{name}: there is no such option; known are {', '.join(known)}")
+        _set(request, name, value)
 
 
 def _set(message: Any, name: str, value: Any) -> None:

@@ -54,6 +54,16 @@ class InferenceStub(object):
                 request_serializer=baton_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/baton.v1.Inference/Embed',
+                request_serializer=baton_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/baton.v1.Inference/Score',
+                request_serializer=baton_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/baton.v1.Inference/GetModelInfo',
                 request_serializer=baton_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -92,6 +102,21 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """One vector for each text, by the model's last hidden states after its final norm. Prefill workers alone read them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """How well documents answer a query, by a model that judges with yes or no, as Qwen3-Reranker does. Prefill workers alone
+        read them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """What is served: names, limits, and how it is computed.
         """
@@ -121,6 +146,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -236,6 +271,60 @@ class Inference(object):
             '/baton.v1.Inference/Detokenize',
             baton_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Embed',
+            baton_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/Score',
+            baton_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -110,7 +110,7 @@ class Limits(_message.Message):
     def __init__(self, max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., model_context: _Optional[int] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "family", "context", "vocab_size", "dtype", "quantization", "kv_dtype", "attention", "transports", "linear", "speculator", "prefix_cache", "proposers", "device")
+    __slots__ = ("name", "family", "context", "vocab_size", "dtype", "quantization", "kv_dtype", "attention", "transports", "linear", "speculator", "prefix_cache", "proposers", "device", "hidden_size")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FAMILY_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class ModelCard(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     PROPOSERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     name: str
     family: str
     context: int
@@ -139,10 +140,11 @@ class ModelCard(_message.Message):
     prefix_cache: bool
     proposers: _containers.RepeatedScalarFieldContainer[str]
     device: str
-    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., linear: _Optional[str] = ..., speculator: _Optional[str] = ..., prefix_cache: bool = ..., proposers: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ...) -> None: ...
+    hidden_size: int
+    def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., linear: _Optional[str] = ..., speculator: _Optional[str] = ..., prefix_cache: bool = ..., proposers: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation", "constraint", "tenant_mark", "fingerprint")
+    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation", "constraint", "tenant_mark", "pooling", "fingerprint")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPAN_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +159,7 @@ class RequestSpec(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TENANT_MARK_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -172,8 +175,21 @@ class RequestSpec(_message.Message):
     speculation: _inference_pb2.Speculation
     constraint: _inference_pb2.Constraint
     tenant_mark: bytes
+    pooling: PoolingSpec
     fingerprint: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., tenant_mark: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., tenant_mark: _Optional[bytes] = ..., pooling: _Optional[_Union[PoolingSpec, _Mapping]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+
+class PoolingSpec(_message.Message):
+    __slots__ = ("pooling", "normalize", "dimensions", "label_token_ids")
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    pooling: _inference_pb2.Pooling
+    normalize: bool
+    dimensions: int
+    label_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, pooling: _Optional[_Union[_inference_pb2.Pooling, str]] = ..., normalize: bool = ..., dimensions: _Optional[int] = ..., label_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "n", "logprobs", "prompt_logprobs")
@@ -393,7 +409,7 @@ class Accepted(_message.Message):
     def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., lease_id: _Optional[bytes] = ..., handle: _Optional[bytes] = ..., ticket: _Optional[bytes] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
-    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs")
+    __slots__ = ("key", "first_tokens", "queue_s", "prefill_s", "num_cached_tokens", "num_chunks", "prompt_logprobs", "pooled")
     KEY_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +417,7 @@ class Done(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     key: Key
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     queue_s: float
@@ -408,7 +425,8 @@ class Done(_message.Message):
     num_cached_tokens: int
     num_chunks: int
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
-    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ...) -> None: ...
+    pooled: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, key: _Optional[_Union[Key, _Mapping]] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_chunks: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., pooled: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Offered(_message.Message):
     __slots__ = ("key", "lease_id", "handle", "ticket")

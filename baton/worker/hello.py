@@ -8,7 +8,7 @@ from baton.engine.core.device import device_name
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
-from baton.protocol import CONSTRAINTS, INSTANCE_BYTES, PROMPT_LOGPROBS, PROTOCOL
+from baton.protocol import CONSTRAINTS, INSTANCE_BYTES, POOLING, PROMPT_LOGPROBS, PROTOCOL
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv_transfer import KVTransfer
 from kvtransfer.transfer.source import SourceIdentity
@@ -38,7 +38,7 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         kv_token_bytes=-(-engine.layout.block_bytes // engine.config.block_size),
         kv_gives=transfer.gives,
         kv_takes=transfer.takes,
-        features=[PROMPT_LOGPROBS, *([CONSTRAINTS] if engine.grammars is not None else [])],
+        features=[POOLING, PROMPT_LOGPROBS, *([CONSTRAINTS] if engine.grammars is not None else [])],
     )
     _add_limits(hello.limits, engine)
     _add_model(hello.model, engine)
@@ -90,3 +90,4 @@ def _add_model(model, engine: Engine) -> None:
     model.proposers.extend(engine.speculator.proposers)
     model.prefix_cache = True
     model.device = device_name(engine.pool.device)
+    model.hidden_size = engine.spec.hidden_size

@@ -19,7 +19,9 @@ from gateway.config.served_model import ServedModel
 from gateway.config.settings import GatewaySettings
 from gateway.observe import request_trace
 from gateway.orchestration.pipeline import Pipeline
+from gateway.request.embedding import check_embed
 from gateway.request.request_record import RequestRecord
+from gateway.request.scoring import LABELS, check_score, score_of
 from gateway.request.timing import Stamps
 from gateway.request.validation import check, check_model, check_size
 
@@ -64,12 +66,27 @@ class RequestHandler:
 
     async def generate(self, box: list[pb.GenerateRequest], call: CallContext, emit: Emit) -> None:
         """Answer the request in `box`, which is taken out of it, in messages for `emit`. Raises BatonError."""
-        record = self._record(box[0], call)
+        operation = "chat" if box[0].WhichOneof("input") == "messages" else "text_completion"
+        record = self._record(operation, call)
+        await self._recorded(self._generate(box, call, record, emit), record)
+
+    async def embed(self, request: pb.EmbedRequest, call: CallContext) -> pb.EmbedResponse:
+        """Return a vector for each input. Raises BatonError."""
+        record = self._record("embeddings", call)
+        return await self._recorded(self._embed(request, call, record), record)
+
+    async def score(self, request: pb.ScoreRequest, call: CallContext) -> pb.ScoreResponse:
+        """Return how well each document answers the query. Raises BatonError."""
+        record = self._record("rerank", call)
+        return await self._recorded(self._score(request, call, record), record)
+
+    async def _recorded(self, work: Awaitable[T], record: RequestRecord) -> T:
+        """Return what the work of a request does, and record its end. Raises BatonError."""
         error: BaseException | None = None
         self.num_running += 1
         self._on_begin(record)
         try:
-            await self._settled(self._generate(box, call, record, emit), record)
+            return await self._settled(work, record)
         except BaseException as raised:
             error = raised
             raise
@@ -106,13 +123,43 @@ class RequestHandler:
     async def _generate(
         self, box: list[pb.GenerateRequest], call: CallContext, record: RequestRecord, emit: Emit
     ) -> None:
+        deadline = self._opened(call, record)
+        model = self.model
+        record.checked = checked = check(box.pop(), model, record.tenant, self._max_priority(record.tenant))
+        await self._pipeline.serve(checked, model, deadline, record, emit)
+
+    async def _embed(self, request: pb.EmbedRequest, call: CallContext, record: RequestRecord) -> pb.EmbedResponse:
+        deadline = self._opened(call, record)
+        model, card = self.model, self._pipeline.registry.card
+        hidden_size = 0 if card is None else card.hidden_size
+        batch = check_embed(request, model, hidden_size, record.tenant, self._max_priority(record.tenant))
+        vectors = await self._pipeline.read_prompts(batch, model, deadline, record)
+        return pb.EmbedResponse(
+            embeddings=[pb.Embedding(values=each) for each in vectors],
+            usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
+            request_id=batch.prompts[0].request_id,
+        )
+
+    async def _score(self, request: pb.ScoreRequest, call: CallContext, record: RequestRecord) -> pb.ScoreResponse:
+        deadline, model = self._opened(call, record), self.model
+        label_ids = self._pipeline.text.label_ids(LABELS)
+        batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
+        found = await self._pipeline.read_prompts(batch, model, deadline, record)
+        return pb.ScoreResponse(
+            scores=map(score_of, found),
+            usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
+            request_id=batch.prompts[0].request_id,
+        )
+
+    def _opened(self, call: CallContext, record: RequestRecord) -> float:
+        """Return the deadline of a request. Raises BatonError where none is taken any more."""
         deadline = self._deadline(call, record.stamps.received)
         if self.is_draining:
             raise Unavailable("this gateway is shutting down", retry_after_s=1.0, reason="DRAINING")
-        model = self.model
-        max_priority = self._pipeline.admission.quotas.quota(record.tenant).max_priority
-        record.checked = checked = check(box.pop(), model, record.tenant, max_priority)
-        await self._pipeline.serve(checked, model, deadline, record, emit)
+        return deadline
+
+    def _max_priority(self, tenant: str) -> int:
+        return self._pipeline.admission.quotas.quota(tenant).max_priority
 
     async def _tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         check_size(request)
@@ -164,7 +211,7 @@ class RequestHandler:
             log.exception("request failed %s", fields(trace_id=trace_id, error=type(error).__name__))
             raise Internal(f"the gateway failed: {type(error).__name__}") from error
 
-    def _record(self, request: pb.GenerateRequest, call: CallContext) -> RequestRecord:
+    def _record(self, operation: str, call: CallContext) -> RequestRecord:
         received = now()
         root = new_context(call.parent, self._settings.trace_sample)
         return RequestRecord(
@@ -172,7 +219,7 @@ class RequestHandler:
             parent=call.parent or TraceContext(root.trace_id, 0, root.sampled),
             stamps=Stamps(received),
             model=self.model.name,
-            operation="chat" if request.WhichOneof("input") == "messages" else "text_completion",
+            operation=operation,
             tenant=guard.tenant(),
         )
 

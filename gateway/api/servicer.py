@@ -58,6 +58,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the text of token ids."""
         return await _answered(self._handler.detokenize(request, _call(context)), context)
 
+    async def Embed(self, request: pb.EmbedRequest, context) -> pb.EmbedResponse:
+        """Return a vector for each input."""
+        return await _answered(self._handler.embed(request, _call(context)), context)
+
+    async def Score(self, request: pb.ScoreRequest, context) -> pb.ScoreResponse:
+        """Return how well each document answers the query."""
+        return await _answered(self._handler.score(request, _call(context)), context)
+
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context) -> pb.GetModelInfoResponse:
         """Return what is known of the served model."""
         return await _answered(self._handler.model_info(request), context)

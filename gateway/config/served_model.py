@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.protocol import MAX_PROMPT_LOGPROBS
+from baton.protocol import MAX_INPUTS, MAX_PROMPT_LOGPROBS
 from gateway.config.slo_classes import BUILT_IN
 from gateway.model.model_folder import Defaults
 
@@ -21,6 +21,7 @@ class RequestLimits:
     stop_bytes: int = 256
     logit_bias: int = 1024
     messages: int = 1024  # of a chat
+    inputs: int = MAX_INPUTS
 
 
 PRESETS = {
@@ -36,6 +37,7 @@ PRESETS = {
         stop_bytes=64,
         logit_bias=300,
         messages=128,
+        inputs=16,
     ),
 }
 

@@ -16,8 +16,10 @@ from gateway.routing.routing import (
     can_prefill,
     choose,
     choose_holder,
+    choose_reader,
     choose_source,
     compatible,
+    needs,
 )
 
 _RETRY_AFTER_S = 1.0
@@ -74,7 +76,7 @@ class Router:
     def expects_worker(self, request: RoutingRequest) -> bool:
         """Return whether a worker may come soon that serves a request which none can serve now."""
         role = "prefill" if self.has_other("decode", request, frozenset()) else "decode"
-        return self._candidates.may_come(role, request, self.max_start_wait_s)
+        return self.may_come(role, request)
 
     def _avoidances(
         self, avoid: Collection[bytes], too_short: Collection[bytes], is_forced: bool
@@ -106,6 +108,22 @@ class Router:
         if is_forced and not is_too_long:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
+
+    def reader_for(
+        self, request: RoutingRequest, avoid: Collection[bytes], too_short: Collection[bytes] = frozenset()
+    ) -> WorkerLink:
+        """Return the prefill worker that reads a prompt which nobody takes over. Raises Unavailable."""
+        for avoided in self._avoidances(avoid, too_short, True):
+            near = self._candidates.near("prefill", request, Matches(), avoided)
+            if best := choose_reader(request, self._candidates.seen(near.values(), Matches(), request)):
+                return near[best.name]
+        raise Unavailable(
+            f"no prefill worker that serves can read {needs(request)}", _RETRY_AFTER_S, reason="NO_WORKER"
+        )
+
+    def may_come(self, role: str, request: RoutingRequest) -> bool:
+        """Return whether a worker of this role may come soon that can hold the request."""
+        return self._candidates.may_come(role, request, self.max_start_wait_s)
 
     def holder_for(self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
         """Return the worker from which `reader` should pull a prefix before it prefills the rest; None: none is worth

@@ -1,8 +1,10 @@
 """Answers in OpenAI's form: one object, or the events of a stream."""
 
+import base64
 import json
+import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from baton.v1 import inference_pb2 as pb
@@ -262,6 +264,31 @@ class CompletionForm(AnswerForm):
         found["token_logprobs"].append(logprob)
         found["top_logprobs"].append(best)
         found["text_offset"].append(offset)
+
+
+def embedding(index: int, values: Sequence[float], encoding: str) -> bytes:
+    """Return one of the objects of an answer of /v1/embeddings. base64 is of fp32, the lowest byte first."""
+    told: Any = list(values)
+    if encoding == "base64":
+        told = base64.b64encode(struct.pack(f"<{len(told)}f", *told)).decode()
+    return to_bytes({"object": "embedding", "index": index, "embedding": told})
+
+
+def embeddings(objects: Sequence[bytes], model: str, usage: pb.Usage) -> bytes:
+    """Return the answer of /v1/embeddings around its objects."""
+    told = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
+    tail = to_bytes({"model": model, "usage": told})
+    return b'{"object":"list","data":[' + b",".join(objects) + b"]," + tail[1:]
+
+
+def rerank(response: pb.ScoreResponse, documents: Sequence[str], top_n: int, model: str) -> Json:
+    """Return the answer of /v1/rerank, best first. `documents`: their texts, where they are told; else none."""
+    order = sorted(range(len(response.scores)), key=lambda index: -response.scores[index])[:top_n]
+    results: list[Json] = [{"index": index, "relevance_score": response.scores[index]} for index in order]
+    if documents:
+        results = [{**each, "document": {"text": documents[each["index"]]}} for each in results]
+    usage = {"prompt_tokens": response.usage.prompt_tokens, "total_tokens": response.usage.prompt_tokens}
+    return {"id": f"rerank-{response.request_id}", "model": model, "results": results, "usage": usage}
 
 
 def _call(call: pb.ToolCall) -> Json:

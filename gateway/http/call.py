@@ -95,7 +95,10 @@ class HttpCall:
 
     async def reply(self, value: Json, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         """Answer with one object."""
-        body = to_bytes(value)
+        await self.reply_json(to_bytes(value), status, headers)
+
+    async def reply_json(self, body: bytes, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        """Answer with one object, as JSON."""
         own = ((b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)))
         await self._begin(status, (*own, *headers))
         await self.end(body)

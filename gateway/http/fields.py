@@ -74,6 +74,12 @@ def _top_k(value: object) -> int:
     return max(0, _integer(value)) if value == -1 else _integer(value)
 
 
+def _pooling(value: object) -> int:
+    if not isinstance(value, str) or value not in POOLINGS:
+        raise ValueError
+    return POOLINGS[value]
+
+
 def _object(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError
@@ -110,6 +116,8 @@ STRINGS = ValueKind(
     {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
     _strings,
 )
+POOLINGS = {name.removeprefix("POOLING_").lower(): number for name, number in pb.Pooling.items() if number}
+POOLING = ValueKind(f"one of {', '.join(POOLINGS)}", {"enum": [*POOLINGS]}, _pooling)
 TRUE = ValueKind("true", {"const": True}, _true)
 TEXTS = ValueKind("a list of strings", {"type": "array", "items": {"type": "string"}}, _texts)
 JSON_SCHEMA = ValueKind("a JSON schema, an object or its text", {"type": ["object", "string"]}, _json_schema)
@@ -163,6 +171,13 @@ COMPLETION = (
     *_rows(pb.Sampling.DESCRIPTOR, ("logprobs", "prompt_logprobs"), "sampling."),
     *_rows(pb.GenerateRequest.DESCRIPTOR, ("echo",)),
 )
+
+EMBEDDING = (
+    *_rows(pb.EmbedRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "dimensions", "normalize")),
+    Field("pooling", "pooling", POOLING),
+)
+
+RERANK = _rows(pb.ScoreRequest.DESCRIPTOR, ("model", "request_id", "priority", "slo_class", "query", "instruction"))
 
 # What the answer may be: OpenAI's response_format, and text.format of a response, then vLLM's structured_outputs. One of
 # all of these.

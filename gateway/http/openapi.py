@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from baton.protocol import MAX_INPUTS
 from gateway.http.anthropic import COUNT_NEUTRAL, MESSAGES, MESSAGES_NEUTRAL, TOOL_CHOICES
 from gateway.http.fields import (
     BOOLEAN,
@@ -11,15 +12,18 @@ from gateway.http.fields import (
     COMPLETION,
     COMPLETION_NEUTRAL,
     CONSTRAINTS,
+    EMBEDDING,
     FORMAT_TYPES,
     JSON_SCHEMA,
+    RERANK,
     RESPONSE,
     RESPONSE_NEUTRAL,
     STRING,
+    TEXTS,
     TOKEN_IDS,
     Field,
 )
-from gateway.http.requests import MAX_PROMPTS
+from gateway.http.requests import ENCODINGS, MAX_PROMPTS
 from gateway.http.responses import CALL_FIELDS, ITEM_FIELDS, LOGPROBS, NOTES, OUTPUT_FIELDS, PARTS, ROLES
 
 Json = dict[str, Any]
@@ -87,6 +91,16 @@ _RESPONSE = {
     "type": "object",
     "required": ["id", "object", "created_at", "status", "model", "output", "usage"],
     "properties": {"id": {"type": "string"}, "output": {"type": "array"}, "usage": {"type": "object"}},
+}
+_EMBEDDINGS = {
+    "type": "object",
+    "required": ["object", "data", "model", "usage"],
+    "properties": {"data": {"type": "array", "items": {"type": "object", "required": ["index", "embedding"]}}},
+}
+_RANKED = {
+    "type": "object",
+    "required": ["id", "model", "results", "usage"],
+    "properties": {"results": {"type": "array", "items": {"type": "object", "required": ["index", "relevance_score"]}}},
 }
 _OBJECT = {"type": "object"}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"}
@@ -239,14 +253,15 @@ _CONVERSATION = {
     "add_generation_prompt": BOOLEAN.schema,
 }
 _TOKENS = {**TOKEN_IDS.schema, "minItems": 1}
-_PROMPT = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        _TOKENS,
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
+
+
+def _prompts(most: int) -> Json:
+    """Return the schema of one prompt, or of several."""
+    text = {"type": "string", "minLength": 1}
+    several = [{"type": "array", "items": each, "minItems": 1, "maxItems": most} for each in (text, _TOKENS)]
+    return {"anyOf": [text, _TOKENS, *several]}
+
+
 _NAMED_SCHEMA = _closed(
     ["schema"], name=STRING.schema, description=STRING.schema, schema=JSON_SCHEMA.schema, strict=BOOLEAN.schema
 )
@@ -269,7 +284,22 @@ _STREAMED = {
 def document() -> Json:
     """Return the document."""
     chat = _body({**_CONVERSATION, "logprobs": BOOLEAN.schema, **_STREAMED}, ["messages"], CHAT, CHAT_NEUTRAL)
-    completion = _body({"prompt": _PROMPT, **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
+    completion = _body({"prompt": _prompts(MAX_PROMPTS), **_STREAMED}, ["prompt"], COMPLETION, COMPLETION_NEUTRAL)
+    embeddings = _body(
+        {"input": _prompts(MAX_INPUTS), "encoding_format": {"enum": ENCODINGS}, "user": STRING.schema},
+        ["input"],
+        EMBEDDING,
+    )
+    rerank = _body(
+        {
+            "documents": {**TEXTS.schema, "minItems": 1, "maxItems": MAX_INPUTS},
+            "top_n": {"type": "integer", "minimum": 1},
+            "return_documents": BOOLEAN.schema,
+            "user": STRING.schema,
+        },
+        ["query", "documents"],
+        RERANK,
+    )
     tokenize = _body({"model": STRING.schema, "prompt": STRING.schema, **_CONVERSATION}, [])
     detokenize = _body({"model": STRING.schema, "tokens": TOKEN_IDS.schema}, ["tokens"])
     response = _body(_OF_RESPONSES, ["input"], RESPONSE, RESPONSE_NEUTRAL)
@@ -294,6 +324,8 @@ def document() -> Json:
             "post": _operation("How many tokens a conversation has.", counted, count, error=_ANTHROPIC_ERROR)
         },
         "/v1/responses": {"post": _operation("Answer; nothing is stored.", _RESPONSE, response, streams=True)},
+        "/v1/embeddings": {"post": _operation("Vectors of texts.", _EMBEDDINGS, embeddings)},
+        "/v1/rerank": {"post": _operation("How well documents answer a query, best first.", _RANKED, rerank)},
         "/tokenize": {"post": _operation("Token ids of a text or a conversation.", {"type": "object"}, tokenize)},
         "/detokenize": {"post": _operation("Text of token ids.", {"type": "object"}, detokenize)},
     }

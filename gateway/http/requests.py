@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.protocol import MAX_INPUTS
 from baton.service.errors import InvalidRequest
 from baton.v1 import inference_pb2 as pb
 from gateway.http.constraints import CONSTRAINED, read_constraint
@@ -17,7 +18,11 @@ from gateway.http.fields import (
     CHAT_NEUTRAL,
     COMPLETION,
     COMPLETION_NEUTRAL,
+    EMBEDDING,
+    INTEGER,
+    RERANK,
     STRING,
+    TEXTS,
     TOKEN_IDS,
     Field,
     ValueKind,
@@ -26,6 +31,7 @@ from gateway.http.fields import (
     write,
 )
 
+ENCODINGS = ("float", "base64")  # of embeddings
 MAX_PROMPTS = 32  # of one completion: each is a request of its own, and all of them share one call's slot
 DEFAULT_COMPLETION_TOKENS = 16  # as in OpenAI's API
 _STREAMED = ("stream", "stream_options", "user", "return_token_ids", *CONSTRAINED)
@@ -51,6 +57,25 @@ class Asked:
 
     def __post_init__(self) -> None:
         self.num_choices = max(1, self.requests[0].sampling.n)
+
+
+@dataclass
+class AskedRerank:
+    """What a body of /v1/rerank asks for."""
+
+    request: pb.ScoreRequest
+    names: dict[str, str]
+    top_n: int  # documents that are told of, the best
+    return_documents: bool
+
+
+@dataclass
+class AskedEmbeddings:
+    """What a body of /v1/embeddings asks for."""
+
+    request: pb.EmbedRequest
+    names: dict[str, str]
+    encoding: str  # one of ENCODINGS
 
 
 def parse(body: bytes) -> dict[str, Any]:
@@ -90,12 +115,39 @@ def read_completion(values: Mapping[str, Any]) -> Asked:
         shared.sampling.prompt_logprobs = shared.sampling.logprobs  # of all that is in the text
         names["sampling.prompt_logprobs"] = "logprobs"
     requests = []
-    for prompt in _prompts(values):
+    for prompt in _prompts(values, "prompt", MAX_PROMPTS):
         request = pb.GenerateRequest()
         request.CopyFrom(shared)
         put(request, "text" if isinstance(prompt, str) else "token_ids.ids", prompt)
         requests.append(request)
     return _asked("cmpl", requests, values, names)
+
+
+def read_embeddings(values: Mapping[str, Any]) -> AskedEmbeddings:
+    """Read the body of /v1/embeddings. Raises InvalidRequest."""
+    check_known(values, EMBEDDING, {}, ("input", "encoding_format", "user"))
+    _read_user(values)
+    request, names = pb.EmbedRequest(), {"inputs": "input"}
+    fill_rows(request, values, EMBEDDING, names)
+    for text in _prompts(values, "input", MAX_INPUTS):
+        put(request.inputs.add(), "text" if isinstance(text, str) else "token_ids.ids", text)
+    encoding = read_value(values, "encoding_format", STRING, "float")
+    if encoding not in ENCODINGS:
+        raise InvalidRequest("encoding_format", f"must be one of {', '.join(ENCODINGS)}")
+    return AskedEmbeddings(request, names, encoding)
+
+
+def read_rerank(values: Mapping[str, Any]) -> AskedRerank:
+    """Read the body of /v1/rerank. Raises InvalidRequest."""
+    check_known(values, RERANK, {}, ("documents", "top_n", "return_documents", "user"))
+    _read_user(values)
+    request, names = pb.ScoreRequest(), dict[str, str]()
+    fill_rows(request, values, RERANK, names)
+    request.documents.extend(read_value(values, "documents", TEXTS))
+    top_n = read_value(values, "top_n", INTEGER, len(request.documents))
+    if top_n < 0 or ("top_n" in values and top_n == 0):
+        raise InvalidRequest("top_n", "must be at least 1")
+    return AskedRerank(request, names, top_n, read_value(values, "return_documents", BOOLEAN, True))
 
 
 def read_tokenize(values: Mapping[str, Any]) -> pb.TokenizeRequest:
@@ -119,21 +171,19 @@ def read_detokenize(values: Mapping[str, Any]) -> pb.DetokenizeRequest:
     return request
 
 
-def _prompts(values: Mapping[str, Any]) -> Sequence[str | list[int]]:
-    """Return the prompts: one as a string or a list of token ids, several as a list of these."""
-    prompt = values.get("prompt")
+def _prompts(values: Mapping[str, Any], name: str, most: int) -> Sequence[str | list[int]]:
+    """Return the prompts in the field `name`: one as a string or a list of token ids, several as a list of these."""
+    prompt = values.get(name)
     if prompt is None:
-        raise InvalidRequest("prompt", "is missing")
+        raise InvalidRequest(name, "is missing")
     if isinstance(prompt, str) or not isinstance(prompt, list):
-        return [
-            read_as("prompt", ValueKind("a string, a list of token ids, or a list of these", {}, STRING.read), prompt)
-        ]
+        return [read_as(name, ValueKind("a string, a list of token ids, or a list of these", {}, STRING.read), prompt)]
     if prompt and isinstance(prompt[0], int):
-        return [_token_ids("prompt", prompt)]
-    if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise InvalidRequest("prompt", f"has {len(prompt)} prompts, 1 to {MAX_PROMPTS} are allowed")
+        return [_token_ids(name, prompt)]
+    if not 1 <= len(prompt) <= most:
+        raise InvalidRequest(name, f"has {len(prompt)} prompts, 1 to {most} are allowed")
     return [
-        _token_ids(f"prompt[{index}]", each) if isinstance(each, list) else read_as(f"prompt[{index}]", STRING, each)
+        _token_ids(f"{name}[{index}]", each) if isinstance(each, list) else read_as(f"{name}[{index}]", STRING, each)
         for index, each in enumerate(prompt)
     ]
 
@@ -153,10 +203,15 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")
-    read_value(values, "user", STRING, "")  # ignored: the tenant is the key's
+    _read_user(values)
     include_usage = read_value({**options, "stream": True}, "include_usage", BOOLEAN, False)
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
     return Asked(f"{prefix}-{request_id}", requests, names, stream, include_usage, return_token_ids)
+
+
+def _read_user(values: Mapping[str, Any]) -> None:
+    """Check what is ignored: the tenant is the key's."""
+    read_value(values, "user", STRING, "")
 
 
 def new_id() -> str:
@@ -188,12 +243,18 @@ def check_known(
 
 
 def fill(request: pb.GenerateRequest, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]) -> None:
+    """Set the fields of `table` that are given, and the constraint; note their words in `names`. Raises
+    InvalidRequest."""
+    fill_rows(request, values, table, names)
+    read_constraint(request, values, names)
+
+
+def fill_rows(request: Any, values: Mapping[str, Any], table: Sequence[Field], names: dict[str, str]) -> None:
     """Set the fields of `table` that are given, and note their words in `names`. Raises InvalidRequest."""
     for row in table:
         if row.name in values:
             write(request, row, values[row.name])
             names[row.path] = row.name
-    read_constraint(request, values, names)
 
 
 def read_value(values: Mapping[str, Any], name: str, kind: ValueKind, default: Any = None) -> Any:

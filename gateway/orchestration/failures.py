@@ -15,12 +15,12 @@ from gateway.orchestration.states import Occurrence, RequestEvent, RequestState
 from gateway.request.request_record import Failure, RequestRecord
 
 MAX_BARREN = 4  # attempts in a row in which nothing was decoded
-_MAX_DEATHS = 2  # of workers that completed no step of this request
+MAX_DEATHS = 2  # of workers that completed no step of this request
 _WORKER_WAIT_S = 2.5  # for another worker after a lost one; sessions are retried at least every 2 s
 _KV_REASONS = frozenset(("KV_TRANSFER_FAILED", "LEASE_EXPIRED", "TICKET_REFUSED", "LAYOUT_MISMATCH", "DIGEST_MISMATCH"))
-_DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
+DEADLY = {"ENGINE_FAILED": 1.0, "STALLED": 1.0, "STEP_FAILED": 0.5}  # a step may have failed for another request in it
 _FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-_FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
+FINAL_CODES = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.DEADLINE_EXCEEDED)
 _FINAL_REASONS = ("ATTACHED",)  # the client continues elsewhere
 _PREFILL_EVENTS = (RequestEvent.PREFILL_ENDED, RequestEvent.PREFILL_FAILED, RequestEvent.PREFILL_LOST)
 
@@ -48,10 +48,10 @@ class AttemptFailures:
         self._router.note_failure(worker_id, is_draining(occurred.message))
         if _is_fault(occurred, error):
             blamed.note_failure(f"{occurred.event.value} while {occurred.before.value}")
-        if error.code in _FINAL_CODES or error.reason in _FINAL_REASONS:
+        if error.code in FINAL_CODES or error.reason in _FINAL_REASONS:
             raise error
         num_dead = sum(link.worker_id != worker_id for link, worker_id in self._suspects)
-        if self._num_deaths + num_dead >= _MAX_DEATHS:
+        if self._num_deaths + num_dead >= MAX_DEATHS:
             self._budget.quarantine(self._prompt_digest)
             raise poison("two workers died while they served this request")
         if self._num_barren >= MAX_BARREN:
@@ -130,7 +130,7 @@ def _share_of_death(occurred: Occurrence, attempt: Attempt) -> float:
     if isinstance(message, Lost):
         share = 1.0
     else:
-        share = _DEADLY.get(message.reason, 0.0) if isinstance(message, pb.Ended) else 0.0
+        share = DEADLY.get(message.reason, 0.0) if isinstance(message, pb.Ended) else 0.0
     if occurred.event in (RequestEvent.PREFILL_LOST, RequestEvent.PREFILL_FAILED):
         return share * (before in (RequestState.PREFILLING, RequestState.FETCHING))
     is_local_prefill = before is RequestState.PREFILLING and attempt.prefill_link is None

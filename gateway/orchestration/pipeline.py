@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from baton.protocol import CONSTRAINTS, PROMPT_LOGPROBS
+from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS
 from baton.service.clock import now
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from baton.service.observe.telemetry import format_traceparent
@@ -18,6 +18,7 @@ from gateway.answer.answer_reader import AnswerReader, ReaderForm
 from gateway.config.served_model import ServedModel
 from gateway.fleet.registry import Registry
 from gateway.orchestration.machine import RequestMachine
+from gateway.orchestration.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, read_all
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
 from gateway.orchestration.retry_budget import RetryBudget, prompt_digest
 from gateway.orchestration.states import RequestEvent
@@ -25,9 +26,17 @@ from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.queue.admission import AdmissionControl, QueuedRequest, WaitingQueues, rank
 from gateway.queue.quotas import Reservation
+from gateway.request.prompt_batch import PromptBatch
 from gateway.request.request_record import RequestRecord
-from gateway.request.request_spec import SpecBuilder
-from gateway.request.validation import Checked, check_input, check_num_tokens, check_token_ids, resolve_max_tokens
+from gateway.request.request_spec import SpecBuilder, pooled_spec
+from gateway.request.validation import (
+    Checked,
+    check_input,
+    check_num_tokens,
+    check_token_ids,
+    resolve_max_tokens,
+    room_behind,
+)
 from gateway.routing.routing import RoutingRequest
 from gateway.text.text_work import TextWork
 
@@ -159,9 +168,7 @@ class Pipeline:
 
     def _check_wait(self, checked: Checked, record: RequestRecord, max_tokens: int, deadline: float) -> None:
         """Record how queues see the request. Raises Overloaded if it would have to wait for too long."""
-        num_tokens, promised = record.num_prompt_tokens, self.slo_classes[checked.slo_class]
-        if not checked.names_class:
-            promised = Slo()  # not asked for: counted, but never a reason to refuse
+        num_tokens, promised = record.num_prompt_tokens, self._promised(checked)
         num_output, num_choices = min(self.mean_output, max_tokens), checked.sampling.n
         record.routing_request = RoutingRequest(
             num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant, _features(checked)
@@ -172,6 +179,67 @@ class Pipeline:
             order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
         )
         self.queues.check(record.queued, self.registry.router.prefill_s(num_tokens))
+
+    async def read_prompts(
+        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
+    ) -> list[Sequence[float]]:
+        """Return what prefill workers make of the prompts of one call. Raises BatonError."""
+        first = record.checked = batch.prompts[0]
+        if first.key_id in self.admission.request_ids:
+            raise AlreadyExists(f"request_id {first.request_id} is in use", reason="REQUEST_ID_IN_USE")
+        most = self.admission.quotas.max_concurrent(record.tenant)
+        num_at_once = min(len(batch.prompts), MAX_AT_ONCE, most or MAX_AT_ONCE)
+        reservation, readings = self.admission.enter(first.key_id, record.tenant, num_at_once), []
+        try:
+            readings = await self._readings(batch, model, deadline, record, reservation)
+            done = await read_all(readings, num_at_once)
+            record.measured.queue_s, record.measured.prefill_s = done[-1].queue_s, done[-1].prefill_s
+            record.stamps.first_sent = record.stamps.last_sent = now()
+            return [each.pooled for each in done]
+        finally:
+            self.admission.leave(first.key_id, reservation, sum(reading.num_read_tokens for reading in readings))
+
+    async def _readings(
+        self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord, reservation: Reservation
+    ) -> list[PromptReading]:
+        """Tokenize the prompts and pay for them. Raises BatonError."""
+        all_ids, record.num_prompt_tokens = [], 0
+        for index, checked in enumerate(batch.prompts):
+            prompt = (checked.text, checked.token_ids, checked.messages)
+            try:
+                prompt_ids = await self.text.encode(*prompt, model.context, record.tenant, deadline)
+                room_behind(checked, len(prompt_ids), model)
+            except InvalidRequest as error:
+                raise batch.error_of(index, error) from None
+            all_ids.append(prompt_ids)
+            record.num_prompt_tokens += len(prompt_ids)
+        record.stamps.tokenized = now()
+        num_tokens, promised = record.num_prompt_tokens, self._promised(batch.prompts[0])
+        order = rank(record.stamps.received, promised, batch.prompts[0].priority)
+        record.queued = QueuedRequest(order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant)
+        alone_s = self.registry.router.prefill_s(num_tokens)
+        record.queued.check_wait(self.queues.prefill.wait_s(record.queued), alone_s)
+        reservation.reserve(num_tokens, now())
+        await self.registry.await_identity(deadline)
+        parts = PromptParts(
+            self.registry.router, self.queues, self.retry_budget, record, batch.prompts[0].key_id, deadline
+        )
+        mark, traceparent = self.names.mark(record.tenant), format_traceparent(record.context)
+        return [
+            PromptReading(
+                parts,
+                pooled_spec(checked, ids, batch.pooling, mark, traceparent),
+                RoutingRequest(len(ids), len(ids), 0.0, promised, 1, record.tenant, frozenset((POOLING,))),
+                record.queued._replace(num_tokens=len(ids)),
+                prompt_digest(record.tenant, ids),
+            )
+            for checked, ids in zip(batch.prompts, all_ids, strict=True)
+        ]
+
+    def _promised(self, checked: Checked) -> Slo:
+        """Return what the request's class promises; one that was not asked for is counted, but never a reason to
+        refuse."""
+        return self.slo_classes[checked.slo_class] if checked.names_class else Slo()
 
     async def tokenize(
         self, request: pb.TokenizeRequest, model: ServedModel, tenant: str, deadline: float

@@ -44,7 +44,7 @@ class RequestRecord:
     parent: TraceContext
     stamps: Stamps
     model: str
-    operation: str  # chat | text_completion
+    operation: str  # chat | text_completion | embeddings | rerank
     tenant: str = "default"  # of the credential, never of the message
     checked: Checked | None = None
     measured: Measured = field(default_factory=Measured)

@@ -70,6 +70,21 @@ class SpecBuilder:
         return spec
 
 
+def pooled_spec(
+    checked: Checked, prompt_ids: Sequence[int], pooling: pb.PoolingSpec, tenant_mark: bytes, traceparent: str
+) -> pb.RequestSpec:
+    """Return the spec of a prompt that is read and not answered."""
+    return pb.RequestSpec(
+        token_ids=prompt_ids,
+        num_prompt_tokens=len(prompt_ids),
+        sampling=checked.sampling,
+        priority=checked.priority,
+        tenant_mark=tenant_mark,
+        traceparent=traceparent,
+        pooling=pooling,
+    )
+
+
 def make_taker(link: WorkerLink, num_cached_tokens: int) -> kv_pb2.Taker:
     """Return what a source must know of the worker that takes its KV and has `num_cached_tokens` already."""
     hello = link.hello

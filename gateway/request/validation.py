@@ -64,10 +64,12 @@ def check_model(asked: str, served: ServedModel) -> None:
         raise NotFound(f"model {asked[:80]!r} is not served here, only {served.name}", reason="MODEL_NOT_FOUND")
 
 
-def check_size(request) -> None:
-    """Raises InvalidRequest for a message that is too large, naming the input, which makes it so."""
+def check_size(request, where: str = "token_ids") -> None:
+    """Raises InvalidRequest for a message that is too large, naming the input, which makes it so: `where` the message
+    says nothing else."""
     if (num_bytes := request.ByteSize()) > MAX_REQUEST_BYTES:
-        where = request.WhichOneof("input") if "input" in request.DESCRIPTOR.oneofs_by_name else "token_ids"
+        if "input" in request.DESCRIPTOR.oneofs_by_name:
+            where = request.WhichOneof("input")
         _refuse(where or "request", f"the request has {num_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed")
 
 
@@ -136,13 +138,7 @@ def check_token_ids(ids, vocab_size: int, where: str) -> array:
 
 def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
     """Return max_tokens, once the prompt's length is known. Raises InvalidRequest."""
-    room = served.context - num_prompt_tokens
-    if num_prompt_tokens == 0:
-        _refuse(checked.input_field, "is an empty prompt")
-    if room < 1:
-        message = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
-        _refuse(checked.input_field, message)
-    max_tokens = checked.max_tokens
+    room, max_tokens = room_behind(checked, num_prompt_tokens, served), checked.max_tokens
     if max_tokens is None:
         limits = served.limits
         max_tokens = min(
@@ -162,6 +158,18 @@ def resolve_max_tokens(checked: Checked, num_prompt_tokens: int, served: ServedM
     if checked.min_tokens > max_tokens:
         _refuse("stopping.min_tokens", f"{checked.min_tokens} is over max_tokens, {max_tokens}")
     return max_tokens
+
+
+def room_behind(checked: Checked, num_prompt_tokens: int, served: ServedModel) -> int:
+    """Return how many tokens the context has behind a prompt. Raises InvalidRequest where there is none, or no
+    prompt."""
+    room = served.context - num_prompt_tokens
+    if num_prompt_tokens == 0:
+        _refuse(checked.input_field, "is an empty prompt")
+    if room < 1:
+        message = f"the prompt has {num_prompt_tokens} tokens, {served.context_words} {served.context}"
+        _refuse(checked.input_field, message)
+    return room
 
 
 def _request_id(request_id: str) -> str:

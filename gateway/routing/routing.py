@@ -207,6 +207,13 @@ def choose_source(request: RoutingRequest, prefill: Sequence[Candidate], taker: 
     return way and way.prefill
 
 
+def choose_reader(request: RoutingRequest, prefill: Sequence[Candidate]) -> Candidate | None:
+    """Return the prefill worker that reads a prompt soonest which nobody takes over, or None: none can."""
+    readings = [_reading_there(request, worker, ()) for worker in prefill if can_prefill(request, worker.limits)]
+    best = min(readings, key=lambda reading: (reading.cost_s, reading.worker.name), default=None)
+    return best and best.worker
+
+
 def choose_holder(reader: Candidate, holders: Iterable[Candidate]) -> Candidate | None:
     """Return the worker with a longer prefix than `reader` whose pulling saves the most time over computing it (of
     equals the first by name); None: none saves any."""

@@ -9,7 +9,7 @@ from functools import partial
 
 from baton.constraints.constraint import Constraint
 from baton.service.clock import now
-from baton.service.errors import DeadlineExceeded, InvalidRequest
+from baton.service.errors import DeadlineExceeded, FailedPrecondition, InvalidRequest
 from baton.service.security.guard import DEFAULT_TENANT
 from gateway.text.constraint_checks import ConstraintChecks
 from gateway.text.detokenizer import Detokenizer
@@ -54,6 +54,16 @@ class TextWork:
             return await self._in_thread(partial(self._encode_chat, messages, context), tenant, deadline)
         work = partial(self._encode_text, text)
         return work() if num_chars <= _INLINE else await self._in_thread(work, tenant, deadline)
+
+    def label_ids(self, labels: Sequence[str]) -> list[int]:
+        """Return the tokens by which a model that is asked in a conversation answers with one word. Raises
+        FailedPrecondition for a model without them, or without a chat template."""
+        if self._template is None:
+            raise FailedPrecondition("this model has no chat template, by which it could be asked for scores")
+        ids = [self._tokenizer.only_token(label) for label in labels]
+        if None in ids:
+            raise FailedPrecondition(f"this model has no single token for each of {', '.join(labels)}")
+        return [token_id for token_id in ids if token_id is not None]
 
     async def decode(self, token_ids: Sequence[int], tenant: str, deadline: float) -> str:
         """Return the text of token ids. Raises DeadlineExceeded."""

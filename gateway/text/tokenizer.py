@@ -65,6 +65,11 @@ class Tokenizer:
         tokenizer = self._plain if self._spells_control(text) else self._normal
         return _encode(tokenizer, [text], add_special_tokens=True)[0].ids
 
+    def only_token(self, text: str) -> int | None:
+        """Return the id that is the whole of a text; None where it has more."""
+        ids = _encode(self._plain, [text])[0].ids
+        return ids[0] if len(ids) == 1 else None
+
     def encode_chat(self, rendered: Rendered) -> list[int]:
         """Return the token ids of a rendered conversation. Raises ControlTokenInContent, CannotEncode."""
         text, spans = rendered

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.client import Client, GenerateOptions, make_request
+from baton.client import Client, EmbedOptions, GenerateOptions, ScoreOptions, make_embed_request, make_request
+from baton.client.request import make_score_request
 from baton.v1 import inference_pb2 as pb
 
 
@@ -12,6 +13,32 @@ def test_every_option_of_the_contract_is_a_keyword():
         fields |= set(message.DESCRIPTOR.fields_by_name)
     inputs = {field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["input"].fields}
     assert set(GenerateOptions.__annotations__) == fields - inputs - {"sampling", "stopping", "resume_from"}
+
+
+def test_every_option_of_an_embedding_is_a_keyword():
+    assert set(EmbedOptions.__annotations__) == set(pb.EmbedRequest.DESCRIPTOR.fields_by_name) - {"inputs"}
+    request = make_embed_request(["a", [4, 5]], {"pooling": pb.POOLING_MEAN, "normalize": False, "dimensions": 8})
+    assert [each.WhichOneof("input") for each in request.inputs] == ["text", "token_ids"]
+    assert (request.pooling, request.normalize, request.dimensions) == (pb.POOLING_MEAN, False, 8)
+
+
+@pytest.mark.parametrize("inputs, options, says", [
+    ("a text", {}, "inputs: give a list"), (["a", [-1]], {}, r"inputs\[1\]"), (["a"], {"dimension": 8}, "dimension: there is"),
+    (["a"], {"dimensions": -1}, "dimensions"),
+])  # fmt: skip
+def test_what_does_not_fit_an_embedding_is_named(inputs, options, says):
+    with pytest.raises(ValueError, match=says):
+        make_embed_request(inputs, options)
+
+
+def test_every_option_of_a_score_is_a_keyword():
+    fields = set(pb.ScoreRequest.DESCRIPTOR.fields_by_name)
+    assert set(ScoreOptions.__annotations__) == fields - {"query", "documents"}
+    request = make_score_request("q", ["a", "b"], {"instruction": "find it"})
+    assert (request.query, list(request.documents), request.instruction) == ("q", ["a", "b"], "find it")
+    for documents, options, says in (("a", {}, "documents: give a list"), (["a"], {"top_n": 1}, "top_n: there is")):
+        with pytest.raises(ValueError, match=says):
+            make_score_request("q", documents, options)
 
 
 def test_options_are_where_the_contract_has_them():

@@ -37,6 +37,8 @@ METHODS: dict[str, frozenset[str]] = {
     "/baton.v1.Inference/Complete": _CLIENTS,
     "/baton.v1.Inference/Tokenize": _CLIENTS,
     "/baton.v1.Inference/Detokenize": _CLIENTS,
+    "/baton.v1.Inference/Embed": _CLIENTS,
+    "/baton.v1.Inference/Score": _CLIENTS,
     "/baton.v1.Inference/GetModelInfo": _CLIENTS,
     "/baton.v1.Fleet/ListWorkers": _OPERATORS,
     "/baton.v1.Fleet/ListRequests": _OPERATORS,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from baton.constraints.constraint import constraint_of
+from baton.engine.core.pooling import Pooling, PoolingParams
 from baton.engine.core.request import (
     DecodeReport,
     FinishReason,
@@ -46,6 +47,8 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         raise ValueError(f"stop_token_ids: all {vocab_size} of the vocabulary")
     if sampling.n != 1 and len(token_ids) != spec.num_prompt_tokens:
         raise ValueError(f"n is {sampling.n}, but a continued sequence has one choice")
+    if spec.HasField("pooling"):
+        return _pooled_request(key, spec, token_ids, sampling, vocab_size)
     if spec.max_tokens <= len(token_ids) - spec.num_prompt_tokens:
         raise ValueError(f"max_tokens is {spec.max_tokens}: nothing is left to produce")
     return Request(
@@ -63,6 +66,32 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         speculation=_speculation_of(spec.speculation),
         tenant_mark=_mark_of(spec.tenant_mark),
         constraint=constraint_of(spec.constraint) if spec.HasField("constraint") else None,
+    )
+
+
+def _pooled_request(
+    key: Key, spec: pb.RequestSpec, token_ids: tuple[int, ...], sampling: SamplingParams, vocab_size: int
+) -> Request:
+    """Return a request whose prompt is read and not answered. It has no names: nothing of it is cached."""
+    if len(token_ids) != spec.num_prompt_tokens:
+        raise ValueError(f"pooling: {len(token_ids)} token_ids, and only {spec.num_prompt_tokens} are of the prompt")
+    asked = spec.pooling
+    _check_range("the number of pooling.label_token_ids", len(asked.label_token_ids), 0, _MAX_LOGPROBS)
+    _check_ids("pooling.label_token_ids", asked.label_token_ids, vocab_size)
+    try:
+        pooling = Pooling(asked.pooling or Pooling.LAST)
+    except ValueError:
+        raise ValueError(f"pooling.pooling is {asked.pooling}, which is not known here") from None
+    return Request(
+        key=key,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=sampling,
+        max_tokens=0,
+        priority=spec.priority,
+        deadline=deadline_of(spec.budget_ms),
+        tenant_mark=_mark_of(spec.tenant_mark),
+        pooling=PoolingParams(pooling, asked.normalize, asked.dimensions, tuple(asked.label_token_ids)),
     )
 
 
@@ -184,6 +213,7 @@ def done(key: Key, report: PrefillDone) -> pb.Event:
         num_cached_tokens=report.num_cached_tokens,
         num_chunks=report.num_chunks,
         prompt_logprobs=map(logprobs_to_proto, report.prompt_logprobs),
+        pooled=report.pooled,
     )
     return pb.Event(done=message)
 

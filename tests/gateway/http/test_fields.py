@@ -13,12 +13,22 @@ from gateway.http.fields import (
     CHAT_NEUTRAL,
     COMPLETION,
     COMPLETION_NEUTRAL,
+    EMBEDDING,
+    RERANK,
     RESPONSE,
     RESPONSE_NEUTRAL,
     Field,
 )
 from gateway.http.openapi import document
-from gateway.http.requests import parse, read_chat, read_completion, read_detokenize, read_tokenize
+from gateway.http.requests import (
+    parse,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_embeddings,
+    read_rerank,
+    read_tokenize,
+)
 from gateway.http.responses import LOGPROBS, read_response
 from gateway.orchestration.retry_budget import poison
 
@@ -32,6 +42,7 @@ VALUES = {
     "a string, or a list of strings": ("end", ["end"]),
     "a list of token ids": ([4, 5], [4, 5]),
     "an integer; 0 and -1: off": (-1, 0),
+    "one of last, mean, cls": ("mean", 2),
     "an object of numbers by token id": ({"7": -1.5}, {7: -1.5}),
 }
 READERS = {
@@ -43,6 +54,8 @@ READERS = {
 OF_PATHS = {
     "/v1/chat/completions": READERS["chat"],
     "/v1/completions": READERS["completion"],
+    "/v1/rerank": (read_rerank, {"query": "a", "documents": ["b"]}),
+    "/v1/embeddings": (read_embeddings, {"input": "hi"}),
     "/v1/responses": READERS["response"],
     "/v1/messages": READERS["messages"],
     "/v1/messages/count_tokens": (read_count, {"messages": READERS["messages"][1]["messages"]}),
@@ -209,6 +222,20 @@ def test_a_value_of_another_form_names_its_field(door, row, wrong):
         (read_response, {"input": "a", "n": 2}, "n"),
         (read_tokenize, {}, "prompt"),
         (read_tokenize, {"prompt": "a", "messages": READERS["chat"][1]["messages"]}, "prompt"),
+        (read_embeddings, {}, "input"),
+        (read_embeddings, {"input": []}, "input"),
+        (read_embeddings, {"input": ["a"] * 129}, "input"),
+        (read_embeddings, {"input": ["a", 7]}, "input[1]"),
+        (read_embeddings, {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        (read_embeddings, {"input": "a", "pooling": "max"}, "pooling"),
+        (read_embeddings, {"input": "a", "temperature": 0}, "temperature"),
+        (read_rerank, {"query": "a"}, "documents"),
+        (read_rerank, {"query": "a", "documents": "b"}, "documents"),
+        (read_rerank, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        (read_rerank, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
+        (read_rerank, {"query": "a", "documents": ["b"], "return_documents": 1}, "return_documents"),
+        (read_rerank, {"query": 7, "documents": ["b"]}, "query"),
+        (read_rerank, {"query": "a", "documents": ["b"], "rank_fields": []}, "rank_fields"),
         (read_detokenize, {"tokens": "a"}, "tokens"),
         (read_detokenize, {"tokens": [1 << 40]}, "tokens"),
     ],
@@ -239,6 +266,39 @@ def test_what_is_echoed_has_logprobs_where_the_answer_has_them():
     assert rename("sampling.prompt_logprobs", asked.names) == "logprobs"
 
 
+@pytest.mark.parametrize("row", EMBEDDING, ids=lambda row: row.name)
+def test_each_field_of_an_embedding_lands_in_its_own(row):
+    given, wanted = VALUES[row.kind.words]
+    asked, plain = read_embeddings({"input": "hi", row.name: given}), read_embeddings({"input": "hi"})
+    assert at(asked.request, row.path) == wanted and rename(row.path, asked.names) == row.name
+    plain.request.inputs.clear()
+    asked.request.inputs.clear()
+    assert leaves(asked.request) - leaves(plain.request) == {row.path}
+    for wrong in ({"a": 1}, [None], "\ud800"):
+        with pytest.raises(InvalidRequest) as caught:
+            read_embeddings({"input": "hi", row.name: wrong})
+        assert caught.value.field == row.name and row.kind.words in caught.value.message
+
+
+def test_inputs_of_an_embedding_of_every_form():
+    for given, texts, ids in (
+        ("a", ["a"], []), (["a", "b"], ["a", "b"], []), ([4, 5], [], [[4, 5]]), ([[4], [5]], [], [[4], [5]]),
+    ):  # fmt: skip
+        asked = read_embeddings({"input": given, "user": "me"})
+        assert [each.text for each in asked.request.inputs if each.text] == texts
+        assert [list(each.token_ids.ids) for each in asked.request.inputs if each.HasField("token_ids")] == ids
+    assert rename("inputs[1].text", asked.names) == "input[1].text"
+
+
+@pytest.mark.parametrize("row", RERANK, ids=lambda row: row.name)
+def test_each_field_of_a_rerank_lands_in_its_own(row):
+    given, wanted = VALUES[row.kind.words]
+    body = {"documents": ["a", "b"]}
+    asked, plain = read_rerank({**body, row.name: given}), read_rerank(body)
+    assert at(asked.request, row.path) == wanted and rename(row.path, asked.names) == row.name
+    assert leaves(asked.request) - leaves(plain.request) == {row.path}
+
+
 def test_null_is_as_if_it_were_left_out():
     assert read_chat(parse(b'{"messages": [{"role": "user", "content": "hi"}], "stop": null, "tools": null}')).requests
 
@@ -248,6 +308,8 @@ def test_the_document_has_every_field_and_no_other():
     for path, table, neutral in (
         ("/v1/chat/completions", CHAT, CHAT_NEUTRAL),
         ("/v1/completions", COMPLETION, COMPLETION_NEUTRAL),
+        ("/v1/embeddings", EMBEDDING, {}),
+        ("/v1/rerank", RERANK, {}),
         ("/v1/responses", RESPONSE, RESPONSE_NEUTRAL),
         ("/v1/messages", MESSAGES, MESSAGES_NEUTRAL),
         ("/v1/messages/count_tokens", (), COUNT_NEUTRAL),

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from openai import BadRequestError
 
 from baton.v1 import inference_pb2 as pb
 from tests.gateway.orchestration.test_answers import read
@@ -110,6 +111,43 @@ async def test_echo_and_the_logprobs_of_a_prompt(served):
                 tokens[choice.index] += len(choice.logprobs.tokens) if choice.logprobs else 0
         assert texts == [choice.text for choice in whole]
         assert tokens == [len(choice.logprobs.tokens) for choice in whole]
+
+
+async def test_embeddings(served):
+    async with served() as (c, client):
+        inputs = ["a quick brown fox", "a dog"]
+        wanted = pb.EmbedRequest(inputs=[pb.EmbedInput(text=each) for each in inputs], dimensions=3)
+        said = await c.stub.Embed(wanted, timeout=20)
+        vectors = [list(each.values) for each in said.embeddings]
+        for encoding in ({}, {"encoding_format": "float"}):  # without, the client asks for base64
+            whole = await client.embeddings.create(model="fake", input=inputs, dimensions=3, **encoding)
+            assert [each.embedding for each in whole.data] == vectors
+            assert [each.index for each in whole.data] == [0, 1]
+            assert (whole.model, whole.usage.total_tokens) == ("fake", said.usage.prompt_tokens)
+        one = await client.embeddings.create(model="fake", input=[20, 21, 22], extra_body={"pooling": "mean"})
+        assert one.data[0].embedding == [3, 20, 22, pb.POOLING_MEAN]
+        with pytest.raises(BadRequestError) as caught:
+            await client.embeddings.create(model="fake", input=["a", ""])
+        assert caught.value.param == "input[1].text"
+
+
+async def test_rerank(served, monkeypatch):
+    monkeypatch.setattr("gateway.api.request_handler.LABELS", ("y", "n"))
+    documents = ["a fox " * 20, "a dog", "a quick brown fox " * 9]
+    async with served() as (c, client):
+        said = await c.stub.Score(pb.ScoreRequest(query="which?", documents=documents), timeout=20)
+        best = sorted(range(3), key=lambda index: -said.scores[index])
+        body = {"model": "fake", "query": "which?", "documents": documents}
+        whole = await client.post("/rerank", body=body, cast_to=object)
+        assert [each["index"] for each in whole["results"]] == best
+        assert [each["relevance_score"] for each in whole["results"]] == [said.scores[index] for index in best]
+        assert whole["results"][0]["document"] == {"text": documents[best[0]]}
+        body |= {"top_n": 1, "return_documents": False}
+        (only,) = (await client.post("/rerank", body=body, cast_to=object))["results"]
+        assert only["index"] == best[0] and "document" not in only
+        with pytest.raises(BadRequestError) as caught:
+            await client.post("/rerank", body={**body, "documents": ["a", ""]}, cast_to=object)
+        assert caught.value.param == "documents[1]"
 
 
 async def test_a_completion_has_16_tokens_unless_it_says(served):

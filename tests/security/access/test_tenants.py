@@ -169,7 +169,8 @@ def test_what_a_model_writes_is_never_public():
 
 
 def test_every_method_that_names_spans_knows_its_tenant():
-    """Generate and Complete go through the same servicer; a new method of Inference must be thought about here."""
+    """Generate and Complete go through the same servicer, Embed and Score name no spans; a new method of
+    Inference must be thought about here."""
     assert {path.rpartition("/")[2] for path in METHODS if "Inference" in path} == {
-        "Generate", "Complete", "Tokenize", "Detokenize", "GetModelInfo",
+        "Generate", "Complete", "Tokenize", "Detokenize", "Embed", "Score", "GetModelInfo",
     }  # fmt: skip

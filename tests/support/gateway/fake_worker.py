@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.protocol import PROMPT_LOGPROBS
+from baton.protocol import POOLING, PROMPT_LOGPROBS
 from baton.service.codec import key_from_proto, key_to_proto
 from baton.service.net import server as grpc_server
 from baton.v1 import inference_pb2, worker_pb2_grpc
@@ -36,6 +36,15 @@ def token_at(prompt_ids: Sequence[int], choice: int, index: int, vocab_size: int
 
 def tokens_of(prompt_ids: Sequence[int], num_tokens: int, vocab_size: int, choice: int = 0) -> list[int]:
     return [token_at(prompt_ids, choice, index, vocab_size) for index in range(num_tokens)]
+
+
+def vector_of(spec: pb.RequestSpec) -> list[float]:
+    """Return what a FakeWorker makes of a prompt that it need not answer."""
+    ids = spec.token_ids
+    if spec.pooling.label_token_ids:
+        return [-len(ids) / 1000, *[-1.0 for _ in spec.pooling.label_token_ids[1:]]]
+    values = [float(len(ids)), float(ids[0]), float(ids[-1]), float(spec.pooling.pooling)]
+    return values[: spec.pooling.dimensions or None]
 
 
 @dataclass
@@ -80,12 +89,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             kv_gives=["fake fp32"],
             kv_takes=["fake fp32"],
             host_id="here",
-            features=[PROMPT_LOGPROBS],
+            features=[POOLING, PROMPT_LOGPROBS],
         )
         self.hello.limits.max_model_len = self.hello.model.context = context
         self.hello.limits.max_num_seqs = 8
         self.hello.model.name, self.hello.model.family, self.hello.model.vocab_size = "fake", "llama", vocab_size
         self.hello.model.transports.append("tcp")
+        self.hello.model.hidden_size = 4
         self.hello.MergeFrom(pb.Hello(**hello))
         self.refusals: list[str] = []  # reasons for the next Admits or Prefills
         self.failures: dict[str, list[tuple[int, str]]] = {}  # step -> (code, reason) of the next keys that end there
@@ -224,7 +234,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._spawn(session, key, self._grant(session, key, message))
 
     def _prefill(self, session, key, message) -> None:
-        if message.HasField("taker"):
+        if message.spec.HasField("pooling"):
+            self._spawn(session, key, self._pool(session, key, message))
+        elif message.HasField("taker"):
             self._spawn(session, key, self._prefill_for_taker(session, key, message))
         else:
             self._spawn(session, key, self._prefill_here(session, key))
@@ -305,6 +317,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._send_done(session, message.key, message.spec, cached)
         lease.done.set()
         await lease.taken.wait()
+        self._end(session, key)
+
+    async def _pool(self, session, key, message) -> None:
+        await self._pass("accept")
+        if self._refuses(session, message, len(message.spec.token_ids)):
+            return
+        self.held.add(key)
+        await self._pass("prefill")
+        session.send(done=pb.Done(key=message.key, queue_s=0.001, prefill_s=0.002, pooled=vector_of(message.spec)))
         self._end(session, key)
 
     async def _give(self, session, key, message) -> None:

@@ -1,0 +1,192 @@
+"""Prompts that are read and not answered: each is asked of one prefill worker after the other until one gives its
+vector, several of a call at a time."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from baton.service.clock import now
+from baton.service.codec import budget_ms
+from baton.service.errors import DeadlineExceeded, Overloaded, Unavailable, from_code
+from baton.v1 import worker_pb2 as pb
+from gateway.attempts.attempt import new_key
+from gateway.fleet.router import Router
+from gateway.link.mailbox import Lost, Mailbox, Stalled
+from gateway.link.worker_leg import WorkerLeg
+from gateway.orchestration.failures import DEADLY, FINAL_CODES, MAX_BARREN, MAX_DEATHS
+from gateway.orchestration.retry_budget import RetryBudget, poison
+from gateway.queue.admission import QueuedRequest, WaitingQueues
+from gateway.queue.queue_place import QueuePlace
+from gateway.request.request_record import RequestRecord
+from gateway.routing.routing import RoutingRequest
+
+MAX_AT_ONCE = 16  # prompts of one call that are on workers
+
+
+class PromptParts(NamedTuple):
+    """What the prompts of one call share. `deadline`: time.monotonic()."""
+
+    router: Router
+    queues: WaitingQueues
+    budget: RetryBudget
+    record: RequestRecord
+    key_id: str
+    deadline: float
+
+
+class PromptReading:
+    """One prompt on its way to its vector."""
+
+    def __init__(
+        self, parts: PromptParts, spec: pb.RequestSpec, routing: RoutingRequest, queued: QueuedRequest, digest: bytes
+    ):
+        """`digest`: of the prompt, by which one that workers die of is known. Raises BatonError for such a one."""
+        self._parts, self._spec, self._routing, self._digest = parts, spec, routing, digest
+        self._mailbox, self._has_room = Mailbox(), asyncio.Event()
+        self._queued, self._place = queued, QueuePlace(queued, self._note_room, queued.max_wait_s)
+        self._refused: set[bytes] = set()
+        self._failed: set[bytes] = set()
+        self._too_short: set[bytes] = set()
+        self._num_failures, self._num_deaths = 0, 0.0
+        self.num_read_tokens = 0  # those of the prompt, once it is read
+        parts.budget.begin(digest)
+
+    async def run(self) -> pb.Done:
+        """Return what a worker has made of the prompt. Raises BatonError. Nothing of it is left on workers."""
+        record, queue = self._parts.record, self._parts.queues.prefill
+        try:
+            if not queue.is_open_to(record.tenant):
+                await self._wait()
+            while True:
+                try:
+                    link = self._parts.router.reader_for(self._routing, self._refused | self._failed, self._too_short)
+                except Unavailable as error:
+                    await self._wait_for_worker(error)
+                    continue
+                if link.worker_id in self._refused:  # all have
+                    self._refused.clear()
+                    await self._wait()
+                    continue
+                leg = link.open(new_key(self._parts.key_id), self._mailbox, record.tenant)
+                try:
+                    if (done := await self._ask(leg)) is not None:
+                        return done
+                finally:
+                    leg.close()
+        finally:
+            self._place.close()
+            self._mailbox.close()
+
+    async def _ask(self, leg: WorkerLeg) -> pb.Done | None:
+        """Return the worker's answer, or None where another must be asked. Raises BatonError where none must."""
+        record, stamps = self._parts.record, self._parts.record.stamps
+        record.phase, record.num_attempts = "prefilling", max(1, record.num_attempts)
+        stamps.routed = stamps.granted = stamps.routed or now()
+        stamps.prefill_sent = stamps.prefill_sent or now()
+        leg.num_prefill_tokens = self._routing.num_tokens
+        self._spec.budget_ms = budget_ms(self._parts.deadline)
+        leg.send(prefill=pb.Prefill(spec=self._spec))
+        while True:
+            entry = await self._mailbox.next(self._parts.deadline)
+            self._check_deadline("prefilling")
+            source, message = entry or (None, None)
+            if source is not leg:
+                continue  # of one that was asked before
+            if isinstance(message, pb.Done) and self._is_whole(message):
+                self._place.leave(served=True)
+                leg.note_success()
+                self.num_read_tokens = self._routing.num_tokens
+                return message
+            if isinstance(message, pb.Refused):
+                self._note_refusal(leg, message)
+                return None
+            if isinstance(message, (Lost, Stalled, pb.Ended, pb.Done)):
+                self._note_failure(leg, message)
+                return None
+
+    def _is_whole(self, done: pb.Done) -> bool:
+        """Return whether it brings as many numbers as were asked for."""
+        num, asked = len(done.pooled), self._spec.pooling
+        return num > 0 and num == (len(asked.label_token_ids) or asked.dimensions or num)
+
+    def _note_refusal(self, leg: WorkerLeg, refused: pb.Refused) -> None:
+        self._refused.add(leg.worker_id)
+        if refused.reason == "too_long":
+            self._too_short.add(leg.worker_id)
+        self._place.note_refusal(refused)
+        self._parts.record.note_retry(leg.link.name, refused.reason)
+
+    def _note_failure(self, leg: WorkerLeg, message: Lost | Stalled | pb.Ended | pb.Done) -> None:
+        """Count an end without a vector; from now on its worker is avoided. Raises BatonError if none must be asked."""
+        if isinstance(message, pb.Ended) and message.code:
+            error = from_code(message.code, message.message, reason=message.reason or None)
+            share = DEADLY.get(message.reason, 0.0)
+        else:
+            what = message.reason if isinstance(message, Lost) else "it gave no answer"
+            error = Unavailable(f"prefill worker lost: {what}", 1.0, reason="PREFILL_WORKER_LOST")
+            share = float(isinstance(message, Lost))
+        if error.code in FINAL_CODES:
+            raise error
+        if not isinstance(message, Lost) and error.reason != "DRAINING":
+            leg.link.note_failure(f"{error.reason} while prefilling")
+        self._failed.add(leg.worker_id)
+        self._num_failures, self._num_deaths = self._num_failures + 1, self._num_deaths + share
+        if self._num_deaths >= MAX_DEATHS:
+            self._parts.budget.quarantine(self._digest)
+            raise poison(f"{MAX_DEATHS} workers died of this prompt")
+        if self._num_failures >= MAX_BARREN:
+            raise error
+        self._parts.budget.retry(error)
+        self._parts.record.num_attempts += 1
+
+    # ---- waiting ----
+
+    async def _wait_for_worker(self, error: Unavailable) -> None:
+        """Wait in line for a worker that starts, or is back soon. Raises `error` where none may come."""
+        router = self._parts.router
+        if not router.may_come("prefill", self._routing):
+            raise error
+        self._place.wait_longer(router.max_start_wait_s)
+        await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait in line until there may be room. Raises Overloaded, DeadlineExceeded."""
+        self._parts.record.phase = "awaiting prefill"
+        self._has_room.clear()
+        self._place.join(self._parts.queues.prefill)
+        until = min(self._parts.deadline, self._place.wake_at)
+        try:
+            async with asyncio.timeout(max(0.0, until - now())):
+                await self._has_room.wait()
+        except TimeoutError:
+            self._check_deadline("awaiting prefill")
+            if self._place.is_over:
+                waited_s = self._queued.max_wait_s
+                raise Overloaded(f"no worker had room for {waited_s:g} s", 1.0, reason="QUEUE_WAIT") from None
+
+    def _note_room(self) -> None:
+        self._has_room.set()
+
+    def _check_deadline(self, phase: str) -> None:
+        if now() >= self._parts.deadline:
+            raise DeadlineExceeded(f"the deadline passed while {phase}")
+
+
+async def read_all(readings: Sequence[PromptReading], num_at_once: int) -> list[pb.Done]:
+    """Return what workers made of the prompts, in their order. Raises what the first of them to fail does; then the
+    others are given up too."""
+    found: list[pb.Done | None] = [None] * len(readings)
+    waiting = iter(enumerate(readings))
+
+    async def work(share: Iterable[tuple[int, PromptReading]]) -> None:
+        for index, reading in share:
+            found[index] = await reading.run()
+
+    tasks = [asyncio.ensure_future(work(waiting)) for _ in range(min(num_at_once, len(readings)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [done for done in found if done is not None]

@@ -1,0 +1,60 @@
+"""Turn a call for embeddings into checked prompts, or raise InvalidRequest that names the field."""
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2
+from gateway.config.served_model import ServedModel
+from gateway.request.prompt_batch import PromptBatch, in_place
+from gateway.request.validation import Checked, check, check_model, check_size
+
+
+def check_embed(
+    request: pb.EmbedRequest, served: ServedModel, hidden_size: int, tenant: str, max_priority: int
+) -> PromptBatch:
+    """Return the prompts, and what is wanted of each. `hidden_size`: of the model; 0: not known. Raises InvalidRequest,
+    NotFound."""
+    check_size(request, "inputs")
+    check_model(request.model, served)
+    num_inputs, most = len(request.inputs), served.limits.inputs
+    if not 1 <= num_inputs <= most:
+        raise InvalidRequest("inputs", f"has {num_inputs} texts, 1 to {most} are allowed")
+    if request.pooling not in pb.Pooling.values():
+        raise InvalidRequest("pooling", "is not known here")
+    dimensions = request.dimensions
+    if request.HasField("dimensions") and not 1 <= dimensions <= (hidden_size or dimensions):
+        raise InvalidRequest("dimensions", f"must be 1 to {hidden_size}" if hidden_size else "must be at least 1")
+    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class)
+    if request.HasField("priority"):
+        shared.priority = request.priority
+    prompts: list[Checked] = []
+    for index, given in enumerate(request.inputs):
+        prompts.append(_checked(index, given, shared, served, tenant, max_priority))
+        shared.request_id = prompts[0].request_id  # where it is drawn, once
+    pooling = worker_pb2.PoolingSpec(
+        pooling=request.pooling or pb.POOLING_LAST,
+        normalize=request.normalize or not request.HasField("normalize"),
+        dimensions=dimensions,
+    )
+    return PromptBatch(prompts, pooling, _place)
+
+
+def _checked(
+    index: int, given: pb.EmbedInput, shared: pb.GenerateRequest, served: ServedModel, tenant: str, max_priority: int
+) -> Checked:
+    request = pb.GenerateRequest()
+    request.CopyFrom(shared)
+    kind = given.WhichOneof("input")
+    if kind == "text":
+        request.text = given.text
+    elif kind is not None:
+        request.token_ids.CopyFrom(given.token_ids)
+    try:
+        return check(request, served, tenant, max_priority)
+    except InvalidRequest as error:
+        if error.field in ("request_id", "slo_class"):
+            raise
+        raise in_place(error, _place(index, error.field or "")) from None
+
+
+def _place(index: int, field: str) -> str:
+    return f"inputs[{index}].{field}"

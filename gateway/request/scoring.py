@@ -1,0 +1,60 @@
+"""Turn a call for scores into checked prompts, in the words that Qwen3-Reranker was trained with: a conversation that asks
+for yes or no."""
+
+import math
+from collections.abc import Sequence
+
+from baton.service.errors import InvalidRequest
+from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2
+from gateway.config.served_model import ServedModel
+from gateway.request.prompt_batch import PromptBatch, in_place
+from gateway.request.validation import check, check_model, check_size
+
+LABELS = ("yes", "no")
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def check_score(
+    request: pb.ScoreRequest, served: ServedModel, label_ids: Sequence[int], tenant: str, max_priority: int
+) -> PromptBatch:
+    """Return a prompt for each document; `label_ids` are the tokens of LABELS. Raises InvalidRequest, NotFound."""
+    check_size(request, "documents")
+    check_model(request.model, served)
+    if not request.query:
+        raise InvalidRequest("query", "is empty")
+    num_documents, most = len(request.documents), served.limits.inputs
+    if not 1 <= num_documents <= most:
+        raise InvalidRequest("documents", f"has {num_documents} texts, 1 to {most} are allowed")
+    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class)
+    if request.HasField("priority"):
+        shared.priority = request.priority
+    shared.messages.chat_template_kwargs = '{"enable_thinking": false}'
+    shared.messages.messages.add(role="system", content=_SYSTEM)
+    shared.messages.messages.add(role="user")
+    head = f"<Instruct>: {request.instruction or _INSTRUCTION}\n<Query>: {request.query}\n<Document>: "
+    prompts = []
+    for index, document in enumerate(request.documents):
+        if not document:
+            raise InvalidRequest(f"documents[{index}]", "is empty")
+        shared.messages.messages[1].content = head + document
+        try:
+            prompts.append(check(shared, served, tenant, max_priority))
+        except InvalidRequest as error:
+            raise error if error.field in ("request_id", "slo_class") else in_place(error, _place(index, "")) from None
+        shared.request_id = prompts[0].request_id  # where it is drawn, once
+    return PromptBatch(prompts, worker_pb2.PoolingSpec(label_token_ids=label_ids), _place)
+
+
+def score_of(logprobs: Sequence[float]) -> float:
+    """Return how likely yes is, 0 to 1, if the answer is yes or no."""
+    yes, no = logprobs
+    return 1 / (1 + math.exp(min(no - yes, 700.0)))
+
+
+def _place(index: int, field: str) -> str:
+    return f"documents[{index}]"

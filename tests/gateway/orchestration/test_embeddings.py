@@ -1,0 +1,174 @@
+"""Embeddings through the gateway between FakeWorkers: read by prefill workers alone, admitted, queued and ended like any
+other request."""
+
+import asyncio
+
+import pytest
+
+from baton.v1 import fleet_pb2
+from baton.v1 import inference_pb2 as pb
+from tests.gateway.orchestration.test_endings import refused
+
+IDS = [list(range(20, 20 + size)) for size in (3, 70, 200)]
+
+
+def asked(*inputs, **fields) -> pb.EmbedRequest:
+    made = [
+        pb.EmbedInput(text=each) if isinstance(each, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=each))
+        for each in inputs
+    ]
+    return pb.EmbedRequest(inputs=made, **fields)
+
+
+async def embed(c, *inputs, **fields) -> pb.EmbedResponse:
+    return await c.stub.Embed(asked(*inputs, **fields), timeout=20)
+
+
+def vectors(response: pb.EmbedResponse) -> list[list[float]]:
+    return [list(each.values) for each in response.embeddings]
+
+
+def expected(ids, pooling: int = 1) -> list[float]:
+    return [len(ids), ids[0], ids[-1], pooling]
+
+
+async def test_one_vector_each_and_no_decode_worker(cluster):
+    async with cluster() as c:
+        response = await embed(c, *IDS, request_id="mine")
+        assert vectors(response) == [expected(ids) for ids in IDS]
+        assert (response.usage.prompt_tokens, response.request_id) == (273, "mine")
+        assert not c.decode[0].kinds() and set(c.prefill[0].kinds()) <= {"prefill", "cancel"}
+        specs = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
+        assert all(spec.pooling.normalize and not spec.pooling.dimensions and not spec.span_hashes for spec in specs)
+        recent = c.gateway.recent.listed(fleet_pb2.ListRequestsRequest(), 0).recent[0]
+        assert (recent.request_id, recent.outcome, recent.prompt_tokens) == ("mine", "ok", 273)
+        await c.idle()
+
+
+async def test_what_is_asked_of_the_vector_reaches_the_worker(cluster):
+    async with cluster() as c:
+        fields = dict(pooling=pb.POOLING_MEAN, normalize=False, dimensions=2, priority=0, slo_class="batch")
+        response = await embed(c, "a quick brown fox", **fields)
+        tokens = (await c.stub.Tokenize(pb.TokenizeRequest(text="a quick brown fox"), timeout=20)).token_ids
+        assert vectors(response) == [expected(tokens)[:2]]
+        (spec,) = [message.spec for kind, message in c.prefill[0].commands if kind == "prefill"]
+        assert (spec.pooling.pooling, spec.pooling.normalize, spec.pooling.dimensions) == (pb.POOLING_MEAN, False, 2)
+
+
+@pytest.mark.parametrize(
+    "field, request_",
+    [
+        ("inputs", asked()),
+        ("inputs", asked(*[[20]] * 129)),
+        ("inputs", asked("a" * (1 << 20))),
+        ("inputs[0].input", pb.EmbedRequest(inputs=[pb.EmbedInput()])),
+        ("inputs[1].text", asked("a fox", "")),
+        ("inputs[1].token_ids.ids", asked([20], list(range(20, 60)) * 40)),
+        ("inputs[0].token_ids.ids[0]", asked([1 << 30])),
+        ("pooling", asked([20], pooling=9)),
+        ("dimensions", asked([20], dimensions=0)),
+        ("dimensions", asked([20], dimensions=5)),
+        ("request_id", asked([20], request_id="a b")),
+        ("slo_class", asked([20], slo_class="none such")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_bad_ones_are_refused_by_name(cluster, field, request_):
+    async with cluster() as c:
+        error = await refused(c.stub.Embed(request_, timeout=20))
+        assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,))
+        assert len(error.message) < 300 and not c.prefill[0].kinds()
+
+
+async def test_it_waits_its_turn_while_workers_are_full(cluster):
+    async with cluster(num_prefill=2) as c:
+        for worker in c.prefill:
+            worker.refusals += ["queue_full", "kv_full"]
+        assert vectors(await embed(c, *IDS)) == [expected(ids) for ids in IDS]
+        await c.idle()
+
+
+async def test_a_worker_that_is_lost_is_replaced(cluster):
+    async with cluster(num_prefill=2) as c:
+        for worker in c.prefill:
+            worker.hold("prefill")
+        call = asyncio.create_task(embed(c, IDS[1]))
+        await c.until(lambda: any(worker.held for worker in c.prefill))
+        (lost,) = [worker for worker in c.prefill if worker.held]
+        for worker in c.prefill:
+            worker.release("prefill") if worker is not lost else None
+        await lost.stop()
+        assert vectors(await call) == [expected(IDS[1])]
+
+
+async def test_a_prompt_that_workers_die_of_is_not_tried_for_ever(cluster):
+    async with cluster() as c:
+        c.prefill[0].failures["prefill"] = [(13, "ENGINE_FAILED")] * 9
+        error = await refused(embed(c, IDS[0]))
+        assert error.reason == "POISON" and len(c.prefill[0].failures["prefill"]) == 7
+        assert (await refused(embed(c, IDS[0]))).reason == "POISON"
+        c.prefill[0].failures.clear()
+        assert vectors(await embed(c, IDS[1])) == [expected(IDS[1])]
+
+
+@pytest.mark.parametrize("gate", ["accept", "prefill"])
+async def test_the_client_goes(cluster, gate):
+    async with cluster() as c:
+        c.prefill[0].hold(gate)
+        call = c.stub.Embed(asked(*IDS), timeout=20)
+        await c.until(lambda: len(c.prefill[0].kinds()) == 3)
+        call.cancel()
+        await c.until(lambda: not any(link.legs for link in c.gateway.registry.links))
+        c.prefill[0].release(gate)
+        await c.idle()
+        assert c.gateway.handler.num_running == 0 and not c.gateway.handler._pipeline.admission.request_ids
+
+
+async def test_deadline(cluster):
+    async with cluster() as c:
+        c.prefill[0].hold("prefill")
+        error = await refused(c.stub.Embed(asked(*IDS), timeout=0.3))
+        assert error.code.name == "DEADLINE_EXCEEDED"
+        c.prefill[0].release("prefill")
+        await c.idle()
+
+
+async def test_few_of_one_call_are_on_workers_at_a_time(cluster):
+    async with cluster() as c:
+        c.prefill[0].hold("prefill")
+        call = asyncio.create_task(embed(c, *[[20 + index] for index in range(40)]))
+        await c.until(lambda: len(c.prefill[0].held) == 16)
+        await asyncio.sleep(0.05)
+        assert len(c.prefill[0].held) == 16
+        c.prefill[0].release("prefill")
+        assert vectors(await call) == [expected([20 + index]) for index in range(40)]
+
+
+async def test_a_tenant_pays_for_them(cluster, tmp_path):
+    quotas = tmp_path / "quotas.toml"
+    quotas.write_text("[default]\nconcurrent_requests = 2\ntokens_per_s = 1\nburst_tokens = 250\n")
+    async with cluster(quotas=quotas) as c:
+        c.prefill[0].hold("prefill")
+        call = asyncio.create_task(embed(c, *IDS))
+        await c.until(lambda: c.prefill[0].held)
+        await asyncio.sleep(0.05)
+        assert len(c.prefill[0].held) == 2  # as many as the tenant may have running
+        c.prefill[0].release("prefill")
+        await call
+        assert (await refused(embed(c, IDS[0]))).reason == "TENANT_TOKENS"
+
+
+async def test_without_a_prefill_worker_there_are_none(cluster):
+    async with cluster(num_prefill=0) as c:
+        error = await refused(embed(c, IDS[0]))
+        assert (error.code.name, error.reason) == ("UNAVAILABLE", "NO_WORKER") and "no prefill worker" in error.message
+
+
+async def test_a_request_id_in_use(cluster):
+    async with cluster() as c:
+        c.prefill[0].hold("prefill")
+        first = asyncio.create_task(embed(c, IDS[0], request_id="same"))
+        await c.until(lambda: c.prefill[0].held)
+        assert (await refused(embed(c, IDS[1], request_id="same"))).reason == "REQUEST_ID_IN_USE"
+        c.prefill[0].release("prefill")
+        await first
