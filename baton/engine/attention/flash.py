@@ -1,7 +1,7 @@
-"""FlashAttention behind the interface: flash-attn 2.x (Dao 2023) and FlashAttention-3 (Shah et al. 2024), which read
-the pool in place: its pages are the blocks, seen as [blocks, tokens, kv heads, head_dim].
+"""FlashAttention behind the interface: flash-attn 2.x (Dao 2023), FlashAttention-3 (Shah et al. 2024) and flash-attn 4,
+which read the pool in place: its pages are the blocks, seen as [blocks, tokens, kv heads, head_dim].
 
-Both split KV by the load: a row's bits depend on what shares its batch.
+2 and 3 split KV by the load: a row's bits depend on what shares its batch. 4 splits where it is told to alone.
 """
 
 import importlib
@@ -56,7 +56,7 @@ class FlashAttention2(Attention):
     def unfit(cls, shape: AttentionShape) -> str:
         if (
             reason := unfit_cuda(shape.device, (8, 0))
-            or missing("flash_attn", "'baton-llm[flash]'")
+            or missing("flash_attn", "flash_attn_varlen_func", "--no-build-isolation 'baton-llm[flash]'")
             or unfit_rows(shape)
         ):
             return reason
@@ -118,7 +118,7 @@ class FlashAttention3(FlashAttention2):
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
         reason = unfit_cuda(shape.device, (9, 0), below=(10, 0))
-        return reason or missing("flash_attn_interface") or unfit_rows(shape)
+        return reason or missing("flash_attn_interface", "flash_attn_with_kvcache") or unfit_rows(shape)
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashPlan:
         return FlashPlan((FlashCall(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
@@ -130,6 +130,37 @@ class FlashAttention3(FlashAttention2):
             cu_seqlens_q=table.query_starts, max_seqlen_q=table.max_query_len, softmax_scale=self.shape.scale,
             causal=True, window_size=self._window(layer), **self._softcap,
         )  # fmt: skip
+
+
+class FlashAttention4(FlashAttention2):
+    """One call for whatever a step holds, with any page size, on Hopper. KV is not split, and tiles depend there on the
+    model's shape alone (`_tile_size_fwd_sm90` of flash_attn/cute/interface.py, 4.0.0b36): a row's bits do not depend on
+    what shares its batch."""
+
+    name = "flash4"
+    batch_invariant = True
+
+    def __init__(self, shape: AttentionShape):
+        Attention.__init__(self, shape)
+        self._chunks = load("flash_attn.cute").flash_attn_varlen_func
+
+    @classmethod
+    def unfit(cls, shape: AttentionShape) -> str:
+        reason = unfit_cuda(shape.device, (9, 0), below=(10, 0))
+        return reason or missing("flash_attn.cute", "flash_attn_varlen_func", "flash-attn-4") or unfit_rows(shape)
+
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> FlashPlan:
+        return FlashPlan((FlashCall(None, batch.table or SeqTable.of(batch.seqs, pool.bytes.device), None),), pool)
+
+    def _part(self, pool: KVPool, layer: int, part: FlashCall, q: Tensor) -> Tensor:
+        table, (left, right) = part.table, self._window(layer)
+        out, _ = self._chunks(
+            q, *pages(pool, layer), cu_seqlens_q=table.query_starts, max_seqlen_q=table.max_query_len,
+            max_seqlen_k=table.max_kv_len, seqused_k=table.kv_lens, page_table=table.block_ids,
+            softmax_scale=self.shape.scale, causal=True, window_size=(None, None) if left < 0 else (left, right),
+            num_splits=1, **self._softcap,
+        )  # fmt: skip
+        return out
 
 
 def pages(pool: KVPool, layer: int) -> tuple[Tensor, Tensor]:
@@ -165,12 +196,14 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def missing(name: str, extra: str = "") -> str:
-    """Return why a module cannot be imported; "" if it can."""
+def missing(name: str, function: str, package: str = "") -> str:
+    """Return why a module with this function cannot be imported; "" if it can. flash-attn 4 alone leaves a `flash_attn`
+    behind that has nothing of flash-attn 2."""
     try:
-        load(name)
+        if hasattr(load(name), function):
+            return ""
     except ModuleNotFoundError:
-        return f"{name} is not installed" + (f": pip install --no-build-isolation {extra}" if extra else "")
+        pass
     except ImportError as error:  # built for another torch
         return f"{name} does not load: {error}"
-    return ""
+    return f"{name} is not installed" + (f": pip install {package}" if package else "")

@@ -42,7 +42,8 @@ class FlashInferAttention(Attention):
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
-        if reason := unfit_cuda(shape.device, (8, 0)) or _missing() or unfit_rows(shape):
+        absent = missing("flashinfer", "BatchPrefillWithPagedKVCacheWrapper", "flashinfer-python")
+        if reason := unfit_cuda(shape.device, (8, 0)) or absent or unfit_rows(shape):
             return reason
         if shape.head_dim not in HEAD_DIMS:
             return f"head_dim {shape.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
@@ -69,10 +70,6 @@ class FlashInferAttention(Attention):
     def __call__(self, plan: FlashInferPlan, layer: int, q: Tensor, out: Tensor) -> None:
         k, v = plan.pool.blocks[:, layer, 0], plan.pool.blocks[:, layer, 1]
         self._wrappers[self.shape.windows[layer]].run(q, (k, v), out=out)
-
-
-def _missing() -> str:
-    return f"{reason}: pip install flashinfer-python" if (reason := missing("flashinfer")) else ""
 
 
 def _ints(values: list[int]) -> Tensor:

@@ -1,19 +1,20 @@
 """Choose the attention backend of a model, and name the reasons against the others."""
 
 from baton.engine.attention.base import Attention, AttentionShape
-from baton.engine.attention.flash import FlashAttention2, FlashAttention3
+from baton.engine.attention.flash import FlashAttention2, FlashAttention3, FlashAttention4
 from baton.engine.attention.flashinfer import FlashInferAttention
 from baton.engine.attention.native import NativeAttention
 from baton.engine.attention.reference import ReferenceAttention
 from baton.engine.attention.sdpa import SdpaAttention
 from baton.engine.attention.triton_paged import FastTritonAttention, TritonAttention
 
-# In the order in which they are preferred: those with which a decode step is one CUDA graph come first.
+# In the order in which they are preferred: those with which a decode step is one CUDA graph come first. flash4, which does
+# not split a long context, is behind those that do.
 BACKENDS = {
     backend.name: backend
     for backend in (
-        NativeAttention, FlashAttention3, FlashAttention2, FastTritonAttention, TritonAttention, FlashInferAttention,
-        SdpaAttention, ReferenceAttention,
+        NativeAttention, FlashAttention3, FlashAttention2, FastTritonAttention, TritonAttention, FlashAttention4,
+        FlashInferAttention, SdpaAttention, ReferenceAttention,
     )
 }  # fmt: skip
 NOT_EXACT = "a row's bits depend on what shares its batch on this machine, refused in batch-invariant mode"

@@ -13,7 +13,7 @@ from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, a
 WINDOW = 40
 CPU_BACKENDS = ("native", "sdpa", "reference")  # test_attention_triton.py and test_attention_flash.py have the others
 ON_CPU = {
-    "flash3": "needs a CUDA device", "flash": "needs a CUDA device", "triton-fast": "Triton's interpreter is for tests",
+    "flash3": "needs a CUDA device", "flash": "needs a CUDA device", "flash4": "needs a CUDA device", "triton-fast": "Triton's interpreter is for tests",
     "triton": "Triton's interpreter is for tests", "flashinfer": "needs a CUDA device",
 }  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_what_cannot_be_exact_is_refused(monkeypatch):
 def test_unknown_backend():
     with pytest.raises(
         ValueError,
-        match="'flush': one of auto, native, flash3, flash, triton-fast, triton, flashinfer, sdpa, reference",
+        match="'flush': one of auto, native, flash3, flash, triton-fast, triton, flash4, flashinfer, sdpa, reference",
     ):
         choose("flush", AttentionShape(4, 2, 32, windows=(None,), dtype=torch.float32))
 

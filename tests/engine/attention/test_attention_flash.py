@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.support.engine import flash_stand_in
 from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FLASH = ("flash", "flash3")
+FLASH = ("flash", "flash3", "flash4")
 MIXED = [(1, 1), (1, 300), (20, 200), (1, 256), (3, 700)]
 DECODE = [(1, 40), (1, 600), (1, 257)]
 
@@ -74,9 +75,10 @@ def test_a_step_known_by_its_bounds(name, stand_in):
     assert torch.equal(attended(backend, pool, bounds, 0, q), attended(backend, pool, batch, 0, q))
 
 
-def test_any_page_size_for_three(stand_in):
-    backend, reasons = choose("flash3", shape_of(block_size=32), batch_invariant=False)
-    assert reasons["flash"] == "flash3 was asked for"
+@pytest.mark.parametrize("name", ["flash3", "flash4"])
+def test_any_page_size_for_three_and_four(name, stand_in):
+    backend, reasons = choose(name, shape_of(block_size=32), batch_invariant=False)
+    assert reasons["flash"] == f"{name} was asked for"
     assert_close_to_exact(backend, *one_step(backend.shape, MIXED, 32, "bf16"), atol=2e-2)
 
 
@@ -135,8 +137,9 @@ def test_chosen_on_a_gpu(stand_in, monkeypatch):
     backend, reasons = choose("auto", shape)
     assert backend.name == "triton"
     assert reasons["flash"] == reasons["flash3"] == reasons["triton-fast"] == NOT_EXACT
-    with pytest.raises(ValueError, match=f"'flash': {NOT_EXACT}; what fits: triton$"):
+    with pytest.raises(ValueError, match=f"'flash': {NOT_EXACT}; what fits: triton, flash4$"):
         choose("flash", shape)
+    assert choose("flash4", shape)[0].batch_invariant
 
 
 def test_without_a_gpu_or_a_module(monkeypatch):
@@ -146,10 +149,16 @@ def test_without_a_gpu_or_a_module(monkeypatch):
     assert BACKENDS["flash"].unfit(shape_of(device=CUDA)) == "the device has compute capability 7.5, needs 8.0"
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (10, 0))
     reason = "the device has compute capability 10.0, needs 9.0 to below 10.0"
-    assert BACKENDS["flash3"].unfit(shape_of(device=CUDA)) == reason
+    assert BACKENDS["flash3"].unfit(shape_of(device=CUDA)) == BACKENDS["flash4"].unfit(shape_of(device=CUDA)) == reason
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # an import of it fails
     reason = "flash_attn is not installed: pip install --no-build-isolation 'baton-llm[flash]'"
     assert BACKENDS["flash"].unfit(shape_of(device=CUDA)) == reason
+    # What flash-attn 4 leaves there where it is alone: a package without functions.
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    assert BACKENDS["flash"].unfit(shape_of(device=CUDA)) == reason
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    reason = "flash_attn.cute is not installed: pip install flash-attn-4"
+    assert BACKENDS["flash4"].unfit(shape_of(device=CUDA)) == reason
 
 
 @pytest.mark.gpu

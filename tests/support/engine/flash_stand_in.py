@@ -1,5 +1,5 @@
-"""Modules with the signatures of flash-attn 2.8 and of FlashAttention-3 that compute in fp64 and refuse what the real
-ones refuse (csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp). Their device is `DEVICE` instead of CUDA."""
+"""Modules with the signatures of flash-attn 2.8, of FlashAttention-3 and of flash-attn 4.0.0b36 that compute in fp64 and
+refuse what the real ones refuse (csrc/flash_attn/flash_api.cpp, hopper/flash_api.cpp, flash_attn/cute/interface.py). Their device is `DEVICE` instead of CUDA."""
 
 import types
 
@@ -99,9 +99,31 @@ def flash_attn_3_with_kvcache(
     return paged(q, k_cache, v_cache, starts, lens, page_table, softmax_scale, causal, window_size, softcap)
 
 
+def flash_attn_4_varlen_func(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None,
+    seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False,
+    window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+    score_mod=None, score_mod_bwd=None, mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
+    return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False,
+    gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
+):  # fmt: skip
+    calls.append("varlen4")
+    check(num_splits == 1, "the stand-in does not split")
+    check(cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k")
+    check_operands(q, k, v, 1)
+    check_ints((len(seqused_k),), seqused_k=seqused_k, page_table=page_table)
+    check_ints((len(seqused_k) + 1,), cu_seqlens_q=cu_seqlens_q)
+    check(isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int), "bounds on the host")
+    starts, lens = cu_seqlens_q.tolist(), seqused_k.tolist()
+    window = tuple(-1 if side is None else side for side in window_size)
+    return paged(q, k, v, starts, lens, page_table, softmax_scale, causal, window, softcap), None
+
+
 def modules() -> dict[str, types.ModuleType]:
     """By the names that they are imported under."""
     two, three = types.ModuleType("flash_attn"), types.ModuleType("flash_attn_interface")
     two.flash_attn_varlen_func, two.flash_attn_with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
     three.flash_attn_with_kvcache = flash_attn_3_with_kvcache
-    return {"flash_attn": two, "flash_attn_interface": three}
+    four = types.ModuleType("flash_attn.cute")
+    four.flash_attn_varlen_func = flash_attn_4_varlen_func
+    return {"flash_attn": two, "flash_attn_interface": three, "flash_attn.cute": four}
