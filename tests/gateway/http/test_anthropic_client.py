@@ -8,6 +8,8 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from baton.v1 import inference_pb2 as pb
+from gateway.http.anthropic import MessageForm
+from gateway.http.requests import Asked
 from tests.gateway.http.test_openai_client import over_grpc
 from tests.support.pace import patience
 
@@ -230,3 +232,15 @@ async def test_what_is_wrong_with_tools_is_told_in_its_words(asked, change, word
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.messages.create(**{**TOOLS, "system": "be brief", **change})
         assert caught.value.body["error"]["message"].startswith(word)
+
+
+def test_arguments_of_the_call_before_come_before_the_text():
+    form = MessageForm(Asked("msg_1", [pb.GenerateRequest()], {}, stream=True), "fake")
+    begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
+    more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
+    data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
+    events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+    assert [(each["index"], *each["delta"].values()) for each in events if each["type"] == "content_block_delta"] == [
+        (0, "input_json_delta", '{"n"'), (0, "input_json_delta", ": 1}"), (1, "text_delta", "and"),
+        (2, "input_json_delta", "{}"),
+    ]  # fmt: skip

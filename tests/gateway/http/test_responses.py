@@ -6,6 +6,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from baton.v1 import inference_pb2 as pb
+from gateway.http.requests import Asked
+from gateway.http.responses import ResponseForm
 from tests.gateway.http.conftest import openai_client
 from tests.gateway.http.test_openai_client import over_grpc
 
@@ -222,3 +225,19 @@ async def test_what_is_wrong_with_tools_is_told_by_its_name(served, change, para
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(**{**TOOLS, "instructions": "be brief", **change})
         assert caught.value.param == param
+
+
+def test_arguments_of_the_call_before_come_before_the_text():
+    form = ResponseForm(Asked("resp_1", [pb.GenerateRequest()], {}, stream=True), {}, "fake", lambda _: ("", b""))
+    begun = pb.GenerateResponse(tool_calls=[pb.ToolCall(id="a", name="find", arguments='{"n"')])
+    more = [pb.ToolCall(arguments=": 1}"), pb.ToolCall(id="b", name="find", arguments="{}")]
+    data = form.chunk(0, begun) + form.chunk(0, pb.GenerateResponse(text="and", tool_calls=more))
+    data += form.tail([pb.Usage()])
+    events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
+    assert [(each["output_index"], each["delta"]) for each in events if each["type"].endswith("delta")] == [
+        (0, '{"n"'), (0, ": 1}"), (1, "and"), (2, "{}"),
+    ]  # fmt: skip
+    output = events[-1]["response"]["output"]
+    assert [(item["type"], item["id"], item["status"]) for item in output] == [
+        ("function_call", "fc_1", "completed"), ("message", "msg_1", "completed"), ("function_call", "fc_1_1", "completed"),
+    ]  # fmt: skip
