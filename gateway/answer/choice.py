@@ -172,9 +172,7 @@ class Choice:
         if not (self._streams_arguments or part.is_last):
             return
         self._call.arguments, self._arguments = "".join(self._arguments), []
-        if is_new and self._calls and not self._call.name:
-            self._calls[-1].arguments += self._call.arguments
-        elif is_new and (self._call.name or self._call.arguments):
+        if is_new and (self._call.name or self._call.arguments):
             self._calls.append(self._call)
         self._call = pb.ToolCall()
 

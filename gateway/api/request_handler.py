@@ -15,6 +15,7 @@ from baton.service.observe.telemetry import TraceContext, new_context
 from baton.service.security import guard
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Emit
+from gateway.answer.whole_answer import WholeAnswer
 from gateway.config.served_model import ServedModel
 from gateway.config.settings import GatewaySettings
 from gateway.observe import request_trace
@@ -98,15 +99,15 @@ class RequestHandler:
 
     async def complete(self, box: list[pb.GenerateRequest], call: CallContext) -> pb.CompleteResponse:
         """Return an answer in one message. Raises BatonError."""
-        response = pb.CompleteResponse()
+        answer = WholeAnswer()
         if box[0].WhichOneof("input") == "messages":
             box[0].messages.stream_tool_arguments = False
 
         async def gather(message: pb.GenerateResponse) -> None:
-            _add(response, message)
+            answer.add(message)
 
         await self.generate(box, call, gather)
-        return response
+        return answer.response()
 
     async def tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         """Return the token ids of a text or a conversation. Raises BatonError."""
@@ -232,25 +233,3 @@ class RequestHandler:
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         return received + min(left_s, self._settings.max_timeout_s)
-
-
-def _add(response: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
-    """Add a streamed message to the one answer."""
-    while len(response.choices) <= message.index:
-        response.choices.add(index=len(response.choices))
-    choice = response.choices[message.index]
-    choice.text += message.text
-    choice.reasoning += message.reasoning
-    choice.tool_calls.extend(message.tool_calls)
-    choice.token_ids.extend(message.token_ids)
-    choice.logprobs.extend(message.logprobs)
-    if message.finish_reason:
-        choice.finish_reason, choice.matched_stop = message.finish_reason, message.matched_stop
-    if message.HasField("seed"):
-        response.seed, response.request_id = message.seed, message.request_id
-        response.prompt_logprobs.extend(message.prompt_logprobs)
-    if message.HasField("prompt"):
-        response.prompt.CopyFrom(message.prompt)
-    if message.HasField("usage"):
-        response.usage.CopyFrom(message.usage)
-        response.timing.CopyFrom(message.timing)

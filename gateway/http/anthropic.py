@@ -133,17 +133,38 @@ def _messages(where: str, message: object) -> Iterator[tuple[pb.Message, dict[st
         kind, fields = _fields(here, role, block)
         if kind == "tool_result":
             if said is not None:
-                yield said, words
+                yield said.message(), words
                 said = None
             yield _result(here, fields), {"": here, ".tool_call_id": f"{here}.tool_use_id"}
             continue
-        said = said or pb.Message(role=role)
+        said = said or _Said(role)
         if kind == "tool_use":
-            call = f".tool_calls[{len(said.tool_calls)}]"
+            call = f".tool_calls[{len(said.calls)}]"
             words |= {call: here, f"{call}.arguments": f"{here}.input"}
-        _add(said, here, kind, fields)
+        said.add(here, kind, fields)
     if said is not None:
-        yield said, words
+        yield said.message(), words
+
+
+class _Said:
+    """Blocks that are one message. Texts are joined once: a message of protobuf keeps every value of a field."""
+
+    def __init__(self, role: str):
+        self.calls: list[pb.ToolCall] = []
+        self._role = role
+        self._texts, self._thoughts = list[str](), list[str]()
+
+    def add(self, where: str, kind: str, fields: Mapping[str, Any]) -> None:
+        if kind == "text":
+            self._texts.append(read_part(where, fields))
+        elif kind == "thinking":
+            self._thoughts.append(read_as(f"{where}.thinking", STRING, fields.get("thinking")))
+        else:
+            self.calls.append(_call(where, fields))
+
+    def message(self) -> pb.Message:
+        content, reasoning = "".join(self._texts), "".join(self._thoughts)
+        return pb.Message(role=self._role, content=content, reasoning=reasoning, tool_calls=self.calls)
 
 
 def _fields(where: str, role: str, block: object) -> tuple[str, dict[str, Any]]:
@@ -155,20 +176,14 @@ def _fields(where: str, role: str, block: object) -> tuple[str, dict[str, Any]]:
     return kind, read_fields(where, block, _BLOCKS[role][kind])
 
 
-def _add(message: pb.Message, where: str, kind: str, fields: Mapping[str, Any]) -> None:
-    """Add a block to the message."""
-    if kind == "text":
-        message.content += read_part(where, fields)
-    elif kind == "thinking":
-        message.reasoning += read_as(f"{where}.thinking", STRING, fields.get("thinking"))
-    else:
-        if fields.get("caller", _DIRECT) != _DIRECT:
-            raise InvalidRequest(f"{where}.caller", "is not supported here")
-        message.tool_calls.add(
-            id=read_as(f"{where}.id", STRING, fields.get("id")),
-            name=read_as(f"{where}.name", STRING, fields.get("name")),
-            arguments=json.dumps(read_as(f"{where}.input", OBJECT, fields.get("input"))),
-        )
+def _call(where: str, fields: Mapping[str, Any]) -> pb.ToolCall:
+    if fields.get("caller", _DIRECT) != _DIRECT:
+        raise InvalidRequest(f"{where}.caller", "is not supported here")
+    return pb.ToolCall(
+        id=read_as(f"{where}.id", STRING, fields.get("id")),
+        name=read_as(f"{where}.name", STRING, fields.get("name")),
+        arguments=json.dumps(read_as(f"{where}.input", OBJECT, fields.get("input"))),
+    )
 
 
 def _result(where: str, fields: Mapping[str, Any]) -> pb.Message:

@@ -152,3 +152,8 @@ def node() -> str:
     if not all((NODE_CLIENTS / "node_modules" / name).exists() for name in wanted):
         subprocess.run([npm, "ci"], cwd=NODE_CLIENTS, check=True, capture_output=True, timeout=300)
     return node
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,9 @@
 """The table, both ways: a value lands in its field of baton.v1 and in no other, and what is wrong with that field is
 told in the client's own word for it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from baton.service import errors
@@ -31,6 +34,7 @@ from gateway.http.requests import (
 )
 from gateway.http.responses import LOGPROBS, read_response
 from gateway.orchestration.retry_budget import poison
+from tests.support.pace import patience
 
 VALUES = {
     "true or false": (True, True),
@@ -334,3 +338,17 @@ def test_only_what_is_our_own_fault_is_500():
     for error in told:
         assert status_of(error) < 500 or error.code.name in ("UNAVAILABLE", "DEADLINE_EXCEEDED"), error
         assert str(status_of(error)) in documented or isinstance(error, errors.Cancelled), error
+
+
+def test_many_small_blocks_take_their_own_bytes():
+    """Anthropic's are one text, which protobuf would keep at every length that it had."""
+    program = (
+        "import resource; from gateway.http.anthropic import read_request\n"
+        "blocks = [{'type': 'text', 'text': 'abcd'}] * 20_000\n"
+        "asked = read_request({'messages': [{'role': 'user', 'content': blocks}], 'max_tokens': 1})\n"
+        "print(len(asked.requests[0].messages.messages[0].content), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience(60))
+    assert ran.returncode == 0, ran.stderr
+    length, most_kib = map(int, ran.stdout.split())
+    assert length == 80_000 and most_kib < 300 << 10
