@@ -289,6 +289,46 @@ def test_a_lost_device_is_told_and_a_failed_step_is_not(monkeypatch, lost):
     assert told == (["CUDA error: an illegal memory access was encountered"] if lost else [])
 
 
+class StickyDevice:
+    """From the `at`th launch on, every call of the process fails: launches, and the wait that a probe is."""
+
+    def __init__(self, monkeypatch, engine, at: int):
+        self._at, self._run, self.num_launches = at, engine.runner.launcher.run, 0
+        monkeypatch.setattr(engine.runner.launcher, "run", self.run)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        # The engine's own tensors are on the CPU.
+        monkeypatch.setattr("baton.engine.loop.is_lost", lambda device: is_lost(torch.device("cuda")))
+
+    def run(self, *given):
+        self.num_launches += 1
+        self.synchronize(None)
+        return self._run(*given)
+
+    def synchronize(self, device) -> None:
+        if self.num_launches >= self._at:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_device_that_is_lost_at_a_step_is_told_at_that_step(monkeypatch):
+    """Before anything else is launched, or any other request is failed by it."""
+    engine, gathered = toy_engine(), Gathered()
+    device, told, ended = StickyDevice(monkeypatch, engine, at=4), [], threading.Event()
+
+    def end_process(reason: str) -> None:
+        told.append((reason, device.num_launches))
+        loop._stopping.set()
+        ended.set()
+
+    loop = EngineLoop(engine, gathered, end_process)
+    request = make_request("a", prompt(10), max_tokens=20)
+    engine.submit(request)
+    loop.start()
+    assert ended.wait(10)
+    loop.stop()
+    assert told == [("CUDA error: an illegal memory access was encountered", 4)]
+    assert len(gathered.records[request.key].tokens[0]) == 3, "the tokens of the steps before"
+
+
 def test_a_cpu_is_never_lost():
     assert not is_lost(torch.device("cpu"))
 
