@@ -142,7 +142,7 @@ FOLDERS = {
         "families.dense": "core families",
         "families.mixture": "core families families.dense",
         "kernels": "kv",
-        "sampling": "native core",
+        "sampling": "kernels native core",
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
         "schedule": "core kv sampling",

@@ -18,7 +18,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from baton.engine.sampling.on_device import DeviceSampler
+from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
 from baton.engine.speculation.proposers.selection import make_proposers
@@ -90,7 +90,7 @@ def _on_gpu(
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes, device)))
         launcher = GpuLauncher(model, pool, config, bool(proposers))
         launcher.warm_up(config)
-    return EngineParts(config, model, pool, DeviceSampler(), proposers, launcher)
+    return EngineParts(config, model, pool, sampler_on(device), proposers, launcher)
 
 
 def _num_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:

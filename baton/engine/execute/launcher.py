@@ -21,7 +21,7 @@ from baton.engine.execute.watermark import LayerEvents
 from baton.engine.kernels.compiling import CompileWatch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.sampling.on_device import draw
+from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import PROMPT_ROWS, SampleRow, prompt_logprobs
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import KVLayout
@@ -163,7 +163,8 @@ class GpuLauncher(Launcher):
         sizes = (config.max_num_batched_tokens, config.max_num_seqs, num_blocks, self.pool.block_size)
         with self.place():
             for batch in warm_steps(*sizes):
-                super().run(self._inputs.send(batch), False, None)
+                logits = super().run(self._inputs.send(batch), False, None)[1]
+            sampler_on(self.pool.device).draw(logits[:1], [SampleRow(SamplingParams(), 0, 0)])
         self.wait()
 
     def run(
@@ -249,7 +250,7 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
 
     def largest_step() -> None:
         logits = Launcher(model, pool).run(inputs.send(batch), False, None, read_prompt)[1]
-        draw(logits, sampled[: len(logits)])
+        sampler_on(device).draw(logits, sampled[: len(logits)])
 
     def read_prompt(hidden: Tensor) -> None:
         rows = hidden[:PROMPT_ROWS]

@@ -18,7 +18,7 @@ from baton.engine.core.pooling import Pool
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.sampling.on_device import draw, plain_row
+from baton.engine.sampling.on_device import plain_row
 from baton.engine.sampling.sampler import Sampled, Sampler, label_logprobs, prompt_logprobs, sample_row
 from baton.engine.schedule.scheduler import Slice
 from baton.engine.schedule.sequence import Sequence
@@ -81,7 +81,7 @@ class Runner:
         rows = {} if before is None else {piece.seq: row for row, piece in enumerate(before.slices)}
         batch = self._batch(slices, list(range(len(slices))), rows)
         draws = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in slices]
-        tokens = self.launcher.launch(batch, lambda logits: draw(logits, draws), before and before.tokens)
+        tokens = self.launcher.launch(batch, lambda logits: self.sampler.draw(logits, draws), before and before.tokens)
         return Flight(slices, tokens, launched_at)
 
     def read(self, flight: Flight) -> list[Drawn]:

@@ -1,92 +1,100 @@
-"""Tokens drawn where the logits are: one copy of token ids a step, and nothing waits for the device before it.
+"""Tokens drawn where the logits are (kernels/sampling.py): one copy of parameters to the device and two launches, and
+nothing waits for the device before the token ids.
 
-The same draw as sampler.py's, whose words hold here: noise over the whole vocabulary in fp32, the best few compared
-again in fp64. Rows whose draw depends on the tokens before (penalties), or that give log-probabilities too, take the
-other path, which asks the device more often.
+The same draw as sampler.py's, whose words hold here. Rows that give log-probabilities too take the other path, which
+asks the device more often.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine import kernels
 from baton.engine.core.request import Request
-from baton.engine.sampling.filters import NEVER, sent, survivors
-from baton.engine.sampling.masking import apply_masks
-from baton.engine.sampling.noise import gumbel, noise_key, uniform
+from baton.engine.sampling.filters import shares
+from baton.engine.sampling.noise import noise_key
+from baton.engine.sampling.penalties import changed_tokens, changes, penalties
 from baton.engine.sampling.sampler import NO_TOKENS, Sampled, Sampler, SampleRow
 
-BEST = 16  # tokens of a row that are compared in fp64: within 1e-3 of the best there are hardly ever two
+MOST = 2**31 - 1  # that a word holds
 
 
 class DeviceSampler(Sampler):
     """See the module. A row takes the same path whatever shares its batch."""
 
+    def __init__(self):
+        from baton.engine.kernels import sampling  # triton is an extra
+
+        self._kernels = sampling
+
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[Sampled]:
         """Draw one token per row of logits fp32 [R, vocab_size], which stay as they are."""
-        plain = [index for index, row in enumerate(rows) if is_plain(row)]
-        if len(plain) == len(rows):
-            return [Sampled(token_id, None) for token_id in draw(logits, rows).tolist()]
-        others = [index for index in range(len(rows)) if index not in set(plain)]
+        drawn = [index for index, row in enumerate(rows) if row.params.logprobs is None]
+        if len(drawn) == len(rows):
+            return [Sampled(token_id, None) for token_id in self.draw(logits, rows).tolist()]
+        others = [index for index in range(len(rows)) if index not in set(drawn)]
         found = dict(zip(others, super().sample(logits[others], [rows[index] for index in others]), strict=True))
-        if plain:
-            drawn = draw(logits[plain], [rows[index] for index in plain]).tolist()
-            found |= {index: Sampled(token_id, None) for index, token_id in zip(plain, drawn, strict=True)}
+        if drawn:
+            token_ids = self.draw(logits[drawn], [rows[index] for index in drawn]).tolist()
+            found |= {index: Sampled(token_id, None) for index, token_id in zip(drawn, token_ids, strict=True)}
         return [found[index] for index in range(len(rows))]
 
-
-def draw(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """int64 [R], on the device of logits fp32 [R, vocab_size], which stay as they are. All rows are plain."""
-    logits = _biased(logits, rows)
-    best = logits.argmax(dim=1)
-    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-    if not drawn:
-        return best
-    device, chosen = logits.device, [rows[index] for index in drawn]
-    keys = [noise_key(row.params.seed, row.choice, row.position) for row in chosen]
-    index, keys = sent([drawn, keys], torch.int64, device)
-    temperatures = sent([row.params.temperature for row in chosen], torch.float32, device)
-    scores = logits if len(drawn) == len(rows) else logits[index]
-    scores = scores / temperatures.unsqueeze(1)
-    if filtered := [place for place, row in enumerate(chosen) if row.params.has_filters]:
-        places = sent(filtered, torch.int64, device)
-        scores[places] = survivors(scores[places], [chosen[place].params for place in filtered])
-    keys = keys.unsqueeze(1)
-    token_ids = torch.arange(scores.shape[1], device=device)
-    rough = scores + gumbel(uniform(keys, token_ids).float())
-    ids = rough.topk(min(BEST, scores.shape[1]), dim=1).indices.sort(dim=1).values  # of equals the lowest id wins
-    exact = scores.gather(1, ids).double() + gumbel(uniform(keys, ids))
-    return best.index_copy(0, index, ids.gather(1, exact.argmax(dim=1, keepdim=True)).squeeze(1))
+    def draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """See Sampler. Nothing waits."""
+        given, num_slots = packed(self._kernels, rows)
+        if logits.device.type == "cuda":
+            given = given.pin_memory()
+        return self._kernels.draw(logits, given.to(logits.device, non_blocking=True), num_slots)
 
 
-def _biased(logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-    """With what rows add to logits, and without what they may not draw yet."""
-    biases = [(index, *bias) for index, row in enumerate(rows) for bias in row.params.logit_bias]
-    banned = [(index, id_) for index, row in enumerate(rows) for id_ in sorted(row.min_tokens_left_bans)]
-    masked = {index: row.mask for index, row in enumerate(rows) if row.mask is not None}
-    if biases or banned or masked:
-        logits = logits.clone()
-    if biases:
-        where, ids, values = zip(*biases, strict=True)
-        added = sent(values, logits.dtype, logits.device)
-        logits.index_put_(tuple(sent([where, ids], torch.int64, logits.device)), added, accumulate=True)
-    if banned:
-        logits[tuple(sent(list(zip(*banned, strict=True)), torch.int64, logits.device))] = NEVER
-    if masked:
-        apply_masks(logits, list(masked), list(masked.values()))
-    return logits
+def sampler_on(device: torch.device) -> Sampler:
+    """Return the sampler of a GPU; without Triton it is that of the host."""
+    return Sampler() if kernels.unavailable(device.type) else DeviceSampler()
+
+
+def packed(kernel: ModuleType, rows: Sequence[SampleRow]) -> tuple[Tensor, int]:
+    """Return int32 on the host, a record for each row and then what it points to, as the kernels read them, and how many
+    rows need their scores kept."""
+    floats, ways, pointers, parts = [], [], [], []
+    end, num_slots = len(rows) * kernel.RECORD.value, 0
+    for row in rows:
+        params = row.params
+        filtered, changed = params.has_filters and not params.is_greedy, changes(params, row.min_tokens_left_bans)
+        way = kernel.FILTERED if filtered else kernel.GREEDY if params.is_greedy else kernel.PLAIN
+        floats.append((params.temperature or 1.0, *shares(params), *penalties(params)))
+        ways.append((way.value, min(params.top_k, MOST)))
+        first, mask, slot = end, -1, 0
+        if changed:
+            parts.append(
+                changed_tokens(params, row.prompt_ids, row.output_ids, row.min_tokens_left_bans, kernel.SEEN.value)
+            )
+            end += len(parts[-1])
+        last = end
+        if row.mask is not None:
+            mask = end
+            parts.append(row.mask.numpy())
+            end += len(parts[-1])
+        if filtered or changed:
+            slot, num_slots = num_slots, num_slots + 1
+        pointers.append((first, last, mask, slot))
+    words = np.zeros((len(rows), kernel.RECORD.value), np.int32)
+    words.view(np.float32)[:, : kernel.MODE.value] = floats
+    words[:, kernel.MODE.value : kernel.KEY_LOW.value] = ways
+    words.view(np.int64)[:, kernel.KEY_LOW.value // 2] = [
+        noise_key(row.params.seed, row.choice, row.position) for row in rows
+    ]
+    words[:, kernel.FIRST_CHANGE.value : kernel.SLOT.value + 1] = pointers
+    return torch.from_numpy(np.concatenate([words.reshape(-1), *parts])), num_slots
 
 
 def plain_row(request: Request, choice: int, num_tokens: int) -> SampleRow | None:
     """Return what the token after `num_tokens` tokens is drawn with, whatever these are; None where it depends on
-    them."""
-    if request.constraint is not None:
+    them, or where its log-probabilities are asked for."""
+    params = request.sampling
+    if request.constraint is not None or params.has_penalties or params.logprobs is not None:
         return None
     banned = request.stop_token_ids if num_tokens - request.num_prompt_tokens < request.min_tokens else NO_TOKENS
-    row = SampleRow(request.sampling, choice, num_tokens, (), (), banned)
-    return row if is_plain(row) else None
-
-
-def is_plain(row: SampleRow) -> bool:
-    """Return whether `draw` draws it."""
-    return row.params.logprobs is None and not row.params.has_penalties
+    return SampleRow(params, choice, num_tokens, (), (), banned)

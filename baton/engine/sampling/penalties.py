@@ -3,6 +3,7 @@ frequency penalties (output only), logit bias, and the ban on ending before min_
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,11 @@ from baton.sampling_params import SamplingParams
 def changes(params: SamplingParams, banned: frozenset[int]) -> bool:
     """Return whether these parameters change any logit before the temperature."""
     return bool(params.has_penalties or params.logit_bias or banned)
+
+
+def penalties(params: SamplingParams) -> tuple[float, float, float]:
+    """Return what multiplies logits, and what is taken from them: once, and for each time in the output."""
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
 def penalize(
@@ -37,3 +43,30 @@ def penalize(
         )
     if banned:
         logits[torch.tensor(sorted(banned), device=logits.device)] = float("-inf")
+
+
+def changed_tokens(
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    banned: frozenset[int],
+    seen: int,
+) -> np.ndarray:
+    """Return what `penalize` changes as kernels/sampling.py reads it, int32 [3 * tokens], of each token: its id, how often it
+    is in the output, with `seen` where the repetition penalty meets it, and the fp32 that is added, as its bits; -inf is a
+    ban."""
+    output = np.asarray(output_ids, np.int32)
+    repeated = np.concatenate([np.asarray(prompt_ids, np.int32), output])
+    if params.repetition_penalty == 1.0:
+        repeated = output[:0]
+    biased = np.asarray([id_ for id_, _ in params.logit_bias], np.int32)
+    barred = np.asarray(sorted(banned), np.int32)
+    ids = np.unique(np.concatenate([output, repeated, biased, barred]))
+    table = np.zeros((len(ids), 3), np.int32)
+    table[:, 0] = ids
+    np.add.at(table[:, 1], np.searchsorted(ids, output), 1)
+    table[np.searchsorted(ids, repeated), 1] |= seen
+    added = table.view(np.float32)[:, 2]
+    added[np.searchsorted(ids, biased)] = [value for _, value in params.logit_bias]
+    added[np.searchsorted(ids, barred)] = -np.inf
+    return table.reshape(-1)

@@ -83,6 +83,11 @@ class Sampler:
         logprobs = token_logprobs(logits, rows, token_ids)
         return [Sampled(token_id, logprobs.get(index)) for index, token_id in enumerate(token_ids)]
 
+    def draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+        """Return the same tokens where the logits are, int64 [R]. No row asks for log-probabilities."""
+        token_ids = [each.token_id for each in self.sample(logits, rows)]
+        return torch.tensor(token_ids, dtype=torch.int64, device=logits.device)
+
     def _penalized(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         changed = [index for index, row in enumerate(rows) if changes(row.params, row.min_tokens_left_bans)]
         masked = [index for index, row in enumerate(rows) if row.mask is not None]

@@ -29,11 +29,17 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
+from baton.engine.sampling.on_device import sampler_on
+from baton.engine.sampling.sampler import SampleRow
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
+from baton.sampling_params import SamplingParams
 from kvtransfer.layout import KVLayout
 
 META, BLOCK_SIZE, NUM_TOKENS, NUM_SEQS, CONTEXT = torch.device("meta"), 32, 2048, 64, 8192
+PARAMS = (
+    SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
+)  # fmt: skip
 # layers (of many alike), hidden, intermediate, heads, kv heads, head_dim, vocabulary, q/k norm
 SHAPES = {
     "8B": (2, 4096, 14336, 32, 8, 128, 128256, False),
@@ -190,7 +196,9 @@ class Setup:
     def run(self, recorder: Recorder, steps: list[ForwardBatch]) -> dict[str, Variant]:
         recorder.variants = {}
         for step in steps:
-            self.model.forward(self.inputs.send(step), self.pool)
+            logits = self.model.forward(self.inputs.send(step), self.pool)
+            rows = [SampleRow(PARAMS[index % len(PARAMS)], 0, index, (1, 2), (3,)) for index in range(len(logits))]
+            sampler_on(META).draw(logits, rows)
         return recorder.variants
 
     def warm_up(self, recorder: Recorder) -> dict[str, Variant]:

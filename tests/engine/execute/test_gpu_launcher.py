@@ -21,6 +21,7 @@ from baton.engine.engine import Engine
 from baton.engine.execute import launcher, sm_partition, watermark
 from baton.engine.execute.launcher import GpuLauncher
 from baton.engine.execute.watermark import LayerEvents
+from baton.engine.sampling.on_device import DeviceSampler
 from tests.engine.execute.test_graphs import compute_again
 from tests.support.engine.folders import make_folder, random_ids
 from tests.support.engine.toys import make_request, run, toy_engine
@@ -122,7 +123,7 @@ def test_graphs_leave_their_outputs_in_one_buffer(tmp_path, device, monkeypatch)
 
 
 def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, device, monkeypatch):
-    """Each is allocated behind the pool: the sort of a top_p draw of all rows, and what the largest graph keeps."""
+    """Each is allocated behind the pool: the scores of a top_p draw of all rows, and what the largest graph keeps."""
     make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
     config = EngineConfig(
         tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=8, max_num_seqs=4, max_model_len=64,
@@ -131,7 +132,8 @@ def test_what_steps_take_is_measured_with_the_draw_and_the_graphs(tmp_path, devi
     engine = Engine.load(config)
     drawn, graphs, allocated = [], [], iter([100, 5, 200, 70])
     monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [most])
-    monkeypatch.setattr(launcher, "draw", lambda logits, rows: drawn.append((logits.shape[0], rows[0].params.top_p)))
+    draw = SimpleNamespace(draw=lambda logits, rows: drawn.append((logits.shape[0], rows[0].params.top_p)))
+    monkeypatch.setattr(launcher, "sampler_on", lambda device: draw)
     monkeypatch.setattr(launcher, "StepGraphs", lambda *given: graphs.append(given[3:7]))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(allocated))
@@ -155,6 +157,9 @@ def test_a_decode_step_waits_for_the_device_once(tmp_path, device, monkeypatch):
     )
     engine = Engine.load(config)
     launcher_made = engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
+    sampler = engine.runner.sampler = DeviceSampler()
+    # Triton's interpreter asks for what a kernel would compute.
+    monkeypatch.setattr(sampler._kernels, "draw", lambda logits, given, num_slots: logits.argmax(dim=1))
     waits: list[str] = []
     monkeypatch.setattr(Event, "synchronize", lambda self: waits.append("event"))
     monkeypatch.setattr(launcher_made, "wait", lambda: waits.append("stream"))

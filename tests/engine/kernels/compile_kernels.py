@@ -11,11 +11,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton.engine.attention import triton_paged
-from baton.engine.kernels import kv_write, paged_attention
+from baton.engine.kernels import kv_write, paged_attention, sampling
 
 POINTERS = {
     "fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5", "int8": "*i8",
-    "int4": "*u8", "int32": "*i32", "int64": "*i64",
+    "int4": "*u8", "int32": "*i32", "int64": "*i64", "fp64": "*fp64",
 }  # fmt: skip
 MULTIPLES = ("num_in", "num_out", "group", "segment_len")
 
@@ -86,6 +86,13 @@ def write(form: str, capability: int):
     return compiled(kv_write._write, pointers, constants, capability, 1)
 
 
+def draw(kernel, capability: int, warps: int, constants: dict):
+    kinds = {"logits": "fp32", "given": "int32", "scores": "fp32", "ids": "int32", "best": "fp64", "best_ids": "int32",
+             "token_ids": "int64"}  # fmt: skip
+    pointers = {name: kind for name, kind in kinds.items() if name in kernel.arg_names}
+    return compiled(kernel, pointers, constants, capability, warps)
+
+
 def main() -> None:
     made = {}
     for capability in (80, 90):
@@ -96,6 +103,9 @@ def main() -> None:
             made[f"{capability} write {form}"] = write(form, capability)
             for way in ("partial", "whole"):
                 made[f"{capability} {form} {way}"] = attend(form, capability, 128, 64, way == "partial", form == "int8")
+        made[f"{capability} score"] = draw(sampling.score, capability, 8, {"BLOCK": sampling.PART})
+        constants = {"PARTS": 64, "BLOCK": sampling.ROW_BLOCK}
+        made[f"{capability} choose"] = draw(sampling.choose, capability, sampling.ROW_WARPS, constants)
         made[f"{capability} combine"] = combine(capability)
         for head_dim in (64, 96, 256):
             made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)

@@ -3,13 +3,24 @@
 import pytest
 import torch
 
-from baton.engine.sampling.filters import candidates, survivors
-from baton.engine.sampling.on_device import DeviceSampler, draw, plain_row
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baton.engine import kernels
+from baton.engine.kernels import sampling
+from baton.engine.sampling.noise import gumbel, noise_key, uniform
+from baton.engine.sampling.on_device import DeviceSampler, plain_row, sampler_on
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
 from tests.support.engine.toys import make_request
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.skipif(bool(kernels.unavailable(DEVICE.type)), reason=kernels.unavailable(DEVICE.type))
 MIXED = (
     dict(temperature=0.0), dict(temperature=1.0, seed=5), dict(temperature=0.3, seed=6), dict(temperature=3.0, seed=7),
 )  # fmt: skip
@@ -17,55 +28,144 @@ FILTERS = (
     dict(top_k=1), dict(top_k=5), dict(top_k=100_000), dict(top_p=0.5), dict(top_p=0.999), dict(min_p=0.2),
     dict(top_k=40, top_p=0.9), dict(top_k=12, top_p=0.7, min_p=0.05), dict(top_p=1e-9), dict(min_p=1.0),
 )  # fmt: skip
+SHAPES = {
+    "wide": lambda x: 3 * x,
+    "ties": lambda x: x.round(),
+    "nearly flat": lambda x: 0.01 * x,
+    "flat": torch.zeros_like,
+}
 
 
 def make_rows(*params: dict) -> list[SampleRow]:
     return [SampleRow(SamplingParams(**each), index % 3, 10 + index) for index, each in enumerate(params)]
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.01, 3.0], ids=["flat", "nearly flat", "wide"])
-@pytest.mark.parametrize("vocab_size", [7, 500, 40_000])
-def test_as_the_other(vocab_size, scale):
-    generator = torch.Generator().manual_seed(vocab_size)
-    for turn in range(4):
-        rows = make_rows(*MIXED, *(dict(temperature=0.7, seed=100 * turn + seed) for seed in range(12)))
-        logits = torch.randn(len(rows), vocab_size, generator=generator) * scale
-        wanted = Sampler().sample(logits, rows)
-        assert DeviceSampler().sample(logits.to(DEVICE), rows) == wanted
+def drawn(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return DeviceSampler().draw(logits.to(DEVICE), rows).tolist()
 
 
-@pytest.mark.parametrize("vocab_size", [7, 500, 40_000])
-def test_filters_leave_the_tokens_of_the_other(vocab_size):
-    """Equal scores at the cut too: of those the higher ids stay."""
-    rows = make_rows(*(dict(temperature=1.0, seed=seed, **each) for seed, each in enumerate(FILTERS)))
-    for scores in (torch.randn(len(rows), vocab_size), torch.randn(len(rows), vocab_size).round()):
-        found = survivors(scores.to(DEVICE), [row.params for row in rows]).cpu()
-        for row, left, values in zip(rows, found, scores, strict=True):
-            kept = left.isfinite().nonzero().view(-1)
-            assert kept.tolist() == sorted(candidates(values, row.params).tolist()), row.params
-            assert torch.equal(left[kept], values[kept])
-        wanted = [each.token_id for each in Sampler().sample(scores, rows)]
-        assert draw(scores.to(DEVICE), rows).tolist() == wanted
+def wanted(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    return [each.token_id for each in Sampler().sample(logits, rows)]
 
 
-def test_biases_and_bans():
-    bias = ((3, 50.0), (9, -4.0), (11, 2.5))
-    rows = [
-        SampleRow(SamplingParams(temperature=temperature, seed=4, logit_bias=bias), 0, 10, (), (), banned)
-        for temperature in (0.0, 1.0)
-        for banned in (frozenset(), frozenset((3,)), frozenset((3, 11, 20)))
-    ]
-    logits = torch.randn(len(rows), 40)
+@pytest.mark.parametrize(
+    "vocab_size, shape", [*((size, shape) for size in (7, 500) for shape in SHAPES), (5000, "ties")]
+)
+def test_as_the_other(vocab_size, shape):
+    """In one part of a program and in several; equal scores at a cut too: of those the higher ids stay."""
+    rows = make_rows(*MIXED, *(dict(temperature=0.7, seed=seed, **each) for seed, each in enumerate(FILTERS)))
+    logits = SHAPES[shape](torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(vocab_size)))
+    assert drawn(logits, rows) == wanted(logits, rows)
+
+
+numbers = st.floats(0.05, 1.0)
+params = st.fixed_dictionaries(
+    dict(temperature=st.sampled_from((0.0, 0.5, 1.0, 40.0)), seed=st.integers(0, 2**64 - 1)),
+    optional=dict(
+        top_k=st.integers(1, 60), top_p=numbers, min_p=st.floats(0.0, 0.5), repetition_penalty=st.floats(0.5, 2.0),
+        presence_penalty=st.floats(-2.0, 2.0), frequency_penalty=st.floats(-2.0, 2.0),
+        logit_bias=st.dictionaries(st.integers(0, 40), st.floats(-8.0, 8.0), max_size=4).map(lambda d: tuple(d.items())),
+    ),
+)  # fmt: skip
+tokens = st.lists(st.integers(0, 40), max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(params, tokens, tokens, st.frozensets(st.integers(0, 20), max_size=3), st.booleans(), st.data())
+def test_any_row_as_the_other(params, prompt_ids, output_ids, banned, is_masked, data):
+    """Penalties, biases, bans and masks before temperature and filters, among scores that are often equal."""
+    vocab_size, coarse = data.draw(st.integers(41, 300)), data.draw(st.sampled_from((1, 4, 1000)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    logits = (torch.randn(1, vocab_size, generator=generator) * 3 * coarse).round() / coarse
+    mask = None
+    if is_masked:
+        mask = torch.randint(-(2**31), 2**31, (-(-vocab_size // 32),), generator=generator).int()
+        mask[0] |= 1 << 25
+    row = SampleRow(SamplingParams(**params), 1, 9, prompt_ids, output_ids, banned, mask)
     kept = logits.clone()
-    found = draw(logits.to(DEVICE), rows).tolist()
-    assert found == [each.token_id for each in Sampler().sample(logits, rows)] and torch.equal(logits, kept)
-    assert found[0] == 3 and 3 not in found[1:3]
+    assert drawn(logits, [row]) == wanted(logits, [row]) and torch.equal(logits, kept)
+
+
+def test_a_cut_beyond_the_range_of_the_histogram():
+    """Every token may be left, and so may all of a flat row whose best token is far away."""
+    logits = torch.randn(3, 300) * 200
+    logits[1], logits[1, 7] = 0.0, 90.0
+    rows = make_rows(
+        *(dict(temperature=1.0, seed=2, **each) for each in (dict(top_k=299), dict(top_k=200), dict(top_p=0.9999)))
+    )
+    assert drawn(logits, rows) == wanted(logits, rows)
 
 
 def test_a_row_is_alone():
-    rows, logits = make_rows(*MIXED, *(dict(temperature=0.8, seed=3, **each) for each in FILTERS)), torch.randn(14, 300)
-    together = draw(logits.to(DEVICE), rows).tolist()
-    assert together == [int(draw(logits[i : i + 1].to(DEVICE), rows[i : i + 1])) for i in range(14)]
+    rows = make_rows(*MIXED, *(dict(temperature=0.8, seed=3, **each) for each in FILTERS[5:8]))
+    logits = torch.randn(len(rows), 300)
+    together = drawn(logits, rows)
+    assert together == [drawn(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+
+
+def test_rows_that_all_tokens_are_taken_from_draw_one_that_there_is():
+    rows = [
+        SampleRow(each.params, 0, 9, mask=torch.zeros(2, dtype=torch.int32)) for each in make_rows(*MIXED, *FILTERS)
+    ]
+    assert all(0 <= token_id < 40 for token_id in drawn(torch.randn(len(rows), 40), rows))
+
+
+@triton.jit
+def make_noise(given, exact, rough, BLOCK: tl.constexpr):
+    ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = sampling._key(given)
+    tl.store(exact + ids, sampling._noise(key, ids))
+    tl.store(rough + ids, sampling._rough_noise(key, ids))
+
+
+def test_noise_is_that_of_the_host():
+    """In fp64 to the last places; in fp32 within what `_best` allows for."""
+    size, key = 1 << 17, noise_key(3, 1, 77)
+    given = torch.zeros(16, dtype=torch.int32)
+    given.view(torch.int64)[4] = key
+    exact, rough = torch.empty(size, dtype=torch.float64, device=DEVICE), torch.empty(size, device=DEVICE)
+    make_noise[(size // 8192,)](given.to(DEVICE), exact, rough, BLOCK=8192)
+    expected = gumbel(uniform(key, torch.arange(size)))
+    torch.testing.assert_close(exact.cpu(), expected, rtol=1e-14, atol=1e-14)
+    assert (rough.cpu().double() - expected).abs().max() < 5e-5
+
+
+def test_a_draw_is_two_launches_and_asks_the_device_for_nothing(monkeypatch):
+    """Whatever its rows want: 63 to 87 operators before. Memory is taken, and one copy is sent."""
+    launches, operators = [], set()
+
+    class Launches:
+        def __init__(self, name: str):
+            self.name = name
+
+        def __getitem__(self, grid: tuple):
+            return lambda *given, **named: launches.append(self.name)
+
+    for name in ("score", "choose"):
+        monkeypatch.setattr(sampling, name, Launches(name))
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            operators.add(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    every = dict(
+        temperature=0.8, top_k=9, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5,
+        logit_bias=((3, 1.0),),
+    )  # fmt: skip
+    mask = torch.full((2,), -1, dtype=torch.int32)
+    rows = [*make_rows(*MIXED, *FILTERS), SampleRow(SamplingParams(**every), 0, 9, (1, 2), (3,), frozenset((4,)), mask)]
+    sampler, logits = DeviceSampler(), torch.randn(15, 60, device=DEVICE)
+    with Asked():
+        sampler.draw(logits, rows)
+    assert launches == ["score", "choose"]
+    assert {str(each) for each in operators} <= {
+        "aten.empty",
+        "aten._to_copy",
+        "aten._pin_memory",
+        "aten.detach",
+        "aten.lift_fresh",
+    }
 
 
 def test_what_hangs_on_the_tokens_before_is_not_drawn_ahead():
@@ -88,7 +188,13 @@ def test_what_hangs_on_the_tokens_before_is_not_drawn_ahead():
 def test_rows_that_ask_for_more_take_the_other_path():
     rows = make_rows(dict(temperature=1.0, top_p=0.9, seed=1), dict(temperature=0.0, logprobs=2), dict(temperature=0.0))
     logits = torch.randn(3, 60)
-    with torch.device(DEVICE):
-        found = DeviceSampler().sample(logits.to(DEVICE), rows)
-    wanted = Sampler().sample(logits, rows)
-    assert [each.token_id for each in found] == [each.token_id for each in wanted] and found[1].logprobs is not None
+    found = DeviceSampler().sample(logits.to(DEVICE), rows)
+    expected = Sampler().sample(logits, rows)
+    assert [each.token_id for each in found] == [each.token_id for each in expected] and found[1].logprobs is not None
+
+
+def test_without_triton_a_gpu_draws_as_a_host_does(monkeypatch):
+    monkeypatch.setattr(kernels, "unavailable", lambda device: "triton is not installed")
+    sampler, logits = sampler_on(torch.device("cuda")), torch.randn(2, 60)
+    rows = make_rows(dict(temperature=1.0, top_p=0.9, seed=1), dict(temperature=0.0))
+    assert type(sampler) is Sampler and sampler.draw(logits, rows).tolist() == wanted(logits, rows)
