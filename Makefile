@@ -18,6 +18,7 @@ VENV := .venv
 PROTOC_VENV := .venv-protoc
 PEERS_VENV := .venv-peers$(if $(ISA),-$(ISA))
 NIXL_VENV := .venv-nixl
+LOAD_VENV := .venv-load
 STAMPS := .stamps
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
@@ -52,7 +53,7 @@ test: setup $(STAMPS)/protoc $(STAMPS)/buf system-packages node-packages
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # A process that is lost to a signal says where it was, and one that stands still for ten minutes too.
-test-long: setup long-packages
+test-long: setup long-packages $(STAMPS)/load
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} PYTHONFAULTHANDLER=1 $(PY) -m pytest -m long --timeout 2700 \
 		-o faulthandler_timeout=600 $(PYTEST_ARGS)
 
@@ -98,7 +99,7 @@ wheel: setup
 	$(PIP) wheel --no-deps --wheel-dir dist ./clients/python
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) .venv-peers* $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules $(NODE_CHECKS)/node_modules
+	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) $(LOAD_VENV) .venv-peers* $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules $(NODE_CHECKS)/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):
@@ -133,13 +134,24 @@ $(STAMPS)/protoc: | $(STAMPS)/venv
 	@$(PROTOC_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'grpcio-tools==1.71.2' 'setuptools<81'
 	@touch $@
 
+# Let an environment see the packages of the first.
+SEE_FIRST = $(PY) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
+	> $$($(1)/bin/python -c 'import site; print(site.getsitepackages()[0])')/baton.pth
+
 # Its wheels ask for a torch of their own choice; here they take that of the first environment, like everything else.
 $(STAMPS)/nixl: $(STAMPS)/install
 	@echo "installing NIXL"
 	@test -x $(NIXL_VENV)/bin/python || $(PYTHON) -m venv $(NIXL_VENV)
 	@$(NIXL_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps 'nixl-cu12>=1.5,<2'
-	@$(PY) -c 'import site; print(*site.getsitepackages(), sep="\n")' \
-		> $$($(NIXL_VENV)/bin/python -c 'import site; print(site.getsitepackages()[0])')/baton.pth
+	@$(call SEE_FIRST,$(NIXL_VENV))
+	@touch $@
+
+# Load generators that drive the HTTP API in a test, with the torch of the first environment.
+$(STAMPS)/load: $(STAMPS)/install
+	@echo "installing load generators"
+	@test -x $(LOAD_VENV)/bin/python || $(PYTHON) -m venv $(LOAD_VENV)
+	@$(call SEE_FIRST,$(LOAD_VENV))
+	@$(LOAD_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'aiperf==0.13.0' 'guidellm==0.8.1'
 	@touch $@
 
 # Without NATIVE llama.cpp takes AVX2, FMA, F16C and BMI2. pip would keep a build for the next tier.

@@ -207,7 +207,7 @@ class Gateway:
 
     def readiness(self) -> tuple[bool, dict]:
         """Return whether requests can be served, and the page that says so: the workers as this gateway sees them."""
-        reason = "draining" if self.handler.is_draining else self.registry.not_ready()
+        reason = self.handler.not_ready()
         workers = {
             link.address: {"state": link.state.value, "reason": link.reason, "num_legs": len(link.legs)}
             for link in self.registry.links

@@ -24,6 +24,7 @@ class Answer:
     def __init__(
         self,
         checked: Checked,
+        num_prompt_tokens: int,
         max_tokens: int,
         form: ReaderForm,
         stamps: Stamps,
@@ -33,7 +34,7 @@ class Answer:
         """`max_tokens`: where a choice ends at the latest; `form`: how the answer is read. `on_gap(gap_s)`: called for each message of a choice after
         its first, with the time since the one before, divided by its tokens."""
         self._checked, self._stamps, self._emit, self._on_gap = checked, stamps, emit, on_gap
-        self._max_tokens = max_tokens
+        self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
         self._num_flushes = 0
         self._num_sent = 0
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
@@ -136,12 +137,12 @@ class Answer:
             self._stamp()
             await self._send(choice)
 
-    async def finish(self, num_prompt_tokens: int, num_cached_tokens: int, measured: Measured) -> None:
+    async def finish(self, num_cached_tokens: int, measured: Measured) -> None:
         """Send the last message, once every choice is finished."""
         last = next(choice for choice in reversed(self.choices) if choice.has_pending)
         self._stamp()
         usage = pb.Usage(
-            prompt_tokens=num_prompt_tokens,
+            prompt_tokens=self._num_prompt_tokens,
             cached_tokens=num_cached_tokens,
             output_tokens=self.num_output_tokens,
             draft_tokens=sum(measured.decode.proposed_by_position),
@@ -169,6 +170,7 @@ class Answer:
         if self._num_sent == 0:
             message.seed = self._checked.sampling.seed
             message.request_id = self._checked.request_id
+            message.prompt_tokens = self._num_prompt_tokens
             self._add_prompt(message)
         self._num_sent += 1
         if usage is not None:

@@ -61,6 +61,10 @@ class RequestHandler:
         """Return the served model."""
         return self._pipeline.registry.model
 
+    def not_ready(self) -> str | None:
+        """Return why no request can be served now, None if one can."""
+        return "draining" if self.is_draining else self._pipeline.registry.not_ready()
+
     def token_text(self, token_id: int) -> tuple[str, bytes]:
         """Return a token as it is shown alone, and the bytes that it stands for."""
         return self._pipeline.text.detokenizer.shown(token_id)

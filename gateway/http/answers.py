@@ -89,10 +89,13 @@ class AnswerForm:
         # What every event of a stream begins and ends with is written once: a token costs its own part alone.
         self._before = f'data: {head[:-1]},"choices":['
         self._behind = '],"usage":null}\n\n' if asked.include_usage else "]}\n\n"
+        self._so_far: dict[int, pb.Usage] = {}  # by prompt, where each event tells it
         self._begun: set[int] = set()
 
     def chunk(self, prompt: int, message: pb.GenerateResponse) -> bytes:
         """Return the event for a message to the prompt of that number; empty, where it says nothing here."""
+        if self._asked.continuous_usage_stats:
+            self._count(prompt, message)
         index = prompt * self._asked.num_choices + message.index
         is_first = index not in self._begun
         self._begun.add(index)
@@ -100,7 +103,10 @@ class AnswerForm:
         if not (is_first or says or self._shows_tokens(message)):
             return b""  # half a character, or of a stop string
         choice = {"index": index, **self._delta(message, index, is_first), **self._end(message)}
-        return f"{self._before}{_dumps(choice)}{self._behind}".encode()
+        behind = self._behind
+        if self._asked.continuous_usage_stats:
+            behind = f'],"usage":{_dumps(_usage(self._so_far.values()))}}}\n\n'
+        return f"{self._before}{_dumps(choice)}{behind}".encode()
 
     def tail(self, usages: Iterable[pb.Usage]) -> bytes:
         """Return the last events: the usage, which has no choices, where it was asked for."""
@@ -125,6 +131,12 @@ class AnswerForm:
         ]
         usage = _usage(response.usage for response in responses)
         return {**self._head(self.names.object), "choices": choices, "usage": usage}
+
+    def _count(self, prompt: int, message: pb.GenerateResponse) -> None:
+        usage = self._so_far.setdefault(prompt, pb.Usage())
+        usage.prompt_tokens += message.prompt_tokens
+        usage.output_tokens += len(message.token_ids)
+        usage.cached_tokens += message.usage.cached_tokens
 
     def _head(self, what: str) -> Json:
         return {"id": self._asked.id, "object": what, "created": self._created, "model": self._model}

@@ -199,6 +199,9 @@ def make_app(
     async def openapi_json(request: Request) -> Response:
         return Response(openapi, media_type="application/json")
 
+    async def health(request: Request) -> Response:
+        return Response(status_code=503 if handler.not_ready() else 200)
+
     routes = [
         route("/v1/chat/completions", api.chat_completions, "Generate"),
         route("/v1/completions", api.completions, "Generate"),
@@ -211,6 +214,7 @@ def make_app(
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
         route("/tokenize", api.tokenize, "Tokenize"),
         route("/detokenize", api.detokenize, "Detokenize"),
+        Route("/health", health),
         Route("/openapi.json", openapi_json),
     ]
     middleware = [Middleware(_HostCheck, names=host_names)] if host_names else []

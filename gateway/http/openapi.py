@@ -275,7 +275,9 @@ _STREAMED = {
     "response_format": _FORMAT,
     "structured_outputs": _STRUCTURED,
     "stream": BOOLEAN.schema,
-    "stream_options": _closed([], include_usage=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema),
+    "stream_options": _closed(
+        [], include_usage=BOOLEAN.schema, continuous_usage_stats=BOOLEAN.schema, include_obfuscation=BOOLEAN.schema
+    ),
     "user": STRING.schema,
     "return_token_ids": BOOLEAN.schema,
 }
@@ -311,7 +313,11 @@ def document() -> Json:
     )
     count = _body({**_ANTHROPIC, "model": STRING.schema}, ["messages"], neutral=COUNT_NEUTRAL)
     counted = {"type": "object", "required": ["input_tokens"], "properties": {"input_tokens": {"type": "integer"}}}
+    statuses = {"200": {"description": "Requests are served."}, "503": {"description": "Not now."}}
     paths = {
+        "/health": {
+            "get": {"summary": "Whether requests are served; needs no key.", "security": [{}], "responses": statuses}
+        },
         "/v1/models": {"get": _operation("The served model.", {"type": "object"})},
         "/v1/models/{model}": {
             "get": _operation("One model, if it is served.", {"type": "object"}),

@@ -52,6 +52,7 @@ class Asked:
     names: dict[str, str]
     stream: bool = False
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     return_token_ids: bool = False
     num_choices: int = field(init=False)  # of each request
 
@@ -199,14 +200,14 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     request_id = requests[0].request_id or new_id()
     for index, request in enumerate(requests):
         request.request_id = f"{request_id}-{index}" if len(requests) > 1 else request_id
-    options = read_part_of(values, "stream_options", ("include_usage", "include_obfuscation"))
+    options = read_part_of(values, "stream_options", ("include_usage", "continuous_usage_stats", "include_obfuscation"))
     stream = read_value(values, "stream", BOOLEAN, False)
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")
     _read_user(values)
-    include_usage = read_value({**options, "stream": True}, "include_usage", BOOLEAN, False)
+    usage = (read_value(options, name, BOOLEAN, False) for name in ("include_usage", "continuous_usage_stats"))
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
-    return Asked(f"{prefix}-{request_id}", requests, names, stream, include_usage, return_token_ids)
+    return Asked(f"{prefix}-{request_id}", requests, names, stream, *usage, return_token_ids)
 
 
 def _read_user(values: Mapping[str, Any]) -> None:

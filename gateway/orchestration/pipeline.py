@@ -114,7 +114,7 @@ class Pipeline:
         request = await self._prepare(checked, form, prompt_ids, max_tokens, deadline, record, emit)
         machine = self.running[checked.key_id] = RequestMachine(request)
         try:
-            await self._run(machine, len(prompt_ids))
+            await self._run(machine)
         finally:
             machine.close()
             self.running.pop(checked.key_id, None)
@@ -136,7 +136,7 @@ class Pipeline:
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
-        answer = Answer(checked, max_tokens, form, record.stamps, emit, partial(self.on_gap, record))
+        answer = Answer(checked, len(prompt_ids), max_tokens, form, record.stamps, emit, partial(self.on_gap, record))
         if checked.echo and not any(checked.resume_from):
             text = checked.text or await self.text.decode(prompt_ids, record.tenant, deadline)
             answer.prompt = pb.EchoedPrompt(text=text, token_ids=prompt_ids)
@@ -148,7 +148,7 @@ class Pipeline:
             self.registry.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
 
-    async def _run(self, machine: RequestMachine, num_prompt_tokens: int) -> None:
+    async def _run(self, machine: RequestMachine) -> None:
         """Run the request and send its last message. Raises BatonError."""
         request, record = machine.request, machine.request.record
         try:
@@ -156,7 +156,7 @@ class Pipeline:
             # holds its writes.
             async with asyncio.timeout(max(0.0, request.deadline - now()) + _UNREAD_S):
                 await machine.run()
-                await request.answer.finish(num_prompt_tokens, record.num_cached_tokens, record.measured)
+                await request.answer.finish(record.num_cached_tokens, record.measured)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
 

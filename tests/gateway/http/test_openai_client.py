@@ -1,6 +1,8 @@
 """OpenAI's own client, against what the gRPC door says of the same request."""
 
 import asyncio
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
 from openai import BadRequestError
@@ -49,6 +51,33 @@ async def test_chat_says_what_grpc_says(served):
                 ends += [choice.finish_reason] if choice.finish_reason else []
         assert texts == [said.choices[n].text for n in range(2)] and ends == ["length"] * 2
         assert usage.total_tokens == whole.usage.total_tokens
+
+
+async def test_each_event_tells_the_usage_so_far(served):
+    """As vLLM's continuous_usage_stats, by which load generators count tokens."""
+    async with served() as (_, client):
+        asked = dict(
+            model="fake", prompt=["a fox", "a hen house"], max_tokens=5, seed=1, extra_body={"ignore_eos": True}
+        )
+        whole = (await client.completions.create(**asked)).usage
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *chunks, last = [
+            chunk.usage async for chunk in await client.completions.create(**asked, stream=True, stream_options=options)
+        ]
+        counts = [usage.completion_tokens for usage in chunks]
+        assert counts == sorted(counts) and len(set(counts)) > 2
+        assert chunks[-1].total_tokens == last.total_tokens == whole.total_tokens
+
+
+async def test_health_follows_readiness_and_needs_no_key(served):
+    async with served() as (c, _):
+        url = f"http://127.0.0.1:{c.gateway.http.port}/health"
+        with await asyncio.to_thread(urlopen, url) as answer:
+            assert answer.status == 200
+        c.gateway.handler.is_draining = True
+        with pytest.raises(HTTPError, match="503"):
+            await asyncio.to_thread(urlopen, url)
+        c.gateway.handler.is_draining = False
 
 
 async def test_parts_and_developers_are_text_and_system(served):

@@ -153,6 +153,7 @@ OPENAI = (
     Method("/tokenize", _json(prompt=_TEXT)),
     Method("/detokenize", _json(tokens=[7] * 1000)),
     Method("/v1/models"),
+    Method("/health"),
     Method("/openapi.json"),
 )
 KV_GRPC = (Method("/baton.kv.Raw/Pull", _WANT),)
