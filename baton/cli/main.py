@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from importlib import import_module
 
@@ -33,7 +34,11 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         subparser = subparsers.choices[argv[0]]
         subparser.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest_flag(unknown[0], subparser)}")
-    return args.run(args)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # of `baton top | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+        return 0
 
 
 def _nearest_flag(word: str, parser: argparse.ArgumentParser) -> str:

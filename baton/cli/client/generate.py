@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         return say_failed("generate", explain(error, args.target, access), 1)
     except ValueError as error:
         return say_failed("generate", f"--target {error}", 2)
+    except BrokenPipeError:  # of `baton generate | head`: the command itself ends it
+        raise
     except OSError as error:
         return say_failed("generate", str(error), 1)
     except KeyboardInterrupt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 import sys
 import textwrap
@@ -68,9 +67,6 @@ def run(args: argparse.Namespace) -> int:
         told = explain_failure(args.target, error.code(), error.details(), read_access(args))
         print(f"baton top: {told}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # of `baton top | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
-        return 0
     return 0
 
 

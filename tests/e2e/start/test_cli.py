@@ -53,6 +53,16 @@ def test_generate_prints_the_completion(target):
     client.close()
 
 
+@pytest.mark.parametrize("command", [["generate", "quick brown", "--max-tokens", "60"], ["top", "--interval", "0.05"]])
+def test_a_reader_who_has_seen_enough_ends_it_quietly(target, command):
+    with subprocess.Popen(
+        [BATON, *command, "--target", target], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert (process.wait(patience(60)), process.stderr.read()) == (0, b"")
+
+
 def test_generate_json(target):
     options = ("--target", target, "--max-tokens", "8", "--temperature", "1.0", "--seed", "7", "--json")
     first, second = (json.loads(run("generate", "quick brown", *options).stdout) for _ in range(2))
