@@ -19,7 +19,7 @@ from tests.support.abuse.ground import LARGE, Attackers, Ground, attacked
 # How an attacker may be answered: never INTERNAL or UNKNOWN, which are our own faults.
 HONEST = (
     "OK", "INVALID_ARGUMENT", "UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "NOT_FOUND",
-    "CANCELLED", "UNIMPLEMENTED", "UNAVAILABLE", "reset", "goaway", "hung up", "no room", "turned away",
+    "CANCELLED", "UNIMPLEMENTED", "UNAVAILABLE", "FAILED_PRECONDITION", "reset", "goaway", "hung up", "no room", "turned away",
     *(f"HTTP {status}" for status in (200, 400, 401, 404, 405, 408, 413, 422, 429, 431, 503, 504)),
     "protocol_error", "ticket_refused",
 )  # fmt: skip

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from baton.engine import kernels
 from baton.engine.attention import triton_paged
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.pooling import Pooling, PoolingParams
 from baton.engine.core.request import Progress
 from baton.engine.engine import Engine
 from baton.engine.execute import launcher, sm_partition, watermark
@@ -86,6 +87,28 @@ def test_a_prompt_alone_is_read_in_a_graph(tmp_path, device, monkeypatch):
     wanted, found = run(plain, requests), run(engine, requests)
     assert found["alone"].answer() == wanted["alone"].answer()
     assert [(shape.num_tokens, shape.num_rows) for shape in shapes] == [(16, 1), (1, 1), (1, 1)]
+
+
+def test_what_is_asked_of_each_token_of_a_prompt_is_read_in_no_graph(tmp_path, device, monkeypatch):
+    """A graph leaves the rows alone that logits are wanted of."""
+    monkeypatch.setattr(launcher, "chunk_sizes", lambda most: [16])
+    monkeypatch.setattr(triton_paged, "FEW_QUERIES", 1)
+    make_folder(tmp_path, "llama3", head_dim=16, num_hidden_layers=1)
+    config = EngineConfig(
+        tmp_path, device="cpu", attention="triton", block_size=16, num_blocks=4, max_num_seqs=1, max_model_len=64
+    )
+    mean = PoolingParams(Pooling.MEAN)
+    requests = [
+        make_request("asked", random_ids(11, 1), 1, prompt_logprobs=2),
+        make_request("pooled", random_ids(11, 1), 0, named=False, pooling=mean),
+    ]
+    plain, engine = Engine.load(config), Engine.load(config)
+    made = engine.runner.launcher = GpuLauncher(engine.runner.model, engine.pool, engine.config, False)
+    monkeypatch.setattr(made._graphs, "run", None)
+    for request in requests:
+        wanted, found = (run(each, [request])[request.key].first for each in (plain, engine))
+        assert (found.prompt_logprobs, found.pooled) == (wanted.prompt_logprobs, wanted.pooled)
+        assert found.prompt_logprobs or found.pooled
 
 
 def test_steps_that_cannot_be_captured_run_all_the_same(tmp_path, device, monkeypatch, caplog):

@@ -116,7 +116,7 @@ INFERENCE = (
     Method("/baton.v1.Inference/Detokenize",
            inference_pb2.DetokenizeRequest(token_ids=[7] * 1000).SerializeToString()),
     Method("/baton.v1.Inference/Embed",
-           inference_pb2.EmbedRequest(inputs=[inference_pb2.EmbedInput(text=_TEXT)] * 8).SerializeToString()),
+           inference_pb2.EmbedRequest(inputs=[{"token_ids": {"ids": [7] * 16}}] * 4).SerializeToString()),
     Method("/baton.v1.Inference/Score",
            inference_pb2.ScoreRequest(query=_TEXT, documents=[_TEXT] * 8).SerializeToString()),
     Method("/baton.v1.Inference/GetModelInfo"),
@@ -148,7 +148,7 @@ SESSION = (
 OPENAI = (
     Method("/v1/completions", _json(prompt=[7] * 16, max_tokens=64, ignore_eos=True, stream=True)),
     Method("/v1/chat/completions", _json(messages=[{"role": "user", "content": "Once upon a time"}], max_tokens=64)),
-    Method("/v1/embeddings", _json(input=[_TEXT] * 8)),
+    Method("/v1/embeddings", _json(input=[[7] * 16] * 4)),
     Method("/v1/rerank", _json(query=_TEXT, documents=[_TEXT] * 8)),
     Method("/tokenize", _json(prompt=_TEXT)),
     Method("/detokenize", _json(tokens=[7] * 1000)),

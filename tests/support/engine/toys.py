@@ -83,6 +83,9 @@ class ToyModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
 
 def toy_engine(*proposers, **options) -> Engine:
     """Options of EngineConfig; small by default."""

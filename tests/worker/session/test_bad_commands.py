@@ -84,7 +84,7 @@ def _numbers_of(message) -> list[str]:
     return [field.name for field in message.DESCRIPTOR.fields if field.type in NUMBERS]
 
 
-FIELDS = [(part, name) for part in ("", "sampling", "speculation")
+FIELDS = [(part, name) for part in ("", "sampling", "speculation", "pooling")
           for name in _numbers_of(getattr(good_spec(), part) if part else good_spec())]  # fmt: skip
 
 
@@ -205,6 +205,11 @@ def test_any_numbers_in_first_tokens(caplog, tokens):
     ("token_ids", lambda spec: spec.token_ids.__setitem__(3, VOCAB)),
     ("n", lambda spec: setattr(spec.sampling, "n", 2**32 - 1)),
     ("logprobs", lambda spec: setattr(spec.sampling, "logprobs", VOCAB + 1)),
+    ("prompt_logprobs", lambda spec: setattr(spec.sampling, "prompt_logprobs", VOCAB + 1)),
+    ("pooling", lambda spec: setattr(spec.pooling, "pooling", 9)),
+    ("label_token_ids", lambda spec: spec.pooling.label_token_ids.append(VOCAB)),
+    ("label_token_ids", lambda spec: spec.pooling.label_token_ids.extend([1] * 129)),
+    ("pooling", lambda spec: (spec.pooling.SetInParent(), setattr(spec, "num_prompt_tokens", 3))),
     ("min_p", lambda spec: setattr(spec.sampling, "min_p", 1.5)),
     ("temperature", lambda spec: setattr(spec.sampling, "temperature", 1e-30)),
     ("presence_penalty", lambda spec: setattr(spec.sampling, "presence_penalty", 1e30)),
