@@ -161,10 +161,10 @@ class GpuLauncher(Launcher):
         """Compile what steps without a graph need. Before serving: it writes to the pool's first blocks."""
         num_blocks = min(self.pool.num_blocks, self.pool.layout.num_blocks(config.max_model_len))
         sizes = (config.max_num_batched_tokens, config.max_num_seqs, num_blocks, self.pool.block_size)
+        sampler, row = sampler_on(self.pool.device), SampleRow(SamplingParams(), 0, 0)
         with self.place():
-            for batch in warm_steps(*sizes):
-                logits = super().run(self._inputs.send(batch), False, None)[1]
-            sampler_on(self.pool.device).draw(logits[:1], [SampleRow(SamplingParams(), 0, 0)])
+            for batch in warm_steps(*sizes):  # logits of a step that are kept until the next one has run count twice
+                sampler.draw(super().run(self._inputs.send(batch), False, None)[1][:1], [row])
         self.wait()
 
     def run(
