@@ -19,6 +19,7 @@ import triton.language as tl
 from baton.engine.kernels.tiles import dot, load_rows, narrow
 
 LOG2_E = 1.4426950408889634
+GROUP_LOADS = tl.constexpr(16)  # splits that `combine` reads at a time: one after the other, each waits for the memory
 
 
 # Values that change from step to step: no kernel of its own for those that are 1 or divisible by 16.
@@ -136,12 +137,17 @@ def combine(
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for split in range(first, position // split_len + 1):
-        split_total = tl.load(stats + 2 * (place + split) + 1)
-        split_acc = tl.load(partials + (place + split) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        maximum, kept, added = _merge(maximum, tl.load(stats + 2 * (place + split)))
-        total = total * kept + split_total * added
-        acc = acc * kept + split_acc * added
+    end = position // split_len + 1
+    for group in range(first, end, GROUP_LOADS):
+        # None of these loads waits for another; the merging of what they bring is that of `attend`, one by one.
+        for index in tl.static_range(GROUP_LOADS):
+            there = group + index < end
+            split = place + tl.minimum(group + index, end - 1)
+            split_acc = tl.load(partials + split * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+            split_total = tl.load(stats + 2 * split + 1)
+            maximum, kept, added = _merge(maximum, tl.where(there, tl.load(stats + 2 * split), float("-inf")))
+            total = tl.where(there, total * kept + split_total * added, total)
+            acc = tl.where(there, acc * kept + split_acc * added, acc)
     result = narrow(acc / total, out.dtype.element_ty)
     tl.store(out + row.to(tl.int64) * out_stride + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 

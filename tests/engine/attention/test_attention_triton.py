@@ -122,6 +122,19 @@ def test_fixed_tiles_are_row_invariant(dtype, form, device):
             assert torch.equal(got, whole[begin:end]), f"rows {begin} to {end} of layer {layer}"
 
 
+def test_splits_beyond_a_group_are_merged_as_one_program_does(device, monkeypatch):
+    """`combine` reads splits in groups; behind the last one, before a window, and over a group's border too."""
+    backend = made("triton", (2, 1, 32), device)
+    pool, batch, q = one_step(backend.shape, [(1, 17 * FIXED_SPLIT + 9), (1, 5)])
+    for layer in range(2):
+        monkeypatch.setattr(backend, "_wanted", 1 << 20)
+        assert backend.plan(batch, pool).launches[0].num_splits == 18
+        split = attended(backend, pool, batch, layer, q)
+        monkeypatch.setattr(backend, "_wanted", 0)
+        assert backend.plan(batch, pool).launches[0].num_splits == 1
+        assert torch.equal(attended(backend, pool, batch, layer, q), split)
+
+
 def test_a_pool_that_was_planned_for_gives_its_memory_back(device):
     """That in which a start measures a step took 1 GiB of an 8B model's KV for as long as the worker lived."""
     backend = made("triton", (2, 1, 64), device)

@@ -29,7 +29,8 @@ def only(kernel, pointers: dict, constants: dict) -> tuple[dict, dict]:
 
 def multiply(kind, capability, tile, partial, grouped=False, offsets=False, block_k=128, fusion=False):
     pointers, constants = form(kind, grouped, offsets)
-    constants |= {"PARTIAL": partial, "BLOCK_M": tile, "BLOCK_N": 64, "BLOCK_K": block_k}
+    columns = 128 if tile == 128 and kind != "int4" else 64
+    constants |= {"PARTIAL": partial, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
     pointers |= {"partials": "fp32"}
     return compiled(linear.multiply, pointers, constants, capability, 8 if tile > 64 else 4, fusion)
 
@@ -58,6 +59,7 @@ def main() -> None:
             for partial in (True, False):
                 way = "partial" if partial else "whole"
                 made[f"{capability} {kind} {way}"] = multiply(kind, capability, 64, partial, block_k=block_k)
+            made[f"{capability} {kind} large"] = multiply(kind, capability, 128, False, block_k=block_k)
             for tile in (16, 128):
                 name = f"{capability} {kind} tile{tile}"
                 made[name] = multiply(kind, capability, tile, False, block_k=block_k, fusion=True)

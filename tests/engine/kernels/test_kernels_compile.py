@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,9 @@ def test_linear_kernels_compile_for_ampere_and_hopper(tmp_path):
         # The two ways of the exact form add products in the same instructions.
         partial, whole = (made[f"{capability} {kind} {way}"]["products"] for way in ("partial", "whole"))
         assert partial == whole and whole, kind
+        # And the larger tile: as many inputs to an instruction, of other outputs.
+        large = {re.sub(r"n\d+k", "nk", each) for each in made[f"{capability} {kind} large"]["products"]}
+        assert large == {re.sub(r"n\d+k", "nk", each) for each in whole}, kind
         assert capability != "90" or all("wgmma" in product for product in whole)
 
 

@@ -102,6 +102,25 @@ def test_exact_rows_do_not_depend_on_their_batch(name, monkeypatch):
     assert torch.equal(kernel(x), split)
 
 
+@pytest.mark.parametrize("name", ["dense", "int4-g32-asym", "int8-dynamic", "fp8-row-dynamic"])
+def test_exact_rows_are_the_same_in_every_tile(name):
+    """Many rows take the larger one: in what follows the rows of a chunk of a prompt are those of its decode."""
+    weight = dense_weight(SHAPE, BF16) if name == "dense" else FORMS[name](SHAPE)
+    kernel = GpuLinear(on_device(weight), None, BF16, True)
+    x = torch.randn(70, SHAPE[1]).to(BF16).to(DEVICE)
+    small, large = (kernel.paths[path](x) for path in ("tile64", "tile128"))
+    assert torch.equal(small, large)
+
+
+def test_the_larger_tile_is_for_rows_that_fill_the_gpu_with_it():
+    sizes = {}
+    for num_out in (70, 4096, 28672):
+        kernel = GpuLinear(on_device(dense_weight((num_out, 64), BF16)), None, BF16, True)
+        (sizes[num_out], small), (most, large) = kernel._by_rows
+        assert (small, large, most) == ("tile64", "tile128", math.inf)
+    assert sizes == {70: 263 * 128, 4096: 8 * 128, 28672: 128}
+
+
 def test_programs_run_along_the_rows_first(monkeypatch):
     """Axis 0 of a grid is the one that a GPU starts first: all rows read a tile of the weight before the next one."""
     grids = []

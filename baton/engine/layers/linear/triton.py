@@ -1,7 +1,7 @@
 """Weights on a GPU applied by Triton kernels (kernels/linear.py), dequantized as they are read; and by cuBLAS.
 
-A `GpuLinear` has several paths to the same product. In exact mode there is one, with one tile for any number of rows;
-otherwise a table says which is fastest for how many (tuning.py): measured, by weight form and shape.
+A `GpuLinear` has several paths to the same product. In exact mode there is one, with a larger tile for many rows
+that sums in the same order; otherwise a table says which is fastest for how many (tuning.py): measured, by weight form and shape.
 """
 
 import math
@@ -18,10 +18,12 @@ from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.rounding import E4M3_MAX, rounded_to_e4m3
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 
-EXACT_TILE = 64  # rows: the least that a warp group multiplies on Hopper
-FAST_TILES = (16, 64, 128)
-BLOCK_N, MAX_BLOCK_K, MIN_BLOCK_K = 64, 128, 32
-SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200
+# Rows of a tile. 64: the least that a warp group multiplies on Hopper; more of them are multiplied by the same
+# instruction, in the same order of inputs (tests/engine/kernels/test_kernels_compile.py), fewer are not.
+TILES = (16, 64, 128)
+EXACT_TILES = (64, 128)
+BLOCK_N, LARGE_BLOCK_N, MAX_BLOCK_K, MIN_BLOCK_K = 64, 128, 128, 32
+SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200; where there are as many, tiles may be larger
 MIN_SEGMENT = 512  # inputs
 ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -124,10 +126,10 @@ class GpuLinear(LinearKernel):
     # ---- paths ----
 
     def _exact_paths(self) -> dict[str, Path]:
-        return {f"tile{EXACT_TILE}": lambda x: self._tiled(x, EXACT_TILE)}
+        return {f"tile{tile}": lambda x, tile=tile: self._tiled(x, tile) for tile in EXACT_TILES}
 
     def _fast_paths(self) -> dict[str, Path]:
-        paths: dict[str, Path] = {f"tile{tile}": lambda x, tile=tile: self._tiled(x, tile) for tile in FAST_TILES}
+        paths: dict[str, Path] = {f"tile{tile}": lambda x, tile=tile: self._tiled(x, tile) for tile in TILES}
         kind = self._weight.kind
         if kind != "w8a8":
             paths["row"] = self._row
@@ -146,7 +148,9 @@ class GpuLinear(LinearKernel):
     def _unmeasured(self) -> list[tuple[float, str]]:
         """Return the table of paths to use when none was measured."""
         if self.batch_invariant:
-            return [(math.inf, f"tile{EXACT_TILE}")]
+            small, large = EXACT_TILES
+            tiles_of_rows = -(-SEGMENTED_PROGRAMS // -(-self._weight.num_out // self._columns_of(large)))
+            return [(max(small, (tiles_of_rows - 1) * large), f"tile{small}"), (math.inf, f"tile{large}")]
         if "cublas" in self.paths:
             return [(math.inf, "cublas")]
         first = [(1, "row")] if "row" in self.paths else []
@@ -156,11 +160,15 @@ class GpuLinear(LinearKernel):
         """Return whether a path takes `num_rows` rows."""
         return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
 
+    def _columns_of(self, tile: int) -> int:
+        """Outputs of a tile. int4 would spill 304 bytes of registers in larger ones."""
+        return LARGE_BLOCK_N if tile == 128 and self._weight.kind != "int4" else BLOCK_N
+
     def _tiled(self, x: Tensor, tile: int) -> Tensor:
-        stored, num_rows = self._weight, x.shape[0]
+        stored, num_rows, num_columns = self._weight, x.shape[0], self._columns_of(tile)
         x, x_scales = self._activated(x)
         y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype)
-        grid = (-(-num_rows // tile), -(-stored.num_out // BLOCK_N))
+        grid = (-(-num_rows // tile), -(-stored.num_out // num_columns))
         split = self._num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
         num_partials = self._num_segments if split else 0
         partials = x.new_empty(num_partials, num_rows, stored.num_out, dtype=torch.float32)
@@ -171,12 +179,12 @@ class GpuLinear(LinearKernel):
             num_rows, stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
             stored.group, stored.num_in // stored.group, self._segment_len, self._num_segments,
             OFFSETS=stored.offsets is not None, PARTIAL=split,
-            BLOCK_M=tile, BLOCK_N=BLOCK_N, BLOCK_K=stored.block_k, **form, **launch,
+            BLOCK_M=tile, BLOCK_N=num_columns, BLOCK_K=stored.block_k, **form, **launch,
         )  # fmt: skip
         if split:
             kernels.add_segments[grid](
                 partials, stored.scales, self._bias, x_scales, y, num_rows, stored.num_out, self._num_segments,
-                BLOCK_M=tile, BLOCK_N=BLOCK_N, **form, **launch,
+                BLOCK_M=tile, BLOCK_N=num_columns, **form, **launch,
             )  # fmt: skip
         return y
 
