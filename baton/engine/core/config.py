@@ -55,7 +55,7 @@ class EngineConfig:
         512,
     )
     attention: str = _knob("attention kernel; auto: the best that fits", "auto", metavar="auto|native|triton|...")
-    linear: str = _knob("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|dense|fast")
+    linear: str = _knob("kernel for linear layers; auto: the best that fits", "auto", metavar="auto|fbgemm|dense|fast")
     threads: int | None = _knob(
         "CPU threads; auto: all cores, which `baton up` divides among its workers (default: auto)",
         None,

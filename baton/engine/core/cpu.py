@@ -37,7 +37,7 @@ def lost(why_no_kernels: str, stored: str, compute: str) -> str:
     cure = "; install g++ and start again" if "no C++ compiler" in why_no_kernels else ""
     return (
         f"no native kernels: {why_no_kernels}. torch computes, in {compute}: several times slower, "
-        f"quantized weights are expanded{wide}{cure}"
+        f"quantized weights but int8 by row are expanded{wide}{cure}"
     )
 
 

@@ -7,12 +7,17 @@ import sys
 import pytest
 import torch
 
-from baton.engine.layers.linear import JoinedLinear, choose, packed
+from baton.engine.layers.linear import JoinedLinear, choose, packed, quantized
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.linear.panels import pack
+from baton.engine.layers.linear.quantized import QuantizedLinear
+from baton.engine.weights.forms import IntWeight
 from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
 
 native = pytest.mark.skipif(bool(packed.unavailable()), reason=packed.unavailable() or "there")
+fbgemm = pytest.mark.skipif(
+    quantized.ENGINE not in torch.backends.quantized.supported_engines, reason="this torch was built without it"
+)
 BF16, FP32 = torch.bfloat16, torch.float32
 # Relative error of y, by what the activations are rounded to: bf16 output 2^-9; int8 about 1/254 of the largest value
 # of a row; e4m3 3 bits of mantissa.
@@ -52,10 +57,16 @@ def test_dense(shape, dtype, tolerance):
     assert error(PackedLinear(weight, bias, dtype)(x), reference(weight, x, bias)) < tolerance
 
 
-@native
-@pytest.mark.parametrize("bits", [8, 4])
+EXACT = [
+    pytest.param(PackedLinear, 8, marks=native, id="native-8"),
+    pytest.param(PackedLinear, 4, marks=native, id="native-4"),
+    pytest.param(QuantizedLinear, 8, marks=fbgemm, id="fbgemm-8"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "bits"), EXACT)
 @pytest.mark.parametrize("shape", [(37, 48), (64, 8192), (100, 1000)], ids=str)
-def test_dynamic_sums_are_exact(shape, bits):
+def test_dynamic_sums_are_exact(shape, kernel, bits):
     """int8 times int8 per row: every bit is what integer arithmetic and two fp32 products say."""
     torch.manual_seed(0)
     weight, bias = int_weight(shape, bits, activations="dynamic"), torch.randn(shape[0])
@@ -64,7 +75,7 @@ def test_dynamic_sums_are_exact(shape, bits):
     rows = torch.round(x * (127 / largest)).long()
     sums = (rows @ weight.integers().long().t()).float()
     truth = sums * (largest / 127) * weight.scales.t() + bias
-    assert torch.equal(PackedLinear(weight, bias, FP32)(x), truth)
+    assert torch.equal(kernel(weight, bias, FP32)(x), truth)
 
 
 @native
@@ -80,13 +91,29 @@ def test_group_sums_are_exact():
     assert error(PackedLinear(weight, None, FP32)(x), truth) < 1e-6
 
 
-@native
-@pytest.mark.parametrize("name", ["int8-dynamic", "int4-g32", "fp8-row-dynamic"])
-def test_rows_of_zeros_and_of_nan(name):
+@fbgemm
+def test_sums_that_sixteen_bits_do_not_hold():
+    """The largest values side by side: products of whole bytes would be cut off in pairs below VNNI."""
+    values = torch.full((3, 4096), -128, dtype=torch.int8)
+    values[1:] = 127
+    weight, x = IntWeight(8, values, torch.ones(3, 1), 4096, activations="dynamic"), torch.full((2, 4096), 127.0)
+    x[1] = -127
+    row = torch.tensor([-128.0, 127, 127]) * 127 * 4096
+    assert torch.equal(QuantizedLinear(weight, None, FP32)(x), torch.stack([row, -row]))
+
+
+ROW_KERNELS = [
+    *(pytest.param(PackedLinear, name, marks=native) for name in ("int8-dynamic", "int4-g32", "fp8-row-dynamic")),
+    pytest.param(QuantizedLinear, "int8-dynamic", marks=fbgemm),
+]
+
+
+@pytest.mark.parametrize(("kernel", "name"), ROW_KERNELS)
+def test_rows_of_zeros_and_of_nan(kernel, name):
     """A row of zeros gives the bias; a NaN shows in its own row, whole, and in no other."""
     torch.manual_seed(0)
     weight, bias, x = FORMS[name]((70, 96)), torch.randn(70).bfloat16(), torch.randn(5, 96).bfloat16()
-    kernel = PackedLinear(weight, bias, BF16)
+    kernel = kernel(weight, bias, BF16)
     clean = kernel(x)
     x[1], x[3, 17] = 0, float("nan")
     y = kernel(x)
@@ -116,9 +143,11 @@ def test_bytes_are_the_stored_ones():
     assert PackedLinear(dense_weight(shape, BF16), None, BF16).num_bytes == 256 * 1024 * 2
 
 
-@native
-def test_no_rows():
-    kernel = PackedLinear(int_weight((64, 64), 8), None, BF16)
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(PackedLinear, marks=native), pytest.param(QuantizedLinear, marks=fbgemm)]
+)
+def test_no_rows(kernel):
+    kernel = kernel(int_weight((64, 64), 8, activations="dynamic"), None, BF16)
     assert kernel(torch.empty(0, 64, dtype=BF16)).shape == (0, 64)
 
 
@@ -139,7 +168,7 @@ def test_joined_kernels_concatenate():
 def test_auto_takes_native_and_says_why_not_others():
     make, reasons = choose("auto", True, BF16)
     assert make(int_weight((64, 64), 4, 32), None).name == "native"
-    assert set(reasons) == {"dense", "fast"} and "native" in reasons["dense"]
+    assert set(reasons) == {"fbgemm", "dense", "fast"} and "native" in reasons["dense"]
 
 
 @native
@@ -152,14 +181,17 @@ def test_what_native_refuses_goes_to_dense_with_a_reason():
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_without_the_library_every_form_is_expanded(name, monkeypatch):
+def test_without_the_library_int8_rows_stay_and_other_forms_are_expanded(name, monkeypatch):
     monkeypatch.setattr(packed, "unavailable", lambda: "BATON_NATIVE=off")
     torch.manual_seed(0)
     make, reasons = choose("auto", True, BF16)
     weight, x = FORMS[name]((64, 96)), torch.randn(5, 96).bfloat16()
     kernel = make(weight, None)
-    assert kernel.name == "dense" and reasons["native"] == "BATON_NATIVE=off"
+    stays = name == "int8-dynamic" and not quantized.refusal(weight)
+    assert kernel.name == ("fbgemm" if stays else "dense") and reasons["native"] == "BATON_NATIVE=off"
+    assert stays or reasons["fbgemm"] == quantized.refusal(weight) != ""
     assert error(kernel(x), reference(weight, x)) < (0.04 if rounding(name) == "e4m3" else 0.01)
+    assert choose("fbgemm", True, BF16)[0](weight, None).name == kernel.name
     with pytest.raises(ValueError, match="BATON_NATIVE=off"):
         choose("native", True, BF16)
 

@@ -12,8 +12,10 @@ from baton.engine.core.batch import ForwardBatch, SeqSlice
 from baton.engine.core.config import EngineConfig
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import VECTOR_STRIDE, swiglu
-from baton.engine.layers.linear import KERNELS, packed
+from baton.engine.layers.linear import packed, quantized
+from baton.engine.layers.linear.dense import DenseLinear
 from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.linear.quantized import QuantizedLinear
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.models.loader import load_model
 from baton.engine.weights.forms import DenseWeight
@@ -24,9 +26,7 @@ from tests.support.engine.weight_forms import FORMS, dense_weight
 ROWS = (1, 2, 7, 9, 64, 512)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NO_NATIVE = packed.unavailable()
-EXACT_LINEAR = [
-    kernel for kernel in KERNELS.values() if kernel.batch_invariant and not (kernel is PackedLinear and NO_NATIVE)
-]
+EXACT_LINEAR = [DenseLinear] if NO_NATIVE else [DenseLinear, PackedLinear]  # of floating-point weights
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
@@ -86,6 +86,15 @@ def test_linear_of_every_form(name, shape, form, threads):
         pytest.skip(packed.refusal(weight, x.dtype))
     kernel = PackedLinear(weight, torch.randn(out_features).to(x.dtype), x.dtype)
     assert_rows_equal(kernel, x, rows=(*range(1, 65), 512) if threads == 1 else ROWS)
+
+
+@pytest.mark.skipif(
+    quantized.ENGINE not in torch.backends.quantized.supported_engines, reason="this torch was built without it"
+)
+def test_linear_of_torchs_integers(form, threads):
+    torch.manual_seed(0)
+    x = torch.randn(512, 1100).to(DTYPES[form])
+    assert_rows_equal(QuantizedLinear(FORMS["int8-dynamic"]((200, 1100)), None, x.dtype), x)
 
 
 @pytest.mark.skipif(bool(NO_NATIVE), reason=NO_NATIVE)

@@ -2,6 +2,6 @@
 
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.joined import JoinedLinear
-from baton.engine.layers.linear.selection import KERNELS, choose
+from baton.engine.layers.linear.selection import choose
 
-__all__ = ["KERNELS", "JoinedLinear", "LinearKernel", "choose"]
+__all__ = ["JoinedLinear", "LinearKernel", "choose"]

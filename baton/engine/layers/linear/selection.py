@@ -3,15 +3,16 @@
 import torch
 from torch import Tensor
 
-from baton.engine.layers.linear import packed
+from baton.engine.layers.linear import packed, quantized
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.dense import DenseLinear, FastLinear
 from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.linear.quantized import QuantizedLinear
 from baton.engine.weights.forms import Weight
 
 CPU = torch.device("cpu")
-KERNELS = {kernel.name: kernel for kernel in (PackedLinear, DenseLinear, FastLinear)}
+KERNELS = {kernel.name: kernel for kernel in (PackedLinear, QuantizedLinear, DenseLinear, FastLinear)}
 
 
 class LinearChoice:
@@ -41,15 +42,20 @@ class LinearChoice:
 
     def _choose(self, weight: Weight) -> str:
         """Choose for `auto` the native kernel if there is one: it reads a weight at the speed of memory
-        (bench/cpu.py)."""
-        if self._name not in ("auto", "native"):
+        (bench/cpu.py). Next to it, torch's integer products read int8 as it is stored."""
+        if self._name in ("dense", "fast"):
             return self._name
-        refusal = packed.refusal(weight, self._dtype)
+        if self._name != QuantizedLinear.name:
+            refusal = packed.refusal(weight, self._dtype)
+            if not refusal:
+                return "native"
+            if self._name == "native":
+                raise ValueError(f"linear kernel 'native': {refusal}")
+            self.reasons["native"] = refusal
+        refusal = quantized.refusal(weight)
         if not refusal:
-            return "native"
-        if self._name == "native":
-            raise ValueError(f"linear kernel 'native': {refusal}")
-        self.reasons["native"] = refusal
+            return QuantizedLinear.name
+        self.reasons[QuantizedLinear.name] = refusal
         return "dense" if "fast" in self.reasons else "fast"
 
 

@@ -1,0 +1,79 @@
+"""Weights of int8 rows times int8 activations by torch's own integer products (FBGEMM), where there are no native kernels.
+
+The sums are exact, and every bit is the one of the native kernels. FBGEMM multiplies unsigned activations by signed
+weights, and below VNNI it adds two such products in 16 bits: 2 * 127 * 128 fits, 2 * 255 * 128 does not. So a row goes
+in twice, its positive values and its negative ones, and the sums are subtracted. It returns them as fp32, which holds
+integers up to 2^24: longer inputs are cut in pieces.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from baton.engine.layers.linear.base import LinearKernel
+from baton.engine.weights.forms import IntWeight, Weight
+
+PIECE = 1024  # inputs: 1024 * 127 * 128 < 2^24
+ENGINE = "fbgemm"
+
+
+class QuantizedLinear(LinearKernel):
+    """One weight of int8 rows, packed by torch."""
+
+    name = ENGINE
+    batch_invariant = True
+    row_multiple = 1
+
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
+        """A weight that `refusal` has nothing against, bias [out_features]; dtype of x and y."""
+        self._num_bytes = weight.values.nbytes + weight.scales.nbytes + (0 if bias is None else bias.nbytes)
+        self._scales, self._bias, self._dtype = weight.scales.flatten(), None if bias is None else bias.float(), dtype
+        self._pieces = [_packed(piece) for piece in weight.values.split(PIECE, dim=1)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.float()
+        num_rows = x.shape[0]
+        largest = x.abs().amax(dim=1, keepdim=True)
+        integers = torch.round(x * torch.where(largest > 0, 127 / largest, 0.0))
+        both = torch.cat([integers.clamp(min=0), -integers.clamp(max=0)])
+        multiply, total = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32, None
+        for part, packed in zip(both.split(PIECE, dim=1), self._pieces, strict=True):
+            sums = multiply(part, 1.0, 0, packed)
+            piece = sums[:num_rows] - sums[num_rows:]
+            if len(self._pieces) == 1:
+                total = piece
+            else:
+                total = piece.int() if total is None else total.add_(piece.int())
+        y = total.float().mul_(largest / 127).mul_(self._scales)
+        return (y if self._bias is None else y.add_(self._bias)).to(self._dtype)
+
+
+def refusal(weight: Weight) -> str:
+    """Return why torch has no integer product for this weight; "" if it has one."""
+    if ENGINE not in torch.backends.quantized.supported_engines:
+        return f"this torch was built without {ENGINE}"
+    rows = isinstance(weight, IntWeight) and weight.bits == 8 and weight.group == weight.shape[1]
+    if not rows or weight.activations != "dynamic":
+        return "multiplies int8 rows by int8 activations alone"
+    if weight.offsets is not None or weight.order is not None or weight.outliers is not None:
+        return "takes no offsets, orders of inputs or outliers"
+    return ""
+
+
+def _packed(values: Tensor):
+    """int8 [out, in] -> as FBGEMM reads it, with scales of 1."""
+    ones, zeros = torch.ones(len(values), dtype=torch.double), torch.zeros(len(values), dtype=torch.long)
+    chosen = torch.backends.quantized.engine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to move quantized tensors to another package
+        quantized = torch._make_per_channel_quantized_tensor(values.contiguous(), ones, zeros, 0)
+    torch.backends.quantized.engine = ENGINE
+    try:
+        return torch.ops.quantized.linear_prepack(quantized, None)
+    finally:
+        torch.backends.quantized.engine = chosen
