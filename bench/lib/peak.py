@@ -34,6 +34,6 @@ def measure(num_threads: int) -> Peak | None:
         ran = subprocess.run([program, str(num_threads)], check=True, capture_output=True, text=True)
     if not ran.stdout:
         return None
-    has_vnni = tiers[-1].name == "avx512-vnni-bf16"
+    has_vnni = "-mavx512vnni" in tiers[-1].flags  # also of AMX, whose tiles are not measured
     names = ("vdpbf16ps", "vpdpbusd") if has_vnni else ("vfmadd231ps", "vpmaddwd and vpaddd")
     return Peak(*map(float, ran.stdout.split()), *names)

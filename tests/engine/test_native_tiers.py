@@ -43,6 +43,7 @@ OWN = available()
         (f"{V3} avx512_vnni avx512_bf16", 1),
         (f"{V4} avx512_vnni", 2),
         (f"{V4} avx512_vnni avx512_bf16 amx_tile", 3),
+        (f"{V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16", 4),
     ],
 )
 def test_tiers_of_a_processor(flags, count):
@@ -65,6 +66,17 @@ def test_an_architecture_without_kernels(monkeypatch):
 def test_a_cap_is_kept(monkeypatch):
     monkeypatch.setenv("BATON_ISA", TIERS[0].name)
     assert available() == OWN[:1]
+
+
+@pytest.mark.parametrize(("permitted", "count"), [(True, 4), (False, 3)])
+def test_tiles_that_linux_does_not_permit_are_not_taken(tmp_path, monkeypatch, permitted, count):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags\t\t: {V4} avx512_vnni avx512_bf16 amx_tile amx_int8 amx_bf16\n")
+    monkeypatch.delenv("BATON_ISA", raising=False)
+    monkeypatch.setattr("baton.engine.native.tier.CPUINFO", cpuinfo)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("baton.engine.native.tier.tiles_permitted", lambda: permitted)
+    assert [found.name for found in available()] == NAMES[:count]
 
 
 def test_a_wrong_cap_is_one_line(monkeypatch):

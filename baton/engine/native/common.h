@@ -22,6 +22,9 @@
 #if defined(BATON_AVX512) && defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 #define BATON_VNNI_BF16  // products of four int8 and of bf16 pairs
 #endif
+#if defined(BATON_VNNI_BF16) && (defined(__AMX_INT8__) && defined(__AMX_BF16__) || defined(BATON_EMULATED_TILES))
+#define BATON_AMX  // products of tiles of int8 and of bf16
+#endif
 
 namespace baton {
 

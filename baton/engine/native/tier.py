@@ -1,10 +1,14 @@
 """Select the instructions that native kernels are compiled for: the best tier that the processor has, or that BATON_ISA
 allows."""
 
+import ctypes
 import os
 import platform
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,13 @@ TIERS = (
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
         "AVX-512 with VNNI and BF16",
     ),
+    Tier(
+        "avx512-amx",
+        "x86_64",
+        frozenset(("amx_tile", "amx_int8", "amx_bf16")),
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        "AMX tiles of int8 and bf16",
+    ),
     Tier("armv8.2-dotprod", "aarch64", frozenset(["asimddp"]), ("-march=armv8.2-a+dotprod",), "NEON with dotprod"),
 )
 
@@ -68,11 +79,20 @@ def available() -> list[Tier]:
     if cap and cap not in names:
         raise ValueError(f"BATON_ISA={cap}: one of {', '.join(names)}" if names else f"BATON_ISA={cap}: no tier here")
     try:
-        cpuinfo = Path("/proc/cpuinfo").read_text()
+        cpuinfo = CPUINFO.read_text()
     except OSError:
         cpuinfo = ""
     found = tiers_of(cpuinfo, machine)
-    return found[: names.index(cap) + 1] if cap else found
+    if cap:
+        found = found[: names.index(cap) + 1]
+    return found[:-1] if found and "amx_tile" in found[-1].needs and not tiles_permitted() else found
+
+
+@cache
+def tiles_permitted() -> bool:
+    """Ask Linux for the registers of AMX, which it keeps from a process that has not asked, for all threads."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def missing() -> str:

@@ -15,6 +15,7 @@ from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.weights.forms import IntWeight, Weight
 
 PIECE = 1024  # inputs: 1024 * 127 * 128 < 2^24
+TINY = 1e-30  # rows that are no larger count as zero: 127 / largest would overflow
 ENGINE = "fbgemm"
 
 
@@ -27,6 +28,7 @@ class QuantizedLinear(LinearKernel):
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
         """A weight that `refusal` has nothing against, bias [out_features]; dtype of x and y."""
+        assert isinstance(weight, IntWeight)
         self._num_bytes = weight.values.nbytes + weight.scales.nbytes + (0 if bias is None else bias.nbytes)
         self._scales, self._bias, self._dtype = weight.scales.flatten(), None if bias is None else bias.float(), dtype
         self._pieces = [_packed(piece) for piece in weight.values.split(PIECE, dim=1)]
@@ -39,16 +41,13 @@ class QuantizedLinear(LinearKernel):
         x = x.float()
         num_rows = x.shape[0]
         largest = x.abs().amax(dim=1, keepdim=True)
-        integers = torch.round(x * torch.where(largest > 0, 127 / largest, 0.0))
+        integers = torch.round(x * torch.where(largest <= TINY, 0.0, 127 / largest))
         both = torch.cat([integers.clamp(min=0), -integers.clamp(max=0)])
-        multiply, total = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32, None
+        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        total = torch.zeros((), dtype=torch.int32)
         for part, packed in zip(both.split(PIECE, dim=1), self._pieces, strict=True):
             sums = multiply(part, 1.0, 0, packed)
-            piece = sums[:num_rows] - sums[num_rows:]
-            if len(self._pieces) == 1:
-                total = piece
-            else:
-                total = piece.int() if total is None else total.add_(piece.int())
+            total = total + (sums[:num_rows] - sums[num_rows:]).int()
         y = total.float().mul_(largest / 127).mul_(self._scales)
         return (y if self._bias is None else y.add_(self._bias)).to(self._dtype)
 
@@ -57,9 +56,10 @@ def refusal(weight: Weight) -> str:
     """Return why torch has no integer product for this weight; "" if it has one."""
     if ENGINE not in torch.backends.quantized.supported_engines:
         return f"this torch was built without {ENGINE}"
-    rows = isinstance(weight, IntWeight) and weight.bits == 8 and weight.group == weight.shape[1]
-    if not rows or weight.activations != "dynamic":
-        return "multiplies int8 rows by int8 activations alone"
+    if not isinstance(weight, IntWeight) or (weight.bits, weight.group) != (8, weight.shape[1]):
+        return "multiplies int8 rows alone"
+    if weight.activations != "dynamic":
+        return "multiplies int8 activations alone"
     if weight.offsets is not None or weight.order is not None or weight.outliers is not None:
         return "takes no offsets, orders of inputs or outliers"
     return ""
@@ -71,7 +71,7 @@ def _packed(values: Tensor):
     chosen = torch.backends.quantized.engine
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch means to move quantized tensors to another package
-        quantized = torch._make_per_channel_quantized_tensor(values.contiguous(), ones, zeros, 0)
+        quantized = torch.ops.aten._make_per_channel_quantized_tensor(values.contiguous(), ones, zeros, 0)
     torch.backends.quantized.engine = ENGINE
     try:
         return torch.ops.quantized.linear_prepack(quantized, None)

@@ -250,15 +250,6 @@ Tile tile_for(int64_t form, [[maybe_unused]] int64_t kind) {
 
 using namespace baton;
 
-// Of floating point, what decides bits besides the source: bf16 by pairs (vdpbf16ps), or all by fma in fp32.
-extern "C" const char* baton_products() {
-#ifdef BATON_VNNI_BF16
-  return "bf16-pairs";
-#else
-  return "fp32";
-#endif
-}
-
 void baton_attention(const Pool* pool, const Shape* shape, const Sequence* seqs, int64_t num_seqs, int64_t layer,
                      const void* q, int64_t q_stride, void* out, int64_t num_threads) {
   const Call call{*pool, *shape, layer, q, q_stride, out};

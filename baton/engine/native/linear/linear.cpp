@@ -44,5 +44,17 @@ extern "C" void baton_linear(const Linear* linear, const void* x, void* y, int64
   }
 }
 
+// Of floating point, what decides bits besides the source: bf16 by pairs (vdpbf16ps), in linear layers by tiles of 32 inputs
+// (AMX), or all by fma in fp32.
+extern "C" const char* baton_products() {
+#if defined(BATON_AMX)
+  return "bf16-tiles";
+#elif defined(BATON_VNNI_BF16)
+  return "bf16-pairs";
+#else
+  return "fp32";
+#endif
+}
+
 // What all kernels keep, of all threads.
 extern "C" int64_t baton_scratch_bytes() { return baton::scratch_bytes; }

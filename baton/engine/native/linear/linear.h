@@ -1,8 +1,9 @@
 // A packed linear weight, and how its kernels meet: rows are prepared (linear_rows.cpp), then multiplied
 // panel by panel (bytes32/, bytes64/). Python fills the struct: baton/engine/layers/linear/packed.py.
 //
-// A panel is 64 outputs, four vectors wide. Along the inputs every lane is one output and takes its inputs in order, so
-// an output's sum has one order whatever the number of rows, of threads, or of outputs beside it:
+// A panel is 64 outputs, four vectors wide. Along the inputs every lane is one output and takes its inputs in order (of
+// bf16 by tiles of AMX: 32 after 32), so an output's sum has one order whatever the number of rows, of threads, or of
+// outputs beside it:
 //
 //   U8    [panels][in / 4][64][4]   q + 128           x: int8, integer sums per group (exact)
 //   U4    [panels][in / 8][64][4]   q + 8; inputs 8i..8i+3 in the low halves, 8i+4..8i+7 in the high ones

@@ -32,4 +32,12 @@ inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, in
   }
 }
 
+#ifdef BATON_AMX
+constexpr int64_t MIN_TILE_ROWS = 16;  // of integers, where fewer wait for memory
+
+// All rows of one panel by tiles (linear_tiles.cpp); integers in 8 bits, as linear.h draws U8.
+void int_tiles(const Linear& linear, const uint8_t* values, int64_t panel, const Rows& rows, void* y);
+void bf16_tiles(const Linear& linear, const uint8_t* values, int64_t panel, const Rows& rows, void* y);
+#endif
+
 }  // namespace baton

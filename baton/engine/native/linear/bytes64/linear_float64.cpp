@@ -149,6 +149,9 @@ void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& 
   const int64_t bytes_per_input = PANEL * (kind == W_F32 ? 4 : kind == W_BF16 ? 2 : 1);
   const uint8_t* values = linear.values + panel * in * bytes_per_input;
   const uint8_t* ahead = next == panel ? nullptr : linear.values + next * in * bytes_per_input;
+#ifdef BATON_AMX
+  if (kind == W_BF16) return bf16_tiles(linear, values, panel, rows, y);
+#endif
   if (kind == W_E4M3) {
     if (rows.num_rows < UNPACK_ROWS) return tiles<W_E4M3, true>(linear, values, ahead, panel, rows, in, nullptr, y);
     uint8_t* wide = reinterpret_cast<uint8_t*>(scratch(memory, 2 * PANEL * in));

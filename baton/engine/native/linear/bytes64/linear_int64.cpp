@@ -173,12 +173,21 @@ void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& ro
     else tiles<form(), false>(linear, values, panel, rows, ahead, y);
   };
   using Whole = std::integral_constant<Form, EIGHT_BITS>;
+#ifdef BATON_AMX
+  const bool by_tiles = rows.num_rows >= MIN_TILE_ROWS;
+  if (linear.kind == U8 && by_tiles) return int_tiles(linear, values, panel, rows, y);
+#else
+  constexpr bool by_tiles = false;
+#endif
   if (linear.kind == U8) return multiply(Whole{});
   if (rows.num_rows < UNPACK_ROWS) return multiply(std::integral_constant<Form, FOUR_BITS>{});
-  const bool in_halves = linear.num_groups() > 1;
+  const bool in_halves = linear.num_groups() > 1 && !by_tiles;
   uint8_t* wide = reinterpret_cast<uint8_t*>(scratch(memory, PANEL * in));
   unpack(values, wide, in, in_halves);
   values = wide;
+#ifdef BATON_AMX
+  if (by_tiles) return int_tiles(linear, values, panel, rows, y);
+#endif
   if (in_halves) multiply(std::integral_constant<Form, IN_HALVES>{});
   else multiply(Whole{});
 }
