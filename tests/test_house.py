@@ -21,9 +21,10 @@ ROOMS = {
     "baton.fairness": (),
     "baton.sampling_params": (),
     "baton.protocol": (),
+    "baton.system": (),
     "baton.tokenizer": ("baton.gguf",),
-    "baton.constraints": ("baton.gguf",),
-    "kvtransfer": ("baton.v1", "baton.failpoints", "baton.tasks"),
+    "baton.constraints": ("baton.gguf", "baton.system"),
+    "kvtransfer": ("baton.v1", "baton.failpoints", "baton.tasks", "baton.system"),
     "baton.engine": (
         "kvtransfer.naming",
         "kvtransfer.layout",
@@ -37,7 +38,7 @@ ROOMS = {
     ),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
-    "baton.service": ("baton.v1", "baton.fairness"),
+    "baton.service": ("baton.v1", "baton.fairness", "baton.system"),
     "baton.loadgen": ("baton.service", "baton.client", "baton.v1"),
     "gateway": (
         "baton.service",
@@ -95,6 +96,7 @@ PLAIN = (
     "baton.fairness",
     "baton.sampling_params",
     "baton.protocol",
+    "baton.system",
 )
 NO_CODE_IN_DATA = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
 

@@ -11,10 +11,10 @@ import resource
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
+from baton import system
 from baton.constraints.constraint import BadConstraint, Constraint
 from baton.constraints.frames import MAX_CPU_S, write_frame
 from baton.constraints.grammar import Grammar, Vocabulary
@@ -37,7 +37,7 @@ def main() -> int:
     except ValueError as error:
         _answer("", str(error))
         return 1
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    size = system.memory_bytes()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_GROWTH, size + MAX_GROWTH))
     _answer("", "")
     while (frame := _read_frame()) is not None:

@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import socket
-import struct
 import tempfile
 import time
 from pathlib import Path
+
+from baton import system
 
 _PREFIX = "baton-kv-"
 _LOCK = "lock"
@@ -27,9 +28,8 @@ def default_parent() -> Path:
 
 def host_id(parent: Path) -> str:
     """Equal for two processes exactly when they run under one kernel and see the same folder. Raises OSError."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     status = os.stat(parent)
-    return hashlib.sha256(f"{boot}/{status.st_dev}/{status.st_ino}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{system.boot_id()}/{status.st_dev}/{status.st_ino}".encode()).hexdigest()[:32]
 
 
 def socket_path(parent: Path, address: str) -> str:
@@ -42,9 +42,9 @@ def socket_path(parent: Path, address: str) -> str:
 def check_peer(sock: socket.socket) -> None:
     """Raise PermissionError unless the other end of a unix socket is this user's, or root's. Folders keep others out,
     but root can enter another user's folder, which may have the name of one that is gone."""
-    peer = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if peer[1] not in (os.geteuid(), 0):
-        raise PermissionError(errno.EACCES, f"the socket is another user's, {peer[1]}")
+    user = system.user_behind(sock)
+    if user not in (os.geteuid(), 0):
+        raise PermissionError(errno.EACCES, f"the socket is another user's, {user}")
 
 
 class SocketFolder:

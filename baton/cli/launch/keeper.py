@@ -1,6 +1,6 @@
 """Keeps one program running as a child process: started again with growing pauses when it dies, drained at the end.
 
-A child never outlives us: it leads a process group of its own, and the kernel kills it when we die.
+A child never outlives us: it leads a process group of its own, and on Linux the kernel kills it when we die.
 """
 
 from __future__ import annotations
@@ -14,25 +14,13 @@ import sys
 import time
 from collections.abc import Mapping
 
+from baton import system
 from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
 from baton.service.progress import PREFIX
 
 _READY = re.compile(r"ready( [a-z_]+=\S+)+")
 _LINE_BYTES = 1 << 20
 _HOLD_S = 30.0  # a start that takes longer wants to be watched
-# Asks the kernel to be killed with its parent, then becomes the program. Not a preexec_fn: that runs between fork and exec,
-# where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
-_DIE_WITH_PARENT = """
-import ctypes, os, signal, sys
-parent, *argv = sys.argv[1:]
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != int(parent):
-    sys.exit(1)
-try:
-    os.execvp(argv[0], argv)
-except OSError as error:
-    sys.exit(f"{argv[0]}: {error.strerror}")
-"""
 
 
 class StartError(Exception):
@@ -142,7 +130,7 @@ class _Child:
     @classmethod
     async def spawn(cls, argv: list[str], env: Mapping[str, str]) -> _Child:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-IS", "-c", _DIE_WITH_PARENT, str(os.getpid())),
+            *(sys.executable, "-IS", "-c", system.RUN_WITH_PARENT, str(os.getpid())),
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

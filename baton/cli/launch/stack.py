@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton import system
 from baton.cli.launch.gpus import GpuShare, deal_gpus, visible_gpus
 from baton.cli.launch.keeper import Keeper
 from baton.protocol import ROLES
@@ -29,7 +30,7 @@ def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | Non
         return dict(threads)
     taken = sum(num_workers[role] * (each or 0) for role, each in threads.items())
     num_sharing = sum(num_workers[role] for role, each in threads.items() if each is None)
-    share = max(1, (len(os.sched_getaffinity(0)) - taken) // max(1, num_sharing))
+    share = max(1, (len(system.cores()) - taken) // max(1, num_sharing))
     return {role: each or share for role, each in threads.items()}
 
 

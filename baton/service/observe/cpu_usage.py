@@ -1,8 +1,9 @@
 """How busy the cores are that this process may use, with whatever runs on them."""
 
-import os
 import time
 from pathlib import Path
+
+from baton import system
 
 _STAT = Path("/proc/stat")
 _LEAST_S = 1.0  # the kernel counts in hundredths of a second
@@ -19,7 +20,7 @@ class CpuUsage:
 
     @property
     def num_cores(self) -> int:
-        return len(os.sched_getaffinity(0))
+        return len(system.cores())
 
     def busy(self) -> float:
         """Return the busy share since the last look, 0 to 1; where that was less than a second ago, what it saw. 0 where the
@@ -34,7 +35,7 @@ class CpuUsage:
 
 def _ticks() -> tuple[int, int]:
     """Idle and all ticks of the cores that this process may use."""
-    own = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    own = {f"cpu{core}" for core in system.cores()}
     try:
         rows = [line.split() for line in _STAT.read_text().splitlines()]
     except OSError:

@@ -1,0 +1,105 @@
+"""What Linux has and other systems have otherwise: memory that processes share, the user behind a socket, cores, sizes, the
+boot, and a child's end with its parent's.
+
+Everything that stands here has an alternative of POSIX or of macOS. No other system than Linux was ever tried; tests
+choose the alternatives on Linux, as far as it has them.
+"""
+
+import _posixshmem  # pyright: ignore[reportMissingImports]
+import ctypes
+import fcntl
+import os
+import resource
+import secrets
+import socket
+import struct
+import sys
+import uuid
+from pathlib import Path
+
+LINUX = sys.platform == "linux"
+
+# Becomes the program at the end of its arguments. On Linux the kernel is asked to kill it with its parent; elsewhere nobody
+# is there to ask, and a worker whose parent was killed has to be ended by hand. Not a preexec_fn: that runs between fork
+# and exec, where children of a process with gRPC's threads were seen to die of SIGSEGV and SIGABRT.
+RUN_WITH_PARENT = """
+import ctypes, os, signal, sys
+parent, *argv = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != int(parent):
+    sys.exit(1)
+try:
+    os.execvp(argv[0], argv)
+except OSError as error:
+    sys.exit(f"{argv[0]}: {error.strerror}")
+"""
+
+
+def cores() -> list[int]:
+    """Those that this process may use, in order."""
+    return sorted(os.sched_getaffinity(0)) if LINUX else list(range(os.cpu_count() or 1))
+
+
+def shared_memory(num_bytes: int) -> tuple[int, int]:
+    """An anonymous file of zeros whose size can never change: a descriptor to write by, and one to hand out that only
+    reads. Raises OSError."""
+    if not LINUX:
+        return _posix_memory(num_bytes)
+    fd = os.memfd_create("baton-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def keeps_its_size(fd: int) -> bool:
+    """Whether a file that another process sent cannot shrink, so that a reader of its mapping never meets SIGBUS. Elsewhere
+    it cannot be asked: macOS lets the size of shared memory be set once."""
+    if not LINUX:
+        return True
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # not even such a file
+        return False
+
+
+def user_behind(sock: socket.socket) -> int:
+    """The user id of the process at the other end of a unix socket. Raises OSError."""
+    if LINUX:
+        return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+    # LOCAL_PEERCRED of SOL_LOCAL: struct xucred begins with its version and the user id.
+    return struct.unpack_from("2I", sock.getsockopt(0, 1, 76))[1]
+
+
+def memory_bytes() -> int:
+    """The address space of this process; elsewhere the most that it has held. Raises OSError."""
+    if LINUX:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def boot_id() -> str:
+    """Equal for two processes exactly when one kernel runs them. Raises OSError."""
+    if LINUX:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    size, value = ctypes.c_size_t(37), ctypes.create_string_buffer(37)
+    if ctypes.CDLL(None, use_errno=True).sysctlbyname(b"kern.bootsessionuuid", value, ctypes.byref(size), None, 0):
+        raise OSError(ctypes.get_errno(), "kern.bootsessionuuid cannot be read")
+    return str(uuid.UUID(value.value.decode()))
+
+
+def _posix_memory(num_bytes: int) -> tuple[int, int]:
+    name = f"/baton-{secrets.token_hex(8)}"  # macOS takes 31 characters
+    fd = _posixshmem.shm_open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode=0o600)
+    try:
+        os.ftruncate(fd, num_bytes)
+        return fd, _posixshmem.shm_open(name, os.O_RDONLY, mode=0o600)
+    except BaseException:
+        os.close(fd)
+        raise
+    finally:
+        _posixshmem.shm_unlink(name)

@@ -1,0 +1,51 @@
+"""What stands in for Linux elsewhere, chosen here: memory that another process maps, cores, sizes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from baton import system
+from kvtransfer.memory.region import Region
+
+
+@pytest.fixture(params=[True, False], ids=["linux", "elsewhere"], autouse=True)
+def linux(request, monkeypatch):
+    if request.param and not system.LINUX:
+        pytest.skip("this is not Linux")
+    monkeypatch.setattr(system, "LINUX", request.param)
+
+
+def test_memory_that_another_process_reads():
+    region = Region.create(10_000)
+    region.memory[9_999] = 7
+    handed = region.open_read_only()
+    code = f"import mmap; print(mmap.mmap({handed}, 10_000, prot=mmap.PROT_READ)[9_999])"
+    done = subprocess.run([sys.executable, "-c", code], pass_fds=[handed], capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+    with pytest.raises(OSError):
+        os.write(handed, b"x")
+    theirs = Region.map(handed, 10_000)
+    assert theirs.memory[9_999] == 7 and theirs.memory.readonly
+    theirs.close(), region.close()
+
+
+def test_closed_regions_leave_no_descriptor():
+    before = len(os.listdir("/dev/fd"))
+    region = Region.create(4096)
+    os.close(region.open_read_only())
+    region.close()
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_no_room():
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(OSError, match=r"^no room for KV of 1099511627776.0 MiB in memory: "):
+        Region.create(1 << 60)
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_cores_and_memory():
+    assert system.cores() == sorted(set(system.cores())) != []
+    assert system.memory_bytes() > 0
