@@ -205,9 +205,9 @@ def _asked(prefix: str, requests: list[pb.GenerateRequest], values: Mapping[str,
     if options and not stream:
         raise InvalidRequest("stream_options", "needs stream: true")
     _read_user(values)
-    usage = (read_value(options, name, BOOLEAN, False) for name in ("include_usage", "continuous_usage_stats"))
+    usage, at_once = (read_value(options, name, BOOLEAN, False) for name in ("include_usage", "continuous_usage_stats"))
     return_token_ids = read_value(values, "return_token_ids", BOOLEAN, False)
-    return Asked(f"{prefix}-{request_id}", requests, names, stream, *usage, return_token_ids)
+    return Asked(f"{prefix}-{request_id}", requests, names, stream, usage, at_once, return_token_ids)
 
 
 def _read_user(values: Mapping[str, Any]) -> None:
