@@ -102,6 +102,14 @@ def test_sums_that_sixteen_bits_do_not_hold():
     assert torch.equal(QuantizedLinear(weight, None, FP32)(x), torch.stack([row, -row]))
 
 
+@fbgemm
+def test_torch_says_nothing_of_its_plans():
+    """A start without kernels has one warning, which says what is lost."""
+    code = "import torch; from baton.engine.layers.linear.quantized import _packed; _packed(torch.ones(4, 4).char())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
 ROW_KERNELS = [
     *(pytest.param(PackedLinear, name, marks=native) for name in ("int8-dynamic", "int4-g32", "fp8-row-dynamic")),
     pytest.param(QuantizedLinear, "int8-dynamic", marks=fbgemm),

@@ -70,8 +70,9 @@ def _packed(values: Tensor):
     ones, zeros = torch.ones(len(values), dtype=torch.double), torch.zeros(len(values), dtype=torch.long)
     chosen = torch.backends.quantized.engine
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to move quantized tensors to another package
-        quantized = torch.ops.aten._make_per_channel_quantized_tensor(values.contiguous(), ones, zeros, 0)
+        warnings.simplefilter("ignore")  # torch means to remove quantized tensors; torch.ops would say so on stderr
+        make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+        quantized = make(values.contiguous(), ones, zeros, 0)
     torch.backends.quantized.engine = ENGINE
     try:
         return torch.ops.quantized.linear_prepack(quantized, None)
