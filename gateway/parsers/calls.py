@@ -29,26 +29,35 @@ class _Part:
 
 
 class CallSink:
-    """Gather the parts of calls until they are taken."""
+    """Gather the parts of calls until they are taken. The last character of the arguments waits for the end of their call:
+    those of a call that went wrong are never JSON."""
 
     def __init__(self, spellings: Mapping[int, str]):
         """`spellings`: what str.translate makes of characters that stand for control tokens."""
-        self._spellings, self._parts = spellings, list[_Part]()
+        self._spellings, self._parts, self._held = spellings, list[_Part](), ""
 
     def begin(self, name: str) -> None:
         """Begin a call: no text in its place can make it undone."""
         self._parts.append(_Part(name))
+        self._held = ""
 
     def add(self, text: str) -> None:
         """Add to the arguments of the call that has begun."""
-        if not self._parts:
-            self._parts.append(_Part())
-        self._parts[-1].texts.append(text)
+        text = self._held + text
+        self._held = text[-1:]
+        if len(text) > 1:
+            self._part().texts.append(text[:-1])
 
     def end(self) -> None:
         """Say that the call is whole."""
-        self.add("")
-        self._parts[-1].is_last = True
+        part = self._part()
+        part.texts.append(self._held)
+        part.is_last, self._held = True, ""
+
+    def _part(self) -> _Part:
+        if not self._parts:
+            self._parts.append(_Part())
+        return self._parts[-1]
 
     def take(self) -> list[CallPart]:
         """Return what has come since the last time."""

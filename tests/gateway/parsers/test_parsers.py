@@ -69,6 +69,20 @@ def test_equal_over_every_chunking(name, data):
         assert is_object(call.arguments) == call.is_last
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1}'),
+        ("hermes", '<tool_call>{"name": "find", "arguments": {"n": 1} ?'),
+        ("harmony", " to=functions.find<|message|>{}analysis"),
+    ],
+)
+def test_arguments_that_no_call_ends_behind_are_no_json(name, text):
+    for pieces in ([text], text):
+        (call,) = parse(name, pieces).calls
+        assert not call.is_last and not is_object(call.arguments)
+
+
 @pytest.mark.parametrize("name", [name for name in ALPHABET if name != "harmony"])
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(st.characters(blacklist_categories=("Cs",)), max_size=60))
@@ -85,16 +99,16 @@ def test_without_tools_there_are_no_calls(form):
 
 
 def test_text_goes_out_at_once():
-    """What cannot be the beginning of a call waits for nothing."""
+    """What cannot be the beginning of a call waits for nothing; of arguments the last character waits."""
     parser = format_named("hermes").parser({}, TOOLS, "")
     assert parser.push("The fox ").content == "The fox"
     assert parser.push("is <").content == " is"
     assert parser.push("b> here").content == " <b> here"
     assert parser.push('<tool_call>{"name": "find", "argu').calls == []
-    assert parser.push('ments": {"n"').calls == [CallPart("find", '{"n"', False)]
-    assert parser.push(': 1, "text": "a f').calls == [CallPart("", ': 1, "text": "a f', False)]
-    assert parser.push('ox"}').calls == [CallPart("", 'ox"}', False)]
-    assert parser.push("}").calls == [CallPart("", "", True)]
+    assert parser.push('ments": {"n"').calls == [CallPart("find", '{"n', False)]
+    assert parser.push(': 1, "text": "a f').calls == [CallPart("", '": 1, "text": "a ', False)]
+    assert parser.push('ox"}').calls == [CallPart("", 'fox"', False)]
+    assert parser.push("}").calls == [CallPart("", "}", True)]
 
 
 def test_characters_stand_for_control_tokens():
