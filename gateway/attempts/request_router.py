@@ -103,5 +103,5 @@ class RequestRouter:
         return self.num_matched_spans(link) * SPAN_TOKENS
 
     def decode_links(self, most: int) -> list[WorkerLink]:
-        """Return at most `most` serving decode workers, longest prefix first."""
-        return sorted(self._router.serving("decode"), key=self.num_matched_spans, reverse=True)[:most]
+        """Return at most `most` serving workers that may have the sequence, longest prefix first."""
+        return sorted(self._router.writers(), key=self.num_matched_spans, reverse=True)[:most]

@@ -96,6 +96,10 @@ class GatewaySettings(Exposure):
     max_start_wait_s: float = option(
         "longest wait for a worker that is starting, in seconds; 0: a request whose role has no worker is refused", 30.0
     )
+    stand_in: bool = option(
+        "let a prefill worker answer while no decode worker serves, and a decode worker read while no prefill worker does",
+        False,
+    )
     max_unread_tokens: int = option("tokens that a slow client may leave unread before its request is ended", 4096)
     default_timeout_s: float = option("deadline of requests without one, in seconds", 60.0)
     max_timeout_s: float = option("longest deadline, in seconds", 300.0)

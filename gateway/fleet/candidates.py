@@ -4,7 +4,7 @@ fast they have been. A request looks at a bounded number of them."""
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from baton.protocol import ROLES
@@ -24,7 +24,8 @@ from gateway.routing.routing import (
 )
 from kvtransfer.naming import SPAN_TOKENS
 
-CAN_HOLD = {"prefill": can_prefill, "decode": can_decode}
+CanHold = Callable[[RoutingRequest, WorkerLimits], bool]
+CAN_HOLD: dict[str, CanHold] = {"prefill": can_prefill, "decode": can_decode}
 # Of the holders of a prefix, those that are looked at for ones of a role.
 NUM_SEEN = 8 * NUM_HOLDERS
 
@@ -75,10 +76,12 @@ class Candidates:
         self._limits = {role: {each.limits for each in links} for role, links in self._serving.items()}
         self.num_changes += 1
 
-    def may_come(self, role: str, request: RoutingRequest, within_s: float) -> bool:
-        """Return whether a worker of this role that does not serve now may do so soon, and could hold the request."""
+    def may_come(self, role: str, request: RoutingRequest, within_s: float, task: str = "") -> bool:
+        """Return whether a worker of this role that does not serve now may do so soon, and could hold the request for
+        `task`, or for its own role."""
+        can_hold = CAN_HOLD[task or role]
         return any(
-            link.may_come(within_s) and (link.limits is None or CAN_HOLD[role](request, link.limits))
+            link.may_come(within_s) and (link.limits is None or can_hold(request, link.limits))
             for link in self._links[role]
         )
 
@@ -106,10 +109,18 @@ class Candidates:
         return self._serving[role]
 
     def near(
-        self, role: str, request: RoutingRequest, matches: Matches, avoid: Collection[bytes], everyone: bool = False
+        self,
+        role: str,
+        request: RoutingRequest,
+        matches: Matches,
+        avoid: Collection[bytes],
+        everyone: bool = False,
+        task: str = "",
     ) -> dict[str, WorkerLink]:
-        """Return name -> link of the workers that a request looks at; only such as can hold it, if there are any."""
-        can_hold, large = CAN_HOLD[role], self._large(role, request)
+        """Return name -> link of the workers that a request looks at; only such as can hold it, if there are any.
+        `task`: the role whose work they are to do, if it is not their own."""
+        can_hold = CAN_HOLD[task or role]
+        large = self._large(role, request, can_hold)
 
         def is_usable(link: WorkerLink) -> bool:
             return self._ids[link] not in avoid
@@ -137,9 +148,9 @@ class Candidates:
         at = now()
         return [self._candidate(link, matches, at, request) for link in links]
 
-    def _large(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
+    def _large(self, role: str, request: RoutingRequest, can_hold: CanHold) -> Sequence[WorkerLink]:
         """Return the serving workers of a role that can hold a request, or all of them if none can."""
-        can_hold, serving = CAN_HOLD[role], self._serving[role]
+        serving = self._serving[role]
         if all(can_hold(request, limits) for limits in self._limits[role]):
             return serving
         return [link for link in serving if can_hold(request, link.limits)] or serving

@@ -66,7 +66,7 @@ class Registry:
         self._add_configured("prefill", settings.prefill_workers)
         self._add_configured("decode", settings.decode_workers)
         self.candidates = Candidates(self._links)
-        self.router = Router(self.candidates, settings.split, self._rates, settings.max_start_wait_s)
+        self.router = Router(self.candidates, settings.split, self._rates, settings.max_start_wait_s, settings.stand_in)
         sets = {role: self._session_set(role, is_named=False) for role in ROLES}
         self.registered = Registrations(sets, make_directory(settings.redis), Networks(settings.worker_networks))
 
@@ -99,8 +99,8 @@ class Registry:
 
     @property
     def card(self) -> pb.ModelCard | None:
-        """The model card of a serving decode worker, or None."""
-        return next((link.hello.model for link in self.decode if link.serving and link.hello), None)
+        """The model card of a serving worker, a decode worker if there is one, or None."""
+        return next((link.hello.model for link in self.decode + self.prefill if link.serving and link.hello), None)
 
     @property
     def model(self) -> ServedModel:
@@ -149,10 +149,10 @@ class Registry:
 
     def not_ready(self) -> str | None:
         """Return why no request could be served now, or None."""
+        if self.router.can_serve():
+            return None
         if not self.candidates.serving("decode"):
             return "no decode worker serves: " + self._excuses("decode")
-        if self.router.may_read_where_it_decodes or self.router.any_pair():
-            return None
         return "no prefill worker serves that a decode worker can take KV from: " + self._excuses("prefill")
 
     def check_fits(self, request: RoutingRequest) -> None:

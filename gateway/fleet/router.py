@@ -1,6 +1,7 @@
 """Choose workers for requests, among those that serve now."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 
 from baton.protocol import ROLES
 from baton.service.clock import now
@@ -23,16 +24,19 @@ from gateway.routing.routing import (
 )
 
 _RETRY_AFTER_S = 1.0
+_STAND_IN = {"prefill": "decode", "decode": "prefill"}  # role -> who does its work while none of it serves
 
 
 class Router:
     """Belongs to the event loop. Workers to avoid are named by their ids."""
 
-    def __init__(self, candidates: Candidates, split: str, rates: WorkerRates, max_start_wait_s: float):
+    def __init__(
+        self, candidates: Candidates, split: str, rates: WorkerRates, max_start_wait_s: float, stand_in: bool = False
+    ):
         """`split`: auto, always or never, as in the settings; `rates`: of all workers; `max_start_wait_s`: for one that
-        starts."""
+        starts; `stand_in`: while no worker of a role serves, those of the other do its work."""
         self._candidates, self._split, self._rates = candidates, split, rates
-        self.max_start_wait_s = max_start_wait_s
+        self.max_start_wait_s, self._stand_in = max_start_wait_s, stand_in
         self._pairs = 0, False  # (num_changes of the candidates, whether any two fit)
 
     def route(
@@ -51,11 +55,21 @@ class Router:
                 return self._route(request, matches, avoided, split)
             except NoRoute as error:
                 reason = str(error)
+        for avoided in self._avoidances(avoid, too_short, True) if self._stand_in else ():
+            if found := self._route_to_stand_in(request, matches, avoided):
+                return found
         raise Unavailable(reason, _RETRY_AFTER_S, reason="NO_WORKER")
 
-    def serving(self, role: str) -> Sequence[WorkerLink]:
-        """Return the workers of this role that serve."""
-        return self._candidates.serving(role)
+    def writers(self) -> Sequence[WorkerLink]:
+        """Return the serving workers that may have sequences."""
+        decode = self._candidates.serving("decode")
+        return [*decode, *self._candidates.serving("prefill")] if self._stand_in else decode
+
+    def can_serve(self) -> bool:
+        """Return whether the roles that serve suffice for requests."""
+        if self._stand_in:
+            return any(self._candidates.serving(role) for role in ROLES)
+        return bool(self._candidates.serving("decode")) and (self.may_read_where_it_decodes or self.any_pair())
 
     @property
     def may_read_where_it_decodes(self) -> bool:
@@ -67,11 +81,17 @@ class Router:
         return self._rates.pace(now()).prefill_s(num_tokens)
 
     def has_other(self, role: str, request: RoutingRequest, avoid: Set[bytes]) -> bool:
-        """Return whether a worker of this role serves that can hold the request and is not in `avoid`."""
-        can_hold, unwanted = CAN_HOLD[role], avoid | self._candidates.set_aside()
-        return any(
-            can_hold(request, link.limits) and link.worker_id not in unwanted for link in self._candidates.serving(role)
-        )
+        """Return whether a worker of this role, or one that stands in, serves that can hold the request and is not in
+        `avoid`."""
+        unwanted = avoid | self._candidates.set_aside()
+        return any(link.worker_id not in unwanted for link in self._doing(role, request))
+
+    def _doing(self, role: str, request: RoutingRequest) -> Sequence[WorkerLink]:
+        """Return the serving workers that do the work of this role and can hold the request."""
+        for each in (role, _STAND_IN[role]) if self._stand_in else (role,):
+            if able := [link for link in self._candidates.serving(each) if CAN_HOLD[role](request, link.limits)]:
+                return able
+        return ()
 
     def expects_worker(self, request: RoutingRequest) -> bool:
         """Return whether a worker may come soon that serves a request which none can serve now."""
@@ -105,7 +125,7 @@ class Router:
                 return near[best.name]
         here = self._candidates.serving("prefill")
         is_too_long = any(link.worker_id in too_short or not can_prefill(request, link.limits) for link in here)
-        if is_forced and not is_too_long:
+        if is_forced and not is_too_long and not self._stand_in:
             raise Unavailable("no prefill worker serves", _RETRY_AFTER_S, reason="NO_WORKER")
         return None
 
@@ -113,17 +133,19 @@ class Router:
         self, request: RoutingRequest, avoid: Collection[bytes], too_short: Collection[bytes] = frozenset()
     ) -> WorkerLink:
         """Return the prefill worker that reads a prompt which nobody takes over. Raises Unavailable."""
-        for avoided in self._avoidances(avoid, too_short, True):
-            near = self._candidates.near("prefill", request, Matches(), avoided)
-            if best := choose_reader(request, self._candidates.seen(near.values(), Matches(), request)):
-                return near[best.name]
+        for role in ROLES if self._stand_in else ("prefill",):
+            for avoided in self._avoidances(avoid, too_short, True):
+                near = self._candidates.near(role, request, Matches(), avoided, task="prefill")
+                if best := choose_reader(request, self._candidates.seen(near.values(), Matches(), request)):
+                    return near[best.name]
         raise Unavailable(
             f"no prefill worker that serves can read {needs(request)}", _RETRY_AFTER_S, reason="NO_WORKER"
         )
 
     def may_come(self, role: str, request: RoutingRequest) -> bool:
-        """Return whether a worker of this role may come soon that can hold the request."""
-        return self._candidates.may_come(role, request, self.max_start_wait_s)
+        """Return whether a worker of this role, or one that stands in, may come soon that can hold the request."""
+        roles = (role, _STAND_IN[role]) if self._stand_in else (role,)
+        return any(self._candidates.may_come(each, request, self.max_start_wait_s, task=role) for each in roles)
 
     def holder_for(self, reader: WorkerLink, matches: Matches, avoid: Collection[bytes]) -> WorkerLink | None:
         """Return the worker from which `reader` should pull a prefix before it prefills the rest; None: none is worth
@@ -158,9 +180,22 @@ class Router:
             prefill = self._candidates.near("prefill", request, matches, avoid, everyone=True)
             decision = self._choose(request, prefill, decode, matches, split)
         source, taker = prefill.get(decision.prefill or ""), decode[decision.decode]
-        (source or taker).recent.add(decision.read_s, now())
-        taker.recent.add(decision.write_s, now())
+        _note_work(decision, source, taker)
         return decision, source, taker
+
+    def _route_to_stand_in(
+        self, request: RoutingRequest, matches: Matches, avoid: Set[bytes]
+    ) -> tuple[Decision, None, WorkerLink] | None:
+        """Return a worker that does the work of both roles: a decode worker, or where none serves a prefill worker."""
+        for role in ("decode", _STAND_IN["decode"]):
+            near = self._candidates.near(role, request, matches, avoid, task="decode")
+            try:
+                decision = choose(request, (), self._candidates.seen(near.values(), matches, request), "never")
+            except NoRoute:
+                continue
+            _note_work(decision, None, near[decision.decode])
+            return replace(decision, reason="stand_in"), None, near[decision.decode]
+        return None
 
     def _choose(
         self,
@@ -172,3 +207,8 @@ class Router:
     ) -> Decision:
         sources, takers = (self._candidates.seen(links.values(), matches, request) for links in (prefill, decode))
         return choose(request, sources, takers, split)
+
+
+def _note_work(decision: Decision, source: WorkerLink | None, taker: WorkerLink) -> None:
+    (source or taker).recent.add(decision.read_s, now())
+    taker.recent.add(decision.write_s, now())

@@ -156,7 +156,9 @@ def resolve(args: argparse.Namespace) -> Resolved:
             name = _SHIPPED_NAME if settings.model is None else name_on_hub(settings.model)
             settings = replace(settings, served_model_name=name)
         model = settings.model or SHIPPED_MODEL
-        gateway = {
+        # One worker a role is the default, and each may die.
+        gateway: dict[str, object] = {} if variable("stand_in") in os.environ else {"stand_in": True}
+        gateway |= {
             name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))
         }
         if settings.certs:

@@ -267,4 +267,11 @@ def test_workers_share_the_cores(folder, monkeypatch):
 
 def test_gateway_options_go_to_the_gateway(folder):
     made = plan("--model", str(folder / "m"), "--gateway.cluster-secret", "s", "--redis", "redis://h:1/0")
-    assert set(made.gateway_options) == {"--cluster-secret=s", "--redis=redis://h:1/0"}
+    assert set(made.gateway_options) == {"--cluster-secret=s", "--redis=redis://h:1/0", "--stand-in"}
+
+
+def test_roles_stand_in_for_each_other_unless_told_otherwise(folder, monkeypatch):
+    assert "--stand-in" in plan("--model", str(folder / "m")).gateway_options
+    assert "--no-stand-in" in plan("--model", str(folder / "m"), "--no-gateway.stand-in").gateway_options
+    monkeypatch.setenv("BATON_STAND_IN", "false")
+    assert not any("stand-in" in option for option in plan("--model", str(folder / "m")).gateway_options)

@@ -1,49 +1,121 @@
-"""One worker of each role, killed again and again: requests wait for the next life, and none fails."""
+"""One worker of each role, killed again and again: requests wait for the next life, or a worker of the other role stands in,
+and none fails."""
 
+import itertools
 import threading
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 import pytest
 
 from tests.support.client import Client, read_error
+from tests.support.process import Process
 from tests.support.stack import Stack
 
 OPTIONS = ("--num-blocks", "160", "--threads", "1")
 ANSWER = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
 NUM_CLIENTS = 3
+KILL_EVERY_S, NUM_KILLS = 8.0, 12
 
 
-@pytest.mark.parametrize("num_prefill", [0, 1])
-def test_no_request_fails_while_the_only_worker_starts_again(model, tmp_path, prompts, num_prefill):
-    prompt = prompts(150)
-    with Stack(model, tmp_path, num_prefill=num_prefill, options=OPTIONS) as stack:
-        client = Client(stack.target)
-        expected = client.generate(prompt, **ANSWER).token_ids
-        stop, answers, failures = threading.Event(), [], []
+class Asking:
+    """Clients that ask one after the other until the block ends, and what they got."""
 
-        def keep_asking() -> None:
-            mine = Client(stack.target)
-            while not stop.is_set():
-                try:
-                    answers.append(mine.generate(prompt, **ANSWER).token_ids)
-                except grpc.RpcError as error:
-                    failures.append(read_error(error))
-            mine.close()
+    def __init__(self, target: str, prompt: list[int]):
+        self.answers: list[list[int]] = []
+        self.failures: list[object] = []
+        self._target, self._prompt, self._stop = target, prompt, threading.Event()
 
-        asking = [threading.Thread(target=keep_asking) for _ in range(NUM_CLIENTS)]
+    def check(self, expected: list[int]) -> None:
+        assert not self.failures, self.failures[:3]
+        assert all(answer == expected for answer in self.answers)
+
+    def await_more(self, num: int) -> None:
+        """Wait until so many more are answered, or one has failed."""
+        wanted = len(self.answers) + num
+        while len(self.answers) < wanted and not self.failures:
+            time.sleep(0.05)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        asking = [threading.Thread(target=self._ask) for _ in range(NUM_CLIENTS)]
         for thread in asking:
             thread.start()
-        for victim in (*stack.decode, *stack.prefill, *stack.decode):
-            num_before = len(answers)
-            current = next(process for process in stack.processes if process.name == victim.name)
-            current.kill()
-            stack.restart(current)
-            while len(answers) < num_before + 2 * NUM_CLIENTS and not failures:
-                time.sleep(0.05)
-        stop.set()
-        for thread in asking:
-            thread.join(60)
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in asking:
+                thread.join(60)
+
+    def _ask(self) -> None:
+        client = Client(self._target)
+        while not self._stop.is_set():
+            try:
+                self.answers.append(client.generate(self._prompt, **ANSWER).token_ids)
+            except grpc.RpcError as error:
+                self.failures.append(read_error(error))
         client.close()
-    assert not failures, failures[:3]
-    assert all(answer == expected for answer in answers)
+
+
+def of_today(stack: Stack, name: str) -> Process:
+    return next(process for process in stack.processes if process.name == name)
+
+
+def expected_of(stack: Stack, prompt: list[int]) -> list[int]:
+    client = Client(stack.target)
+    try:
+        return client.generate(prompt, **ANSWER).token_ids
+    finally:
+        client.close()
+
+
+def test_no_request_fails_while_the_only_worker_starts_again(model, tmp_path, prompts):
+    prompt = prompts(150)
+    with Stack(model, tmp_path, num_prefill=0, options=OPTIONS) as stack:
+        expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
+        with asking.running():
+            for _ in range(2):
+                worker = of_today(stack, "decode0")
+                worker.kill()
+                stack.restart(worker)
+                asking.await_more(2 * NUM_CLIENTS)
+    asking.check(expected)
+
+
+def test_the_other_role_stands_in(model, tmp_path, prompts):
+    """Answers go on before the killed worker is started again."""
+    prompt = prompts(150)
+    with Stack(model, tmp_path, options=OPTIONS, gateway_options=["--stand-in", "--split=always"]) as stack:
+        expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
+        with asking.running():
+            for name in ("decode0", "prefill0", "decode0"):
+                worker = of_today(stack, name)
+                worker.kill()
+                asking.await_more(2 * NUM_CLIENTS)
+                stack.restart(worker)
+                asking.await_more(2 * NUM_CLIENTS)
+        with urllib.request.urlopen(f"http://{stack.gateways[0].ready()['admin']}/metrics", timeout=10) as page:
+            routes = [line for line in page.read().decode().splitlines() if line.startswith("baton_routes_total")]
+    asking.check(expected)
+    assert any('reason="stand_in"' in line for line in routes), routes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [(), ("--stand-in",)], ids=["waiting", "standing in"])
+def test_a_kill_every_few_seconds(model, tmp_path, prompts, options):
+    prompt = prompts(600)
+    with Stack(model, tmp_path, options=OPTIONS, gateway_options=options) as stack:
+        expected, asking = expected_of(stack, prompt), Asking(stack.target, prompt)
+        with asking.running():
+            for name in itertools.islice(itertools.cycle(("decode0", "prefill0")), NUM_KILLS):
+                started_at = time.monotonic()
+                worker = of_today(stack, name)
+                worker.kill()
+                stack.restart(worker)
+                time.sleep(max(0.0, started_at + KILL_EVERY_S - time.monotonic()))
+    asking.check(expected)
+    assert len(asking.answers) > NUM_KILLS
