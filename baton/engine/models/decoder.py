@@ -10,6 +10,7 @@ from baton.engine.attention.base import Attention
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.core.device import instruction_set
 from baton.engine.core.model_spec import ModelSpec
+from baton.engine.kernels.sums import order_of_sums
 from baton.engine.kv.pool import KVPool
 from baton.engine.layers.activation import FUNCTIONS, by_rows, gated, soft_capped
 from baton.engine.layers.embedding import tied
@@ -53,9 +54,12 @@ class Model:
 
     @property
     def numerics(self) -> tuple[str, ...]:
-        """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set, rope factors."""
+        """Return what the bits of KV depend on besides weights and dtypes: kernels, instruction set and order of sums,
+        rope factors."""
         capability = instruction_set(self.device)
         attention, linears = self.attention.name, "+".join(sorted(self.weights.kernels))
+        if any("triton" in name for name in (attention, self.layers_name, linears)):
+            capability = f"{capability}+{order_of_sums()}"
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
         return (attention, self.layers_name, linears, capability, *variants)
 

@@ -1,0 +1,33 @@
+"""Name the order in which the Triton kernels sum: two workers whose kernels sum otherwise compute other bits."""
+
+import ast
+import hashlib
+from functools import cache
+from pathlib import Path
+
+ENGINE = Path(__file__).parents[1]
+# Below baton/engine: the kernels whose sums end in KV, and what chooses their tiles, splits and segments.
+SOURCES = (
+    "kernels/linear.py", "kernels/paged_attention.py", "kernels/rows.py", "kernels/kv_write.py", "kernels/tiles.py",
+    "attention/triton_paged.py", "layers/linear/triton.py", "models/gpu_layers.py",
+)  # fmt: skip
+
+
+@cache
+def order_of_sums(engine: Path = ENGINE) -> str:
+    """Return Triton's version, whose compiler orders the sums within a tile, and a digest of the code of SOURCES below the
+    folder `engine`. Where that could not be told from the order itself, too many workers are called unlike, not too
+    few: an equal name promises equal bits."""
+    import triton  # an extra
+
+    digest = hashlib.sha256("".join(code_digest(engine / name) for name in SOURCES).encode()).hexdigest()
+    return f"triton{triton.__version__}-{digest[:8]}"
+
+
+def code_digest(path: Path) -> str:
+    """Return a digest of a file's code, without comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
