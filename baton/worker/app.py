@@ -98,7 +98,7 @@ class Worker:
         self._memory, self._bound = memory, bound
         self._identity = new_identity(engine)
         self._spans = Spans(engine.model_name)
-        self._meters = WorkerMeters(engine, memory.region.memory.nbytes, roofline, bound.guard.num_denied)
+        self._meters = WorkerMeters(engine, memory, roofline, bound.guard.num_denied)
         changed = asyncio.Event()
         self._transfer = transfer = KVTransfer(engine, memory, self._identity, settings, bound.guard)
         keys = Lifecycle(
@@ -205,7 +205,7 @@ async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio
     """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises ListenError, ModelError, SettingsError
     or ValueError, one line each."""
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
-    memory = PoolMemory()
+    memory = PoolMemory(settings.kv_mirror_gib)
     with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
         digest = tokenizer_digest(settings.engine.model)
         engine = await asyncio.to_thread(load_engine, settings.engine, memory)

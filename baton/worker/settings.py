@@ -45,6 +45,10 @@ class WorkerSettings(Exposure):
         "digest that verifies received KV; use sha256 on a network without TLS where others could alter data", "sum",
         choices=("sum", "sha256"),
     )  # fmt: skip
+    kv_mirror_gib: float | None = option(
+        "GiB of host memory for KV of a GPU that crosses by another transport than cuda_ipc (default: half of what is "
+        "available, divided by the GPUs)", None
+    )  # fmt: skip
     insecure_kv: bool = option(
         "allow KV to travel unencrypted over tcp and nixl beyond loopback although TLS is configured", False
     )
@@ -58,6 +62,8 @@ class WorkerSettings(Exposure):
         for name in ("lease_ttl_s", "drain_grace_s", "resume_window_s"):
             if not 0 < getattr(self, name) < 3600:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0 and below 3600")
+        if self.kv_mirror_gib is not None and self.kv_mirror_gib <= 0:
+            raise ValueError(f"--kv-mirror-gib {self.kv_mirror_gib:g}: must be above 0")
         if not self.transports:
             raise ValueError("--transports is empty: give auto, or some of " + ", ".join(TRANSPORTS[1:]))
         self._check_address()
@@ -113,5 +119,7 @@ class WorkerSettings(Exposure):
             raise ValueError(f"--no-cuda-graphs has no effect on {why}; leave it out")
         if engine.sm_share is not None:
             raise ValueError(f"--sm-share has no effect on {why}; give --threads")
+        if self.kv_mirror_gib is not None:
+            raise ValueError(f"--kv-mirror-gib has no effect on {why}; leave it out")
         if engine.gpu_memory_utilization is not None:
             raise ValueError(f"--gpu-memory-utilization has no effect on {why}; size the pool with --num-blocks")

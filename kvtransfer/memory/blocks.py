@@ -59,6 +59,11 @@ def check_movable(layout: KVLayout) -> None:
         raise LayoutMismatch(f"only paged groups of one block size can be moved, not {layout}")
 
 
+def blocks_of(moved: Range, block_size: int) -> slice:
+    """Return the blocks, by position in the handle, that hold a range."""
+    return slice(moved.token_begin // block_size, -(-moved.token_end // block_size))
+
+
 def pieces_of(moved: Range, block_size: int) -> list[Piece]:
     """Split a range into at most three pieces: the rest of a block, whole blocks, the beginning of a block."""
     pieces, token = [], moved.token_begin

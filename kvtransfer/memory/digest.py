@@ -72,6 +72,7 @@ class Digests:
     """The digests of one dialogue's ranges, which begin and end on spans or at the prompt's end."""
 
     cell_bytes: int  # one digest
+    reads_bytes = False  # on the host, wherever the pool is
 
     def __init__(self, layout: KVLayout, box: Box, names: Sequence[bytes]):
         """`layout`: of the whole model; `names`: of all spans of the prompt."""
@@ -178,6 +179,7 @@ class Hashes(Digests):
     """SHA-256, uint8 [spans, cells, 32]."""
 
     cell_bytes = 32
+    reads_bytes = True
 
     def of_pool(self, cells: Cells, ids: np.ndarray, moved: Range) -> np.ndarray:
         """Return the digests uint8 [spans, cells, 32] of a range in a pool; `ids`: int64 [n], one per block

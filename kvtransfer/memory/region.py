@@ -49,6 +49,13 @@ class Region:
             os.close(fd)
             raise
 
+    def discard(self, begin: int, num_bytes: int) -> None:
+        """Give the whole pages within these bytes back to the system; they read as zeros then, in all mappings. Raises OSError
+        where the system cannot."""
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        if (length := (begin + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
+            self._mapping.madvise(mmap.MADV_REMOVE, first, length)
+
     def open_read_only(self) -> int:
         """A descriptor to hand out: a taker that maps it cannot write by accident. The caller closes it."""
         return os.dup(self._read_only)

@@ -27,6 +27,7 @@ from kvtransfer.memory.digest import KINDS
 from kvtransfer.memory.pools import DevicePool, Pools
 from kvtransfer.memory.reshard import Sharding, Share, plan
 from kvtransfer.transfer.dialogue import together
+from kvtransfer.transfer.mirror_room import MirrorRoom
 from kvtransfer.transfer.pull import Destination, Pull, Shelter
 from kvtransfer.transfer.ticket import parse_ticket
 from kvtransfer.transports import inproc
@@ -58,7 +59,8 @@ class Fetcher:
     """`memory`: the pool that is written into. `layout`: of the whole model, which is in this pool;
     `sharding`: where it holds one rank's part of it. `device`: the pool where it is on a GPU, `memory` then being its mirror.
     `transports`: those that this taker may use, or `auto`. `codec`: converts between forms; without one only equal
-    forms are taken. `kernels`: over the pool in host memory; without them numpy.
+    forms are taken. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool
+    on a GPU, where it is bounded: the same one that the worker's source has.
 
     `counters`: fetches by how they failed (digest_mismatch, lease_expired, ...), fetches_done, fetches_mixed."""
 
@@ -67,7 +69,7 @@ class Fetcher:
         transports: Sequence[str] | str = ("shm", "tcp"), *, numerics_class: str, socket_folder: Path | None = None,
         sharding: Sharding | None = None, codec: Codec | None = None, digest: str = "sum",
         is_strict: bool = False, device: DevicePool | None = None, security: Security = OPEN,
-        kernels: MemoryKernels | None = None,
+        kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport or digest."""
         if digest not in KINDS:
@@ -81,6 +83,7 @@ class Fetcher:
         self._host_id = host_id
         self._numerics_class = numerics_class
         self._codec = codec
+        self._room = room
         self._digest = digest
         self._is_strict = is_strict
         self._transports = allowed(transports)
@@ -126,7 +129,7 @@ class Fetcher:
         shelter, began = Shelter(self._pools.host, destination, len(shares)), time.monotonic()
         pulls = [
             Pull(self._pools, self._sharding, handle, share, index, shelter, self._digest,
-                 self._codec)
+                 self._codec, self._room)
             for index, share in enumerate(shares)
         ]  # fmt: skip
         choices = [

@@ -15,7 +15,7 @@ from baton.v1 import kv_pb2
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.errors import DigestMismatch, KVError, PeerLost, ProtocolError, StaleBlocks, TransferFailed, from_status
 from kvtransfer.layout import BlockRef, KVHandle, KVLayout
-from kvtransfer.memory.blocks import BlockMemory, Cells
+from kvtransfer.memory.blocks import BlockMemory, Cells, blocks_of
 from kvtransfer.memory.byte_runs import merged_runs
 from kvtransfer.memory.convert import Codec, read
 from kvtransfer.memory.digest import make_digests, span_names
@@ -23,6 +23,7 @@ from kvtransfer.memory.pools import Pools
 from kvtransfer.memory.reshard import Sharding, Share, sharding_of
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.dialogue import RENEW_S, Cursor, converse, end_frame, renew_frame
+from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
 from kvtransfer.transports.transport import Busy, Line, run_blocking
 from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
 
@@ -80,9 +81,10 @@ class Pull:
 
     def __init__(
         self, pools: Pools, sharding: Sharding, handle: KVHandle, share: Share, index: int,
-        shelter: Shelter, digest: str, codec: Codec | None,
+        shelter: Shelter, digest: str, codec: Codec | None, room: MirrorRoom | None,
     ):  # fmt: skip
-        """`sharding`: the taker's; `index`: which of the shelter's shares this is. Raises ProtocolError."""
+        """`sharding`: the taker's; `index`: which of the shelter's shares this is; `room`: of the mirror of a pool on a
+        GPU, where it is bounded. Raises ProtocolError."""
         self._pools = pools
         self._sharding = sharding
         self._handle = handle
@@ -91,6 +93,7 @@ class Pull:
         self._shelter = shelter
         self._codec = codec
         self._digest = digest
+        self._room = room
         self._cells = self._cells_in(pools.host)
         names = span_names(handle.span_hashes, handle.chain_parent, handle.num_tokens)
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
@@ -136,6 +139,8 @@ class Pull:
         self._turn = asyncio.Event()  # of the newest range that is placed and checked: it has been acknowledged
         self._turn.set()
         self._landed: asyncio.Queue[tuple[Range, np.ndarray]] = asyncio.Queue(_MAX_WAITING)
+        mirrored = cells.memory is self._pools.host or self._digests.reads_bytes
+        self._stay = Stay(self._room if mirrored else None, Side.TAKEN)
         self._line, self._sends = line, CAPABILITIES[transport].source_sends
         self._reads_runs = CAPABILITIES[transport].reads_runs
         asked = kv_pb2.Want(
@@ -155,6 +160,8 @@ class Pull:
         except KVError as exc:
             await self._tell(exc)
             raise
+        finally:
+            self._stay.leave_all()
 
     async def _tell(self, exc: KVError) -> None:
         try:
@@ -190,6 +197,7 @@ class Pull:
         if ready.payload_bytes != (num_bytes if self._sends else 0):
             raise ProtocolError(f"{ready.payload_bytes} bytes follow {moved}, which has {num_bytes}")
         self._shelter.make_room(moved.token_end)
+        await self._stay.enter(moved, self._shelter.ids[blocks_of(moved, self._sharding.layout.block_size)])
         self.num_bytes_early += num_bytes if ready.is_early else 0
         if self._sends:
             with self.moving:
@@ -197,8 +205,7 @@ class Pull:
         await self._landed.put((moved, digests))
 
     def _source_blocks(self, moved: Range) -> tuple[BlockRef, ...]:
-        size = self._handle.layout.block_size
-        return self._handle.blocks[moved.token_begin // size : -(-moved.token_end // size)]
+        return self._handle.blocks[blocks_of(moved, self._handle.layout.block_size)]
 
     async def _check_all(self) -> None:
         while True:
@@ -216,6 +223,7 @@ class Pull:
             with self.moving if source else contextlib.nullcontext():
                 work = math.inf if self._cells.memory.waits else num_bytes
                 await run_blocking(work, self._place_and_check, source, self._shelter.ids, moved, digests)
+            self._stay.leave(moved)
             self.num_bytes += num_bytes
             await before.wait()  # Acks go in the order of the ranges
             self._acked.append(moved)

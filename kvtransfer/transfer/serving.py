@@ -15,6 +15,7 @@ from baton.v1 import kv_pb2
 from kvtransfer.capabilities import CAPABILITIES
 from kvtransfer.compatible import relation
 from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, TicketRefused
+from kvtransfer.memory.blocks import blocks_of
 from kvtransfer.memory.convert import Codec, encode, row_sizes
 from kvtransfer.memory.digest import make_digests, span_names
 from kvtransfer.memory.pools import Pools
@@ -23,6 +24,7 @@ from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.connections import WANT_S
 from kvtransfer.transfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
 from kvtransfer.transfer.leases import Lease, LeaseTable
+from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
 from kvtransfer.transfer.ticket import TicketMint
 from kvtransfer.transports.transport import Line, run_blocking
 from kvtransfer.wire import (
@@ -55,6 +57,7 @@ class Shelf:
     generations: Callable[[int], int]
     counters: Counter
     dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: one at a time
+    room: MirrorRoom | None  # of a pool on a GPU; None: its mirror needs no bound
 
 
 class _Prepared(NamedTuple):
@@ -119,6 +122,7 @@ class Serving:
             working = (self._prepare_all(lease), self._announce_all(lease), self._reply())
             await converse(self._listen(lease, want.share), *working)
         finally:
+            self._stay.leave_all()
             if self._shelf.dialogues.get(name) is self:
                 del self._shelf.dialogues[name]
             self._shelf.leases.leave(lease, self._fetch)
@@ -174,6 +178,8 @@ class Serving:
         names = span_names(lease.span_hashes, lease.chain_parent, lease.num_tokens)
         self._cells = shelf.sharding.cells(shelf.pools.used_by(self._transport), box)
         self._digests = make_digests(want.digest, layout, box, names)
+        mirrored = self._cells.memory is shelf.pools.host or self._digests.reads_bytes
+        self._stay = Stay(shelf.room if mirrored else None, Side.GIVEN)
         self._in_blocks = want.in_blocks
         if want.in_blocks and not (self._cells.is_whole and taker.groups[box.group] == layout.groups[box.group]):
             raise ProtocolError("whole blocks are wanted, but here they hold something else too, or in another way")
@@ -209,6 +215,7 @@ class Serving:
             raise ProtocolError(f"Ack of {moved}, which is not the oldest range under way")
         self._generations(lease, moved)
         self._unacked.popleft()
+        self._stay.leave(moved)
         self._room.set()
         self._acked.take(moved)
         self._shelf.counters["bytes_confirmed"] += self._wire_bytes(moved)
@@ -244,6 +251,7 @@ class Serving:
                 await lease.changed.wait()
                 continue
             self._sent.take(moved)
+            await self._stay.enter(moved, self._ids[blocks_of(moved, self._shelf.sharding.layout.block_size)])
             work = math.inf if self._cells.memory.waits else self._wire_bytes(moved)
             digests, payload = await run_blocking(work, self._digest, moved)
             await self._prepared.put(_Prepared(moved, digests, payload))
@@ -276,8 +284,7 @@ class Serving:
         """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
         lease."""
         lease.check_alive()
-        size = self._shelf.sharding.layout.block_size
-        blocks = lease.blocks[moved.token_begin // size : -(-moved.token_end // size)]
+        blocks = lease.blocks[blocks_of(moved, self._shelf.sharding.layout.block_size)]
         generations = [self._shelf.generations(block.block_id) for block in blocks]
         if generations != [block.generation for block in blocks]:
             raise StaleBlocks("the source has given blocks of this lease to another request")

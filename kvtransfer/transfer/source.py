@@ -20,6 +20,7 @@ from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS
 from kvtransfer.transfer.connections import Connections
 from kvtransfer.transfer.leases import Lease, LeaseTable
+from kvtransfer.transfer.mirror_room import MirrorRoom
 from kvtransfer.transfer.serving import Serving, Shelf
 from kvtransfer.transfer.ticket import TicketMint, parse_ticket
 from kvtransfer.transports.endpoints import Address, Listeners, Memories
@@ -47,7 +48,7 @@ class Source:
     `layout`: of the whole model, which is in this pool; `sharding`: where it holds one rank's part of it.
     `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
-    the same form are served. `kernels`: over the pool in host memory; without them numpy. All methods belong to the event loop that `start` ran in.
+    the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a GPU, where it is bounded. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
@@ -57,7 +58,7 @@ class Source:
         on_release: Callable[[Hashable, str], None], *, generations: Callable[[int], int], region: Region | None,
         device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
         sharding: Sharding | None = None, mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
-        kernels: MemoryKernels | None = None,
+        kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
         self.identity = identity
@@ -74,7 +75,7 @@ class Source:
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
         self._shelf = Shelf(
             self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
-            generations, self.counters, {},
+            generations, self.counters, {}, room,
         )  # fmt: skip
         self._listeners = Listeners()
         self._connections = {name: Connections() for name in CAPABILITIES}

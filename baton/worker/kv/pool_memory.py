@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+import torch
+
 from baton.engine.kv.pool import KVPool
 from baton.worker.kv.device_pool import device_pool
 from kvtransfer.errors import TransferFailed
@@ -10,6 +12,7 @@ from kvtransfer.memory.cuda_runtime import find_runtime
 from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.memory.pools import DevicePool
 from kvtransfer.memory.region import Region
+from kvtransfer.transfer.mirror_room import MirrorRoom
 
 GIB = 1 << 30
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # cgroups 2 and 1
@@ -30,13 +33,30 @@ def available_bytes() -> int:
     return min(sizes)
 
 
-class PoolMemory:
-    """`region`: the pool in host memory, or its mirror there; `gpu_region` and `device`: the pool on a GPU, or None."""
+def mirror_bytes(pool_bytes: int, gib: float | None, available: int, num_gpus: int) -> int:
+    """Return the bytes of host memory that the mirror of a pool may take. Not given (`gib`): half of what is available, by
+    the GPUs of the host, of which each may have two workers."""
+    share = available // (2 * max(1, num_gpus)) if gib is None else int(gib * GIB)
+    return min(pool_bytes, share)
 
-    def __init__(self):
+
+class PoolMemory:
+    """`region`: the pool in host memory, or its mirror there; `gpu_region` and `device`: the pool on a GPU, or None; `room`:
+    of its mirror."""
+
+    def __init__(self, mirror_gib: float | None = None):
+        """mirror_gib: that the mirror of a pool on a GPU may take of host memory; None: see `mirror_bytes`."""
+        self._mirror_gib = mirror_gib
         self.region: Region | None = None
         self.gpu_region: DeviceRegion | None = None
         self.device: DevicePool | None = None
+        self.room: MirrorRoom | None = None
+        self._block_bytes = 0
+
+    @property
+    def num_mirror_bytes(self) -> int | None:
+        """Return the bytes that the mirror has taken; None where there is none."""
+        return None if self.room is None else self.room.num_resident * self._block_bytes
 
     def allocate(self, num_bytes: int) -> memoryview:
         self.region = Region.create(num_bytes)
@@ -58,14 +78,17 @@ class PoolMemory:
         """Add host memory beside a pool on a GPU, for the transports that know no other; pages come as they are used."""
         if self.gpu_region is None:
             return
-        num_bytes, available = pool.bytes.nbytes, available_bytes()
-        if num_bytes > available:
-            log.warning(
-                "KV that crosses by another transport than cuda_ipc is mirrored in host memory, up to %.1f GiB in time, and "
-                "%.1f are available: give this process more, or fewer --num-blocks",
-                num_bytes / GIB, available / GIB,
-            )  # fmt: skip
+        num_bytes, self._block_bytes = pool.bytes.nbytes, pool.layout.block_bytes
         self.device = device_pool(pool, self.gpu_region, self.allocate(num_bytes))
+        most = mirror_bytes(num_bytes, self._mirror_gib, available_bytes(), torch.cuda.device_count())
+        log.info(
+            "KV that crosses by another transport than cuda_ipc is mirrored in host memory: at most %.2f of %.2f GiB",
+            most / GIB, num_bytes / GIB,
+        )  # fmt: skip
+        self.room = MirrorRoom(pool.num_blocks, max(1, most // self._block_bytes), self._drop)
+
+    def _drop(self, first_block: int, num_blocks: int) -> None:
+        self.region.discard(first_block * self._block_bytes, num_blocks * self._block_bytes)
 
     def close(self) -> None:
         """Unmap it. Nothing may compute any more."""

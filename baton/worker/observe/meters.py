@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from baton.engine.engine import Engine
 from baton.service import logs
 from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics, num_tasks
+from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.legs.leg import Leg
 from baton.worker.observe.gpu_health import GpuHealth
 from baton.worker.observe.roofline import Cost, Roofline
@@ -20,15 +21,15 @@ class WorkerMeters:
     def __init__(
         self,
         engine: Engine,
-        pool_bytes: int,
+        memory: PoolMemory,
         roofline: Roofline | None,
         num_denied: Mapping[tuple[str, str], int],
     ):
-        """`pool_bytes`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured.
+        """`memory`: of the KV pool, which exists once for all layers. `roofline`: None where it was not measured.
         `num_denied`: calls by (method, reason), as the guard counts them."""
         self._metrics = metrics = Metrics(engine.model_name)
         self.page = metrics.page
-        self._engine, self._pool_bytes, self._roofline, self._cost = engine, pool_bytes, roofline, Cost(engine)
+        self._engine, self._pool, self._roofline, self._cost = engine, memory, roofline, Cost(engine)
         self._prefix = metrics.counter("baton_prefix_tokens", "prompt tokens whose KV was found in a cache", "tier")
         self._bytes = metrics.counter("baton_transfer_bytes", "bytes of KV pulled from other workers", "transport")
         self._transfer = metrics.histogram(
@@ -101,9 +102,11 @@ class WorkerMeters:
         }
 
     def _memory(self) -> dict[str, float]:
+        mirror = self._pool.num_mirror_bytes
         return {
             "weights": self._engine.runner.model.weights.num_bytes,
-            "kv": self._pool_bytes,
+            "kv": self._engine.pool.bytes.nbytes,
+            **({} if mirror is None else {"kv_mirror": mirror}),
             "draft": self._engine.speculator.num_bytes,
             "activations": self._engine.runner.launcher.activations.num_bytes,
             "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -89,8 +89,10 @@ class Rig:
         taker_shape: KVLayout | None = None,
         source_folder: Path | None = None, taker_folder: Path | None = None,
         on_gpu: tuple[bool, bool] | None = None, digest: str = "sum", host: Host | None = None,
+        rooms: tuple = (None, None),
     ):  # fmt: skip
-        """`on_gpu`: whether the source's pool and the taker's are on a GPU, of `host`."""
+        """`on_gpu`: whether the source's pool and the taker's are on a GPU, of `host`; `rooms`: of their mirrors, made by
+        (memory's region) -> MirrorRoom."""
         rng = np.random.default_rng(7)
         self.transports = (transport,) if isinstance(transport, str) else transport
         self.digest = digest
@@ -99,6 +101,7 @@ class Rig:
         self.layout = shape
         self.taker_layout = taker_shape or shape
         self.regions = [Region.create(NUM_BLOCKS * each.block_bytes) for each in (shape, self.taker_layout)]
+        self.rooms = [make and make(region) for make, region in zip(rooms, self.regions)]
         self.gpus: list = [None, None]
         if on_gpu is None:
             on_gpu = (transport == "cuda_ipc",) * 2
@@ -121,7 +124,7 @@ class Rig:
         self.source = FaultySource(
             self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_release,
             generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
-            transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device,
+            transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device, room=self.rooms[0],
         )  # fmt: skip
         self.fetchers: list[Fetcher] = []
         self.fetcher = self.make_fetcher(b"decode-0", 22)
@@ -137,6 +140,7 @@ class Rig:
             self.regions[1].memory, self.taker_layout, instance, epoch, local_host_id(self.taker_folder),
             self.transports, numerics_class=NUMERICS,
             socket_folder=self.taker_folder, device=self.gpus[1] and self.gpus[1].device, digest=self.digest,
+            room=self.rooms[1],
         )  # fmt: skip
         self.fetchers.append(fetcher)
         return fetcher

@@ -276,7 +276,7 @@ class Pair:
 async def run_worker(model: Path, role: str, **options):
     """A worker in this process: real engine, real server."""
     settings = make_settings(WorkerSettings, {"model": model, "num_blocks": 160, "threads": 1, **options})
-    bound, memory = bind_server(settings), PoolMemory()
+    bound, memory = bind_server(settings), PoolMemory(settings.kv_mirror_gib)
     engine = load_engine(settings.engine, memory)
     async with Worker(settings, role, TABLE, engine, memory, tokenizer_digest(model), bound) as worker:
         yield worker

@@ -2,6 +2,7 @@
 engine computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in
 tests/e2e/start/test_gpu.py."""
 
+import numpy as np
 import pytest
 
 from baton.service.settings import make_settings
@@ -19,8 +20,8 @@ from tests.worker.test_two_workers import bare_answer, prompt
 class StandInPool(PoolMemory):
     """The engine's memory on a GPU of `host`, and what is asked for after it in host memory."""
 
-    def __init__(self, host: Host):
-        super().__init__()
+    def __init__(self, host: Host, mirror_gib: float | None = None):
+        super().__init__(mirror_gib)
         self.library = Cudart(host)
 
     def allocate(self, num_bytes: int) -> memoryview:
@@ -40,8 +41,8 @@ def pools(monkeypatch) -> list[StandInPool]:
     """Return the pools of the workers, in the order in which they start."""
     host, made = Host(), []
 
-    def make():
-        made.append(StandInPool(host))
+    def make(mirror_gib):
+        made.append(StandInPool(host, mirror_gib))
         return made[-1]
 
     monkeypatch.setattr(scripted, "PoolMemory", make)
@@ -80,6 +81,28 @@ def test_split_equals_whole(model, pools, transports, caplog):
 def test_without_a_gpu_it_cannot_be_asked_for(model):
     with pytest.raises(ValueError, match="--transports cuda_ipc: KV is on no GPU here; leave it at auto"):
         make_settings(WorkerSettings, {"model": model, "transports": ("cuda_ipc", "shm")})
+
+
+@pytest.mark.parametrize("transports", [("shm",), ("tcp",)])
+def test_a_mirror_that_is_bounded_holds_less_than_what_crossed(model, pools, transports):
+    """Each of six prompts crosses, and the pages of the first ones are given back for the last."""
+    bound = 20 * 4096 / 2**30  # 20 blocks of 160; a prompt has 13
+
+    async def main():
+        async with run_pair(model, transports=transports, kv_mirror_gib=bound, block_size=16) as (pair, _, _):
+            answers = []
+            for index in range(6):
+                answer = await pair.generate(f"r{index}", make_spec(prompt(200, index), max_tokens=4))
+                assert answer.fetched.transport == transports[0]
+                answers.append(answer.token_ids)
+            await pair.prefill.wait_idle()
+            await pair.decode.wait_idle()
+            for pool in pools:
+                taken = np.frombuffer(pool.region.memory, np.uint8).reshape(160, -1).any(axis=1).sum()
+                assert taken == pool.room.num_resident == 20 and pool.num_mirror_bytes == 20 * 4096
+            return answers
+
+    assert run(main) == [bare_answer(model, prompt(200, index), 4) for index in range(6)]
 
 
 def test_other_block_sizes_meet_in_host_memory(model, pools):

@@ -1,12 +1,17 @@
-"""Warn where the mirror of a pool on a GPU could outgrow the memory of the host."""
+"""The mirror of a pool on a GPU takes no more of the host's memory than it may."""
 
+import asyncio
+import mmap
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from baton.worker import kv_transfer
 from baton.worker.kv import pool_memory
-from baton.worker.kv.pool_memory import GIB, PoolMemory, available_bytes
+from baton.worker.kv.pool_memory import GIB, PoolMemory, available_bytes, mirror_bytes
+from kvtransfer.transfer.mirror_room import MirrorRoom, Side
 
 
 @pytest.mark.parametrize("limit, wanted", [("max", 8 * GIB), (str(2 * GIB), 2 * GIB), (None, 8 * GIB)])
@@ -19,12 +24,48 @@ def test_what_is_available(tmp_path, monkeypatch, limit, wanted):
     assert available_bytes() == wanted
 
 
-@pytest.mark.parametrize("available, is_told", [(1 << 20, False), (100, True)])
-def test_a_mirror_that_is_too_large_is_told(monkeypatch, caplog, available, is_told):
-    monkeypatch.setattr(pool_memory, "available_bytes", lambda: available)
+@pytest.mark.parametrize(
+    "gib, available, num_gpus, wanted",
+    [(None, 64 * GIB, 1, 10 * GIB), (None, 64 * GIB, 8, 4 * GIB), (None, 6 * GIB, 0, 3 * GIB), (0.5, 1, 1, GIB // 2)],
+)
+def test_what_a_mirror_may_take(gib, available, num_gpus, wanted):
+    """Of a pool of 10 GiB; two workers of each GPU that take all of it leave none of them without."""
+    assert mirror_bytes(10 * GIB, gib, available, num_gpus) == wanted
+
+
+def test_the_bound_is_told_and_pages_are_given_back(monkeypatch, caplog):
+    caplog.set_level("INFO")
     monkeypatch.setattr(pool_memory, "device_pool", lambda *given: "device")
-    memory = PoolMemory()
+    memory = PoolMemory(2 * mmap.PAGESIZE / GIB)
     memory.gpu_region = SimpleNamespace(close=lambda: None)
-    memory.mirror(SimpleNamespace(bytes=torch.zeros(4096, dtype=torch.uint8)))
-    assert memory.device == "device" and ("mirrored in host memory" in caplog.text) == is_told
+    layout = SimpleNamespace(block_bytes=mmap.PAGESIZE)
+    pool = SimpleNamespace(bytes=torch.zeros(4 * mmap.PAGESIZE, dtype=torch.uint8), layout=layout, num_blocks=4)
+    memory.mirror(pool)
+    assert memory.device == "device" and "is mirrored in host memory: at most 0.00 of 0.00 GiB" in caplog.text
+
+    async def main():
+        for block in range(4):
+            await memory.room.enter(Side.TAKEN, np.array([block]))
+            memory.region.memory[block * mmap.PAGESIZE] = 1
+            memory.room.leave(Side.TAKEN, np.array([block]))
+
+    asyncio.run(main())
+    assert [memory.region.memory[block * mmap.PAGESIZE] for block in range(4)] == [0, 0, 1, 1]
+    assert memory.num_mirror_bytes == 2 * mmap.PAGESIZE
     memory.close()
+
+
+@pytest.mark.parametrize("named", [("nixl", "tcp"), ("nixl",)])
+def test_nixl_takes_a_mirror_for_good(named):
+    """It registers all of it: where the mirror is bounded another transport is used, or one line says what it needs."""
+    memory = SimpleNamespace(
+        room=MirrorRoom(8, 4, lambda *given: None), region=SimpleNamespace(memory=bytes(GIB // 512))
+    )
+    settings = SimpleNamespace(transports=named, refused_transports=())
+    if "tcp" in named:
+        assert kv_transfer._transports(settings, memory) == ["tcp"]
+    else:
+        with pytest.raises(ValueError, match=r"^--transports nixl: .* --kv-mirror-gib 0.0, or another transport$"):
+            kv_transfer._transports(settings, memory)
+    memory.room = MirrorRoom(8, 8, lambda *given: None)
+    assert kv_transfer._transports(settings, memory) == list(named)
