@@ -8,6 +8,7 @@ the loop     step: commands, schedule (scheduler.py), run (runner.py), results (
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -85,6 +86,7 @@ class Engine:
         self._outputs: list[Output] = []  # of the call of `step` that runs
         self._computing: list[Slice] = []  # by it, and not collected yet
         self._flight: Flight | None = None  # a step that was launched and not read
+        self._deferred: deque[Command] = deque()  # commands for keys of the flight
         self._compiling: dict[Command, None] = {}  # commands that wait for the grammars of their groups
         self.work = StepWork()
         self._rate = Rate()
@@ -194,21 +196,29 @@ class Engine:
     # ---- the loop's ----
 
     def has_work(self) -> bool:
-        return bool(self.inbox or self._compiling) or self._flight is not None or self.scheduler.has_work()
+        return (
+            bool(self.inbox or self._deferred or self._compiling)
+            or self._flight is not None
+            or self.scheduler.has_work()
+        )
 
     def step(self) -> list[Output]:
-        """One step: all that it gives out. Where the launcher overlaps, a decode step is only launched, and read by the
-        next call, behind the launch of its successor if nothing else is to be done; else nothing is in flight when
-        commands are obeyed and the next step is chosen, so all that gives blocks back comes after what touches them."""
+        """One step: all that it gives out. Where the launcher overlaps, a step is only launched, and read by the next call,
+        behind the launch of its successor. Commands are obeyed meanwhile, but for those that concern keys of the step in
+        flight: for these, for deadlines, and for steps that cannot be launched ahead nothing is in flight, so all that
+        gives blocks back comes after what touches them."""
         with self._stepping, self.runner.launcher.place():
             self._outputs, self._computing = [], []
             now = time.monotonic()
             if self._flight is not None:
+                self._obey_behind(self._flight)
                 with self.ledger.lock:
                     is_due = self.lifecycle.groups.is_due(now)
-                self._land(self._flight, goes_on=not (self.inbox or is_due))
+                self._land(self._flight, goes_on=not (self._deferred or is_due))
                 if self._flight is not None:
                     return self._outputs
+            while self._deferred:
+                self._obey(self._deferred.popleft())
             for command in self.inbox.drain():
                 self._obey(command)
             self._end_expired(now)
@@ -219,7 +229,7 @@ class Engine:
                 return self._outputs
             self._computing = slices
             if self._overlaps and can_launch(slices):
-                self._flight = self.runner.launch(slices)
+                self._flight = self._fly(slices)
             else:
                 self._launch(slices)
             return self._outputs
@@ -249,8 +259,8 @@ class Engine:
     def _land(self, flight: Flight, goes_on: bool) -> None:
         """Reads a flight, behind the launch of the next one where it `goes_on` and there is one."""
         self._flight, aloft, self._computing = None, frozenset(), flight.slices
-        if goes_on and (following := self.scheduler.follow(flight.slices)):
-            self._flight = self.runner.launch(following, flight)
+        if goes_on and (following := self.scheduler.follow(flight.slices)) and can_launch(following):
+            self._flight = self._fly(following, flight)
             aloft = frozenset(piece.seq for piece in following)
             self.last_batch_size = len(following)
         drawn = self.runner.read(flight)
@@ -260,11 +270,27 @@ class Engine:
         self._rate.add(len(drawn))
         self._computing = []
 
-    def _launch(self, slices: list[Slice]) -> None:
-        launched_at = time.monotonic()
+    def _obey_behind(self, flight: Flight) -> None:
+        """Obey what concerns none of the keys in flight, while the device computes; the rest waits until it has passed."""
+        aloft = {piece.seq.group.key for piece in flight.slices}
+        for command in self.inbox.drain():
+            if command.key in aloft:
+                self._deferred.append(command)
+            else:
+                self._obey(command)
+
+    def _fly(self, slices: list[Slice], before: Flight | None = None) -> Flight:
+        self._goes_out(slices, time.monotonic())
+        return self.runner.launch(slices, before, layer_watermark(slices, self.on_progress))
+
+    def _goes_out(self, slices: list[Slice], launched_at: float) -> None:
         for seq, _, _ in slices:
             if seq.group.launched_at is None and not seq.group.prefilled:
                 self.lifecycle.happen(seq.group, GroupEvent.LAUNCH, launched_at)
+
+    def _launch(self, slices: list[Slice]) -> None:
+        launched_at = time.monotonic()
+        self._goes_out(slices, launched_at)
         num_tokens = sum(end - begin for _, begin, end in slices)
         self.speculator.draft(slices, self.config.max_num_batched_tokens - num_tokens)
         self.runner.keeps_hidden = self.speculator.wants_hidden

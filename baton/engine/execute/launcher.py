@@ -76,12 +76,16 @@ class Launcher:
         self.activations.look()
         return (hidden if keeps_hidden else None), logits
 
-    def launch(self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None) -> LaunchedTokens:
+    def launch(
+        self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> LaunchedTokens:  # fmt: skip
         """Launch a step whose tokens are drawn on the device, without waiting for it. At most one launch before it has
-        not been read: `before`, where `batch` continues from its tokens."""
+        not been read: `before`, where `batch` continues from its tokens. `on_layer`: as of `run`; on a GPU it is called
+        when the tokens are read."""
         if before is not None:
             batch = replace(batch, token_ids=known_ids(batch.token_ids, before.drawn))
-        return LaunchedTokens(draw(self.run(batch, False, None)[1]))
+        return LaunchedTokens(draw(self.run(batch, False, on_layer)[1]))
 
     def place(self) -> AbstractContextManager:
         """Enter the stream in which all of a step runs, its sampling and copies too."""
@@ -98,15 +102,18 @@ class Launcher:
 class LandingTokens(LaunchedTokens):
     """Tokens on their way to pinned memory of the host."""
 
-    def __init__(self, drawn: Tensor, landing: Tensor):
-        """landing: int64 on the host, at least as long."""
+    def __init__(self, drawn: Tensor, landing: Tensor, tell: Callable[[], None] | None = None):
+        """landing: int64 on the host, at least as long; `tell()` is called first when they are read: it waits for layers."""
         super().__init__(drawn)
+        self._tell = tell
         self._landing = landing[: len(drawn)]
         self._landing.copy_(drawn, non_blocking=True)
         self._landed = torch.cuda.Event()
         self._landed.record()
 
     def read(self) -> list[int]:
+        if self._tell is not None:
+            self._tell()
         self._landed.synchronize()
         return self._landing.tolist()
 
@@ -185,14 +192,19 @@ class GpuLauncher(Launcher):
         events.tell(on_layer)
         return found
 
-    def launch(self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None) -> LaunchedTokens:
-        known = None if before is None else before.drawn
+    def launch(
+        self, batch: ForwardBatch, draw: Draw, before: LaunchedTokens | None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> LaunchedTokens:  # fmt: skip
+        known, events = None if before is None else before.drawn, None
         if self._graphs is not None and (shape := self._graphs.shape_for(batch)) is not None:
             logits = self._graphs.run(batch, shape, known)[1]
         else:
-            logits = super().run(self._inputs.send(batch, known), False, None)[1]
+            events = None if on_layer is None else LayerEvents()
+            logits = super().run(self._inputs.send(batch, known), False, events and events.record)[1]
         self._turn ^= 1
-        return LandingTokens(draw(logits), self._landings[self._turn])
+        tell = None if events is None else lambda: events.tell(on_layer)
+        return LandingTokens(draw(logits), self._landings[self._turn], tell)
 
     def replay(self, num_seqs: int) -> None:
         """Replay the bare graph of a decode step of `num_seqs` sequences, on the inputs it read last; for measuring."""

@@ -1,8 +1,8 @@
 """From slices to tokens: builds the step's tensors, runs the model once, draws the next tokens.
 
 run             a step of any kind, to its tokens
-launch, read    a decode step whose tokens are drawn where the logits are: the next one may be launched, from tokens
-                that were not read yet, before this one is read
+launch, read    a step whose tokens are drawn where the logits are: the next one may be launched, from tokens that were
+                not read yet, before this one is read
 """
 
 import time
@@ -31,10 +31,11 @@ POOLED_ROWS = 512  # of a prompt, that are normed at a time
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A decode step that was launched and not read."""
+    """A step that was launched and not read."""
 
     slices: list[Slice]
-    tokens: LaunchedTokens  # one a slice
+    drawn: list[Sequence]  # of the slices behind which a token is drawn
+    tokens: LaunchedTokens  # one for each of these
     launched_at: float  # time.monotonic()
 
 
@@ -75,19 +76,28 @@ class Runner:
         return drawn
 
     @torch.inference_mode()
-    def launch(self, slices: list[Slice], before: Flight | None = None) -> Flight:
-        """Launch a decode step that `can_launch`. `before`: the flight whose tokens it continues from."""
+    def launch(
+        self, slices: list[Slice], before: Flight | None = None, on_layer: Callable[[int], None] | None = None
+    ) -> Flight:
+        """Launch a step that `can_launch`. `before`: the flight whose tokens it continues from; `on_layer(layer)` is called
+        when it is read, as each layer's KV is written."""
         launched_at = time.monotonic()
-        rows = {} if before is None else {piece.seq: row for row, piece in enumerate(before.slices)}
-        batch = self._batch(slices, list(range(len(slices))), rows)
-        draws = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in slices]
-        tokens = self.launcher.launch(batch, lambda logits: self.sampler.draw(logits, draws), before and before.tokens)
-        return Flight(slices, tokens, launched_at)
+        known = {} if before is None else {seq: row for row, seq in enumerate(before.drawn)}
+        ends = [index for index, piece in enumerate(slices) if draws(piece)]
+        batch = self._batch(slices, ends, known)
+        rows = [plain_row(seq.group.request, seq.choice, end) for seq, _, end in (slices[index] for index in ends)]
+        continues = before is not None and any(begin >= seq.num_tokens for seq, begin, _ in slices)
+
+        def draw(logits: Tensor) -> Tensor:
+            return self.sampler.draw(logits, rows) if rows else logits.new_empty(0, dtype=torch.int64)
+
+        tokens = self.launcher.launch(batch, draw, before.tokens if continues else None, on_layer)
+        return Flight(slices, [slices[index].seq for index in ends], tokens, launched_at)
 
     def read(self, flight: Flight) -> list[Drawn]:
         """Waits for the flight to pass."""
         token_ids = flight.tokens.read()
-        return [(seq, [Sampled(id_, None)]) for (seq, _, _), id_ in zip(flight.slices, token_ids, strict=True)]
+        return [(seq, [Sampled(id_, None)]) for seq, id_ in zip(flight.drawn, token_ids, strict=True)]
 
     def _read_prompts(self, hidden: Tensor, slices: list[Slice], batch: ForwardBatch) -> None:
         """Give groups what they ask of each token of their prompts. `hidden`: the rows of all tokens of the step."""
@@ -186,16 +196,24 @@ class Runner:
 
 
 def draws(piece: Slice) -> bool:
-    """Return whether a token is drawn behind this slice: it has the last of its sequence, whose prompt is answered."""
-    return piece.end == piece.seq.num_tokens and piece.seq.group.pool is None
+    """Return whether a token is drawn behind this slice: it has the last of its sequence, or one that is being drawn, and
+    its prompt is answered."""
+    return piece.end >= piece.seq.num_tokens and piece.seq.group.pool is None
 
 
 def can_launch(slices: list[Slice]) -> bool:
-    """Return whether this is a decode step and all of its tokens are drawn where the logits are."""
-    return all(
-        end - begin == 1 and seq.group.prefilled and plain_row(seq.group.request, seq.choice, end) is not None
-        for seq, begin, end in slices
-    )
+    """Return whether the step gives nothing but KV and tokens that are drawn where the logits are, one a sequence."""
+    return all(_gives_tokens_alone(piece) for piece in slices)
+
+
+def _gives_tokens_alone(piece: Slice) -> bool:
+    group = piece.seq.group
+    if not group.reads_cache:  # it gives what was asked of each token of the prompt
+        return False
+    if not draws(piece):
+        return True
+    one = group.prefilled or group.request.sampling.n == 1
+    return one and plain_row(group.request, piece.seq.choice, piece.end) is not None
 
 
 def block_table(seq: Sequence) -> Tensor:

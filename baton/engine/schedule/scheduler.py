@@ -57,6 +57,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
         self._tenants = Counter[bytes]()  # of both, by sequences
+        self._aloft: dict[Sequence, int] = {}  # while a step is chosen behind another: where that one's slices end
         self._held: dict[bytes, int] = {}  # blocks of each tenant when the step was begun, where there are several
         self._turns = RoundRobin[bytes](SPAN_TOKENS, config.max_model_len)
         self._seen: dict[bytes, float] = {}  # tenants of late, and when one of theirs came: time.monotonic()
@@ -90,23 +91,48 @@ class Scheduler:
         return batch
 
     def follow(self, slices: list[Slice]) -> list[Slice]:
-        """The decode step behind `slices`, a decode step whose tokens are not known yet; none where another would come
-        next: something waits that could enter, a prompt is being read, or blocks are missing."""
-        if self.waiting and (len(self.running) < self.config.max_num_seqs or len(self._tenants) > 1):
-            return []
+        """The step behind `slices`, which are being computed; none where it would take blocks from a sequence, or where tenants
+        share and a prompt is to be read: both are decided with nothing in flight."""
         if self.shares.is_short:
             return []
-        running = set(self.running)
-        going_on = [piece for piece in slices if piece.seq in running]
-        if len(going_on) < len(running):
+        if len(self._tenants) > 1 and (self.waiting or any(seq.remaining > 1 for seq in self.running)):
             return []
-        following: list[Slice] = []
-        for seq, _, end in going_on:
-            if not seq.is_full:
-                if end >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
-                    return []
-                following.append(Slice(seq, end, end + 1))
-        return following
+        self._aloft = {seq: end for seq, _, end in slices}
+        try:
+            batch: list[Slice] = []
+            if self._follow_decode(batch):
+                self._schedule_prefill(batch)
+                return batch
+            return []
+        finally:
+            self._aloft = {}
+
+    def _follow_decode(self, batch: list[Slice]) -> bool:
+        """Return whether there were blocks for all."""
+        for seq in self._in_place(self.running):
+            begin = self._begin(seq)
+            left = seq.num_tokens - begin
+            if left > 1 or not seq.block_ids:
+                continue
+            if left == 0 and (seq.is_full or not seq.group.prefilled):
+                continue  # the token that is being drawn is its last; or it is the first, which the taker has to see
+            if begin >= len(seq.block_ids) * self.layout.block_size and not self._take(seq, 1):
+                return False
+            batch.append(Slice(seq, begin, begin + 1))
+        return True
+
+    def _begin(self, seq: Sequence) -> int:
+        """Return the first token of a sequence that no step computes yet."""
+        return self._aloft.get(seq, seq.num_computed)
+
+    def _is_coming(self, seq: Sequence) -> bool:
+        """Return whether what a waiting sequence computes first is being computed for another: it will be in the cache."""
+        place = seq.num_computed // SPAN_TOKENS
+        name = seq.hashes[place : place + 1]
+        return bool(name) and any(
+            other.num_computed <= seq.num_computed < end and other.hashes[place : place + 1] == name
+            for other, end in self._aloft.items()
+        )
 
     def _schedule_decode(self, batch: list[Slice]) -> None:
         block_size = self.layout.block_size
@@ -124,9 +150,10 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(batch)
         lines: dict[bytes, list[tuple[Sequence, bool]]] = {}
         for seq in self.running:
-            if seq.remaining > 1:
+            if seq.num_tokens - self._begin(seq) > 1:
                 lines.setdefault(seq.group.tenant, []).append((seq, False))
-        for seq in self.waiting if len(self.running) < self.config.max_num_seqs else ():
+        has_place = len(self.running) < self.config.max_num_seqs
+        for seq in (each for each in self.waiting if has_place and not self._is_coming(each)):
             lines.setdefault(seq.group.tenant, []).append((seq, True))
         self._turns.wait(lines)
         if len(self._seen) > 1:
@@ -172,7 +199,8 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int) -> Slice | None:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
-        begin, end = seq.num_computed, min(seq.num_tokens, seq.num_computed + budget)
+        begin = self._begin(seq)
+        end = min(seq.num_tokens, begin + budget)
         if end < seq.num_tokens:
             end -= end % SPAN_TOKENS
         return Slice(seq, begin, end) if end > begin else None

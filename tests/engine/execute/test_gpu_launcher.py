@@ -66,7 +66,7 @@ def test_an_engine_that_overlaps_in_graphs_gives_the_tokens_of_one_that_does_not
     assert made.overlaps and made.num_graphs == 2
     launches = []
     launch = made.launch
-    made.launch = lambda batch, draw, before: launches.append(batch.token_ids) or launch(batch, draw, before)
+    made.launch = lambda batch, *given: launches.append(batch.token_ids) or launch(batch, *given)
     wanted, found = run(plain, requests), run(over, requests)
     assert {key: record.answer() for key, record in found.items()} == {key: r.answer() for key, r in wanted.items()}
     assert sum(bool((ids < 0).all()) for ids in launches) > 2
@@ -254,6 +254,7 @@ def test_a_held_prompt_is_told_by_layers_behind_their_events(tmp_path, device, m
     engine.on_progress = within.extend
     request = make_request("held", random_ids(6, 1), 1)
     engine.admission.accept(request)
+    assert engine.step() == [] and within == [], "it is launched"
     after = [output for output in engine.step() if isinstance(output, Progress)]
     assert within == [Progress(request.key, 6, layer + 1) for layer in range(2)]
     assert after == [Progress(request.key, 6, 2)]

@@ -212,3 +212,89 @@ def test_what_waits_and_could_enter_is_not_kept_waiting():
 def test_tokens_of_the_step_before_take_their_places():
     ids = torch.tensor([5, ~0, 7, ~2, ~2])
     assert known_ids(ids, torch.tensor([50, 51, 52])).tolist() == [5, 50, 7, 52, 52]
+
+
+def flown(engine) -> list[list[tuple[str, int, int]]]:
+    """Return the slices of each launch from here on: key, begin, end."""
+    launches, launch = [], engine.runner.launch
+
+    def noted(slices, *given):
+        launches.append([(seq.group.key.request_id, begin, end) for seq, begin, end in slices])
+        return launch(slices, *given)
+
+    engine.runner.launch = noted
+    return launches
+
+
+def test_a_chunk_is_launched_before_the_one_before_it_is_read():
+    """And the last one, whose token is drawn on the device; behind that the next prompt."""
+    engine = two_deep(max_num_batched_tokens=66, max_num_seqs=2)
+    launches = flown(engine)
+    requests = [make_request("a", prompt(200, 1), 1), make_request("b", prompt(100, 2), 1)]
+    for request in requests:
+        engine.submit(request)
+    records, deepest = Collector(), []
+    while engine.has_work():
+        records.take(engine.step())
+        engine.check_integrity()
+        deepest.append(len(engine.runner.launcher.waiting))
+    assert launches == [
+        [("a", 0, 64)],
+        [("a", 64, 128)],
+        [("a", 128, 192)],
+        [("a", 192, 200)],
+        [("b", 0, 64)],
+        [("b", 64, 100)],
+    ]
+    assert engine.runner.launcher.num_overlapped == 5 and deepest[:5] == [1] * 5
+    for request in requests:
+        assert records[request.key].answer() == toy_answer(request)
+
+
+def test_a_command_of_another_key_is_obeyed_behind_the_launch():
+    """What joins decodes in the step behind the one in flight: before, the device waited for it."""
+    engine = two_deep(max_num_seqs=4)
+    first, second = make_request("a", prompt(40, 1), 60), make_request("b", prompt(70, 2), 20)
+    engine.submit(first)
+    records = Collector()
+    for _ in range(6):
+        records.take(engine.step())
+    launches, before = flown(engine), engine.runner.launcher.num_overlapped
+    engine.submit(second)
+    for _ in range(8):
+        records.take(engine.step())
+        engine.check_integrity()
+    assert engine.runner.launcher.num_overlapped - before == len(launches) == 8, "no launch found the device idle"
+    assert ("b", 0, 70) in launches[0] and len(launches[0]) == 2
+    assert ("b", 70, 71) not in launches[1], "its first token is being drawn"
+    assert ("b", 70, 71) in launches[2]
+    run(engine, collector=records)
+    for request in (first, second):
+        assert records[request.key].answer() == toy_answer(request)
+
+
+def test_a_prompt_whose_beginning_is_being_read_waits_for_it():
+    """Launched behind it, it would be read a second time; one step later it is in the prefix cache."""
+    engine = two_deep(max_num_batched_tokens=256)
+    shared = prompt(128, 1)
+    ids = [shared + prompt(10 + index, 2 + index) for index in range(2)]
+    requests = [make_request(name, each, 3) for name, each in zip("ab", ids, strict=True)]
+    engine.submit(requests[0])
+    records = Collector()
+    records.take(engine.step())
+    engine.submit(requests[1])
+    run(engine, collector=records)
+    assert records[requests[1].key].first.num_cached_tokens == 128
+    for request in requests:
+        assert records[request.key].answer() == toy_answer(request)
+
+
+def test_prompts_of_two_tenants_are_chosen_with_nothing_in_flight():
+    """Who gives way is decided by what each holds."""
+    engine = two_deep(max_num_batched_tokens=66, max_num_seqs=2)
+    requests = [
+        make_request(name, prompt(150, index), 4, tenant_mark=bytes([index]) * 16) for index, name in enumerate("ab")
+    ]
+    records = run(engine, requests)
+    for request in requests:
+        assert records[request.key].answer() == toy_answer(request)

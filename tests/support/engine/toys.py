@@ -257,11 +257,11 @@ class LateLauncher(Launcher):
         self.waiting: list = []
         self.num_overlapped = 0
 
-    def launch(self, batch, draw, before):
+    def launch(self, batch, draw, before, on_layer=None):
         tokens = Late(self)
-        self.num_overlapped += before is not None
+        self.num_overlapped += bool(self.waiting)
         assert len(self.waiting) < 2, "more than two steps in flight"
-        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, before).drawn))
+        self.waiting.append((tokens, lambda: Launcher.launch(self, batch, draw, before, on_layer).drawn))
         return tokens
 
     def compute_until(self, tokens) -> None:
