@@ -30,6 +30,7 @@ class AttentionShape:
     block_size: int = 0  # tokens; 0: not known
     given_scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: they stay
+    sinks: bool = False  # each head has a score without a value in every softmax: Attention.set_sinks
 
     @property
     def group_size(self) -> int:
@@ -51,6 +52,11 @@ class Attention(ABC):
 
     def __init__(self, shape: AttentionShape):
         self.shape = shape
+        self.sinks = torch.empty(0)  # of a shape with sinks, fp32 [layers, heads]
+
+    def set_sinks(self, sinks: Tensor) -> None:
+        """Take the sinks of all layers, fp32 [layers, heads]: before the first step of a shape with sinks."""
+        self.sinks = sinks.contiguous()
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:

@@ -17,6 +17,7 @@ from baton.engine.kv.pool import KVPool
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of native/vector.h
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_SINKS = 4  # place of the pointer in Shape of native/attention/attention.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class NativeAttention(Attention):
         self._attend = library.function("baton_attention", *arguments)
         scales = struct.unpack("2q", struct.pack("2d", shape.given_scale or 0, shape.softcap or 0))
         windows = (window or 0 for window in shape.windows)
-        self.native_shape = array("q", (shape.num_heads, KINDS[shape.dtype], *scales, *windows))
+        self.native_shape = array("q", (shape.num_heads, KINDS[shape.dtype], *scales, 0, *windows))
         self._shape_address = self.native_shape.buffer_info()[0]
         self._pool: KVPool | None = None
         self._native_pool = NativePool()
@@ -59,6 +60,10 @@ class NativeAttention(Attention):
         if shape.head_dim % HEAD_DIM_MULTIPLE:
             return f"head_dim {shape.head_dim} is not a multiple of {HEAD_DIM_MULTIPLE}"
         return ""
+
+    def set_sinks(self, sinks: Tensor) -> None:
+        super().set_sinks(sinks)
+        self.native_shape[_SINKS] = self.sinks.data_ptr()
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> NativePlan:
         if pool is not self._pool:

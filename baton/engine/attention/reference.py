@@ -47,8 +47,8 @@ class ReferenceAttention(Attention):
         missing = -seq.kv_len % SPAN
         k, v = (F.pad(x.float(), (0, 0, 0, missing)) for x in (k, v))
         rows, positions = self._rows(q, seq)
-        maximum = rows.new_full((*rows.shape[:2], 1), float("-inf"))
-        total, result = torch.zeros_like(maximum), torch.zeros_like(rows)
+        maximum, total = self._begun(layer, rows)
+        result = torch.zeros_like(rows)
         for begin in range(0, seq.kv_len, SPAN):
             keys, values = k[:, begin : begin + SPAN], v[:, begin : begin + SPAN]
             seen = visible(positions, torch.arange(begin, begin + SPAN, device=q.device), self.shape.windows[layer])
@@ -64,6 +64,15 @@ class ReferenceAttention(Attention):
             result = result * kept + torch.matmul(weights, values)
             maximum = new_maximum
         return self._tokens(result / total, seq.query_len)
+
+    def _begun(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The maximum and the sum of rows that have seen nothing but their head's sink, [num_kv_heads, rows, 1]."""
+        if not self.shape.sinks:
+            return rows.new_full((*rows.shape[:2], 1), float("-inf")), rows.new_zeros(*rows.shape[:2], 1)
+        shape = self.shape
+        heads = torch.arange(rows.shape[1], device=rows.device) % shape.group_size
+        maximum = self.sinks[layer].view(shape.num_kv_heads, shape.group_size)[:, heads].unsqueeze(2)
+        return maximum, torch.ones_like(maximum)
 
     def _rows(self, q: Tensor, seq: SeqSlice) -> tuple[Tensor, Tensor]:
         """Queries that share a KV head side by side, [num_kv_heads, rows, head_dim], and the position of each row."""

@@ -75,6 +75,8 @@ class SdpaAttention(Attention):
 
     @classmethod
     def unfit(cls, shape: AttentionShape) -> str:
+        if shape.sinks:
+            return "torch's kernel has no sinks"
         return "" if shape.softcap is None else "torch's kernel has no soft cap"
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> SdpaPlan:

@@ -157,38 +157,41 @@ class TritonAttention(Attention):
             raise ValueError(
                 "triton attention takes queries with contiguous heads, and an output with its heads in a row"
             )
-        window = self.shape.windows[layer]
         for launch in plan.launches:
-            self._attend(plan, launch, plan.layers[layer], q, out, window)
+            self._attend(plan, launch, layer, q, out)
             if launch.num_splits > 1:
-                self._combine(plan, launch, out, window)
+                self._combine(plan, launch, out, layer)
 
-    def _attend(
-        self, plan: TritonPlan, launch: Launch, layer: tuple, q: Tensor, out: Tensor, window: int | None
-    ) -> None:
-        k, v, k_scales, v_scales = layer
+    def _attend(self, plan: TritonPlan, launch: Launch, layer: int, q: Tensor, out: Tensor) -> None:
+        k, v, k_scales, v_scales = plan.layers[layer]
+        window, sinks = self.shape.windows[layer], self._sinks_of(layer, out)
         shape, group, table = self.shape, plan.pool.group, plan.table
         self._kernels.attend[(launch.num_tiles, shape.num_kv_heads, launch.num_programs)](
-            q, out, _or(launch.partials, out), _or(launch.stats, out), k, v, k_scales, v_scales,
+            q, out, _or(launch.partials, out), _or(launch.stats, out), k, v, k_scales, v_scales, sinks,
             _or(launch.tiles, table.kv_lens), table.query_starts, table.kv_lens, table.block_ids,
             q.stride(0), q.stride(1), out.stride(0), table.block_ids.stride(0), *k.stride()[:3],
             *k_scales.stride()[:3], *self._scales, window or 0, group.block_size,
             launch.split_len, launch.num_splits, launch.tiles_per_seq,
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
             BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
-            WINDOWED=window is not None, CAPPED=shape.softcap is not None, PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
+            WINDOWED=window is not None, CAPPED=shape.softcap is not None, SINKS=shape.sinks,
+            PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
             num_warps=num_warps(launch.tile, self._block_d, bool(group.row_scale_bytes)),
             enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
-    def _combine(self, plan: TritonPlan, launch: Launch, out: Tensor, window: int | None) -> None:
-        kv_lens = plan.table.kv_lens
+    def _combine(self, plan: TritonPlan, launch: Launch, out: Tensor, layer: int) -> None:
+        kv_lens, window = plan.table.kv_lens, self.shape.windows[layer]
         self._kernels.combine[(launch.num_tokens, self.shape.num_heads)](
-            launch.partials, launch.stats, _or(launch.tokens, kv_lens), kv_lens, out, out.stride(0), window or 0,
-            launch.split_len, launch.num_splits, launch.query_len,
+            launch.partials, launch.stats, self._sinks_of(layer, out), _or(launch.tokens, kv_lens), kv_lens, out,
+            out.stride(0), window or 0, launch.split_len, launch.num_splits, launch.query_len,
             HEAD_DIM=self.shape.head_dim, BLOCK_D=self._block_d, BLOCK_N=BLOCK_N, WINDOWED=window is not None,
-            LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
+            SINKS=self.shape.sinks, LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
+
+    def _sinks_of(self, layer: int, unused: Tensor) -> Tensor:
+        """The sinks of a layer's heads, or a pointer that is not read."""
+        return self.sinks[layer] if self.shape.sinks else unused
 
 
 class FastTritonAttention(TritonAttention):

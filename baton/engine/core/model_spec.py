@@ -51,7 +51,7 @@ class ExpertsSpec:
     """A mixture of experts in place of a layer's MLP.
 
     `names`: the router, then gate, up and down of an expert with {} for its index; or router, gate over up and down of
-    all experts in one tensor each.
+    all experts in one tensor each, by the tensors' whole names.
     """
 
     num_experts: int
@@ -61,6 +61,9 @@ class ExpertsSpec:
     renormalized: bool = True  # the chosen experts' probabilities are made to sum to one
     shared_size: int = 0  # intermediate size of the expert that every token visits; 0: none
     shared_names: tuple[str, ...] = ()  # of that expert: what decides how much of it, then gate, up and down
+    bias: bool = False  # of the router and of every expert's linears
+    inputs_first: bool = False  # tensors of all experts are [experts, in, out]
+    interleaved: bool = False  # a gate and its up stand side by side among the outputs
 
     def __post_init__(self) -> None:
         """Raise ValueError where more are chosen than there are."""
@@ -120,10 +123,13 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: str = ""  # head: one weight for all heads | heads: each has its own | all: over the heads of a token
     parallel: bool = False  # attention and MLP read the same normed rows, and are added together
-    activation: str = "silu"  # silu | gelu_tanh
+    activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float = 0.0
     gated: bool = True
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
+    sinks: bool = False  # each head has a score of its own that takes part in the softmax and has no value
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a half layer adds
     logit_scale: float = 1.0
@@ -157,6 +163,7 @@ class ModelSpec:
         default = TensorNames()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         found = {
+            "attention sinks": self.sinks,
             "mixture of experts": any(layer.experts for layer in self.layers),
             "layers without rope": any(layer.rope is None for layer in self.layers),
             "norms elsewhere": any(bool(getattr(self.names, at)) != bool(getattr(default, at)) for at in places),

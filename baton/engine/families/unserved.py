@@ -40,4 +40,4 @@ def refusal(config: dict, served: tuple[str, ...]) -> str:
 def _nearness(found: str, name: str, has_experts: bool) -> float:
     """Letters in common; one with experts is nearer to another with experts."""
     likeness = SequenceMatcher(None, found.lower(), name.lower()).ratio()
-    return likeness + 0.25 * (has_experts == any(part in name for part in ("Moe", "moe", "Mixtral")))
+    return likeness + 0.25 * (has_experts == any(part in name for part in ("Moe", "moe", "Mixtral", "GptOss")))

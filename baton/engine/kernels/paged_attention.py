@@ -19,24 +19,26 @@ import triton.language as tl
 from baton.engine.kernels.tiles import dot, load_rows, narrow
 
 LOG2_E = 1.4426950408889634
+TO_LOG2 = tl.constexpr(LOG2_E)
 GROUP_LOADS = tl.constexpr(16)  # splits that `combine` reads at a time: one after the other, each waits for the memory
 
 
 # Values that change from step to step: no kernel of its own for those that are 1 or divisible by 16.
 @triton.jit(do_not_specialize=["table_stride", "window", "split_len", "num_splits", "tiles_per_seq"])
 def attend(
-    q, out, partials, stats, k, v, k_scales, v_scales, tiles, query_starts, kv_lens, block_table,
+    q, out, partials, stats, k, v, k_scales, v_scales, sinks, tiles, query_starts, kv_lens, block_table,
     q_stride, q_head_stride, out_stride, table_stride, block_stride, head_stride, token_stride,
     scale_block_stride, scale_head_stride, scale_token_stride,
     log2_scale, log2_cap, window, block_size, split_len, num_splits, tiles_per_seq,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PARTIAL: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+    FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
+    LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL).
 
     q, out [T, H, D]; k, v and their scales: one layer of the pool, [blocks, kv heads, tokens, ..]; query_starts,
     kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence, first of its rows; not read where every sequence
-    has tiles_per_seq > 0. partials fp32 [T, H, num_splits, D]: sums before division; stats, with 2: maximum, sum.
+    has tiles_per_seq > 0. sinks fp32 [H], of this layer, read where SINKS. partials fp32 [T, H, num_splits, D]: sums before division; stats, with 2: maximum, sum.
     split_len 0: as long as num_splits need to hold a sequence.
     """
     kv_head = tl.program_id(1)
@@ -92,6 +94,9 @@ def attend(
     else:
         maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if SINKS:  # what each row has seen before all keys
+            maximum = tl.load(sinks + heads) * TO_LOG2
+            total += 1.0
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for split in range(begin // split_len * split_len, end, split_len):
             split_maximum, split_total, split_acc = _reduce(
@@ -110,9 +115,9 @@ def attend(
 
 @triton.jit(do_not_specialize=["window", "split_len", "num_splits", "query_len"])
 def combine(
-    partials, stats, tokens, kv_lens, out, out_stride, window, split_len, num_splits, query_len,
+    partials, stats, sinks, tokens, kv_lens, out, out_stride, window, split_len, num_splits, query_len,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
+    SINKS: tl.constexpr, LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 3]: row of the batch,
     position, length of its sequence; not read where every sequence has query_len > 0 tokens."""
@@ -136,6 +141,9 @@ def combine(
     place = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
+    if SINKS:
+        maximum = tl.zeros([1], tl.float32) + tl.load(sinks + head) * TO_LOG2
+        total += 1.0
     acc = tl.zeros([BLOCK_D], tl.float32)
     end = position // split_len + 1
     for group in range(first, end, GROUP_LOADS):

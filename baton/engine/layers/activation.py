@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.core.model_spec import ModelSpec
+
 VECTOR_STRIDE = 64  # elements per turn of the widest vector loop (bf16, AVX-512); rows are padded to a multiple of it
 GRAIN = 32768  # elements up to which torch runs an elementwise loop on one thread
 
@@ -27,6 +29,20 @@ def gated(gate_up: Tensor, name: str) -> Tensor:
     """[T, 2 * size], gates first -> activated gate * up [T, size]. `size` is a multiple of VECTOR_STRIDE."""
     gate, up = gate_up.chunk(2, dim=1)
     return by_rows(FUNCTIONS[name], gate).mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """As `gated`, with gates up to `limit`, ups within it: (up + 1) * gate * sigmoid(alpha * gate)."""
+    gate, up = gate_up.chunk(2, dim=1)
+    gate = gate.clamp(max=limit)
+    return by_rows(torch.sigmoid, gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit) + 1)
+
+
+def make_gated(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
+    """Return what stands between the products of a model's gated MLPs."""
+    if spec.activation == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=spec.swiglu_alpha, limit=spec.swiglu_limit)
+    return partial(gated, name=spec.activation)
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

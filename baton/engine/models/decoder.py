@@ -12,7 +12,7 @@ from baton.engine.core.device import instruction_set
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kernels.sums import order_of_sums
 from baton.engine.kv.pool import KVPool
-from baton.engine.layers.activation import FUNCTIONS, by_rows, gated, soft_capped
+from baton.engine.layers.activation import FUNCTIONS, by_rows, make_gated, soft_capped
 from baton.engine.layers.embedding import tied
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.rope import Rope
@@ -20,7 +20,7 @@ from baton.engine.models.experts import MakeRouter
 from baton.engine.models.fused import fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
-from baton.engine.models.read_layer import read_layer, read_norm
+from baton.engine.models.read_layer import read_layer, read_norm, read_sinks
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from kvtransfer.layout import KVGroup
 
@@ -36,11 +36,14 @@ class Model:
         experts, the fp32 kernel of a router."""
         self.spec, self.dtype, self.attention, self.ropes = spec, dtype, attention, ropes
         self.device = attention.shape.device
+        self._gated = make_gated(spec)
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
         linears = Linears(source, make)
         vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
         self.embedding = source.embedding(vocab_size, hidden_size)
         self.layers = [read_layer(spec, index, source, linears, make_router) for index in range(spec.num_layers)]
+        if spec.sinks:
+            attention.set_sinks(read_sinks(spec, source))
         self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
         if spec.tied:
             self.head = linears.make([source.tied_head(self.embedding, vocab_size, hidden_size)])
@@ -142,7 +145,7 @@ class Model:
         if layer.experts is not None:
             return layer.experts(x)
         if self.spec.gated:
-            return layer.down(gated(layer.gate_up(x), self.spec.activation))
+            return layer.down(self._gated(layer.gate_up(x)))
         return layer.down(by_rows(FUNCTIONS[self.spec.activation], layer.gate_up(x)))
 
     def _write_kv(

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
-from baton.engine.layers.activation import VECTOR_STRIDE, by_rows, gated
+from baton.engine.layers.activation import VECTOR_STRIDE, by_rows, make_gated
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.models.linears import Linears
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import DenseWeight
 
-MakeRouter = Callable[[DenseWeight, None], LinearKernel]  # fp32 weight -> its kernel, over fp32 rows
+MakeRouter = Callable[[DenseWeight, Tensor | None], LinearKernel]  # fp32 weight, bias -> its kernel, over fp32 rows
 
 
 class Experts:
@@ -29,7 +29,7 @@ class Experts:
         make_router: MakeRouter,
     ):  # fmt: skip
         """`prefix`: of the names of this layer's tensors. Raises ModelError for what is missing or differs."""
-        self.spec, self._activation = experts, spec.activation
+        self.spec, self._gated = experts, make_gated(spec)
         hidden, size = spec.hidden_size, experts.intermediate_size
         modules = [prefix + name for name in experts.names]
         scores = source.tensor(f"{modules[0]}.weight", experts.num_experts, hidden).float()
@@ -42,16 +42,17 @@ class Experts:
             pads = -width % VECTOR_STRIDE
             self.shared_gate_up = linears.read(shared[1:3], [width, width], hidden, False, rows=pads)
             self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads)
-        self.router = make_router(DenseWeight(scores), None)
+        bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
+        self.router = make_router(DenseWeight(scores), bias)
         padding = -size % VECTOR_STRIDE
         self.gate_up: list[LinearKernel] = []
         self.down: list[LinearKernel] = []
         for index in range(experts.num_experts):
             if experts.stacked:
                 gate_up, down = modules[1:]
-                count = experts.num_experts
-                self.gate_up.append(linears.expert(gate_up, index, count, 2 * size, hidden, rows=padding, parts=2))
-                self.down.append(linears.expert(down, index, count, hidden, size, columns=padding))
+                gates = dict(rows=padding, parts=2, interleaved=experts.interleaved)
+                self.gate_up.append(linears.expert(gate_up, index, experts, 2 * size, hidden, **gates))
+                self.down.append(linears.expert(down, index, experts, hidden, size, columns=padding))
             else:
                 gate, up, down = (name.format(index) for name in modules[1:])
                 self.gate_up.append(linears.read([gate, up], [size, size], hidden, False, rows=padding))
@@ -67,7 +68,7 @@ class Experts:
             total = total + spoken[:, slot] * weights[:, slot : slot + 1]
         if self.shared_gate_up is not None:
             share = scores[:, -1:].expand(-1, VECTOR_STRIDE).contiguous()  # whole vectors: see by_rows
-            shared = self.shared_down(gated(self.shared_gate_up(x), self._activation)).float()
+            shared = self.shared_down(self._gated(self.shared_gate_up(x))).float()
             total = total + shared * by_rows(torch.sigmoid, share)[:, :1]
         return total.to(x.dtype)
 
@@ -89,5 +90,5 @@ class Experts:
         for expert, places in enumerate(order.split(counts)):
             if len(places):
                 rows = x[places // self.spec.num_chosen]
-                spoken[places] = self.down[expert](gated(self.gate_up[expert](rows), self._activation))
+                spoken[places] = self.down[expert](self._gated(self.gate_up[expert](rows)))
         return spoken

@@ -26,7 +26,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _LINEARS = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm", "q_norm", "k_norm")
 # As fused.h numbers them.
-_ACTIVATIONS = ("silu", "gelu_tanh")
+_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 _NORMS_OF_HEADS = {"": 0, "head": 0, "heads": 1, "all": 2}
 
 
@@ -61,7 +61,7 @@ class _Model(ctypes.Structure):
         *((name, _INT) for name in ("kind", "hidden_size", "intermediate_size")),
         *((name, _INT) for name in ("activation", "gated", "parallel", "norm_of_heads")),
         *((name, _POINTER) for name in ("layers", "shape")),
-        *((name, ctypes.c_double) for name in ("eps", "residual_scale")),
+        *((name, ctypes.c_double) for name in ("eps", "residual_scale", "swiglu_alpha", "swiglu_limit")),
     ]
 
 
@@ -104,6 +104,8 @@ class FusedLayers:
             shape=attention.native_shape.buffer_info()[0],
             eps=spec.norm.eps,
             residual_scale=spec.residual_scale,
+            swiglu_alpha=spec.swiglu_alpha,
+            swiglu_limit=spec.swiglu_limit,
         )
         library = native.library()
         self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.core.model_spec import ExpertsSpec
 from baton.engine.layers.linear import JoinedLinear, LinearKernel
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import Weight, form_name
@@ -74,13 +75,21 @@ class Linears:
         return self.make(weights, torch.cat(biases) if bias else None)
 
     def expert(
-        self, module: str, index: int, count: int, out_features: int, in_features: int, rows: int = 0,
-        columns: int = 0, parts: int = 1,
+        self, name: str, index: int, experts: ExpertsSpec, out_features: int, in_features: int, rows: int = 0,
+        columns: int = 0, parts: int = 1, interleaved: bool = False,
     ) -> LinearKernel:  # fmt: skip
-        """Return the kernel of one of `count` experts that one tensor holds, [count, out_features, in_features]; else
-        as `read` does."""
-        weight = self._source.expert(module, index, count, out_features, in_features)
-        return self.make([pad(part, rows, columns) for part in split_rows(weight, parts)])
+        """Return the kernel of one of the experts that one tensor holds, [experts, out_features, in_features] or
+        [experts, in_features, out_features]; `interleaved`: its parts take turns among its outputs. Else as `read`
+        does."""
+        count = experts.num_experts
+        weight = self._source.expert(name, index, count, out_features, in_features, experts.inputs_first)
+        bias = self._source.tensor(f"{name}_bias", count, out_features)[index] if experts.bias else None
+        if interleaved:
+            order = torch.arange(out_features, device=weight.values.device).view(-1, parts).t().flatten()
+            weight, bias = take_rows(weight, order), None if bias is None else bias[order]
+        if bias is not None:
+            bias = torch.cat([F.pad(part, (0, rows)) for part in bias.chunk(parts)])
+        return self.make([pad(part, rows, columns) for part in split_rows(weight, parts)], bias)
 
     def make(self, weights: Sequence[Weight], bias: Tensor | None = None) -> LinearKernel:
         """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not

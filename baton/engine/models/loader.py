@@ -22,8 +22,8 @@ from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
-from baton.engine.weights.formats.tensors import Weights, weight_files
 from baton.engine.weights.forms import Weight
+from baton.engine.weights.tensors import Weights, weight_files
 from baton.gguf import is_gguf
 from kvtransfer.naming import ModelIdentity
 from kvtransfer.naming import model_identity as identity_of
@@ -43,8 +43,9 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
     heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows)
     shape = AttentionShape(
-        *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap
-    )
+        *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap,
+        spec.sinks,
+    )  # fmt: skip
     backend, attention_reasons = choose_attention(config.attention, shape, config.batch_invariant)
     try:
         ropes = [Rope(rope, spec.head_dim, config.max_model_len or spec.context) for rope in spec.ropes]

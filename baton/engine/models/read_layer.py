@@ -51,6 +51,12 @@ def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Nor
     return make_norm(spec, source.tensor(f"{name}.weight", size), bias)
 
 
+def read_sinks(spec: ModelSpec, source: WeightSource) -> torch.Tensor:
+    """Return the sinks of all layers, fp32 [layers, heads]."""
+    names = (f"model.layers.{index}.self_attn.sinks" for index in range(spec.num_layers))
+    return torch.stack([source.tensor(name, spec.num_heads).float() for name in names])
+
+
 def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:
     rope = spec.layers[index].rope
     order = None if rope is None else order_of_head(spec.ropes[rope], spec.head_dim)

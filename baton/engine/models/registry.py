@@ -7,7 +7,7 @@ from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.core.model_spec import WRONG_VALUE, ModelSpec
 from baton.engine.families.config import Config
 from baton.engine.families.dense import cohere, exaone, gemma, glm, granite, llama, olmo, phi, qwen, starcoder
-from baton.engine.families.mixture import granite_moe, mixtral, olmoe, qwen_moe
+from baton.engine.families.mixture import gpt_oss, granite_moe, mixtral, olmoe, qwen_moe
 from baton.engine.families.unserved import refusal
 from baton.gguf import GGUFError, is_gguf
 
@@ -34,6 +34,7 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "Qwen3MoeForCausalLM": qwen_moe.qwen3_moe,
     "OlmoeForCausalLM": olmoe.olmoe,
     "GraniteMoeForCausalLM": granite_moe.granite_moe,
+    "GptOssForCausalLM": gpt_oss.gpt_oss,
 }
 
 

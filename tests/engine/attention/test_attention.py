@@ -5,10 +5,11 @@ import torch
 
 from baton.engine import native
 from baton.engine.attention.base import AttentionShape
+from baton.engine.attention.flash import unfit_rows
 from baton.engine.attention.selection import BACKENDS, choose
 from baton.engine.core.batch import SeqSlice
 from baton.engine.kv.stored_forms import STORED
-from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
+from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step, with_sinks
 
 WINDOW = 40
 CPU_BACKENDS = ("native", "sdpa", "reference")  # test_attention_triton.py and test_attention_flash.py have the others
@@ -61,6 +62,28 @@ def test_a_given_scale_and_soft_cap(name, compute, form):
     row = chunk.query_start + chunk.query_len - 1
     alone = attended(backend, pool, batch_of([last]), 1, q[row : row + 1].contiguous())
     assert torch.equal(alone[0], attended(backend, pool, batch, 1, q)[row])
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int8")])
+def test_sinks(name, compute, form):
+    """Each head's own, in a full and in a windowed layer; a row's bits stay its own."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    backend = with_sinks(made(name, AttentionShape(6, 2, 32, (None, WINDOW), dtype, sinks=True)))
+    pool, batch, q = one_step(backend.shape, [(1, 1), (1, 90), (70, 200), (1, 300)], form=form)
+    assert_close_to_exact(backend, pool, batch, q, atol=1e-5 if compute == "fp32" else 2e-2)
+    chunk = batch.seqs[2]
+    last = SeqSlice(0, 1, chunk.kv_len, chunk.block_ids)
+    row = chunk.query_start + chunk.query_len - 1
+    for layer in range(2):
+        alone = attended(backend, pool, batch_of([last]), layer, q[row : row + 1].contiguous())
+        assert torch.equal(alone[0], attended(backend, pool, batch, layer, q)[row])
+
+
+def test_who_has_no_sinks():
+    _, reasons = choose("auto", AttentionShape(4, 2, 24, (None,), torch.float32, sinks=True))
+    assert reasons["sdpa"] == "torch's kernel has no sinks"
+    assert unfit_rows(AttentionShape(4, 2, 64, (None,), torch.bfloat16, sinks=True)) == "has no sinks"
 
 
 def test_torch_has_no_soft_cap():

@@ -11,7 +11,7 @@ from baton.engine.attention.selection import BACKENDS
 from baton.engine.attention.triton_paged import FIXED_SPLIT
 from baton.engine.core.batch import SeqSlice, SeqTable
 from baton.engine.kv.stored_forms import STORED
-from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step
+from tests.support.engine.attention_step import CAPPED, assert_close_to_exact, attended, batch_of, one_step, with_sinks
 
 WINDOW = 40
 TRITON = ("triton", "triton-fast")
@@ -56,6 +56,20 @@ def test_forms(name, form, device):
 def test_a_given_scale_and_soft_cap(name, device):
     backend = BACKENDS[name](AttentionShape(2, 1, 64, (None, WINDOW), torch.float32, device, **CAPPED))
     assert_close_to_exact(backend, *one_step(backend.shape, LENGTHS, 64), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_sinks(name, device, monkeypatch):
+    """Where programs share the splits of a row, and where one takes all: the same bits of the fixed form."""
+    backend = with_sinks(BACKENDS[name](AttentionShape(4, 2, 64, (None, WINDOW), torch.float32, device, sinks=True)))
+    pool, batch, q = one_step(backend.shape, LENGTHS, 64)
+    assert_close_to_exact(backend, pool, batch, q, atol=1e-5)
+    if backend.batch_invariant:
+        for layer in range(2):
+            monkeypatch.setattr(backend, "_wanted", 1 << 20)
+            split = attended(backend, pool, batch, layer, q)
+            monkeypatch.setattr(backend, "_wanted", 0)
+            assert torch.equal(attended(backend, pool, batch, layer, q), split)
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])

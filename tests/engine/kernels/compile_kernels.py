@@ -48,28 +48,31 @@ def attend(
     windowed: bool,
     fusion: bool = False,
     capped: bool = False,
+    sinks: bool = False,
 ):
     block_d = triton.next_power_of_2(head_dim)
     scaled = form in ("int8", "int4")
-    pointers = dict.fromkeys(("q", "out"), "bf16") | dict.fromkeys(("partials", "stats"), "fp32")
+    pointers = dict.fromkeys(("q", "out"), "bf16") | dict.fromkeys(("partials", "stats", "sinks"), "fp32")
     pointers |= dict.fromkeys(("k", "v"), form) | dict.fromkeys(("k_scales", "v_scales"), "fp16" if scaled else form)
     pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table"), "int32")
     constants = {
         "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile,
         "BLOCK_N": triton_paged.BLOCK_N,
-        "FORM": form if scaled else "cast", "WINDOWED": windowed, "CAPPED": capped, "PARTIAL": partial, "LEAST_SPLIT": 128,
+        "FORM": form if scaled else "cast", "WINDOWED": windowed, "CAPPED": capped, "SINKS": sinks, "PARTIAL": partial,
+        "LEAST_SPLIT": 128,
     }  # fmt: skip
     warps = triton_paged.num_warps(tile, block_d, scaled)
     return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
 
 
 def combine(capability: int):
-    pointers = dict.fromkeys(("partials", "stats"), "fp32") | dict.fromkeys(("tokens", "kv_lens"), "int32")
+    pointers = dict.fromkeys(("partials", "stats", "sinks"), "fp32") | dict.fromkeys(("tokens", "kv_lens"), "int32")
     constants = {
         "HEAD_DIM": 128,
         "BLOCK_D": 128,
         "BLOCK_N": triton_paged.BLOCK_N,
         "WINDOWED": False,
+        "SINKS": False,
         "LEAST_SPLIT": 128,
     }
     return compiled(paged_attention.combine, pointers | {"out": "bf16"}, constants, capability, 1)
@@ -110,6 +113,7 @@ def main() -> None:
         for head_dim in (64, 96, 256):
             made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)
         made[f"{capability} capped"] = attend("bf16", capability, 256, 64, False, True, capped=True)
+        made[f"{capability} sinks"] = attend("bf16", capability, 64, 64, False, True, sinks=True)
         made[f"{capability} fast few"] = attend("bf16", capability, 128, 16, True, False, fusion=True)
         made[f"{capability} fast chunk"] = attend("bf16", capability, 128, 128, False, False, fusion=True)
     json.dump(made, sys.stdout)

@@ -51,12 +51,13 @@ def test_only_chosen_experts_are_read(folder):
     assert torch.equal(alone[0], together[4])
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "granite-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "granite-moe", "gpt-oss"])
 @pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-g32"])
 def test_rounded_as_they_are_read(tmp_path, name, quantization):
     """Near to the float model, whose experts they are."""
     sizes = dict(hidden_size=64, num_hidden_layers=1)
     sizes |= {"qwen2-moe": dict(moe_intermediate_size=96, shared_expert_intermediate_size=64)}.get(name, {})
+    sizes |= {"gpt-oss": dict(layer_types=["full_attention"])}.get(name, {})
     make_folder(tmp_path, name, intermediate_size=96, **sizes)
     logits = [
         Hand(load_model(EngineConfig(tmp_path, quantization=way))).step({"a": IDS})["a"]
@@ -111,8 +112,8 @@ def test_a_tensor_that_the_config_does_not_describe(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "keys", "nearest", "missing"),
     [
-        ("DeepseekV3ForCausalLM", dict(kv_lora_rank=512, n_routed_experts=256), "Moe", "latent attention"),
-        ("GptOssForCausalLM", dict(num_local_experts=32, swiglu_limit=7.0), "Mo", "clamped SwiGLU"),
+        ("DeepseekV3ForCausalLM", dict(kv_lora_rank=512, n_routed_experts=256), "ForCausalLM", "latent attention"),
+        ("GptOss2ForCausalLM", dict(num_local_experts=32, swiglu_limit=7.0), "GptOssFor", "clamped SwiGLU"),
         ("Gemma3nForCausalLM", dict(vision_config={"a": 1}), "Gemma3ForCausalLM", "a vision encoder"),
         ("Qwen3NextForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3Moe", "linear attention"),
         ("Phi4ForCausalLM", {}, "Phi3ForCausalLM", "its layers are not described here"),

@@ -98,7 +98,7 @@ def test_a_symmetric_config_with_zero_points(tmp_path):
             dict(quant_method="hqq"),
             ("method hqq is not supported", "gptq, awq, fp8, compressed-tensors, bitsandbytes,"),
         ),
-        (dict(quant_method="mxfp4"), ("method mxfp4 is not supported",)),
+        (dict(quant_method="mxfp4"), ("proj.weight is missing",)),
         (dict(quant_method="modelopt", quant_algo="NVFP4"), ("method modelopt (NVFP4) is not supported",)),
         (dict(quant_method=None), ("(none given) is not supported",)),
         (dict(quant_method="awq"), ("has shape", "qweight")),

@@ -10,8 +10,8 @@ from kvtransfer.layout import KVGroup, KVLayout
 CAPPED = dict(given_scale=0.35, softcap=3.0)  # of AttentionShape, as Gemma 2 has them
 
 
-def exact(q, k, v, kv_len, window, scale=None, softcap=None):
-    """fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]."""
+def exact(q, k, v, kv_len, window, scale=None, softcap=None, sinks=None):
+    """fp64 attention of the last len(q) tokens of a sequence: q [Q, Hq, D]; k, v [Hkv, kv_len, D]; sinks [Hq]."""
     group = q.shape[1] // k.shape[0]
     k, v = (x.double().repeat_interleave(group, dim=0) for x in (k, v))
     scores = q.double().transpose(0, 1) @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
@@ -20,7 +20,11 @@ def exact(q, k, v, kv_len, window, scale=None, softcap=None):
     positions = torch.arange(kv_len, device=q.device)
     distance = positions[kv_len - len(q) :].unsqueeze(1) - positions
     hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return (scores.softmax(-1) @ v).transpose(0, 1)
+    scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, len(q), 1)), dim=2)
+    return (scores.softmax(-1)[:, :, :-1] @ v).transpose(0, 1)
 
 
 def one_step(
@@ -45,6 +49,14 @@ def one_step(
     q = torch.randn(start, shape.num_heads, shape.head_dim).to(shape.dtype)
     pool, q = on_device(pool, shape.device), q.to(shape.device)
     return pool, batch_of(seqs), q
+
+
+def with_sinks(backend: Attention) -> Attention:
+    """Give each head of each layer a sink, some larger than any score of random rows."""
+    shape = backend.shape
+    sinks = torch.randn(len(shape.windows), shape.num_heads, generator=torch.Generator().manual_seed(3)) * 4
+    backend.set_sinks(sinks.to(shape.device))
+    return backend
 
 
 def on_device(pool: KVPool, device: torch.device) -> KVPool:
@@ -74,5 +86,7 @@ def assert_close_to_exact(backend: Attention, pool: KVPool, batch: ForwardBatch,
         for seq in batch.seqs:
             rows = slice(seq.query_start, seq.query_start + seq.query_len)
             k, v = pool.gather(layer, seq.block_ids.to(q.device), seq.kv_len)
-            truth = exact(q[rows], k, v, seq.kv_len, window, backend.shape.given_scale, backend.shape.softcap)
+            given = (backend.shape.given_scale, backend.shape.softcap)
+            sinks = backend.sinks[layer] if backend.shape.sinks else None
+            truth = exact(q[rows], k, v, seq.kv_len, window, *given, sinks)
             torch.testing.assert_close(out[rows].double(), truth, atol=atol, rtol=0)

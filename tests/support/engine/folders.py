@@ -30,6 +30,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+UNCUT = {"truncate": False}
 SHORT = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
 LONG = [1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
@@ -53,6 +54,7 @@ GEMMA3 = dict(
     },
 )
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.22, attention_multiplier=0.2)
+GPT_OSS = dict(head_dim=16, sliding_window=24, layer_types=ALTERNATING, rope_parameters=THETA | YARN | UNCUT)
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
 
 # name -> (transformers' prefix, what differs from SMALL)
@@ -96,6 +98,7 @@ FAMILIES = {
     "qwen3-moe": ("Qwen3Moe", EXPERTS | dict(num_experts=8, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0])),
     "olmoe": ("Olmoe", dict(num_experts=6, num_experts_per_tok=3, pad_token_id=0)),
     "granite-moe": ("GraniteMoe", GRANITE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "gpt-oss": ("GptOss", GPT_OSS | dict(num_local_experts=6, num_experts_per_tok=3)),
 }
 
 # One of each kind of layer: what all of them is walked through by tests/engine/models/test_families_served.py.

@@ -4,7 +4,7 @@ from baton.engine.core.model_spec import ExpertsSpec, LayerSpec, ModelSpec
 from baton.engine.families.config import Config
 from baton.engine.families.dense.granite import multipliers
 
-NAMES = tuple(f"block_sparse_moe.{name}" for name in ("router.layer", "input_linear", "output_linear"))
+NAMES = tuple(f"block_sparse_moe.{name}" for name in ("router.layer", "input_linear.weight", "output_linear.weight"))
 
 
 def granite_moe(config: Config) -> ModelSpec:

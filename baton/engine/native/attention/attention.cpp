@@ -200,10 +200,12 @@ void attend_tile(const Call& call, const Sequence& seq, int64_t head, int64_t fi
   float* sums = (float*)(parts + 2 * words);
   std::memset(sums, 0, count * size * sizeof(float));
   Row rows[ROWS];
+  const float* sinks = call.shape.sinks ? call.shape.sinks + call.layer * call.shape.num_heads : nullptr;
   for (int r = 0; r < count; r++) {
     const int64_t token = (first + r) / group, which = head * group + (first + r) % group;
     take(call.shape.kind, call.q, (seq.query_start + token) * call.q_stride + which * size, size, q + r * size);
     rows[r] = {seq.kv_len - seq.query_len + token, 0, UNSEEN, 0, 0};
+    if (sinks) rows[r].maximum = 1.44269504f * sinks[which], rows[r].total = 1;
     if (has_zeros(F))
       for (int64_t d = 0; d < size; d++) rows[r].query_sum += as_float(q[r * size + d]);
   }

@@ -8,6 +8,7 @@ namespace baton {
 struct Shape {
   int64_t num_heads, kind;
   double scale, softcap;  // of scores; 0: 1 / sqrt(head_dim), no cap
+  const float* sinks;     // [layers][num_heads], a score of each head that has no value; null: none
   int64_t windows[];      // of each layer: positions a token sees, itself included; 0: all
 };
 

@@ -7,9 +7,28 @@
 
 namespace baton {
 
+namespace {
+
+// (up + 1) * gate * sigmoid(alpha * gate), gates up to a limit, ups within it.
+void clamped_swiglu(const Model& model, const Step& step, int64_t size, const void* from, void* to) {
+  const int64_t kind = model.kind;
+  const V16 limit = all16(float(model.swiglu_limit));
+  const float factor = -1.44269504f * float(model.swiglu_alpha);
+  each_row(step, size, [&](int64_t t) {
+    for (int64_t i = 0; i < size; i += 16) {
+      const V16 gate = min16(read16(kind, from, t * 2 * size + i), limit);
+      const V16 up = min16(max16(read16(kind, from, t * 2 * size + size + i), -limit), limit);
+      write16(kind, to, t * size + i, (up + 1.0f) * gate / (power_of_two(min16(gate * factor, all16(127.0f))) + 1.0f));
+    }
+  });
+}
+
+}  // namespace
+
 void activate(const Model& model, const Step& step, int64_t size, const void* from, void* to) {
   const int64_t kind = model.kind, width = model.gated ? 2 * size : size;
   const bool is_silu = model.activation == SILU;
+  if (model.activation == CLAMPED_SWIGLU) return clamped_swiglu(model, step, size, from, to);
   each_row(step, size, [&](int64_t t) {
     for (int64_t i = 0; i < size; i += 16) {
       const V16 gate = read16(kind, from, t * width + i);

@@ -12,7 +12,7 @@ struct Norm {
   const float* bias;  // null: none
   int64_t kind, is_layer_norm;
 };
-enum Activation : int64_t { SILU = 0, GELU_TANH = 1 };
+enum Activation : int64_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
 // Of a mixture. An expert's linears are those of an MLP; the router scores rows of fp32, the shared expert last.
 struct Experts {
   int64_t num_experts, num_chosen, renormalized;
@@ -36,6 +36,7 @@ struct Model {
   const Layer* layers;
   const Shape* shape;
   double eps, residual_scale;
+  double swiglu_alpha, swiglu_limit;  // of CLAMPED_SWIGLU
 };
 struct Step {
   const Pool* pool;

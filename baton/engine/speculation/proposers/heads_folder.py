@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton.engine.core.model_errors import read_json
 from baton.engine.models.decoder import Model
-from baton.engine.weights.formats.tensors import Weights
+from baton.engine.weights.tensors import Weights
 
 KINDS = ("medusa", "eagle")
 MARK = "target_mark"  # a tensor beside the weights

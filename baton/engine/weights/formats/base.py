@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baton.engine.core.model_errors import ModelError
 from baton.engine.layers.embedding import Embedding
-from baton.engine.weights.formats.tensors import Weights, weight_files
 from baton.engine.weights.forms import DenseWeight, Weight
+from baton.engine.weights.tensors import Weights, weight_files
 
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 CONFIG = "config.json"
@@ -40,9 +40,11 @@ class WeightSource(ABC):
         """Return a norm, a bias or a table [*shape] in the compute dtype. Raises ModelError with file and tensor
         name."""
 
-    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
-        """Return the weight [out_features, in_features] of one expert of a tensor that holds `count`. Raises ModelError
-        where the format has no such tensors."""
+    def expert(
+        self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
+    ) -> Weight:
+        """Return the weight [out_features, in_features] of one expert of a tensor that holds `count`, inputs before
+        outputs where `inputs_first`. Raises ModelError where the format has no such tensors."""
         raise ModelError(f"{name}: experts in one tensor are not read from {self.name} weights, give a float folder")
 
     def embedding(self, vocab_size: int, hidden_size: int) -> Callable[[Tensor], Tensor]:
@@ -81,10 +83,11 @@ class DenseFormat(WeightSource):
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))
 
-    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
-        return DenseWeight(
-            self.tensors.slice(f"{name}.weight", index, (count, out_features, in_features)).to(self.dtype)
-        )
+    def expert(
+        self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
+    ) -> Weight:
+        shape = (count, out_features, in_features)
+        return DenseWeight(self.tensors.expert(name, index, shape, inputs_first).to(self.dtype))
 
     def check_all_read(self, prefix: str) -> None:
         left = [name for name in self.tensors.unread() if name.startswith(prefix) and not name.endswith(BUFFERS)]
@@ -111,8 +114,10 @@ class Format(DenseFormat):
             return self.quantized(module, out_features, in_features)
         return super().linear(module, out_features, in_features)
 
-    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
-        return WeightSource.expert(self, name, index, count, out_features, in_features)
+    def expert(
+        self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
+    ) -> Weight:
+        return WeightSource.expert(self, name, index, count, out_features, in_features, inputs_first)
 
     def check_all_read(self, prefix: str) -> None:
         """Formats store more than they need (zero points of symmetric weights, orders)."""

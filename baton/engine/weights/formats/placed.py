@@ -30,8 +30,11 @@ class PlacedSource(WeightSource):
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return placed(self._source.linear(module, out_features, in_features), self._device)
 
-    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
-        return placed(self._source.expert(name, index, count, out_features, in_features), self._device)
+    def expert(
+        self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
+    ) -> Weight:
+        weight = self._source.expert(name, index, count, out_features, in_features, inputs_first)
+        return placed(weight, self._device)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return the tensor [*shape] on the device. Raises ModelError as the source does."""

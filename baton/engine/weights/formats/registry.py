@@ -11,15 +11,18 @@ from baton.engine.weights.formats.bitsandbytes import BitsAndBytesFormat
 from baton.engine.weights.formats.compressed import CompressedTensorsFormat
 from baton.engine.weights.formats.fp8 import FP8Format
 from baton.engine.weights.formats.gptq import GPTQFormat
+from baton.engine.weights.formats.mxfp4 import Mxfp4Format
 from baton.engine.weights.formats.outlier import OutlierFormat
 from baton.engine.weights.formats.rounded import ROUNDINGS, RoundedFormat
-from baton.engine.weights.formats.tensors import Weights
+from baton.engine.weights.tensors import Weights
 from baton.gguf import is_gguf
 
 FORMATS: dict[str, type[Format]] = {
     format.name: format
-    for format in (GPTQFormat, AWQFormat, FP8Format, CompressedTensorsFormat, BitsAndBytesFormat, OutlierFormat)
-}
+    for format in (
+        GPTQFormat, AWQFormat, FP8Format, CompressedTensorsFormat, BitsAndBytesFormat, OutlierFormat, Mxfp4Format,
+    )
+}  # fmt: skip
 AUTO, NONE = "auto", "none"
 CHOICES = (AUTO, NONE, *ROUNDINGS)
 OLD_CONFIG = "quantize_config.json"  # beside config.json, what AutoGPTQ wrote before transformers knew it

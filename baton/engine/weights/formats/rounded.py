@@ -33,9 +33,11 @@ class RoundedFormat(DenseFormat):
         weight = self.tensors.read(f"{module}.weight", (out_features, in_features))
         return self._rounded(weight, f"{module}.weight", self._round_head if module == HEAD else self._round)
 
-    def expert(self, name: str, index: int, count: int, out_features: int, in_features: int) -> Weight:
-        weight = self.tensors.slice(f"{name}.weight", index, (count, out_features, in_features))
-        return self._rounded(weight, f"{name}.weight", self._round)
+    def expert(
+        self, name: str, index: int, count: int, out_features: int, in_features: int, inputs_first: bool = False
+    ) -> Weight:
+        weight = self.tensors.expert(name, index, (count, out_features, in_features), inputs_first)
+        return self._rounded(weight, name, self._round)
 
     def tied_head(self, embedding, vocab_size: int, hidden_size: int) -> Weight:
         return self._round_head(embedding.weight)

@@ -56,9 +56,17 @@ class Weights:
         missing or differs."""
         return self._checked(name, shape, dtypes, lambda file: file.get_tensor(self._stored[name]))
 
-    def slice(self, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
+    def slice(self, name: str, index: int, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
         """Return part `index` of a tensor [*shape] along its first dimension. Raises as `read` does."""
-        return self._checked(name, shape, FLOATS, lambda file: file.get_slice(self._stored[name])[index])
+        return self._checked(name, shape, dtypes, lambda file: file.get_slice(self._stored[name])[index])
+
+    def expert(self, name: str, index: int, shape: tuple[int, int, int], inputs_first: bool) -> Tensor:
+        """Return part `index` [out, in] of a tensor [*shape], or one whose inputs stand before its outputs. Raises as
+        `read` does."""
+        if not inputs_first:
+            return self.slice(name, index, shape)
+        count, num_out, num_in = shape
+        return self.slice(name, index, (count, num_in, num_out)).t().contiguous()
 
     def _checked(self, name: str, shape: tuple[int, ...] | None, dtypes, get: Callable[[Any], Tensor]) -> Tensor:
         if name not in self._files:

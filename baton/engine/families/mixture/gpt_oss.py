@@ -1,0 +1,25 @@
+"""gpt-oss: attention sinks, every other layer with a window, clamped SwiGLU, biases everywhere, experts in one tensor."""
+
+from dataclasses import replace
+
+from baton.engine.core.model_spec import ExpertsSpec, ModelSpec
+from baton.engine.families.config import Config
+
+NAMES = ("mlp.router", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def gpt_oss(config: Config) -> ModelSpec:
+    config.refuse("scoring_func", "softmax")
+    config.activation()
+    experts = ExpertsSpec(
+        config.count("num_local_experts", 128), config.count("num_experts_per_tok", 4),
+        config.count("intermediate_size"), NAMES, bias=True, inputs_first=True, interleaved=True,
+    )  # fmt: skip
+    layers = config.alternating(lambda layer: layer % 2 == 0, window=128)
+    bias = config.flag("attention_bias", True)
+    return config.spec(
+        "gpt_oss", [config.rope(131072, theta=150000.0)], tuple(replace(layer, experts=experts) for layer in layers),
+        num_kv_heads=8, head_dim=64, norm=config.norm(1e-5), sinks=True, qkv_bias=bias, output_bias=bias,
+        activation="clamped_swiglu", swiglu_alpha=config.number("swiglu_alpha", 1.702),
+        swiglu_limit=config.number("swiglu_limit", 7.0),
+    )  # fmt: skip
