@@ -43,6 +43,7 @@ RATES = (0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
 SLO = Slo(ttft_s=5.0, tpot_s=0.1)  # prompts of these traces have 12,000 tokens and more
 LARGE_CACHE = 4_000_000
 LOAD = 0.5
+LATER_S = 30.0
 WORKERS_A_TRACE = 8  # that one copy of the trace keeps busy
 
 
@@ -138,6 +139,31 @@ def splits(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate
     )
 
 
+def regrets(report: Report, entries: Sequence[TraceEntry], num_workers: int, rate: float, num_decisions: int) -> None:
+    """How much longer requests took for a decision of `auto` than they would have for the other: the same trace twice, with one
+    request turned and all others on the same workers. Summed over those that were in the fleet with it, as a share of its own
+    time; of a decision that was the better one, 0."""
+    entries = scaled(entries, rate)
+    taken = Fleet(num_workers, Machine(), "auto", SLO).run(entries)
+    chosen = random.Random(0).sample(range(len(entries) // 10, len(entries)), num_decisions)
+    lost = sorted(_regret(taken, entries, num_workers, number) for number in chosen)
+    name = f"rate x {rate:g}: regret of a decision"
+    report.add(f"{name}, mean", 100 * statistics.mean(lost), "%", goal="value <= 3")
+    report.add(f"{name}, p95", 100 * lost[math.ceil(0.95 * len(lost)) - 1], "%", goal="value <= 10")
+
+
+def _regret(taken: Sequence[Request], entries: Sequence[TraceEntry], num_workers: int, number: int) -> float:
+    """Return what the requests in the fleet with this one, it among them, would have saved, as a share of its time."""
+    one = taken[number]
+    beside = [i for i, each in enumerate(taken) if each.at_s <= one.last_s and each.last_s >= one.at_s]
+    decided = {each.number: each.decision for each in taken if each is not one}
+    fleet = Fleet(num_workers, Machine(), "auto", SLO, decided=decided, turned=number)
+    until = max(taken[i].last_s for i in beside) + LATER_S  # what comes while they run delays them, both times
+    turned = fleet.run([entry for entry in entries if entry.at_s <= until])
+    as_it_was, other_way = (sum(each[i].e2e_s for i in beside) for each in (taken, turned))
+    return max(0.0, as_it_was - other_way) / one.e2e_s
+
+
 def _goodput(requests: Sequence[Request]) -> float:
     met = sum(SLO.met(request.ttft_s, request.tpot_s, request.e2e_s) for request in requests)
     return met / max(request.last_s for request in requests)
@@ -226,6 +252,7 @@ def main() -> int:
     part = trace[: 1500 if arguments.quick else 3000]
     for rate in rates:
         splits(report, part, WORKERS_A_TRACE, rate)
+        regrets(report, part, WORKERS_A_TRACE, rate, 20 if arguments.quick else 200)
     for num_workers in sizes:
         # One copy: all of the trace. Many: as much of its beginning as is simulated in a minute or two.
         entries = trace if num_workers == WORKERS_A_TRACE else trace[: max(700, 80_000 // num_workers)]

@@ -2,8 +2,10 @@
 
 import logging
 import sys
+import time
 
 _MAX_VALUE_CHARS = 1000
+_QUIET_S = 60.0
 _NEEDS_QUOTES = {" ", '"'}
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -14,6 +16,7 @@ def setup(role: str, level: str = "info") -> None:
         raise ValueError(f"unknown log level {level!r}; one of {', '.join(_LEVELS)}")
     handler = _Handler(sys.stderr)
     handler.setFormatter(_OneLine(role))
+    handler.addFilter(_OnceAMinute("opentelemetry"))  # it says every few seconds that a collector is away
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
@@ -34,6 +37,25 @@ def fields(**values: object) -> str:
     """`key=value key=value`. Values come from anywhere: with spaces or quotes they are quoted, what does not print
     is escaped, and beyond 1,000 characters they are cut."""
     return " ".join(f"{key}={_quoted(value)}" for key, value in values.items())
+
+
+class _OnceAMinute(logging.Filter):
+    """Let one line a minute through of a library, with the number of those that were left out since the last."""
+
+    def __init__(self, library: str):
+        super().__init__(library)
+        self._last_at, self._num_left_out = -_QUIET_S, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not super().filter(record):
+            return True  # of others
+        if (at := time.monotonic()) - self._last_at < _QUIET_S:
+            self._num_left_out += 1
+            return False
+        if self._num_left_out:
+            record.msg, record.args = f"{record.getMessage()} ({self._num_left_out} more such lines before)", None
+        self._last_at, self._num_left_out = at, 0
+        return True
 
 
 class _Handler(logging.StreamHandler):

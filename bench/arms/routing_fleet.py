@@ -10,8 +10,9 @@ import heapq
 import itertools
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from baton.loadgen.trace import MOONCAKE_BLOCK as BLOCK
@@ -23,6 +24,7 @@ from gateway.routing.latency_model import Recent, WorkerRates
 from gateway.routing.routing import (
     NUM_HOLDERS,
     Candidate,
+    Decision,
     RoutingRequest,
     WorkerLimits,
     choose,
@@ -52,12 +54,14 @@ class Machine(NamedTuple):
 class Request:
     entry: TraceEntry
     at_s: float
+    number: int = 0  # in the trace
     num_cached: int = 0  # tokens of the prompt that no worker had to compute
     is_local: bool = False
     predicted_s: float = 0.0
     first_s: float = 0.0  # time of the first token
     last_s: float = 0.0
     num_read: int = 0  # tokens that are computed for it
+    decision: Decision | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -171,7 +175,18 @@ class DecodeWorker(Worker):
 class Fleet:
     """`run()` serves all requests. `prefill_share` of the workers do nothing but prefill."""
 
-    def __init__(self, num_workers: int, machine: Machine, split: str, slo: Slo, prefill_share: float = 0.5):
+    def __init__(
+        self,
+        num_workers: int,
+        machine: Machine,
+        split: str,
+        slo: Slo,
+        prefill_share: float = 0.5,
+        decided: Mapping[int, Decision] = MappingProxyType({}),
+        turned: int | None = None,
+    ):
+        """`decided`: requests by their place in the trace, and what they do whatever their turn finds; `turned`: one that goes
+        the other way than the one that is chosen for it."""
         index, fleet = Index(), WorkerRates()
         half = round(num_workers * prefill_share)
         self.prefill = [PrefillWorker(i, f"p{i:04}", machine, index, fleet) for i in range(half)]
@@ -185,9 +200,10 @@ class Fleet:
         self._order = itertools.count()
         self._waiting: deque[Request] = deque()
         self._mean_output = 64.0
+        self._decided, self._turned = decided, turned
 
     def run(self, entries: Sequence[TraceEntry]) -> list[Request]:
-        requests = [Request(entry, entry.at_s) for entry in entries]
+        requests = [Request(entry, entry.at_s, i) for i, entry in enumerate(entries)]
         arrivals = iter(requests)
 
         def arrive(now: float, request: Request) -> None:
@@ -214,7 +230,7 @@ class Fleet:
         """In order; the first stays until a decode worker has room."""
         while self._waiting:
             request = self._waiting[0]
-            decision = self._route(request.entry, now)
+            decision = request.decision = self._decided.get(request.number) or self._route(request, now)
             taker = self._named[decision.decode]
             if taker.num_sequences >= self._machine.max_sequences:
                 return
@@ -228,7 +244,8 @@ class Fleet:
             else:
                 self._read_there(request, self._named[decision.prefill], taker, now)
 
-    def _route(self, entry: TraceEntry, now: float):
+    def _route(self, request: Request, now: float) -> Decision:
+        entry = request.entry
         matches = self._index.lookup(entry.hash_ids)
 
         def side(workers: list, kind: type) -> list[Candidate]:
@@ -238,7 +255,11 @@ class Fleet:
             return [worker.candidate(worker.in_tokens(matches.get(worker), entry), now) for worker in chosen]
 
         ask = RoutingRequest(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
-        return choose(ask, side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker), self._split)
+        prefill, decode = side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker)
+        decision = choose(ask, prefill, decode, self._split)
+        if request.number == self._turned:
+            return choose(ask, prefill, decode, "always" if decision.local else "never")
+        return decision
 
     # ---- a prefill worker ----
 

@@ -4,6 +4,7 @@ import logging
 
 from baton.service.logs import fields
 from gateway.observe.meters import outcome
+from gateway.observe.predictions import predictions
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
@@ -34,11 +35,20 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
         "batch_size": record.batch_size,
         "num_attempts": record.num_attempts,
         "route": record.decision.reason if record.decision else "-",
+        **_prediction(record),
         "total_ms": _ms(sum(spent.values())),
         "ttft_ms": _ms(durations.ttft_s),
         "tpot_ms": _ms(durations.tpot_s),
     }
     return values | {f"{phase}_ms": _ms(seconds) for phase, seconds in spent.items()}
+
+
+def _prediction(record: RequestRecord) -> dict[str, object]:
+    """Return what the decision was to cost the request and what it did, where the two can be compared."""
+    if not (found := predictions(record)):
+        return {"route_predicted_ms": "-", "route_taken_ms": "-"}
+    _, predicted_s, taken_s = found[-1]
+    return {"route_predicted_ms": _ms(predicted_s), "route_taken_ms": _ms(taken_s)}
 
 
 def _ms(seconds: float) -> float:

@@ -18,10 +18,12 @@ from baton.service.observe.metrics import (
 )
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
+from gateway.observe.predictions import predictions
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
 _OBJECTIVES = ("ttft", "tpot", "e2e", "answer")  # answer: there was none
+_ERROR_BUCKETS = (0.1, 0.2, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2, 5, 10)
 _MAX_REASONS = 64  # each is a label value; workers are trusted to have few words, and counted all the same
 _MAX_TENANTS = 64  # with labels of their own, of those that the credentials file names
 _REFUSED = frozenset(
@@ -71,6 +73,9 @@ class GatewayMeters:
             "predicted cost of the route that was taken and of the other",
             DURATION_BUCKETS,
             "way",
+        )
+        self._prediction = metrics.histogram(
+            "baton_route_prediction_ratio", "predicted over measured time, from the decision on", _ERROR_BUCKETS, "part"
         )
         self._slo_requests = metrics.counter(
             "baton_slo_requests", "requests that count towards their service level", "class"
@@ -145,6 +150,9 @@ class GatewayMeters:
         self._route_cost("taken").observe(decision.cost_s)
         if decision.alternative_s is not None:
             self._route_cost("other").observe(decision.alternative_s)
+        for part, predicted_s, taken_s in predictions(record):
+            if taken_s > 0:
+                self._prediction(part).observe(predicted_s / taken_s)
 
     def gap(self, record: RequestRecord, gap_s: float) -> None:
         """Count the seconds between two messages of a choice, divided by the tokens of the later one."""

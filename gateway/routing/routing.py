@@ -194,7 +194,7 @@ def choose(
         return _decision(request, apart, here, "forced")
     if request.num_tokens <= SHORT_TOKENS:
         return _decision(request, here, apart, "short_prompt")
-    if here.cost_s <= apart.cost_s:
+    if here.cost_s <= apart.cost_s or _is_ready(here.decode, apart):
         return _decision(request, here, apart, _why_here(request, here))
     return _decision(request, apart, here, "long_prompt")
 
@@ -297,6 +297,15 @@ def _unhidden_s(request: RoutingRequest, reading: _Reading, taker: Candidate) ->
     """Return the seconds by which KV delays the second token: it moves while the prompt is read."""
     num_bytes = (request.num_tokens - taker.num_matched_tokens) * taker.kv_token_bytes
     return taker.pace.moved_s + max(0.0, num_bytes * _byte_s(reading.worker, taker) - reading.read_s)
+
+
+def _is_ready(worker: Candidate, apart: _Way) -> bool:
+    """Return whether `worker` does nothing and holds more of the prompt than the one that would read it `apart`.
+
+    That one computes more, or waits for the rest from others; for those who may come to `worker` meanwhile, which its
+    recent share stands for, no request that is here pays."""
+    is_idle = not worker.num_sequences and not worker.num_waiting_tokens
+    return is_idle and apart.prefill is not None and worker.num_matched_tokens > apart.prefill.num_matched_tokens
 
 
 def _alone(request: RoutingRequest, worker: Candidate, writing_s: float) -> _Way:

@@ -28,6 +28,16 @@ def test_everything_is_served_once(split):
     assert all(worker.num_sequences == 0 and not worker.ends and not worker.reading for worker in fleet.decode)
 
 
+def test_a_turned_request_goes_the_other_way():
+    taken = Fleet(8, MACHINE, "auto", SLO).run(TRACE)
+    decided = {each.number: each.decision for each in taken if each.number != 40}
+    same = Fleet(8, MACHINE, "auto", SLO, decided=decided).run(TRACE)
+    assert [each.e2e_s for each in same] == [each.e2e_s for each in taken]
+    turned = Fleet(8, MACHINE, "auto", SLO, decided=decided, turned=40).run(TRACE)
+    assert [i for i, each in enumerate(turned) if each.is_local != taken[i].is_local] == [40]
+    assert all(each.decision == taken[i].decision for i, each in enumerate(turned) if i != 40)
+
+
 def test_one_request_takes_as_long_as_the_machine_says():
     (request,) = Fleet(2, MACHINE, "always", SLO).run([TraceEntry(0.0, 2000, 101)])
     assert request.ttft_s == pytest.approx(MACHINE.prompt_s + 2000 * MACHINE.token_s + MACHINE.hop_s)

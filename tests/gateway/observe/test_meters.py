@@ -12,10 +12,13 @@ from baton.service.errors import Cancelled, Internal, InvalidRequest, Overloaded
 from baton.service.observe.telemetry import TraceContext
 from baton.service.slo import Slo
 from gateway.config.slo_classes import BUILT_IN, read_classes
+from gateway.observe.access_log import line
 from gateway.observe.gauges import denied_count, request_gauges
 from gateway.observe.meters import GatewayMeters, outcome
+from gateway.observe.predictions import predictions
 from gateway.observe.recent_requests import RecentRequests
 from gateway.request.timing import PHASES, Measured, breakdown, timing
+from gateway.routing.routing import Decision
 from tests.support.gateway.records import ANSWERED, record
 
 
@@ -105,6 +108,24 @@ def test_gauges_are_read_at_the_scrape():
     waiting += [record(), record()]
     seen = samples(meters)
     assert (seen["baton_running",], seen["baton_waiting",]) == (1, 2)
+
+
+def test_predictions_are_held_against_what_was(meters):
+    """0.8 s to the first token and 1.8 s to the last of 5, from the decision on."""
+    answered = record(**ANSWERED)
+    answered.decision = Decision("p", "d", "long_prompt", ttft_s=0.4, tpot_s=0.8)
+    assert predictions(answered) == [
+        ("ttft", 0.4, pytest.approx(0.8)),
+        ("total", pytest.approx(3.6), pytest.approx(1.8)),
+    ]
+    meters.ended(answered, None)
+    seen = samples(meters)
+    assert seen["baton_route_prediction_ratio_sum", "ttft"] == pytest.approx(0.5)
+    assert seen["baton_route_prediction_ratio_sum", "total"] == pytest.approx(2.0)
+    told = line(answered, None)
+    assert (told["route_predicted_ms"], told["route_taken_ms"]) == (3600, 1800)
+    answered.num_attempts = 2
+    assert predictions(answered) == [] and line(answered, None)["route_taken_ms"] == "-", "nobody foresaw that"
 
 
 def test_exemplars_lead_to_the_trace(meters):

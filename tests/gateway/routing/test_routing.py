@@ -59,6 +59,21 @@ def test_what_stays_on_the_decode_worker(num_tokens, decode, reason):
     assert route(num_tokens, [worker("p")], [decode], "never") == Decision(None, "d", "forced")
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("token_s", [1 / 70, 1 / 5_000])
+def test_an_idle_decode_worker_that_holds_more_reads_the_rest(share, token_s):
+    """748 tokens, of which it held 704 and the prefill worker 576, went to the latter: it was to pull the rest from the former,
+    which had been the busier of the two."""
+    pace = LinearCost(token_s=token_s, prompt_s=0.0)
+    fields = {"pace": pace, "kv_token_bytes": 3_000}
+    prefill, decode = worker("p", matched=576, **fields), worker("d", matched=704, share=share, **fields)
+    assert route(748, [prefill], [decode]) == Decision(None, "d", "hot_cache")
+    assert route(748, [prefill], [decode._replace(num_sequences=8)]).prefill == "p", "others would wait for it"
+    assert (
+        route(748, [prefill._replace(num_matched_tokens=744)], [decode._replace(num_matched_tokens=64)]).prefill == "p"
+    )
+
+
 def test_a_prefill_worker_with_a_queue_is_passed_by():
     assert route(1000, [worker("p", waiting=9000)], [worker("d", sequences=2)]) == Decision(None, "d", "prefill_busy")
     assert route(1000, [worker("p", matched=960)], [worker("d", matched=500, sequences=2)]).prefill == "p"

@@ -1,0 +1,28 @@
+"""What routing predicted of a request, beside what it took."""
+
+from typing import NamedTuple
+
+from gateway.request.request_record import RequestRecord
+
+
+class Prediction(NamedTuple):
+    """Seconds from the decision on."""
+
+    part: str  # ttft: to the first token; total: to the last
+    predicted_s: float
+    taken_s: float
+
+
+def predictions(record: RequestRecord) -> list[Prediction]:
+    """Return what can be compared: nothing of a request that was refused by a worker, moved or waited for room, which no
+    decision foresees. The predicted total is for as many tokens as there were."""
+    decision, stamps = record.decision, record.stamps
+    if decision is None or stamps.routed is None or stamps.first_sent is None:
+        return []
+    if record.num_attempts != 1 or record.num_attached or record.retries:
+        return []
+    found = [Prediction("ttft", decision.ttft_s, stamps.first_sent - stamps.routed)]
+    if stamps.last_sent is not None and record.num_longest_output > 1:
+        total_s = decision.ttft_s + (record.num_longest_output - 1) * decision.tpot_s
+        found.append(Prediction("total", total_s, stamps.last_sent - stamps.routed))
+    return found
