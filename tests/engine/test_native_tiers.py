@@ -1,7 +1,6 @@
 """Choose the instruction tier of native kernels, and run their suites at every tier below the machine's best: one in five of
 their tests, in `make test-long` all."""
 
-import ctypes
 import os
 import platform
 import shutil
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from baton.engine import native
-from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.linear.packed import ARGUMENTS, PackedLinear
 from baton.engine.native import build, compiler
 from baton.engine.native.tier import TIERS as ALL_TIERS
 from baton.engine.native.tier import available, missing, tiers_for, tiers_of
@@ -21,6 +20,7 @@ from tests.support.process import ROOT
 
 SUITES = (
     "tests/engine/layers/test_linear_kernels.py",
+    "tests/engine/layers/test_leaves.py",
     "tests/engine/layers/test_row_invariance.py",
     "tests/engine/attention/test_attention.py",
     "tests/engine/kv/test_stored_forms.py",
@@ -120,9 +120,8 @@ def test_integers_have_the_same_bits_at_every_tier(name, monkeypatch):
     torch.manual_seed(0)
     weight, bias, x = FORMS[name]((200, 480)), torch.randn(200), torch.randn(15, 480)
     kernel = PackedLinear(weight, bias, torch.float32)
-    expected, pointer = kernel(x), ctypes.c_void_p
+    expected = kernel(x)
     for tier in OWN[:-1]:
         library = native.NativeLibrary(build.built(shutil.which(os.environ.get("CXX", "g++")), tier), tier)
-        arguments = (pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int64)
-        monkeypatch.setattr(kernel, "_apply", library.function("baton_linear", *arguments))
+        monkeypatch.setattr(kernel, "_apply", library.function("baton_linear", *ARGUMENTS))
         assert torch.equal(kernel(x), expected), tier.name

@@ -4,8 +4,9 @@ import torch
 
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 
-# The least of each number of rows for which linear kernels have tiles of their own; the most follow.
-CHUNKS = (1, 2, 17, 33, 65, 129)
+# The least of each number of rows for which linear kernels have tiles of their own, or (257 of 4,096 outputs, 513 of
+# 2,048) add up leaves in one go; the most follow.
+CHUNKS = (1, 2, 17, 33, 65, 129, 257, 513)
 SPLIT_CONTEXT = 1024  # positions, of which every form of attention makes several splits
 
 

@@ -10,8 +10,8 @@ Scales (and offsets) are fp32 [out, groups], a group of inputs each, or one a ro
 weights, so that 4 and 8-bit integers are multiplied as they are, exactly in bf16.
 
 `multiply` cuts the inputs into segments whose number depends on the weight's shape alone. Either a program takes one
-segment and leaves a partial sum that `add_segments` adds in order, or it takes all of them in that order: the same
-arithmetic, so that a row's bits do not depend on which way was taken for how many rows, nor, in one tile shape, on the
+segment and leaves a partial sum that `add_segments` adds in order, or it takes all of them in that order (TREE: a power
+of two, neighbours and then their sums, as weights/leaves.py tells): the same arithmetic, so that a row's bits do not depend on which way was taken for how many rows, nor, in one tile shape, on the
 rows beside it. The torch twin of all is `dequantize()` of weights/forms.py.
 """
 
@@ -26,12 +26,12 @@ def multiply(
     x, w, scales, offsets, bias, x_scales, y, partials,
     num_rows, num_out, num_in, x_stride, w_stride, group, num_groups, segment_len, num_segments,
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TREE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of out, segments; 1 where not PARTIAL). Programs of one tile of the weight start next to
     each other: the later ones may find it in the cache. BLOCK_K divides `group` and `segment_len`.
 
-    partials fp32 [segments, M, out], before the scale of a row; y in its own dtype.
+    partials fp32 [segments, M, out], scaled; y in its own dtype.
     """
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -44,26 +44,51 @@ def multiply(
         first = tl.program_id(2)
         last = first + 1
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    one, two, four = total, total, total
     for segment in range(first, last):
         begin = segment * segment_len
         part = _segment(
             x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask,
-            begin, tl.minimum(begin + segment_len, num_in), num_in, group,
+            begin, tl.minimum(begin + segment_len, num_in), group,
             KIND, GROUPED, OFFSETS, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        total = total + part
+        part = _scaled(part, scales, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED)
+        if TREE and not PARTIAL:
+            total, one, two, four = _add_leaf(segment, part, one, two, four)
+        else:
+            total = total + part
     mask = row_mask[:, None] & out_mask[None, :]
     places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]
     if PARTIAL:
         tl.store(partials + tl.program_id(2) * num_rows * num_out + places, total, mask=mask)
     else:
-        total = _finish(total, scales, bias, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED, BIAS)
+        if BIAS:
+            total = total + tl.load(bias + outs, mask=out_mask, other=0.0)[None, :]
         tl.store(y + places, narrow(total, y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
+def _add_leaf(leaf, total, one, two, four):
+    """Return the largest branch of up to 8 leaves that ends with `leaf`, and the sums of 1, 2 and 4 leaves that wait for
+    their neighbour. The last leaf's is the whole tree."""
+    if leaf % 2 == 0:
+        one = total
+    else:
+        total = one + total
+        if leaf % 4 == 1:
+            two = total
+        else:
+            total = two + total
+            if leaf % 8 == 3:
+                four = total
+            else:
+                total = four + total
+    return total, one, two, four
+
+
+@triton.jit
 def _segment(
-    x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask, begin, end, num_in, group,
+    x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask, begin, end, group,
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -75,10 +100,8 @@ def _segment(
             halves = tl.arange(0, HALF)
             packed = tl.load(w_rows + (k // 2 + halves)[:, None], mask=out_mask[None, :], other=0x88)
             low_ins, high_ins = k + halves, k + HALF + halves
-            x_low = tl.load(x_rows + low_ins[None, :], mask=row_mask[:, None] & (low_ins < num_in)[None, :], other=0.0)
-            x_high = tl.load(
-                x_rows + high_ins[None, :], mask=row_mask[:, None] & (high_ins < num_in)[None, :], other=0.0
-            )
+            x_low = tl.load(x_rows + low_ins[None, :], mask=row_mask[:, None] & (low_ins < end)[None, :], other=0.0)
+            x_high = tl.load(x_rows + high_ins[None, :], mask=row_mask[:, None] & (high_ins < end)[None, :], other=0.0)
             low = narrow(((packed & 15).to(tl.int8) - 8).to(tl.float32), x_low.dtype)
             high = narrow(((packed >> 4).to(tl.int8) - 8).to(tl.float32), x_low.dtype)
             if GROUPED:
@@ -89,8 +112,8 @@ def _segment(
                 x_sum = tl.sum(x_low.to(tl.float32), 1) + tl.sum(x_high.to(tl.float32), 1)
         else:
             ins = k + tl.arange(0, BLOCK_K)
-            x_tile = tl.load(x_rows + ins[None, :], mask=row_mask[:, None] & (ins < num_in)[None, :], other=0.0)
-            w_tile = tl.load(w_rows + ins[:, None], mask=out_mask[None, :] & (ins < num_in)[:, None], other=0.0)
+            x_tile = tl.load(x_rows + ins[None, :], mask=row_mask[:, None] & (ins < end)[None, :], other=0.0)
+            w_tile = tl.load(w_rows + ins[:, None], mask=out_mask[None, :] & (ins < end)[:, None], other=0.0)
             if KIND != "dense" and KIND != "w8a8":
                 w_tile = narrow(w_tile.to(tl.float32), x_tile.dtype)
             if KIND == "w8a8":
@@ -114,36 +137,38 @@ def _segment(
 
 
 @triton.jit
-def _finish(
-    total, scales, bias, x_scales, rows, outs, row_mask, out_mask,
-    KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
+def _scaled(
+    total, scales, x_scales, rows, outs, row_mask, out_mask, KIND: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Apply scales and bias, and store, once all inputs are summed."""
+    """Apply the scales that all inputs of a segment share."""
     if KIND != "dense" and not GROUPED:
         total = total * tl.load(scales + outs, mask=out_mask, other=0.0)[None, :]
     if KIND == "w8a8":
         total = total * tl.load(x_scales + rows, mask=row_mask, other=0.0)[:, None]
-    if BIAS:
-        total = total + tl.load(bias + outs, mask=out_mask, other=0.0)[None, :]
     return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_segments(
-    partials, scales, bias, x_scales, y, num_rows, num_out, num_segments,
-    KIND: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    partials, bias, y, num_rows, num_out, num_segments,
+    BIAS: tl.constexpr, TREE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums [segments, M, out] in order, from zero as `multiply` does. Grid (tiles of rows, tiles of out)."""
+    """Partial sums [segments, M, out] as `multiply` adds them. Grid (tiles of rows, tiles of out)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask, out_mask = rows < num_rows, outs < num_out
     mask = row_mask[:, None] & out_mask[None, :]
     places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    one, two, four = total, total, total
     for segment in range(num_segments):
-        begin = partials + segment * num_rows * num_out
-        total = total + tl.load(begin + places, mask=mask, other=0.0)
-    total = _finish(total, scales, bias, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED, BIAS)
+        part = tl.load(partials + segment * num_rows * num_out + places, mask=mask, other=0.0)
+        if TREE:
+            total, one, two, four = _add_leaf(segment, part, one, two, four)
+        else:
+            total = total + part
+    if BIAS:
+        total = total + tl.load(bias + outs, mask=out_mask, other=0.0)[None, :]
     tl.store(y + places, narrow(total, y.dtype.element_ty), mask=mask)
 
 
@@ -190,33 +215,27 @@ def multiply_row(
     total = tl.sum(acc, 1)
     if KIND != "dense" and not GROUPED:
         total = total * tl.load(scales + outs, mask=out_mask, other=0.0)
-        if OFFSETS:
-            total = total + _sum_of(x, num_in, BLOCK_K) * tl.load(offsets + outs, mask=out_mask, other=0.0)
     if BIAS:
         total = total + tl.load(bias + outs, mask=out_mask, other=0.0)
     tl.store(y + outs, narrow(total, y.dtype.element_ty), mask=out_mask)
 
 
 @triton.jit
-def _sum_of(x, num_in, BLOCK_K: tl.constexpr):
-    acc = tl.zeros([BLOCK_K], tl.float32)
-    for k in range(0, num_in, BLOCK_K):
-        ins = k + tl.arange(0, BLOCK_K)
-        acc = acc + tl.load(x + ins, mask=ins < num_in, other=0.0).to(tl.float32)
-    return tl.sum(acc, 0)
-
-
-@triton.jit
-def quantize_rows(x, values, scales, num_in, x_stride, BLOCK: tl.constexpr):
-    """int8 per row, symmetric: scale = max |x| / 127, half to even. Grid (rows); values [M, in] contiguous."""
+def quantize_rows(x, given, values, scales, num_in, x_stride, BLOCK: tl.constexpr):
+    """int8 per row, symmetric: scale = max |x| / 127, half to even. Grid (rows); values [M, in] contiguous. `given`: the
+    largest magnitudes of rows of which x is a part, else None."""
     row = tl.program_id(0).to(tl.int64)
-    largest = tl.zeros([BLOCK], tl.float32)
-    for k in range(0, num_in, BLOCK):
-        ins = k + tl.arange(0, BLOCK)
-        largest = tl.maximum(
-            largest, tl.abs(tl.load(x + row * x_stride + ins, mask=ins < num_in, other=0.0).to(tl.float32))
-        )
-    scale = tl.max(largest, 0) / 127.0
+    if given is None:
+        all_largest = tl.zeros([BLOCK], tl.float32)
+        for k in range(0, num_in, BLOCK):
+            ins = k + tl.arange(0, BLOCK)
+            all_largest = tl.maximum(
+                all_largest, tl.abs(tl.load(x + row * x_stride + ins, mask=ins < num_in, other=0.0).to(tl.float32))
+            )
+        largest = tl.max(all_largest, 0)
+    else:
+        largest = tl.load(given + row)
+    scale = largest / 127.0
     divisor = tl.where(scale == 0.0, 1.0, scale)
     for k in range(0, num_in, BLOCK):
         ins = k + tl.arange(0, BLOCK)

@@ -64,7 +64,8 @@ class Model:
         if any("triton" in name for name in (attention, self.layers_name, linears)):
             capability = f"{capability}+{order_of_sums()}"
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
-        return (attention, self.layers_name, linears, capability, *variants)
+        sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
+        return (attention, self.layers_name, linears, *sums, capability, *variants)
 
     @property
     def layers_name(self) -> str:

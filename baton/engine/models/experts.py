@@ -41,7 +41,7 @@ class Experts:
             width = experts.shared_size
             pads = -width % VECTOR_STRIDE
             self.shared_gate_up = linears.read(shared[1:3], [width, width], hidden, False, rows=pads)
-            self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads)
+            self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads, row_parallel=True)
         bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
         self.router = make_router(DenseWeight(scores), bias)
         padding = -size % VECTOR_STRIDE
@@ -52,11 +52,11 @@ class Experts:
                 gate_up, down = modules[1:]
                 gates = dict(rows=padding, parts=2, interleaved=experts.interleaved)
                 self.gate_up.append(linears.expert(gate_up, index, experts, 2 * size, hidden, **gates))
-                self.down.append(linears.expert(down, index, experts, hidden, size, columns=padding))
+                self.down.append(linears.expert(down, index, experts, hidden, size, columns=padding, row_parallel=True))
             else:
                 gate, up, down = (name.format(index) for name in modules[1:])
                 self.gate_up.append(linears.read([gate, up], [size, size], hidden, False, rows=padding))
-                self.down.append(linears.read([down], [hidden], size, False, columns=padding))
+                self.down.append(linears.read([down], [hidden], size, False, columns=padding, row_parallel=True))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden_size], normed -> [T, hidden_size] in the same dtype."""

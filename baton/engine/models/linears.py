@@ -12,9 +12,10 @@ from baton.engine.core.model_spec import ExpertsSpec
 from baton.engine.layers.linear import JoinedLinear, LinearKernel
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import Weight, form_name
+from baton.engine.weights.leaves import leaves_of
 from baton.engine.weights.merge import merge, pad, split_rows, take_rows
 
-Make = Callable[[Weight, Tensor | None], LinearKernel]  # (weight, bias) -> kernel
+Make = Callable[[Weight, Tensor | None, int], LinearKernel]  # (weight, bias, leaves) -> kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class WeightReport:
     num_bytes: int  # of the kernels, resident or mapped
     file_bytes: int
     notes: tuple[str, ...]  # what was not read as it is stored
+    num_leaves: int  # at most, of exact sums that ranks can share
 
     def __str__(self) -> str:
         sizes = f"{self.num_bytes / (1 << 20):.1f} MiB in kernels, {self.file_bytes / (1 << 20):.1f} MiB in files"
@@ -39,13 +41,15 @@ class Linears:
         self._source, self._make = source, make
         self._forms: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()
-        self._num_bytes = 0
+        self._num_bytes, self._num_leaves = 0, 1
 
     def report(self) -> WeightReport:
         """Return the report of all linear layers made so far."""
         forms, kernels = ([name for name, _ in counter.most_common()] for counter in (self._forms, self._kernels))
         notes = tuple(f"{count} x {what}" for what, count in self._source.notes.items())
-        return WeightReport("+".join(forms), tuple(kernels), self._num_bytes, self._source.file_bytes, notes)
+        return WeightReport(
+            "+".join(forms), tuple(kernels), self._num_bytes, self._source.file_bytes, notes, self._num_leaves
+        )
 
     def read(
         self,
@@ -57,11 +61,12 @@ class Linears:
         columns: int = 0,
         orders: Sequence[Tensor | None] = (),
         parts: int = 1,
+        row_parallel: bool = False,
     ) -> LinearKernel:
         """Return one kernel for modules that share their input, their outputs one after the other.
 
         `orders`: of the outputs of each module, int64 [size], None: as stored. A module is `parts` of equal size, one
-        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs.
+        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` as in `make`.
         """
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
@@ -72,11 +77,11 @@ class Linears:
                 weight, vector = take_rows(weight, order), vector[order]
             weights += [pad(part, rows, columns) for part in split_rows(weight, parts)]
             biases += [F.pad(part, (0, rows)) for part in vector.chunk(parts)]
-        return self.make(weights, torch.cat(biases) if bias else None)
+        return self.make(weights, torch.cat(biases) if bias else None, row_parallel)
 
     def expert(
         self, name: str, index: int, experts: ExpertsSpec, out_features: int, in_features: int, rows: int = 0,
-        columns: int = 0, parts: int = 1, interleaved: bool = False,
+        columns: int = 0, parts: int = 1, interleaved: bool = False, row_parallel: bool = False,
     ) -> LinearKernel:  # fmt: skip
         """Return the kernel of one of the experts that one tensor holds, [experts, out_features, in_features] or
         [experts, in_features, out_features]; `interleaved`: its parts take turns among its outputs. Else as `read`
@@ -89,17 +94,20 @@ class Linears:
             weight, bias = take_rows(weight, order), None if bias is None else bias[order]
         if bias is not None:
             bias = torch.cat([F.pad(part, (0, rows)) for part in bias.chunk(parts)])
-        return self.make([pad(part, rows, columns) for part in split_rows(weight, parts)], bias)
+        return self.make([pad(part, rows, columns) for part in split_rows(weight, parts)], bias, row_parallel)
 
-    def make(self, weights: Sequence[Weight], bias: Tensor | None = None) -> LinearKernel:
+    def make(self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False) -> LinearKernel:
         """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not
-        agree. `bias`: [sum of out]."""
+        agree. `bias`: [sum of out]. `row_parallel`: where a model is divided, ranks have some of the inputs each, so that
+        their sum is a tree."""
         merged = merge(weights)
         biases = [None] * len(merged) if bias is None else bias.split([weight.shape[0] for weight in merged])
-        kernels = [self._make(weight, part) for weight, part in zip(merged, biases, strict=True)]
-        for weight, kernel in zip(merged, kernels, strict=True):
+        leaves = [leaves_of(weight) if row_parallel else 1 for weight in merged]
+        kernels = [self._make(*parts) for parts in zip(merged, biases, leaves, strict=True)]
+        for weight, kernel, count in zip(merged, kernels, leaves, strict=True):
             num_values = weight.shape[0] * weight.shape[1]
             self._forms[form_name(weight)] += num_values
             self._kernels[kernel.name] += num_values
             self._num_bytes += kernel.num_bytes
+            self._num_leaves = max(self._num_leaves, count if kernel.batch_invariant else 1)
         return kernels[0] if len(kernels) == 1 else JoinedLinear(kernels)

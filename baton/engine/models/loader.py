@@ -58,9 +58,9 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
         check_weights(source.file_bytes, Memory.of(device), memory_share(config), quantization)
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
-    def make(weight: Weight, bias: Tensor | None) -> LinearKernel:
+    def make(weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
         _trim()
-        return make_linear(weight, bias)
+        return make_linear(weight, bias, leaves)
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
     model = Model(spec, compute, source, make, backend, ropes, make_router)

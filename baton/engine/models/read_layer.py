@@ -35,7 +35,9 @@ def read_layer(
         qkv=qkv,
         q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order),
         k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order),
-        output=linears.read([f"{prefix}self_attn.o_proj"], [hidden], spec.num_heads * spec.head_dim, spec.output_bias),
+        output=linears.read(
+            [f"{prefix}self_attn.o_proj"], [hidden], spec.num_heads * spec.head_dim, spec.output_bias, row_parallel=True
+        ),
         mlp_norm=norm(names.before_mlp),
         gate_up=gate_up,
         down=down,
@@ -90,7 +92,9 @@ def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears):
     parts = (1 + spec.gated) // len(modules)
     sizes = [parts * size] * len(modules)
     gate_up = linears.read(modules, sizes, hidden, spec.mlp_bias, rows=padding, parts=parts)
-    return gate_up, linears.read([prefix + names.down], [hidden], size, spec.mlp_bias, columns=padding)
+    return gate_up, linears.read(
+        [prefix + names.down], [hidden], size, spec.mlp_bias, columns=padding, row_parallel=True
+    )
 
 
 def _read_head_norm(

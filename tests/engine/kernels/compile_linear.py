@@ -27,17 +27,17 @@ def only(kernel, pointers: dict, constants: dict) -> tuple[dict, dict]:
     return tuple({k: v for k, v in each.items() if k in kernel.arg_names} for each in (pointers, constants))
 
 
-def multiply(kind, capability, tile, partial, grouped=False, offsets=False, block_k=128, fusion=False):
+def multiply(kind, capability, tile, partial, grouped=False, offsets=False, block_k=128, fusion=False, tree=False):
     pointers, constants = form(kind, grouped, offsets)
-    columns = 128 if tile == 128 and kind != "int4" else 64
-    constants |= {"PARTIAL": partial, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
+    columns = 128 if tile == 128 and kind != "int4" and not tree else 64
+    constants |= {"PARTIAL": partial, "TREE": tree, "BLOCK_M": tile, "BLOCK_N": columns, "BLOCK_K": block_k}
     pointers |= {"partials": "fp32"}
     return compiled(linear.multiply, pointers, constants, capability, 8 if tile > 64 else 4, fusion)
 
 
-def add_segments(kind, capability):
+def add_segments(kind, capability, tree=False):
     pointers, constants = form(kind, False, False)
-    constants |= {"BLOCK_M": 64, "BLOCK_N": 64}
+    constants |= {"TREE": tree, "BLOCK_M": 16, "BLOCK_N": 64}
     kernel = linear.add_segments
     return compiled(kernel, *only(kernel, pointers | {"partials": "fp32"}, constants), capability, 4)
 
@@ -63,7 +63,12 @@ def main() -> None:
             for tile in (16, 128):
                 name = f"{capability} {kind} tile{tile}"
                 made[name] = multiply(kind, capability, tile, False, block_k=block_k, fusion=True)
-            made[f"{capability} {kind} segments"] = add_segments(kind, capability)
+            for tile in (64, 128):
+                made[f"{capability} {kind} tree{tile}"] = multiply(
+                    kind, capability, tile, False, block_k=block_k, tree=True
+                )
+            for tree in (False, True):
+                made[f"{capability} {kind} {'leaves' if tree else 'segments'}"] = add_segments(kind, capability, tree)
             if kind != "w8a8":
                 made[f"{capability} {kind} row"] = multiply_row(kind, capability)
         for kind in ("int4", "int8"):

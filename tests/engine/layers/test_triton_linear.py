@@ -18,6 +18,7 @@ from baton.engine.layers.linear import tinygemm, triton, tuning
 from baton.engine.layers.linear.gpu import GpuChoice
 from baton.engine.layers.linear.triton import GpuLinear, levels_of, packed_by, refusal
 from baton.engine.weights.forms import DenseWeight, pack_int4
+from baton.engine.weights.leaves import combined, inputs_of, leaves_of
 from tests.support.engine.weight_forms import FORMS, dense_weight, int_weight, reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,6 +79,17 @@ def test_every_path_of_every_form(name):
                     assert found < TOLERANCE[rounding(name)], (path, num_rows)
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_offsets_of_whole_rows(exact):
+    """Which the scale of the row does not meet."""
+    weight, x = int_weight(SHAPE, 4, asym=True), torch.randn(3, SHAPE[1]).to(BF16)
+    kernel = GpuLinear(on_device(weight), None, BF16, exact)
+    for path in ("tile64",) if exact else ("tile64", "row"):
+        kernel.use([(math.inf, path)])
+        rows = x[:1] if path == "row" else x
+        assert error(kernel(rows.to(DEVICE)), reference(weight, rows)) < 0.004, path
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 def test_dense(dtype):
     weight, x = dense_weight((33, 200), dtype), torch.randn(5, 200).to(dtype)
@@ -108,8 +120,30 @@ def test_exact_rows_are_the_same_in_every_tile(name):
     weight = dense_weight(SHAPE, BF16) if name == "dense" else FORMS[name](SHAPE)
     kernel = GpuLinear(on_device(weight), None, BF16, True)
     x = torch.randn(70, SHAPE[1]).to(BF16).to(DEVICE)
-    small, large = (kernel.paths[path](x) for path in ("tile64", "tile128"))
+    small, large = (kernel.paths[path](x, None) for path in ("tile64", "tile128"))
     assert torch.equal(small, large)
+
+
+@pytest.mark.parametrize("name", ["dense", "int4-g32-asym", "int8-dynamic", "int8-g32", "fp8-row-dynamic"])
+def test_ranks_add_up_to_the_bits_of_one_device(name, monkeypatch):
+    """Exact sums of 8 leaves; by partial sums and in one go, in both tiles."""
+    weight = dense_weight(SHAPE, BF16) if name == "dense" else FORMS[name](SHAPE)
+    leaves, bias, x = leaves_of(weight), torch.randn(SHAPE[0], device=DEVICE), torch.randn(9, SHAPE[1]).to(BF16)
+    assert leaves == 8
+    whole = GpuLinear(on_device(weight), bias, BF16, True, leaves)
+    y = whole(x.to(DEVICE))
+    assert torch.equal(whole.paths["tile128"](x.to(DEVICE), None), y)
+    largest = x.float().abs().amax(1).to(DEVICE) if whole.scaled_by_row else None
+    for degree in (2, 8):
+        parts = []
+        for rank, inputs in enumerate(x.chunk(degree, dim=1)):
+            part = GpuLinear(
+                on_device(inputs_of(weight, rank, degree)), None, BF16, True, leaves // degree, partial=True
+            )
+            parts.append(part(inputs.contiguous().to(DEVICE), largest))
+        assert parts[0].dtype == torch.float32 and torch.equal((combined(parts) + bias).to(BF16), y), degree
+    monkeypatch.setattr(triton, "SEGMENTED_PROGRAMS", 0)
+    assert torch.equal(whole(x.to(DEVICE)), y)
 
 
 def test_the_larger_tile_is_for_rows_that_fill_the_gpu_with_it():
@@ -130,7 +164,7 @@ def test_programs_run_along_the_rows_first(monkeypatch):
         monkeypatch.setattr(triton.kernels, kernel, spy)
     linear = GpuLinear(on_device(dense_weight((96, 256), BF16)), None, BF16, True)
     linear(torch.randn(200, 256).to(BF16).to(DEVICE))
-    assert [grid[:2] for grid in grids] == [(4, 2)] * 2
+    assert [grid[:2] for grid in grids] == [(4, 2), (13, 2)]  # sums are added 16 rows at a time
 
 
 def test_int4_packing_keeps_every_column():
@@ -190,7 +224,7 @@ def test_a_copy_of_the_weight_must_pay(tmp_path, tinygemm_of_the_cpu):
         kernel = GpuLinear(on_device(int_weight((64, 256), 4, 32)), None, BF16, False)
         slow = dict.fromkeys(kernel.paths, 2.0) | {"row": 1.0, "tinygemm": seconds}
         calls = []
-        kernel.paths = {name: (lambda x, name=name: calls.append(name)) for name in slow}
+        kernel.paths = {name: (lambda x, largest, name=name: calls.append(name)) for name in slow}
 
         def measure(run, slow=slow, calls=calls):
             run()
@@ -205,15 +239,18 @@ def test_a_library_that_refuses_a_shape_is_left_out(tmp_path, caplog):
     """As cuBLAS did with int8: known from the call alone, and for some numbers of rows."""
     kernel = GpuLinear(on_device(dense_weight((16, 64), BF16)), None, BF16, False)
 
-    def refuse(x):
+    def refuse(x, largest):
         if len(x) == 256:
             raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")
+
+    def rows(x, largest):
+        return len(x)
 
     def measure(run):
         run()
         return 1.0
 
-    kernel.paths = {"cublas": refuse, "tile16": len, "tile128": len}
+    kernel.paths = {"cublas": refuse, "tile16": rows, "tile128": rows}
     tuning.Table(tmp_path / "table.json", measure).apply(kernel, DEVICE, BF16)
     assert set(json.loads((tmp_path / "table.json").read_text())[kernel.key].values()) == {"tile16"}
     assert "cublas is left out for dense" in caplog.text and "CUBLAS_STATUS_NOT_SUPPORTED when" in caplog.text
@@ -239,7 +276,7 @@ def test_a_table_is_measured_once_and_read_again(tmp_path):
 
     def make():
         kernel = GpuLinear(on_device(dense_weight((16, 64), BF16)), None, BF16, False)
-        kernel.paths = {name: (lambda x, name=name: calls.append((name, len(x)))) for name in slow}
+        kernel.paths = {name: (lambda x, largest, name=name: calls.append((name, len(x)))) for name in slow}
         return kernel
 
     def measure(run):

@@ -1,6 +1,5 @@
 """Linear kernels by the tiles of AMX, emulated: integers have the bits of the tier below, bf16 has the sums of tiles."""
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.linear.packed import PackedLinear
+from baton.engine.layers.linear.packed import ARGUMENTS, PackedLinear
 from baton.engine.native import tier
 from tests.support.engine.weight_forms import FORMS, dense_weight
 from tests.support.native import emulated_tiles
@@ -17,6 +16,7 @@ from tests.support.process import ROOT
 
 SUITES = (
     "tests/engine/layers/test_linear_kernels.py",
+    "tests/engine/layers/test_leaves.py",
     "tests/engine/layers/test_row_invariance.py",
     "tests/engine/models/test_parity_models.py",
     "tests/engine/speculation/test_heads.py",
@@ -37,10 +37,9 @@ def library(tmp_path_factory):
 
 
 def by_tiles(library, kernel: PackedLinear, x: Tensor) -> Tensor:
-    pointer = ctypes.c_void_p
-    apply = library.function("baton_linear", pointer, pointer, pointer, ctypes.c_int64, ctypes.c_int64)
+    apply = library.function("baton_linear", *ARGUMENTS)
     y = x.new_empty(len(x), kernel.panels.num_out)
-    apply(kernel.address, x.data_ptr(), y.data_ptr(), len(x), 2)
+    apply(kernel.address, x.data_ptr(), None, y.data_ptr(), len(x), 2)
     return y
 
 

@@ -7,13 +7,16 @@ Where the processor has AMX both libraries choose their kernels by the number of
 sums among threads: there rows are equal only behind `reproducible.fix_order_of_sums`.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.layers.linear.rounding import rounded_to_e4m3
-from baton.engine.weights.forms import DenseWeight, Fp8Weight, Weight
+from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
+from baton.engine.weights.leaves import combined
 
 # Rows are padded to a multiple of this, by dtype.
 ROW_MULTIPLE = {torch.float32: 8, torch.bfloat16: 2, torch.float16: 2}
@@ -25,22 +28,35 @@ class DenseLinear(LinearKernel):
     name = "dense"
     batch_invariant = True
 
-    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
-        """weight [out_features, in_features] in any form, bias [out_features]; dtype: what is computed in."""
-        values = weight.values if isinstance(weight, DenseWeight) else weight.dequantize()
-        self.weight, self.bias = values.to(dtype), bias
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
+        """weight [out_features, in_features] in any form, bias [out_features]; dtype: what is computed in, each leaf's
+        sum included. They are added in fp32."""
+        self._order = None
+        if leaves > 1 and isinstance(weight, IntWeight) and weight.order is not None:
+            self._order, weight = weight.order, replace(weight, order=None)  # leaves are those of the stored order
+        values = (weight.values if isinstance(weight, DenseWeight) else weight.dequantize()).to(dtype)
+        # [leaves, out, in of a leaf]: a part of them is the same memory wherever it is.
+        self.weight = (
+            values.unsqueeze(0) if leaves == 1 else values.unflatten(1, (leaves, -1)).transpose(0, 1).contiguous()
+        )
+        self.bias, self._dtype_of_y = bias, torch.float32 if partial else dtype
         self.row_multiple = ROW_MULTIPLE[dtype]
         self._e4m3 = None  # activations, inputs of a block, scale
         if isinstance(weight, Fp8Weight) and weight.activations != "none":
             self._e4m3 = (weight.activations, weight.block[1], weight.input_scale)
+            self.scaled_by_row = weight.activations == "dynamic"
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         if self._e4m3 is not None:
-            x = rounded_to_e4m3(x, *self._e4m3)
-        missing = -x.shape[0] % self.row_multiple
-        if missing == 0:
-            return F.linear(x, self.weight, self.bias)
-        return F.linear(F.pad(x, (0, 0, 0, missing)), self.weight, self.bias)[: x.shape[0]]
+            x = rounded_to_e4m3(x, *self._e4m3, largest)
+        x = x if self._order is None else x[:, self._order]
+        num_rows, missing = x.shape[0], -x.shape[0] % self.row_multiple
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
+        if len(self.weight) == 1:
+            return F.linear(x, self.weight[0], self.bias)[:num_rows].to(self._dtype_of_y)
+        parts = x.unflatten(1, (len(self.weight), -1)).transpose(0, 1).contiguous()
+        y = combined([F.linear(part, leaf).float() for part, leaf in zip(parts, self.weight, strict=True)])
+        return (y if self.bias is None else y + self.bias)[:num_rows].to(self._dtype_of_y)
 
 
 class FastLinear(DenseLinear):
@@ -49,6 +65,7 @@ class FastLinear(DenseLinear):
     name = "fast"
     batch_invariant = False
 
-    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
-        super().__init__(weight, bias, dtype)
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
+        """As DenseLinear; the inputs of a row are one leaf, however many it could have."""
+        super().__init__(weight, bias, dtype, partial=partial)
         self.row_multiple = 1

@@ -16,10 +16,11 @@ class JoinedLinear(LinearKernel):
         self.name = "+".join(dict.fromkeys(part.name for part in parts))
         self.batch_invariant = all(part.batch_invariant for part in parts)
         self.row_multiple = max(part.row_multiple for part in parts)
+        self.scaled_by_row = any(part.scaled_by_row for part in parts)
 
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([part(x) for part in self._parts], dim=1)
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        return torch.cat([part(x, largest) for part in self._parts], dim=1)

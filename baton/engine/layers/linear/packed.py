@@ -20,11 +20,12 @@ from torch import Tensor
 
 from baton.engine import native
 from baton.engine.layers.linear.base import LinearKernel
-from baton.engine.layers.linear.panels import PANEL, SCALE_KINDS, Panels, pack
+from baton.engine.layers.linear.panels import E4M3_PER_ROW, INT8_PER_ROW, PANEL, SCALE_KINDS, Panels, pack
 from baton.engine.layers.linear.panels import refusal as refusal_of_form
 from baton.engine.weights.forms import Weight
 
 X_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+ARGUMENTS = (*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int64)  # of baton_linear
 
 
 class _Linear(ctypes.Structure):
@@ -33,16 +34,16 @@ class _Linear(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "scales", "offsets", "bias", "order")),
         *((name, ctypes.c_void_p) for name in ("outlier_columns", "outlier_values")),
-        *((name, ctypes.c_int64) for name in ("num_outliers", "num_out", "num_in", "padded_in", "group")),
-        *((name, ctypes.c_int64) for name in ("groups_per_scale", "kind", "scale_kind", "activations", "x_kind")),
+        *((name, ctypes.c_int64) for name in ("num_outliers", "num_out", "num_in", "padded_in", "group", "num_groups")),
+        *((name, ctypes.c_int64) for name in ("groups_per_scale", "num_scales", "kind", "scale_kind", "activations")),
+        *((name, ctypes.c_int64) for name in ("x_kind", "y_kind", "num_leaves")),
         ("input_scale", ctypes.c_float),
     ]
 
 
 @cache
 def _apply():
-    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    return native.library().function("baton_linear", *arguments)
+    return native.library().function("baton_linear", *ARGUMENTS)
 
 
 def unavailable() -> str:
@@ -57,11 +58,14 @@ class PackedLinear(LinearKernel):
     batch_invariant = True
     row_multiple = 1
 
-    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
         """weight [out_features, in_features], bias [out_features]; dtype of x and y: fp32 or bf16."""
-        self._panels = panels = pack(weight, dtype)
+        self._panels = panels = pack(weight, dtype, leaves)
         self._bias = None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).contiguous()
-        self._num_out, self._dtype = panels.num_out, dtype
+        self._num_out, self._dtype_of_y = panels.num_out, torch.float32 if partial else dtype
+        self.scaled_by_row = panels.activations in (INT8_PER_ROW, E4M3_PER_ROW)
+
+        num_groups = panels.padded_in // panels.group
 
         def address(tensor: Tensor | None) -> int | None:
             return None if tensor is None else tensor.data_ptr()
@@ -79,11 +83,15 @@ class PackedLinear(LinearKernel):
             num_in=panels.num_in,
             padded_in=panels.padded_in,
             group=panels.group,
+            num_groups=num_groups,
             groups_per_scale=panels.groups_per_scale,
+            num_scales=-(-num_groups // panels.groups_per_scale),
             kind=panels.kind,
             scale_kind=0 if panels.scales is None else SCALE_KINDS.index(panels.scales.dtype),
             activations=panels.activations,
             x_kind=X_KINDS[dtype],
+            y_kind=X_KINDS[self._dtype_of_y],
+            num_leaves=leaves,
             input_scale=panels.input_scale,
         )
         self.address, self._apply = ctypes.addressof(self._struct), _apply()  # address: for native code that calls it
@@ -97,12 +105,13 @@ class PackedLinear(LinearKernel):
         """The weight as the kernel reads it."""
         return self._panels
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         if not x.is_contiguous():
             x = x.contiguous()
         num_rows = x.shape[0]
-        y = x.new_empty(num_rows, self._num_out)
-        self._apply(self.address, x.data_ptr(), y.data_ptr(), num_rows, torch.get_num_threads())
+        y = x.new_empty(num_rows, self._num_out, dtype=self._dtype_of_y)
+        given = None if largest is None else largest.data_ptr()
+        self._apply(self.address, x.data_ptr(), given, y.data_ptr(), num_rows, torch.get_num_threads())
         return y
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
+from baton.engine.weights.leaves import ROW_BLOCK
 
 PANEL = 64  # outputs
-ROW_BLOCK = 128  # inputs that share an activation scale where the weight itself has no groups
 HUGE_PAGE = 2 << 20
 MAX_INPUTS = 65536  # 127 * 255 * inputs stays below 2^31: integer sums do not overflow
 # As linear.h numbers them.
@@ -79,11 +79,16 @@ def refusal(weight: Weight, dtype: torch.dtype) -> str:
     return ""
 
 
-def pack(weight: Weight, dtype: torch.dtype) -> Panels:
-    """Packs a weight that `refusal` has nothing against; `dtype` is the compute dtype."""
+def pack(weight: Weight, dtype: torch.dtype, leaves: int = 1) -> Panels:
+    """Packs a weight that `refusal` has nothing against; `dtype` is the compute dtype. Sums end at each leaf of its
+    inputs (weights/leaves.py)."""
     if isinstance(weight, DenseWeight):
-        return _pack_dense(weight, dtype)
-    return _pack_int(weight) if isinstance(weight, IntWeight) else _pack_fp8(weight)
+        panels = _pack_dense(weight, dtype)
+    else:
+        panels = _pack_int(weight) if isinstance(weight, IntWeight) else _pack_fp8(weight)
+    if panels.group < panels.padded_in or leaves == 1:
+        return panels
+    return replace(panels, group=panels.padded_in // leaves, groups_per_scale=leaves)
 
 
 def _pack_dense(weight: DenseWeight, dtype: torch.dtype) -> Panels:

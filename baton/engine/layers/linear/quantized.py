@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.weights.forms import IntWeight, Weight
+from baton.engine.weights.leaves import combined
 
 PIECE = 1024  # inputs: 1024 * 127 * 128 < 2^24
 TINY = 1e-30  # rows that are no larger count as zero: 127 / largest would overflow
@@ -26,30 +27,31 @@ class QuantizedLinear(LinearKernel):
     batch_invariant = True
     row_multiple = 1
 
-    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype):
+    scaled_by_row = True
+
+    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
         """A weight that `refusal` has nothing against, bias [out_features]; dtype of x and y."""
         assert isinstance(weight, IntWeight)
         self._num_bytes = weight.values.nbytes + weight.scales.nbytes + (0 if bias is None else bias.nbytes)
-        self._scales, self._bias, self._dtype = weight.scales.flatten(), None if bias is None else bias.float(), dtype
-        self._pieces = [_packed(piece) for piece in weight.values.split(PIECE, dim=1)]
+        self._scales, self._bias = weight.scales.flatten(), None if bias is None else bias.float()
+        self._dtype_of_y = torch.float32 if partial else dtype
+        self._leaves = [
+            [_packed(piece) for piece in leaf.split(PIECE, dim=1)] for leaf in weight.values.chunk(leaves, dim=1)
+        ]
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         x = x.float()
-        num_rows = x.shape[0]
-        largest = x.abs().amax(dim=1, keepdim=True)
+        largest = x.abs().amax(dim=1, keepdim=True) if largest is None else largest.unsqueeze(1)
         integers = torch.round(x * torch.where(largest <= TINY, 0.0, 127 / largest))
         both = torch.cat([integers.clamp(min=0), -integers.clamp(max=0)])
-        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        total = torch.zeros((), dtype=torch.int32)
-        for part, packed in zip(both.split(PIECE, dim=1), self._pieces, strict=True):
-            sums = multiply(part, 1.0, 0, packed)
-            total = total + (sums[:num_rows] - sums[num_rows:]).int()
-        y = total.float().mul_(largest / 127).mul_(self._scales)
-        return (y if self._bias is None else y.add_(self._bias)).to(self._dtype)
+        parts = both.chunk(len(self._leaves), dim=1)
+        sums = [_sum(part, pieces) for part, pieces in zip(parts, self._leaves, strict=True)]
+        y = combined([sum_.mul_(largest / 127).mul_(self._scales) for sum_ in sums])
+        return (y if self._bias is None else y + self._bias).to(self._dtype_of_y)
 
 
 def refusal(weight: Weight) -> str:
@@ -63,6 +65,16 @@ def refusal(weight: Weight) -> str:
     if weight.offsets is not None or weight.order is not None or weight.outliers is not None:
         return "takes no offsets, orders of inputs or outliers"
     return ""
+
+
+def _sum(both: Tensor, pieces: list) -> Tensor:
+    """Positive rows above negative ones [2T, in] -> the integers [T, out] as fp32, rounded once."""
+    multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    total = torch.zeros((), dtype=torch.int32)
+    for part, packed in zip(both.split(PIECE, dim=1), pieces, strict=True):
+        positive, negative = multiply(part, 1.0, 0, packed).chunk(2)
+        total = total + (positive - negative).int()
+    return total.float()
 
 
 def _packed(values: Tensor):

@@ -7,16 +7,25 @@ from torch import Tensor
 E4M3_MAX = 448.0
 
 
-def rounded_to_e4m3(x: Tensor, activations: str, block_in: int, input_scale: float | None) -> Tensor:
-    """x [T, in] as e4m3 with the scales of the form (dynamic | dynamic-block | static), in the dtype of x."""
+def rounded_to_e4m3(
+    x: Tensor, activations: str, block_in: int, input_scale: float | None, largest: Tensor | None = None
+) -> Tensor:
+    """x [T, in] as e4m3 with the scales of the form (dynamic | dynamic-block | static), in the dtype of x; `largest` [T]:
+    magnitudes of the rows where x is a part of them."""
     values = x.float()
     if activations == "dynamic-block":
         num_in = x.shape[1]
         values = F.pad(values, (0, -num_in % block_in)).unflatten(1, (-1, block_in))
         return _through_e4m3(values, None).flatten(1)[:, :num_in].to(x.dtype)
-    return _through_e4m3(values, input_scale if activations == "static" else None).to(x.dtype)
+    if activations == "static":
+        return _through_e4m3(values, input_scale).to(x.dtype)
+    return _through_e4m3(values, None if largest is None else _scales(largest.unsqueeze(1))).to(x.dtype)
 
 
-def _through_e4m3(values: Tensor, scale: float | None) -> Tensor:
-    scales = scale if scale is not None else (values.abs().amax(dim=-1, keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
+def _scales(largest: Tensor) -> Tensor:
+    return (largest / E4M3_MAX).clamp_(min=1e-12)
+
+
+def _through_e4m3(values: Tensor, scale: float | Tensor | None) -> Tensor:
+    scales = scale if scale is not None else _scales(values.abs().amax(dim=-1, keepdim=True))
     return (values / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scales

@@ -32,13 +32,16 @@ class LinearChoice:
         if name in self.reasons:
             raise ValueError(f"linear kernel {name!r}: {self.reasons[name]}")
 
-    def __call__(self, weight: Weight, bias: Tensor | None = None) -> LinearKernel:
-        """weight [out_features, in_features] of any form, bias [out_features] -> its kernel."""
+    def __call__(
+        self, weight: Weight, bias: Tensor | None = None, leaves: int = 1, partial: bool = False
+    ) -> LinearKernel:
+        """weight [out_features, in_features] of any form, bias [out_features] -> its kernel. `leaves` of its inputs are
+        summed apart where rows are exact; `partial`: y is fp32, to be added to others."""
         chosen = self._choose(weight)
         for other in KERNELS:
             if other != chosen:
                 self.reasons.setdefault(other, f"{chosen} was " + ("chosen" if self._name == "auto" else "asked for"))
-        return KERNELS[chosen](weight, bias, self._dtype)
+        return KERNELS[chosen](weight, bias, self._dtype, leaves, partial)
 
     def _choose(self, weight: Weight) -> str:
         """Choose for `auto` the native kernel if there is one: it reads a weight at the speed of memory
@@ -62,7 +65,7 @@ class LinearChoice:
 def choose(
     name: str, batch_invariant: bool, dtype: torch.dtype, device: torch.device = CPU
 ) -> tuple[LinearChoice | GpuChoice, dict[str, str]]:
-    """A maker of kernels, (weight, bias) -> LinearKernel, for `dtype` to compute in, and why each of the kernels that
+    """A maker of kernels, (weight, bias, leaves) -> LinearKernel, for `dtype` to compute in, and why each of the kernels that
     are not taken was passed over (complete when all weights are made). `name` "auto" picks.
 
     Raises ValueError where the kernel asked for does not exist, is not to be had, or cannot be exact in exact mode.

@@ -26,11 +26,12 @@ BLOCK_N, LARGE_BLOCK_N, MAX_BLOCK_K, MIN_BLOCK_K = 64, 128, 128, 32
 SEGMENTED_PROGRAMS = 264  # two for each processor of an H100 or H200; where there are as many, tiles may be larger
 MIN_SEGMENT = 512  # inputs
 ROW_BLOCK_N, ROW_BLOCK_K = 8, 512
+ADD_ROWS = 16  # of partial sums that a program adds: a tree keeps four, in 64 rows 219 registers a thread
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_CAPABILITY = (8, 9)
 LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # of torch and what it calls
 
-Path = Callable[[Tensor], Tensor]
+Path = Callable[..., Tensor]  # x, largest -> y
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class Stored:
 
     @property
     def is_grouped(self) -> bool:
-        return self.scales is not None and self.scales.shape[1] > 1
+        """Return whether scales meet each group's sum and not the whole one; so do offsets, of one group as well."""
+        return self.scales is not None and (self.scales.shape[1] > 1 or self.offsets is not None)
 
 
 class GpuLinear(LinearKernel):
@@ -57,14 +59,24 @@ class GpuLinear(LinearKernel):
     name = "triton"
     row_multiple = 1
 
-    def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, exact: bool):
-        """weight and bias are on the device; dtype: of x and y. `refusal` has nothing against the weight."""
+    def __init__(
+        self,
+        weight: Weight,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        exact: bool,
+        leaves: int = 1,
+        partial: bool = False,
+    ):
+        """weight and bias are on the device; dtype: of x and y. `refusal` has nothing against the weight. `leaves`: of an
+        exact sum; of a faster one the inputs are one."""
         self.batch_invariant = exact
         self._tiny: tinygemm.TinyGemm | None = None
         self._weight = stored = store(weight, dtype)
         self._bias = None if bias is None else bias.float()
         self._dense_bias = bias
         self._dtype, self._order, self._outliers = dtype, None, None
+        self._dtype_of_y = torch.float32 if partial else dtype
         self._activations, self._input_scale = getattr(weight, "activations", "none"), 1.0
         self._block_in = weight.block[1] if isinstance(weight, Fp8Weight) else 0
         if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
@@ -74,10 +86,14 @@ class GpuLinear(LinearKernel):
             if weight.outliers is not None and weight.outliers.columns.numel():
                 self._columns = weight.outliers.columns
                 self._outliers = GpuLinear(DenseWeight(weight.outliers.values), None, dtype, exact)
+        self.scaled_by_row = self._activations == "dynamic"
+        self._leaves = leaves if exact else 1
         wanted = round(SEGMENTED_PROGRAMS / -(-stored.num_out // BLOCK_N))
         num_segments = max(1, min(wanted, stored.num_in // MIN_SEGMENT))
         multiple = math.lcm(stored.block_k, stored.group if stored.is_grouped else 1)
         self._segment_len = -(-stored.num_in // (num_segments * multiple)) * multiple
+        if self._leaves > 1:
+            self._segment_len = stored.num_in // leaves
         self._num_segments = -(-stored.num_in // self._segment_len)
         self.paths = self._exact_paths() if exact else self._fast_paths()
         self._by_rows: list[tuple[float, str]] = self._unmeasured()
@@ -113,10 +129,10 @@ class GpuLinear(LinearKernel):
         taken = any(name in self.copying for _, name in by_rows)
         self._tiny = (self._tiny or self._packed()) if taken else None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         num_rows = x.shape[0]
         path = next(name for most, name in self._by_rows if num_rows <= most)
-        y = self.paths[path](self._ordered(x))
+        y = self.paths[path](self._ordered(x), largest)
         return y if self._outliers is None else y + self._outliers(x[:, self._columns])
 
     def _ordered(self, x: Tensor) -> Tensor:
@@ -126,17 +142,19 @@ class GpuLinear(LinearKernel):
     # ---- paths ----
 
     def _exact_paths(self) -> dict[str, Path]:
-        return {f"tile{tile}": lambda x, tile=tile: self._tiled(x, tile) for tile in EXACT_TILES}
+        return {f"tile{tile}": lambda x, largest, tile=tile: self._tiled(x, tile, largest) for tile in EXACT_TILES}
 
     def _fast_paths(self) -> dict[str, Path]:
-        paths: dict[str, Path] = {f"tile{tile}": lambda x, tile=tile: self._tiled(x, tile) for tile in TILES}
+        paths: dict[str, Path] = {
+            f"tile{tile}": lambda x, largest, tile=tile: self._tiled(x, tile, largest) for tile in TILES
+        }
         kind = self._weight.kind
         if kind != "w8a8":
             paths["row"] = self._row
         if kind == "int4" and tinygemm.fits(self._weight.num_out, self.num_in, self._weight.group, self._dtype):
             paths["tinygemm"] = self._tinygemm
         if kind == "dense":
-            paths["cublas"] = lambda x: F.linear(x, self._weight.values, self._dense_bias)
+            paths["cublas"] = self._cublas
         aligned = self._weight.num_out % 16 == 0 and self._weight.num_in % 16 == 0
         if kind == "w8a8" and not self._weight.is_grouped and aligned:
             paths["int_mm"] = self._int_mm
@@ -161,37 +179,40 @@ class GpuLinear(LinearKernel):
         return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
 
     def _columns_of(self, tile: int) -> int:
-        """Outputs of a tile. int4 would spill 304 bytes of registers in larger ones."""
-        return LARGE_BLOCK_N if tile == 128 and self._weight.kind != "int4" else BLOCK_N
+        """Outputs of a tile. int4 would spill 304 bytes of registers in larger ones; a tree keeps four sums of each."""
+        return LARGE_BLOCK_N if tile == 128 and self._weight.kind != "int4" and self._leaves == 1 else BLOCK_N
 
-    def _tiled(self, x: Tensor, tile: int) -> Tensor:
+    def _tiled(self, x: Tensor, tile: int, largest: Tensor | None) -> Tensor:
         stored, num_rows, num_columns = self._weight, x.shape[0], self._columns_of(tile)
-        x, x_scales = self._activated(x)
-        y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype)
+        x, x_scales = self._activated(x, largest)
+        y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype_of_y)
         grid = (-(-num_rows // tile), -(-stored.num_out // num_columns))
         split = self._num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
         num_partials = self._num_segments if split else 0
         partials = x.new_empty(num_partials, num_rows, stored.num_out, dtype=torch.float32)
-        form = dict(KIND=stored.kind, GROUPED=stored.is_grouped, BIAS=self._bias is not None)
+        sums = dict(BIAS=self._bias is not None, TREE=self._leaves > 1)
         launch = dict(num_warps=8 if tile > 64 else 4, enable_fp_fusion=not self.batch_invariant)
         kernels.multiply[(*grid, max(num_partials, 1))](
             x, stored.values, stored.scales, stored.offsets, self._bias, x_scales, y, partials,
             num_rows, stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
             stored.group, stored.num_in // stored.group, self._segment_len, self._num_segments,
-            OFFSETS=stored.offsets is not None, PARTIAL=split,
-            BLOCK_M=tile, BLOCK_N=num_columns, BLOCK_K=stored.block_k, **form, **launch,
+            KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None, PARTIAL=split,
+            BLOCK_M=tile, BLOCK_N=num_columns, BLOCK_K=stored.block_k, **sums, **launch,
         )  # fmt: skip
         if split:
-            kernels.add_segments[grid](
-                partials, stored.scales, self._bias, x_scales, y, num_rows, stored.num_out, self._num_segments,
-                BLOCK_M=tile, BLOCK_N=num_columns, **form, **launch,
+            kernels.add_segments[(-(-num_rows // ADD_ROWS), -(-stored.num_out // BLOCK_N))](
+                partials, self._bias, y, num_rows, stored.num_out, self._num_segments,
+                BLOCK_M=ADD_ROWS, BLOCK_N=BLOCK_N, **sums, enable_fp_fusion=not self.batch_invariant,
             )  # fmt: skip
         return y
 
-    def _row(self, x: Tensor) -> Tensor:
+    def _cublas(self, x: Tensor, largest: Tensor | None) -> Tensor:
+        return F.linear(x, self._weight.values, self._dense_bias).to(self._dtype_of_y)
+
+    def _row(self, x: Tensor, largest: Tensor | None) -> Tensor:
         stored = self._weight
-        x, _ = self._activated(x)
-        y = x.new_empty(1, stored.num_out, dtype=self._dtype)
+        x, _ = self._activated(x, largest)
+        y = x.new_empty(1, stored.num_out, dtype=self._dtype_of_y)
         kernels.multiply_row[(-(-stored.num_out // ROW_BLOCK_N),)](
             x, stored.values, stored.scales, stored.offsets, self._bias, y, stored.num_out, stored.num_in,
             stored.values.stride(0), stored.group, stored.num_in // stored.group,
@@ -200,9 +221,9 @@ class GpuLinear(LinearKernel):
         )  # fmt: skip
         return y
 
-    def _tinygemm(self, x: Tensor) -> Tensor:
+    def _tinygemm(self, x: Tensor, largest: Tensor | None) -> Tensor:
         self._tiny = self._tiny or self._packed()
-        y = self._tiny(x)
+        y = self._tiny(x).to(self._dtype_of_y)
         return y if self._dense_bias is None else y + self._dense_bias
 
     def _packed(self) -> tinygemm.TinyGemm:
@@ -210,35 +231,36 @@ class GpuLinear(LinearKernel):
         levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
         return tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
 
-    def _int_mm(self, x: Tensor) -> Tensor:
-        values, x_scales = self._activated(x)
+    def _int_mm(self, x: Tensor, largest: Tensor | None) -> Tensor:
+        values, x_scales = self._activated(x, largest)
         y = torch._int_mm(values, self._weight.values.t()).float() * x_scales.unsqueeze(1) * self._weight.scales.t()
-        return (y if self._bias is None else y + self._bias).to(self._dtype)
+        return (y if self._bias is None else y + self._bias).to(self._dtype_of_y)
 
-    def _scaled_mm(self, x: Tensor) -> Tensor:
+    def _scaled_mm(self, x: Tensor, largest: Tensor | None) -> Tensor:
         x = x.float()
         if self._activations == "static":
             x_scales = x.new_full((x.shape[0], 1), self._input_scale)
         else:
-            x_scales = (x.abs().amax(dim=1, keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
+            largest = x.abs().amax(dim=1, keepdim=True) if largest is None else largest.unsqueeze(1)
+            x_scales = (largest / E4M3_MAX).clamp_(min=1e-12)
         values = (x / x_scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
         weight = self._weight
         return torch._scaled_mm(
             values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t().contiguous(), bias=self._dense_bias,
             out_dtype=self._dtype,
-        )  # fmt: skip
+        ).to(self._dtype_of_y)  # fmt: skip
 
-    def _activated(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _activated(self, x: Tensor, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the input as the weight is multiplied with it: x as it is; int8 and its scales; or rounded to e4m3 and
         back."""
         if self._weight.kind == "w8a8":
             values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
             scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-            kernels.quantize_rows[(x.shape[0],)](x, values, scales, x.shape[1], x.stride(0), BLOCK=1024)
+            kernels.quantize_rows[(x.shape[0],)](x, largest, values, scales, x.shape[1], x.stride(0), BLOCK=1024)
             return values, scales
         if self._weight.kind != "fp8" or self._activations == "none":
             return x, None
-        return rounded_to_e4m3(x, self._activations, self._block_in, self._input_scale), None
+        return rounded_to_e4m3(x, self._activations, self._block_in, self._input_scale, largest), None
 
 
 def refusal(weight: Weight, dtype: torch.dtype) -> str:

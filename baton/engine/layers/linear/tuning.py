@@ -55,7 +55,7 @@ class Table:
         for name, path in list(kernel.paths.items()):
             try:
                 for rows in (rows for rows in ROWS if kernel.fits(name, rows)):
-                    seconds[rows][name] = self._measure(lambda path=path, rows=rows: path(x[:rows]))
+                    seconds[rows][name] = self._measure(lambda path=path, rows=rows: path(x[:rows], None))
             except RuntimeError as error:
                 if name not in LIBRARY_PATHS:
                     raise

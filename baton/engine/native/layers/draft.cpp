@@ -71,7 +71,7 @@ void enter(const Draft& draft, int64_t rows, const int64_t* token_ids, const voi
     std::memcpy(joined + 2 * t * bytes, embedded + t * bytes, bytes);
     std::memcpy(joined + (2 * t + 1) * bytes, normed + t * bytes, bytes);
   }
-  baton_linear(draft.project, joined, x, rows, threads);
+  baton_linear(draft.project, joined, nullptr, x, rows, threads);
 }
 
 }  // namespace
@@ -114,7 +114,7 @@ extern "C" void baton_draft(const Draft* draft, const Pool* pool, const Lack* la
     for (int64_t s = 0; s < num_seqs; s++)  // the last row of each, to the front
       std::memmove(x + s * bytes, x + (seqs[s].query_start + seqs[s].query_len - 1) * bytes, bytes);
     baton_norm(draft->model, x, draft->norm, features, num_seqs, num_threads);
-    baton_linear(draft->head, features, logits, num_seqs, num_threads);
+    baton_linear(draft->head, features, nullptr, logits, num_seqs, num_threads);
     for (int64_t s = 0; s < num_seqs; s++)
       guesses[s] = drafted[s * width + pass] = likeliest(model.kind, logits + s * logit_bytes, num_out);
   }

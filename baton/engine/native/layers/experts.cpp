@@ -68,9 +68,9 @@ void choose(const Experts& experts, const float* scores, int32_t* chosen, float*
 void run_mlp(const Model& model, const Step& step, const Linear* gate_up, const Linear* down, int64_t size,
              const void* x, char* between, void* to) {
   char* activated = between + step.num_tokens * 2 * size * (model.kind == FP32 ? 4 : 2);
-  baton_linear(gate_up, x, between, step.num_tokens, step.num_threads);
+  baton_linear(gate_up, x, nullptr, between, step.num_tokens, step.num_threads);
   activate(model, step, size, between, activated);
-  baton_linear(down, activated, to, step.num_tokens, step.num_threads);
+  baton_linear(down, activated, nullptr, to, step.num_tokens, step.num_threads);
 }
 
 }  // namespace
@@ -96,7 +96,7 @@ void mix_experts(const Model& model, const Step& step, const Experts& experts, c
   each_row(step, hidden, [&](int64_t t) {
     for (int64_t i = 0; i < hidden; i += 16) store16(wide + t * hidden + i, read16(kind, x, t * hidden + i));
   });
-  baton_linear(experts.router, wide, scores, rows, step.num_threads);
+  baton_linear(experts.router, wide, nullptr, scores, rows, step.num_threads);
   starts.assign(experts.num_experts + 1, 0), places.resize(rows * count);
   for (int64_t t = 0; t < rows; t++) {
     choose(experts, scores + t * num_scores, chosen + t * count, weights + t * count);

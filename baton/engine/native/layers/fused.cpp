@@ -115,9 +115,9 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
 void run_mlp(const Model& model, const Step& step, const Layer& layer, const void* x, char* wide, char* narrow,
              void* to) {
   if (layer.experts) return mix_experts(model, step, *layer.experts, x, to);
-  baton_linear(layer.gate_up, x, wide, step.num_tokens, step.num_threads);
+  baton_linear(layer.gate_up, x, nullptr, wide, step.num_tokens, step.num_threads);
   activate(model, step, model.intermediate_size, wide, narrow);
-  baton_linear(layer.down, narrow, to, step.num_tokens, step.num_threads);
+  baton_linear(layer.down, narrow, nullptr, to, step.num_tokens, step.num_threads);
 }
 
 }  // namespace
@@ -144,15 +144,15 @@ void baton_layers(const Model* model, const Step* step, int64_t first, int64_t l
     const Layer& layer = model->layers[index];
     const Norm& next = index + 1 < last ? model->layers[index + 1].input_norm : none;
     const void* asked = normed(layer.input_norm);
-    baton_linear(layer.qkv, asked, a, rows, threads);
+    baton_linear(layer.qkv, asked, nullptr, a, rows, threads);
     rotate_and_store(*model, *step, layer, index, a);
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
     if (model->parallel) {
-      baton_linear(layer.output, b, d, rows, threads);
+      baton_linear(layer.output, b, nullptr, d, rows, threads);
       run_mlp(*model, *step, layer, asked, a, b, c);
       add_norm(*model, *step, d, layer.attention_out_norm, none, nullptr);
     } else {
-      baton_linear(layer.output, b, c, rows, threads);
+      baton_linear(layer.output, b, nullptr, c, rows, threads);
       add_norm(*model, *step, c, layer.attention_out_norm, layer.mlp_norm, c);
       run_mlp(*model, *step, layer, normed(layer.mlp_norm), a, b, c);
     }

@@ -66,7 +66,8 @@ void mix_experts(const Model& model, const Step& step, const Experts& experts, c
 
 extern "C" {
 
-void baton_linear(const baton::Linear* linear, const void* x, void* y, int64_t num_rows, int64_t num_threads);
+void baton_linear(const baton::Linear* linear, const void* x, const float* largest, void* y, int64_t num_rows,
+                  int64_t num_threads);
 
 // Layers [first, last) on step->x, in place; their KV is in the pool afterwards.
 void baton_layers(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);

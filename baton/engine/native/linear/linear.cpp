@@ -4,42 +4,116 @@
 
 #include "linear.h"
 
+#ifdef BATON_VNNI_BF16
+#include "bytes64/linear64.h"
+#else
+#include "bytes32/linear32.h"
+#endif
+
 using namespace baton;
 
 namespace {
+
+constexpr int64_t MOST_LEAVES = 8;
 constexpr int64_t SERIAL_WORK = 1 << 18;  // multiplications that cost less than waking a second thread (about 5 us)
+
+int64_t bytes_of_scale(const Linear& linear) { return linear.scale_kind == S_FP32 ? 4 : 2; }
+const void* moved(const void* from, int64_t bytes) { return from ? static_cast<const char*>(from) + bytes : nullptr; }
+
+void multiply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
+              std::vector<char>& memory) {
+  const bool integers = linear.kind == U8 || linear.kind == U4;
+  (integers ? int_panel : float_panel)(linear, panel, next, rows, y, memory);
 }
 
-// x [num_rows][num_in] -> y [num_rows][num_out], both of linear->x_kind, rows without gaps.
-extern "C" void baton_linear(const Linear* linear, const void* x, void* y, int64_t num_rows, int64_t num_threads) {
+// One leaf of the first panel as a weight of its own, of 64 outputs and without bias, and its inputs of the rows.
+struct Leaf {
+  Linear linear;
+  Rows rows;
+};
+
+Leaf leaf_of(const Linear& linear, const Rows& rows, int64_t leaf) {
+  const int64_t in = linear.padded_in / linear.num_leaves, groups = linear.num_groups / linear.num_leaves;
+  const int64_t first = leaf * groups, scale = first / linear.groups_per_scale;
+  Leaf own{linear, rows};
+  own.linear.values += leaf * panel_bytes(linear, in);
+  own.linear.num_out = PANEL, own.linear.num_in = own.linear.padded_in = in, own.linear.bias = nullptr;
+  own.linear.num_groups = groups, own.linear.num_leaves = 1;
+  own.linear.num_scales = (groups + linear.groups_per_scale - 1) / linear.groups_per_scale;
+  own.linear.y_kind = leaf % 2 ? ADDED_SUMS : SUMS;
+  const int64_t at = scale * PANEL * bytes_of_scale(linear);
+  own.linear.scales = moved(linear.scales, at), own.linear.offsets = moved(linear.offsets, at);
+  own.rows.values += leaf * in * bytes_of_x(linear);
+  own.rows.scales += first, own.rows.starts += first, own.rows.shifts += first;
+  const int32_t *columns = linear.outlier_columns, *behind = columns + linear.num_outliers;
+  const int32_t* outlier = std::lower_bound(columns, behind, leaf * in);
+  own.linear.num_outliers = std::lower_bound(outlier, behind, (leaf + 1) * in) - outlier;
+  own.linear.outlier_values += (outlier - columns) * PANEL;
+  own.rows.outliers += outlier - columns;
+  return own;
+}
+
+// The leaves of a panel. A second one adds its sums to its neighbour's; a pair, and what it belongs to, is added to the
+// one before as soon as both are there.
+void multiply_leaves(const Linear& linear, const Leaf* leaves, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
+                     std::vector<char>& memory, std::vector<char>& memory_of_sums) {
+  const int64_t size = rows.num_rows * PANEL, leaf_bytes = panel_bytes(linear, leaves[0].linear.padded_in);
+  const int64_t scale_bytes = panel * linear.num_scales * PANEL * bytes_of_scale(linear);
+  float* const sums = reinterpret_cast<float*>(scratch(memory_of_sums, 3 * size * 4));
+  float* to = sums;
+  for (int64_t leaf = 0; leaf < linear.num_leaves; ++leaf) {
+    Linear own = leaves[leaf].linear;
+    own.values += panel * linear.num_leaves * leaf_bytes;
+    own.scales = moved(own.scales, scale_bytes), own.offsets = moved(own.offsets, scale_bytes);
+    own.outlier_values += panel * linear.num_outliers * PANEL;
+    const uint8_t* ahead = leaf + 1 < linear.num_leaves ? own.values + leaf_bytes : next;
+    multiply(own, 0, ahead, leaves[leaf].rows, to, memory);
+    if (leaf % 2 == 0) continue;
+    for (int64_t pair = leaf / 2; pair & 1; pair >>= 1, to -= size)
+      for (int64_t i = 0; i < size; ++i) to[i - size] += to[i];
+    to += size;
+  }
+  Linear whole = linear;
+  whole.num_outliers = 0;
+  for (int64_t row = 0; row < rows.num_rows; ++row) finish_row(whole, panel, rows, row, sums + row * PANEL, y);
+}
+
+}  // namespace
+
+// x [num_rows][num_in] of linear->x_kind -> y [num_rows][num_out] of linear->y_kind, rows without gaps. `largest`
+// [num_rows]: magnitudes to scale rows by that have one scale each, where x has a part of their inputs; null: those of x.
+extern "C" void baton_linear(const Linear* linear, const void* x, const float* largest, void* y, int64_t num_rows,
+                             int64_t num_threads) {
   thread_local std::vector<char> memory;
-  const int64_t num_groups = linear->num_groups(), stride = stride_of(linear->padded_in * bytes_of_x(*linear));
+  const int64_t num_groups = linear->num_groups, stride = stride_of(linear->padded_in * bytes_of_x(*linear));
   const int64_t per_group = num_rows * num_groups * 4;
   char* at = scratch(memory, num_rows * stride + 3 * per_group + num_rows * linear->num_outliers * 4);
   auto take = [&](int64_t num_bytes) { return at += num_bytes, at - num_bytes; };
-  Rows rows{num_rows, stride, take(num_rows * stride), reinterpret_cast<float*>(take(per_group)),
-            reinterpret_cast<int32_t*>(take(per_group)), reinterpret_cast<float*>(take(per_group)),
-            reinterpret_cast<float*>(at)};
-  const bool integers = linear->kind == U8 || linear->kind == U4;
-  const int64_t num_panels = linear->num_panels();
+  Rows rows{num_rows, stride, num_groups, linear->num_outliers, take(num_rows * stride),
+            reinterpret_cast<float*>(take(per_group)), reinterpret_cast<int32_t*>(take(per_group)),
+            reinterpret_cast<float*>(take(per_group)), reinterpret_cast<float*>(at)};
+  const int64_t num_panels = linear->num_panels(), bytes = panel_bytes(*linear, linear->padded_in);
   if (num_rows * linear->num_out * linear->padded_in < SERIAL_WORK) num_threads = 1;
+  Leaf leaves[MOST_LEAVES];
+  for (int64_t leaf = 0; linear->num_leaves > 1 && leaf < linear->num_leaves; ++leaf)
+    leaves[leaf] = leaf_of(*linear, rows, leaf);
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
   {
-    thread_local std::vector<char> own;
+    thread_local std::vector<char> own, own_sums;
     if (num_rows == 1) {
 #pragma omp single
-      prepare_row(*linear, x, 0, rows);
+      prepare_row(*linear, x, largest, 0, rows);
     } else {
 #pragma omp for schedule(static)
-      for (int64_t row = 0; row < num_rows; ++row) prepare_row(*linear, x, row, rows);
+      for (int64_t row = 0; row < num_rows; ++row) prepare_row(*linear, x, largest, row, rows);
     }
     // A panel is taken before the one ahead of it is multiplied, which fetches it meanwhile.
     for (int64_t panel = taken++, next; panel < num_panels; panel = next) {
       next = taken++;
-      const int64_t ahead = next < num_panels ? next : panel;
-      if (integers) int_panel(*linear, panel, ahead, rows, y, own);
-      else float_panel(*linear, panel, ahead, rows, y, own);
+      const uint8_t* ahead = next < num_panels ? linear->values + next * bytes : nullptr;
+      if (linear->num_leaves == 1) multiply(*linear, panel, ahead, rows, y, own);
+      else multiply_leaves(*linear, leaves, panel, ahead, rows, y, own, own_sums);
     }
   }
 }

@@ -3,7 +3,8 @@
 //
 // A panel is 64 outputs, four vectors wide. Along the inputs every lane is one output and takes its inputs in order (of
 // bf16 by tiles of AMX: 32 after 32), so an output's sum has one order whatever the number of rows, of threads, or of
-// outputs beside it:
+// outputs beside it. With leaves the inputs are cut into so many of equal length, each is summed so from zero, and fp32
+// adds neighbours, their sums, and so on: a part of the leaves gives the same partial sum wherever it is computed.
 //
 //   U8    [panels][in / 4][64][4]   q + 128           x: int8, integer sums per group (exact)
 //   U4    [panels][in / 8][64][4]   q + 8; inputs 8i..8i+3 in the low halves, 8i+4..8i+7 in the high ones
@@ -20,7 +21,8 @@ constexpr int64_t PANEL = 64;  // outputs
 constexpr int MAX_ROWS = 6;    // rows of a register tile: 6 x 4 sums, 4 weights and a broadcast fill 32 registers
 
 enum WeightKind : int64_t { U8 = 0, U4 = 1, W_BF16 = 2, W_F32 = 3, W_E4M3 = 4 };
-enum XKind : int64_t { X_FP32 = 0, X_BF16 = 1 };
+// SUMS: of a leaf, fp32 [num_rows][64]; ADDED_SUMS: onto those that are there.
+enum XKind : int64_t { X_FP32 = 0, X_BF16 = 1, SUMS = 2, ADDED_SUMS = 3 };
 enum ScaleKind : int64_t { S_FP32 = 0, S_BF16 = 1, S_FP16 = 2 };
 enum Activations : int64_t { AS_THEY_COME, INT8_PER_ROW, INT8_PER_GROUP, E4M3_PER_ROW, E4M3_PER_GROUP, E4M3_STATIC };
 
@@ -34,17 +36,19 @@ struct Linear {
   const uint16_t* outlier_values;  // bf16 [panels][num_outliers][64]
   int64_t num_outliers;
   int64_t num_out, num_in;
-  int64_t padded_in;         // what the panels hold; inputs past num_in count as zero
-  int64_t group;             // inputs per sum; divides padded_in
-  int64_t groups_per_scale;  // sums that share a weight scale
+  int64_t padded_in;          // what the panels hold; inputs past num_in count as zero
+  int64_t group, num_groups;  // inputs per sum, and sums: padded_in in all
+  int64_t groups_per_scale;   // sums that share a weight scale
+  int64_t num_scales;         // of an output
   int64_t kind, scale_kind;
   int64_t activations;
-  int64_t x_kind;     // of x and y
-  float input_scale;  // of E4M3_STATIC
+  int64_t x_kind, y_kind;
+  int64_t num_leaves;  // a power of two; divides num_groups
+  float input_scale;   // of E4M3_STATIC
 
+  // Whether a kernel may put its sums where they belong by itself.
+  bool is_plain_leaf() const { return y_kind >= SUMS && !num_outliers; }
   int64_t num_panels() const { return (num_out + PANEL - 1) / PANEL; }
-  int64_t num_groups() const { return padded_in / group; }
-  int64_t num_scales() const { return (num_groups() + groups_per_scale - 1) / groups_per_scale; }
 };
 
 // What multiplies an int8 value in place of a weight of zero. Signed products take the bytes of U8 as q.
@@ -56,7 +60,8 @@ inline int32_t zero_of(const Linear& linear) { return linear.kind == U4 ? 8 : 12
 
 // The activations of one call in the form that the kernels want.
 struct Rows {
-  int64_t num_rows, stride;  // stride: bytes from row to row of values
+  int64_t num_rows, stride;            // stride: bytes from row to row of values
+  int64_t num_groups, num_outliers;    // of a row
   char* values;              // [num_rows][padded_in], bytes_of_x each
   float* scales;             // [num_rows][num_groups]
   int32_t* starts;           // [num_rows][num_groups], sums of int8 values times -zero_of()
@@ -84,8 +89,9 @@ inline int64_t stride_of(int64_t num_bytes) {
 }
 #endif
 
-// One row of it; calls for different rows may run at the same time.
-void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& rows);
+// One row of it; calls for different rows may run at the same time. `given`: the largest magnitudes of rows that have
+// one scale each, [num_rows]; null: those of x.
+void prepare_row(const Linear& linear, const void* x, const float* given, int64_t row, const Rows& rows);
 
 // Weights that are wanted soon: fetched into the second cache a little at every turn of a loop that multiplies. Those
 // of the next panel no faster than the tiles of this one take them up: 32 rows at 430 instead of 355 GFLOP/s (bf16, one
@@ -105,10 +111,17 @@ struct Ahead {
   }
 };
 
-// All rows of one panel into y [num_rows][num_out]; the thread's next one is `next`, `memory` is its own.
-void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+// Of `inputs` of a panel.
+inline int64_t panel_bytes(const Linear& linear, int64_t inputs) {
+  const int64_t values = PANEL * inputs;
+  return linear.kind == U4 ? values / 2 : linear.kind == W_F32 ? 4 * values : linear.kind == W_BF16 ? 2 * values : values;
+}
+
+// All rows of one panel into y [num_rows][num_out]; the thread's next values are at `next` (null: none), `memory` is its
+// own.
+void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                std::vector<char>& memory);
-void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                  std::vector<char>& memory);
 
 }  // namespace baton

@@ -12,9 +12,9 @@ namespace baton {
 
 constexpr float TINY = 1e-30f;  // groups that are no larger count as zero: 127 / max would overflow
 
-void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& rows) {
+void prepare_row(const Linear& linear, const void* x, const float* given, int64_t row, const Rows& rows) {
   thread_local std::vector<char> memory;
-  const int64_t in = linear.padded_in, num_groups = linear.num_groups(), activations = linear.activations;
+  const int64_t in = linear.padded_in, num_groups = linear.num_groups, activations = linear.activations;
   char* to = rows.values + row * rows.stride;
   float* values = reinterpret_cast<float*>(scratch(memory, 8 * in));
   load_row(linear, x, row, values);
@@ -42,7 +42,7 @@ void prepare_row(const Linear& linear, const void* x, int64_t row, const Rows& r
   for (int64_t g = 0; g < num_groups; ++g) {
     const int64_t group = linear.group, begin = g * group, at = row * num_groups + g;
     if (activations != E4M3_STATIC && (g == 0 || !per_row)) {
-      float max = per_row ? largest(values, in) : largest(values + begin, group);
+      float max = !per_row ? largest(values + begin, group) : given ? given[row] : largest(values, in);
       scale = max / top, inverse = max <= TINY ? 0.0f : top / max;
     }
     rows.scales[at] = scale;

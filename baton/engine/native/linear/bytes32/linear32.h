@@ -38,12 +38,13 @@ inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, in
     __m256 sum = _mm256_loadu_ps(from + 8 * v);
     for (int64_t i = 0; i < linear.num_outliers; ++i) {
       const uint16_t* column = linear.outlier_values + (panel * linear.num_outliers + i) * PANEL;
-      const __m256 x = _mm256_set1_ps(rows.outliers[row * linear.num_outliers + i]);
+      const __m256 x = _mm256_set1_ps(rows.outliers[row * rows.num_outliers + i]);
       sum = _mm256_fmadd_ps(x, load8_bf16(column + 8 * v), sum);
     }
     if (linear.bias) sum = _mm256_add_ps(sum, _mm256_loadu_ps(linear.bias + output));
     const int64_t at = row * linear.num_out + output;
-    if (linear.x_kind == X_BF16) {
+    if (linear.y_kind == ADDED_SUMS) sum = _mm256_add_ps(sum, _mm256_loadu_ps(static_cast<float*>(y) + at));
+    if (linear.y_kind == X_BF16) {
       uint16_t last[8], *to = static_cast<uint16_t*>(y) + at;
       store8_bf16(left == 8 ? to : last, sum);
       if (left < 8) std::copy_n(last, left, to);
@@ -62,14 +63,14 @@ struct Slice {
   int64_t panel, first, k0, k1;  // first: output of the panel
   const char* values;
   int64_t group = k0 / linear.group;
-  int64_t scale = (panel * linear.num_scales() + group / linear.groups_per_scale) * PANEL + first;
+  int64_t scale = (panel * linear.num_scales + group / linear.groups_per_scale) * PANEL + first;
   int64_t scale_left = linear.groups_per_scale - group % linear.groups_per_scale;  // groups that share it
 };
 
 // Inputs of a chunk: whole groups where there are several.
 inline int64_t chunk_of(const Linear& linear) {
   const int64_t most = CHUNK_OF_ROW / bytes_of_x(linear);
-  if (linear.num_groups() == 1) return std::min(most, linear.padded_in);
+  if (linear.num_groups == 1) return std::min(most, linear.padded_in);
   return std::max<int64_t>(1, most / linear.group) * linear.group;
 }
 
@@ -77,19 +78,22 @@ inline int64_t chunk_of(const Linear& linear) {
 // unpack(values, inputs, slices, bytes of a slice); tile<rows>(slice, first row, its sums, ahead). Sums are side by
 // side between two chunks, [rows][64].
 template <class Kernel>
-void in_chunks(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+void in_chunks(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                std::vector<char>& memory) {
   const int64_t in = linear.padded_in, chunk = chunk_of(linear), slice_bytes = chunk * Kernel::SLICE_BYTES;
-  const uint8_t *values = linear.values + panel * Kernel::bytes(in), *next_values = linear.values + next * Kernel::bytes(in);
+  const uint8_t* values = linear.values + panel * Kernel::bytes(in);
+  if (!next) next = values;
   char* slices = scratch(memory, PANEL / SLICE * slice_bytes + std::min(rows.num_rows, BLOCK) * PANEL * 4);
-  float* sums = reinterpret_cast<float*>(slices + PANEL / SLICE * slice_bytes);
+  const bool in_place = linear.is_plain_leaf() && linear.y_kind == SUMS;
   for (int64_t begin = 0, end; begin < rows.num_rows; begin = end) {
     end = std::min(begin + BLOCK, rows.num_rows);
     const int64_t num_tiles = (end - begin + 5) / 6;
+    float* sums = in_place ? static_cast<float*>(y) + begin * PANEL
+                           : reinterpret_cast<float*>(slices + PANEL / SLICE * slice_bytes);
     for (int64_t k0 = 0; k0 < in; k0 += chunk) {
       const int64_t k1 = std::min(in, k0 + chunk);
       Kernel::unpack(values + Kernel::bytes(k0), k1 - k0, slices, slice_bytes);
-      const uint8_t* from = k1 < in ? values + Kernel::bytes(k1) : next_values;
+      const uint8_t* from = k1 < in ? values + Kernel::bytes(k1) : next;
       Ahead ahead{from, from + Kernel::bytes(std::min(chunk, k1 < in ? in - k1 : in))};
       for (int64_t first = 0; first < PANEL; first += SLICE) {
         const Slice slice{linear, rows, panel, first, k0, k1, slices + first / SLICE * slice_bytes};
@@ -108,7 +112,7 @@ void in_chunks(const Linear& linear, int64_t panel, int64_t next, const Rows& ro
         }
       }
     }
-    for (int64_t row = begin; row < end; ++row)
+    for (int64_t row = begin; !in_place && row < end; ++row)
       finish_row(linear, panel, rows, row, sums + (row - begin) * PANEL, y);
   }
 }

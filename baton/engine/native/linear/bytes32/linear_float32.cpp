@@ -95,7 +95,7 @@ struct Floats {
             const __m256 s = load8_scales(linear.scales, linear.scale_kind, scale + 8 * v);
 #pragma GCC unroll 8
             for (int m = 0; m < NUM_ROWS; ++m) {
-              const __m256 sx = _mm256_broadcast_ss(slice.rows.scales + (row + m) * linear.num_groups() + g);
+              const __m256 sx = _mm256_broadcast_ss(slice.rows.scales + (row + m) * slice.rows.num_groups + g);
               const __m256 before = g ? _mm256_loadu_ps(sums + m * PANEL + 8 * v) : _mm256_setzero_ps();
               acc[m][v] = _mm256_fmadd_ps(_mm256_mul_ps(acc[m][v], sx), s, before);
             }
@@ -151,11 +151,11 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
   const uint8_t* w = linear.values + panel * Floats<KIND>::bytes(linear.padded_in);
   const float* x = reinterpret_cast<const float*>(rows.values);
   float last[PANEL] = {};
-  for (int64_t g = 0; g < linear.num_groups(); ++g) {
+  for (int64_t g = 0; g < linear.num_groups; ++g) {
     __m256 sums[8];
     add_row<KIND>(w + Floats<KIND>::bytes(g * linear.group), x + g * linear.group, linear.group, sums);
     if constexpr (KIND == W_E4M3) {
-      const int64_t scale = (panel * linear.num_scales() + g / linear.groups_per_scale) * PANEL;
+      const int64_t scale = (panel * linear.num_scales + g / linear.groups_per_scale) * PANEL;
       const __m256 sx = _mm256_broadcast_ss(rows.scales + g);
       for (int v = 0; v < 8; ++v)
         sums[v] = _mm256_fmadd_ps(_mm256_mul_ps(sums[v], sx), load8_scales(linear.scales, linear.scale_kind, scale + 8 * v),
@@ -167,14 +167,14 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
 }
 
 template <int64_t KIND>
-void apply(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y, std::vector<char>& memory) {
+void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, std::vector<char>& memory) {
   if (rows.num_rows == 1) one_row<KIND>(linear, panel, rows, y);
   else in_chunks<Floats<KIND>>(linear, panel, next, rows, y, memory);
 }
 
 }  // namespace
 
-void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                  std::vector<char>& memory) {
   if (linear.kind == W_E4M3) apply<W_E4M3>(linear, panel, next, rows, y, memory);
   else if (linear.kind == W_BF16) apply<W_BF16>(linear, panel, next, rows, y, memory);

@@ -34,10 +34,10 @@ struct Integers {
   __attribute__((noinline)) static void tile(const Slice& slice, int64_t row, float* sums, Ahead& shared) {
     const Linear& linear = slice.linear;
     const Rows& rows = slice.rows;
-    const int64_t stride = rows.stride, num_groups = linear.num_groups(), group = linear.group;
+    const int64_t stride = rows.stride, row_groups = rows.num_groups, group = linear.group;
     const char *x = rows.values + row * stride + slice.k0 * Products::BYTES_OF_X, *w = slice.values;
-    const int32_t* row_starts = rows.starts + row * num_groups;
-    const float* row_scales = rows.scales + row * num_groups;
+    const int32_t* row_starts = rows.starts + row * row_groups;
+    const float* row_scales = rows.scales + row * row_groups;
     Ahead ahead = shared;
     int64_t g = slice.group, scale = slice.scale, scale_left = slice.scale_left;
     for (int64_t k = slice.k0, end; k < slice.k1; k = end, ++g) {
@@ -45,7 +45,7 @@ struct Integers {
       const int32_t* starts = row_starts + g;
       __m256i acc[NUM_ROWS][2];
       const auto of_sums = [&](int m, int v) __attribute__((always_inline)) { return load32(sums + m * PANEL + 8 * v); };
-      const auto of_starts = [&](int m, int) __attribute__((always_inline)) { return four_of(starts + m * num_groups); };
+      const auto of_starts = [&](int m, int) __attribute__((always_inline)) { return four_of(starts + m * row_groups); };
       if (k > g * group) Products::template add<NUM_ROWS>(x, stride, w, end - k, ahead, of_sums, acc);
       else Products::template add<NUM_ROWS>(x, stride, w, end - k, ahead, of_starts, acc);
       if (end < (g + 1) * group) {
@@ -62,7 +62,7 @@ struct Integers {
 #pragma GCC unroll 8
       for (int m = 0; m < NUM_ROWS; ++m) {
         float* at = sums + m * PANEL;
-        const __m256 sx = _mm256_broadcast_ss(scales + m * num_groups);
+        const __m256 sx = _mm256_broadcast_ss(scales + m * row_groups);
         const __m256 low = _mm256_and_ps(_mm256_loadu_ps(at), not_first);
         const __m256 high = _mm256_and_ps(_mm256_loadu_ps(at + 8), not_first);
         _mm256_storeu_ps(at, scaled(acc[m][0], sx, s0, low));
@@ -79,7 +79,7 @@ struct Integers {
     for (int v = 0; v < 2; ++v) {
       const __m256 offset = load8_scales(slice.linear.offsets, slice.linear.scale_kind, scale + 8 * v);
       for (int m = 0; m < NUM_ROWS; ++m) {
-        const __m256 shift = _mm256_broadcast_ss(slice.rows.shifts + (row + m) * slice.linear.num_groups() + g);
+        const __m256 shift = _mm256_broadcast_ss(slice.rows.shifts + (row + m) * slice.rows.num_groups + g);
         float* at = sums + m * PANEL + 8 * v;
         _mm256_storeu_ps(at, _mm256_fmadd_ps(shift, offset, _mm256_loadu_ps(at)));
       }
@@ -93,8 +93,8 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
   const uint8_t* w = linear.values + panel * Integers<KIND>::bytes(linear.padded_in);
   const char* x = rows.values;
   float sums[PANEL] = {};
-  int64_t scale = panel * linear.num_scales() * PANEL, sums_left = linear.groups_per_scale;
-  for (int64_t g = 0; g < linear.num_groups(); ++g, w += step, x += group * IntProducts<KIND>::BYTES_OF_X) {
+  int64_t scale = panel * linear.num_scales * PANEL, sums_left = linear.groups_per_scale;
+  for (int64_t g = 0; g < linear.num_groups; ++g, w += step, x += group * IntProducts<KIND>::BYTES_OF_X) {
     __m256i acc[8];
     for (int v = 0; v < 8; ++v) acc[v] = four_of(rows.starts + g);
     IntProducts<KIND>::add_row(w, x, group, acc);
@@ -112,14 +112,14 @@ void one_row(const Linear& linear, int64_t panel, const Rows& rows, void* y) {
 }
 
 template <int64_t KIND>
-void apply(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y, std::vector<char>& memory) {
+void apply(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y, std::vector<char>& memory) {
   if (rows.num_rows == 1) one_row<KIND>(linear, panel, rows, y);
   else in_chunks<Integers<KIND>>(linear, panel, next, rows, y, memory);
 }
 
 }  // namespace
 
-void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                std::vector<char>& memory) {
   if (linear.kind == U4) apply<U4>(linear, panel, next, rows, y, memory);
   else apply<U8>(linear, panel, next, rows, y, memory);

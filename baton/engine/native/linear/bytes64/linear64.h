@@ -17,7 +17,7 @@ inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, in
   __m512 sums[4];
   for (int v = 0; v < 4; ++v) sums[v] = _mm512_loadu_ps(from + 16 * v);
   for (int64_t i = 0; i < linear.num_outliers; ++i) {
-    __m512 x = _mm512_set1_ps(rows.outliers[row * linear.num_outliers + i]);
+    __m512 x = _mm512_set1_ps(rows.outliers[row * rows.num_outliers + i]);
     const uint16_t* column = linear.outlier_values + (panel * linear.num_outliers + i) * PANEL;
     for (int v = 0; v < 4; ++v) sums[v] = _mm512_fmadd_ps(x, load16_bf16(column + 16 * v), sums[v]);
   }
@@ -27,7 +27,8 @@ inline void finish_row(const Linear& linear, int64_t panel, const Rows& rows, in
     __mmask16 mask = left >= 16 ? 0xffff : (1u << left) - 1;
     if (linear.bias) sums[v] = _mm512_add_ps(sums[v], _mm512_loadu_ps(linear.bias + output));
     int64_t at = row * linear.num_out + output;
-    if (linear.x_kind == X_BF16) store16_bf16(static_cast<uint16_t*>(y) + at, sums[v], mask);
+    if (linear.y_kind == ADDED_SUMS) sums[v] = _mm512_add_ps(sums[v], _mm512_loadu_ps(static_cast<float*>(y) + at));
+    if (linear.y_kind == X_BF16) store16_bf16(static_cast<uint16_t*>(y) + at, sums[v], mask);
     else _mm512_mask_storeu_ps(static_cast<float*>(y) + at, mask, sums[v]);
   }
 }

@@ -47,7 +47,7 @@ void tile(const Linear& linear, const uint8_t* values, int64_t panel, const Rows
           int64_t k1, Ahead& ahead, float* partial, void* y) {
   constexpr int STEP = KIND == W_F32 ? 1 : 2;                      // inputs a turn
   constexpr int64_t WIDTH = KIND == W_E4M3 ? 32 : 64;              // bytes of a vector's weights
-  const int64_t group = GROUPED ? linear.group : k1 - k0, num_groups = linear.num_groups();
+  const int64_t group = GROUPED ? linear.group : k1 - k0;
   const char* x = rows.values + row * rows.stride;
   [[maybe_unused]] Widen widen;
   __m512 sums[NUM_ROWS][4];
@@ -84,9 +84,9 @@ void tile(const Linear& linear, const uint8_t* values, int64_t panel, const Rows
       }
     }
     if constexpr (GROUPED) {
-      int64_t g = begin / group, scale = (panel * linear.num_scales() + g / linear.groups_per_scale) * PANEL;
+      int64_t g = begin / group, scale = (panel * linear.num_scales + g / linear.groups_per_scale) * PANEL;
       for (int m = 0; m < NUM_ROWS; ++m) {
-        __m512 sx = _mm512_set1_ps(rows.scales[(row + m) * num_groups + g]);
+        __m512 sx = _mm512_set1_ps(rows.scales[(row + m) * rows.num_groups + g]);
         for (int v = 0; v < 4; ++v)
           sums[m][v] = _mm512_fmadd_ps(_mm512_mul_ps(acc[m][v], sx),
                                        load_scales(linear.scales, linear.scale_kind, scale + 16 * v), sums[m][v]);
@@ -99,13 +99,16 @@ void tile(const Linear& linear, const uint8_t* values, int64_t panel, const Rows
     }
   }
   alignas(64) float last[NUM_ROWS * PANEL];
-  const bool done = k1 == linear.padded_in;
-  float* to = done ? last : partial;
+  const bool done = k1 == linear.padded_in, plain = linear.is_plain_leaf(), adds = done && linear.y_kind == ADDED_SUMS;
+  float* to = !done ? partial : plain ? static_cast<float*>(y) + row * PANEL : last;
 #pragma GCC unroll 8
   for (int m = 0; m < NUM_ROWS; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < 4; ++v) _mm512_storeu_ps(to + m * PANEL + 16 * v, sums[m][v]);
-  for (int m = 0; done && m < NUM_ROWS; ++m) finish_row(linear, panel, rows, row + m, last + m * PANEL, y);
+    for (int v = 0; v < 4; ++v) {
+      float* at = to + m * PANEL + 16 * v;
+      _mm512_storeu_ps(at, adds ? _mm512_add_ps(sums[m][v], _mm512_loadu_ps(at)) : sums[m][v]);
+    }
+  for (int m = 0; done && !plain && m < NUM_ROWS; ++m) finish_row(linear, panel, rows, row + m, last + m * PANEL, y);
 }
 
 template <int KIND, bool GROUPED>
@@ -143,17 +146,15 @@ void tiles(const Linear& linear, const uint8_t* values, const uint8_t* next, int
 
 }  // namespace
 
-void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+void float_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                  std::vector<char>& memory) {
   const int64_t in = linear.padded_in, kind = linear.kind;
-  const int64_t bytes_per_input = PANEL * (kind == W_F32 ? 4 : kind == W_BF16 ? 2 : 1);
-  const uint8_t* values = linear.values + panel * in * bytes_per_input;
-  const uint8_t* ahead = next == panel ? nullptr : linear.values + next * in * bytes_per_input;
+  const uint8_t* values = linear.values + panel * panel_bytes(linear, in);
 #ifdef BATON_AMX
   if (kind == W_BF16) return bf16_tiles(linear, values, panel, rows, y);
 #endif
   if (kind == W_E4M3) {
-    if (rows.num_rows < UNPACK_ROWS) return tiles<W_E4M3, true>(linear, values, ahead, panel, rows, in, nullptr, y);
+    if (rows.num_rows < UNPACK_ROWS) return tiles<W_E4M3, true>(linear, values, next, panel, rows, in, nullptr, y);
     uint8_t* wide = reinterpret_cast<uint8_t*>(scratch(memory, 2 * PANEL * in));
     Widen widen;
     for (int64_t i = 0; i < PANEL * in; i += 32) _mm512_store_si512(wide + 2 * i, widen(values + i));
@@ -161,10 +162,10 @@ void float_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& 
   }
   // Few rows take the panel as it comes from memory, once.
   const int64_t chunk_bytes = rows.num_rows < MANY_ROWS ? CHUNK_BYTES : 2 * CHUNK_BYTES;
-  int64_t chunk = rows.num_rows <= MAX_ROWS ? in : std::min(in, chunk_bytes / bytes_per_input);
+  int64_t chunk = rows.num_rows <= MAX_ROWS ? in : std::min(in, chunk_bytes / panel_bytes(linear, 1));
   float* partial = chunk == in ? nullptr : reinterpret_cast<float*>(scratch(memory, rows.num_rows * PANEL * 4));
-  if (kind == W_F32) tiles<W_F32, false>(linear, values, ahead, panel, rows, chunk, partial, y);
-  else tiles<W_BF16, false>(linear, values, ahead, panel, rows, chunk, partial, y);
+  if (kind == W_F32) tiles<W_F32, false>(linear, values, next, panel, rows, chunk, partial, y);
+  else tiles<W_BF16, false>(linear, values, next, panel, rows, chunk, partial, y);
 }
 
 }  // namespace baton

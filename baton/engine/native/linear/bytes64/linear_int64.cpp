@@ -26,13 +26,14 @@ enum Form { EIGHT_BITS, FOUR_BITS, IN_HALVES };
 // nothing else to keep in registers.
 template <int NUM_ROWS, int VECS, Form FORM, bool OFFSETS, bool GROUPED>
 __attribute__((noinline)) void multiply_tile(const Linear& linear, const uint8_t* values, int64_t panel,
-                                             const Rows& rows, int64_t row, int first, Ahead& shared, float* out) {
+                                             const Rows& rows, int64_t row, int first, Ahead& shared, bool adds,
+                                             float* out) {
   constexpr int TURN = GROUPED || FORM == FOUR_BITS ? 8 : 4;    // inputs
   constexpr int64_t WIDTH = FORM == IN_HALVES ? PANEL / 2 : PANEL;  // outputs side by side
-  const int64_t num_groups = GROUPED ? linear.num_groups() : 1, stride = rows.stride, num_turns = linear.group / TURN;
+  const int64_t num_groups = GROUPED ? linear.num_groups : 1, stride = rows.stride, num_turns = linear.group / TURN;
   const int8_t* x = reinterpret_cast<const int8_t*>(rows.values) + row * stride;
-  const int64_t at = row * num_groups;
-  int64_t scale = panel * linear.num_scales() * PANEL + 16 * first, sums_left = linear.groups_per_scale;
+  const int64_t row_groups = rows.num_groups, at = row * row_groups;
+  int64_t scale = panel * linear.num_scales * PANEL + 16 * first, sums_left = linear.groups_per_scale;
   Ahead ahead = shared;  // in registers
   values += FORM == IN_HALVES ? 16 * first * linear.padded_in : 64 * first;
   __m512 sums[NUM_ROWS][VECS];
@@ -44,7 +45,7 @@ __attribute__((noinline)) void multiply_tile(const Linear& linear, const uint8_t
     __m512i acc[NUM_ROWS][VECS];
 #pragma GCC unroll 8
     for (int m = 0; m < NUM_ROWS; ++m) {
-      const __m512i start = _mm512_set1_epi32(rows.starts[g + m * num_groups]);
+      const __m512i start = _mm512_set1_epi32(rows.starts[g + m * row_groups]);
 #pragma GCC unroll 4
       for (int v = 0; v < VECS; ++v) acc[m][v] = start;
     }
@@ -85,14 +86,14 @@ __attribute__((noinline)) void multiply_tile(const Linear& linear, const uint8_t
       __m512 s = load_scales(linear.scales, linear.scale_kind, scale + 16 * v);
 #pragma GCC unroll 8
       for (int m = 0; m < NUM_ROWS; ++m) {
-        __m512 sx = _mm512_set1_ps(rows.scales[g + m * num_groups]);
+        __m512 sx = _mm512_set1_ps(rows.scales[g + m * row_groups]);
         sums[m][v] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(acc[m][v]), sx), s, sums[m][v]);
       }
       if constexpr (OFFSETS) {
         s = load_scales(linear.offsets, linear.scale_kind, scale + 16 * v);
 #pragma GCC unroll 8
         for (int m = 0; m < NUM_ROWS; ++m)
-          sums[m][v] = _mm512_fmadd_ps(_mm512_set1_ps(rows.shifts[g + m * num_groups]), s, sums[m][v]);
+          sums[m][v] = _mm512_fmadd_ps(_mm512_set1_ps(rows.shifts[g + m * row_groups]), s, sums[m][v]);
       }
     }
     if (--sums_left == 0) scale += PANEL, sums_left = linear.groups_per_scale;
@@ -101,7 +102,10 @@ __attribute__((noinline)) void multiply_tile(const Linear& linear, const uint8_t
 #pragma GCC unroll 8
   for (int m = 0; m < NUM_ROWS; ++m)
 #pragma GCC unroll 4
-    for (int v = 0; v < VECS; ++v) _mm512_store_ps(out + m * PANEL + 16 * (first + v), sums[m][v]);
+    for (int v = 0; v < VECS; ++v) {
+      float* at = out + m * PANEL + 16 * (first + v);
+      _mm512_store_ps(at, adds ? _mm512_add_ps(sums[m][v], _mm512_load_ps(at)) : sums[m][v]);
+    }
 }
 
 // All 64 outputs of a few rows. With groups two sets of sums share the registers: more rows take half a panel a time.
@@ -109,26 +113,28 @@ template <int NUM_ROWS, Form FORM, bool OFFSETS>
 void tile(const Linear& linear, const uint8_t* values, int64_t panel, const Rows& rows, int64_t row, Ahead& ahead,
           void* y) {
   constexpr int VECS = NUM_ROWS > MAX_WHOLE_ROWS || FORM == IN_HALVES ? 2 : 4;
-  alignas(64) float out[NUM_ROWS * PANEL];
-  if (FORM != IN_HALVES && linear.num_groups() == 1) {
-    multiply_tile<NUM_ROWS, 4, FORM, OFFSETS, false>(linear, values, panel, rows, row, 0, ahead, out);
+  alignas(64) float own[NUM_ROWS * PANEL];
+  const bool plain = linear.is_plain_leaf(), adds = plain && linear.y_kind == ADDED_SUMS;
+  float* out = plain ? static_cast<float*>(y) + row * PANEL : own;
+  if (FORM != IN_HALVES && linear.num_groups == 1) {
+    multiply_tile<NUM_ROWS, 4, FORM, OFFSETS, false>(linear, values, panel, rows, row, 0, ahead, adds, out);
   } else {
     for (int first = 0; first < 4; first += VECS)
-      multiply_tile<NUM_ROWS, VECS, FORM, OFFSETS, true>(linear, values, panel, rows, row, first, ahead, out);
+      multiply_tile<NUM_ROWS, VECS, FORM, OFFSETS, true>(linear, values, panel, rows, row, first, ahead, adds, out);
   }
-  for (int m = 0; m < NUM_ROWS; ++m) finish_row(linear, panel, rows, row + m, out + m * PANEL, y);
+  for (int m = 0; !plain && m < NUM_ROWS; ++m) finish_row(linear, panel, rows, row + m, out + m * PANEL, y);
 }
 
 template <Form FORM, bool OFFSETS>
 void tiles(const Linear& linear, const uint8_t* values, int64_t panel, const Rows& rows, Ahead ahead, void* y) {
   // Few rows wait for memory, which whole panels stream better than halves: 8 rows twice as fast.
-  const int64_t most = linear.num_groups() > 1 && rows.num_rows < UNPACK_ROWS ? MAX_WHOLE_ROWS : MAX_ROWS;
+  const int64_t most = linear.num_groups > 1 && rows.num_rows < UNPACK_ROWS ? MAX_WHOLE_ROWS : MAX_ROWS;
   const int64_t num_tiles = (rows.num_rows + most - 1) / most;
   // The first tile waits for memory, those behind it find the panel in the cache and fetch the next: 8 rows on a core
   // at 25.7 instead of 18.5 GB/s (int8), 12.4 instead of 10.6 (int4), 32 rows at 815 instead of 680 GFLOP/s (int8).
   ahead.step = FORM == FOUR_BITS || num_tiles == 2 ? 128 : 64;
   if (num_tiles == 1) ahead = {};
-  if (num_tiles == 1 && (linear.num_groups() > 1 || rows.num_rows > 3)) {
+  if (num_tiles == 1 && (linear.num_groups > 1 || rows.num_rows > 3)) {
     const uint8_t* from = values + OWN_AHEAD;
     ahead = {from, from + PANEL * linear.padded_in / (FORM == FOUR_BITS ? 2 : 1), 256};
   }
@@ -162,12 +168,12 @@ void unpack(const uint8_t* from, uint8_t* to, int64_t padded_in, bool in_halves)
 
 }  // namespace
 
-void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& rows, void* y,
+void int_panel(const Linear& linear, int64_t panel, const uint8_t* next, const Rows& rows, void* y,
                std::vector<char>& memory) {
-  const int64_t in = linear.padded_in, num_bytes = PANEL * (linear.kind == U4 ? in / 2 : in);
+  const int64_t in = linear.padded_in, num_bytes = panel_bytes(linear, in);
   const uint8_t* values = linear.values + panel * num_bytes;
   Ahead ahead;
-  if (next != panel) ahead = {linear.values + next * num_bytes, linear.values + (next + 1) * num_bytes};
+  if (next) ahead = {next, next + num_bytes};
   auto multiply = [&](auto form) {
     if (linear.offsets) tiles<form(), true>(linear, values, panel, rows, ahead, y);
     else tiles<form(), false>(linear, values, panel, rows, ahead, y);
@@ -181,7 +187,7 @@ void int_panel(const Linear& linear, int64_t panel, int64_t next, const Rows& ro
 #endif
   if (linear.kind == U8) return multiply(Whole{});
   if (rows.num_rows < UNPACK_ROWS) return multiply(std::integral_constant<Form, FOUR_BITS>{});
-  const bool in_halves = linear.num_groups() > 1 && !by_tiles;
+  const bool in_halves = linear.num_groups > 1 && !by_tiles;
   uint8_t* wide = reinterpret_cast<uint8_t*>(scratch(memory, PANEL * in));
   unpack(values, wide, in, in_halves);
   values = wide;

@@ -62,18 +62,18 @@ void by_tiles(const Rows& rows, int64_t group_bytes, Take take) {
 }  // namespace
 
 void int_tiles(const Linear& linear, const uint8_t* values, int64_t panel, const Rows& rows, void* y) {
-  const int64_t num_groups = linear.num_groups(), group = linear.group;
+  const int64_t num_groups = linear.num_groups, group = linear.group;
   by_tiles(rows, group, [&](int64_t row, int64_t num_rows) {
     alignas(64) int32_t acc[TILE_ROWS * PANEL];
     alignas(64) float out[TILE_ROWS * PANEL] = {};
     for (int64_t g = 0; g < num_groups; ++g) {
       multiply<true>(rows.values + row * rows.stride + g * group, rows.stride, values + g * group * PANEL, group, acc);
-      const int64_t scale = (panel * linear.num_scales() + g / linear.groups_per_scale) * PANEL;
+      const int64_t scale = (panel * linear.num_scales + g / linear.groups_per_scale) * PANEL;
       for (int v = 0; v < 4; ++v) {
         const __m512 s = load_scales(linear.scales, linear.scale_kind, scale + 16 * v);
         const __m512 o = linear.offsets ? load_scales(linear.offsets, linear.scale_kind, scale + 16 * v) : s;
         for (int64_t m = 0; m < num_rows; ++m) {
-          const int64_t at = (row + m) * num_groups + g;
+          const int64_t at = (row + m) * rows.num_groups + g;
           float* to = out + m * PANEL + 16 * v;
           __m512i sum = _mm512_load_si512(acc + m * PANEL + 16 * v);
           sum = _mm512_add_epi32(sum, _mm512_set1_epi32(rows.starts[at]));
