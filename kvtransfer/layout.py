@@ -1,7 +1,7 @@
 """The layout of KV in a worker's pool, and when two workers' KV may feed each other. Plain Python, no protobuf.
 
 Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after the other within a block, scales of a
-quantized form at the end of the same block.
+quantized form at the end of the same block. A latent group has one row in place of K and V, of which both are made.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class BlockRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    kind: str  # paged | window | state
+    kind: str  # paged | latent | window | state
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -57,6 +57,11 @@ class KVGroup:
             raise ValueError(f"kv form {self.form!r}: one of {', '.join(KV_FORMS)}")
         if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
             raise ValueError(f"block size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
+
+    @property
+    def num_kinds(self) -> int:
+        """Rows of a token and head: K and V, or one of which both are made."""
+        return 1 if self.kind == "latent" else 2
 
     @property
     def row_bytes(self) -> int:
@@ -75,12 +80,12 @@ class KVGroup:
 
     @property
     def head_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.cell_bytes
+        return self.num_layers * self.num_kinds * self.num_kv_heads * self.cell_bytes
 
     @property
     def scale_bytes(self) -> int:
         """All scales of one block, after its rows, in the order [layer][k|v][kv_head][token]."""
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.row_scale_bytes
+        return self.num_layers * self.num_kinds * self.num_kv_heads * self.block_size * self.row_scale_bytes
 
     @property
     def block_bytes(self) -> int:

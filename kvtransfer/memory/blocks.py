@@ -43,6 +43,9 @@ class MemoryKernels(Protocol):
         ...
 
 
+MOVABLE = ("paged", "latent")  # kinds of groups
+
+
 class Piece(NamedTuple):
     """Blocks by position in the handle, and the rows of each that belong to a range."""
 
@@ -55,8 +58,8 @@ class Piece(NamedTuple):
 def check_movable(layout: KVLayout) -> None:
     """Raise LayoutMismatch for a layout that this build cannot move."""
     sizes = {group.block_size for group in layout.groups}
-    if layout.version != LAYOUT_VERSION or len(sizes) != 1 or any(group.kind != "paged" for group in layout.groups):
-        raise LayoutMismatch(f"only paged groups of one block size can be moved, not {layout}")
+    if layout.version != LAYOUT_VERSION or len(sizes) != 1 or any(group.kind not in MOVABLE for group in layout.groups):
+        raise LayoutMismatch(f"only paged and latent groups of one block size can be moved, not {layout}")
 
 
 def blocks_of(moved: Range, block_size: int) -> slice:
@@ -144,24 +147,23 @@ class Cells:
         self.form = group.form
         self.block_size = group.block_size
         self.first_layer = first_layer
-        self.num_layers, self.num_heads = len(box.layers), len(box.heads)
+        self.num_layers, self.num_heads, self._kinds = len(box.layers), len(box.heads), group.num_kinds
         self.is_whole = memory.layout.whole == (box,)
         self.planes: list[np.ndarray] = []
         offset = sum(each.block_bytes for each in memory.layout.groups[: box.group])
         for row_bytes in (group.row_bytes, group.row_scale_bytes):
             if row_bytes:
-                shape = (2 * group.num_layers, group.num_kv_heads, group.block_size, row_bytes)
+                shape = (self._kinds * group.num_layers, group.num_kv_heads, group.block_size, row_bytes)
                 size = int(np.prod(shape))
                 plane = memory.blocks[:, offset : offset + size].reshape(memory.num_blocks, *shape)
-                self.planes.append(
-                    plane[:, 2 * box.layers.start : 2 * box.layers.stop, box.heads.start : box.heads.stop]
-                )
+                layers = slice(self._kinds * box.layers.start, self._kinds * box.layers.stop)
+                self.planes.append(plane[:, layers, box.heads.start : box.heads.stop])
                 offset += size
 
     @property
     def layer_bytes(self) -> int:
         """Return the bytes of one token of one layer: K and V of all heads, with scales."""
-        return 2 * self.num_heads * sum(plane.shape[-1] for plane in self.planes)
+        return self._kinds * self.num_heads * sum(plane.shape[-1] for plane in self.planes)
 
     def num_bytes(self, moved: Range) -> int:
         """Return the bytes of the valid rows of a range in this form."""
@@ -176,7 +178,8 @@ class Cells:
 
     def layers(self, moved: Range) -> slice:
         """Return the range's layers in the second axis of a plane."""
-        return slice(2 * (moved.layer_begin - self.first_layer), 2 * (moved.layer_end - self.first_layer))
+        begin, end = moved.layer_begin - self.first_layer, moved.layer_end - self.first_layer
+        return slice(self._kinds * begin, self._kinds * end)
 
     def has_all_layers(self, moved: Range) -> bool:
         return moved.layer_end - moved.layer_begin == self.num_layers
@@ -211,7 +214,9 @@ class Cells:
     def stage(self, moved: Range) -> Staged:
         """Allocate room for the range's rows, uint8 [layer x k|v, head, token, bytes] per plane."""
         layers, tokens = moved.layer_end - moved.layer_begin, moved.num_tokens
-        return [np.empty((2 * layers, self.num_heads, tokens, plane.shape[-1]), np.uint8) for plane in self.planes]
+        return [
+            np.empty((self._kinds * layers, self.num_heads, tokens, plane.shape[-1]), np.uint8) for plane in self.planes
+        ]
 
     def gather(self, ids: np.ndarray, moved: Range, staged: Staged) -> Staged:
         """Copy the range's rows of blocks `ids`, int64, one per block position, into `staged` [layer x k|v, head,
@@ -296,7 +301,7 @@ class Cells:
 
     def _flat(self, part: Range) -> tuple[np.ndarray, Staged]:
         """One buffer and, in it, the staged arrays of a range."""
-        return flat_staged((2 * (part.layer_end - part.layer_begin), self.num_heads, part.num_tokens),
+        return flat_staged((self._kinds * (part.layer_end - part.layer_begin), self.num_heads, part.num_tokens),
                            [plane.shape[-1] for plane in self.planes])  # fmt: skip
 
 

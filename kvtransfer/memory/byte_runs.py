@@ -52,7 +52,7 @@ def _strips(layout: KVLayout, moved: Range, row_begin: int, row_end: int) -> lis
         first = max(moved.layer_begin - first_layer, 0)
         count = min(moved.layer_end - first_layer, group.num_layers) - first
         for row_bytes in (group.row_bytes, group.row_scale_bytes):
-            cells = 2 * group.num_kv_heads
+            cells = group.num_kinds * group.num_kv_heads
             pitch = group.block_size * row_bytes
             if count > 0 and row_bytes:
                 begin = offset + first * cells * pitch + row_begin * row_bytes

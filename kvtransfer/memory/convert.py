@@ -62,7 +62,7 @@ def encode(cells: Cells, ids: np.ndarray, moved: Range, group: KVGroup, codec: C
     """Encode the range out of the source's pool in the taker's form, in the order in which it is sent; `ids`: int64
     [n], one per block position. Raises what `convert` raises."""
     parts = []
-    for part in chunks(moved, 2 * cells.num_heads * sum(row_sizes(group))):
+    for part in chunks(moved, cells.group.num_kinds * cells.num_heads * sum(row_sizes(group))):
         staged = cells.gather(ids, part, cells.stage(part))
         parts.append(Encoded(part, *convert(staged, cells.form, group, codec)))
     return parts

@@ -56,9 +56,10 @@ def cell_numbers(layout: KVLayout, box: Box, moved: Range) -> np.ndarray:
     """Return the numbers uint64 [cells] of the range in this box of the whole model `layout`: one per (layer, k|v, kv
     head), in that order."""
     group = layout.groups[box.group]
-    before = sum(2 * each.num_layers * each.num_kv_heads for each in layout.groups[: box.group])
+    before = sum(each.num_kinds * each.num_layers * each.num_kv_heads for each in layout.groups[: box.group])
     first = layout.first_layer(box.group)
-    rows = np.arange(2 * (moved.layer_begin - first), 2 * (moved.layer_end - first), dtype=np.uint64)
+    kinds = group.num_kinds
+    rows = np.arange(kinds * (moved.layer_begin - first), kinds * (moved.layer_end - first), dtype=np.uint64)
     heads = np.arange(box.heads.start, box.heads.stop, dtype=np.uint64)
     return (rows[:, None] * np.uint64(group.num_kv_heads) + heads + np.uint64(before)).ravel()
 
@@ -100,11 +101,11 @@ class Digests:
 
     def of_parts(self, moved: Range, parts: Iterable[tuple[Range, Staged]]) -> np.ndarray:
         """Return the digests [spans, cells, ...] of a range staged in parts of whole spans and layers."""
-        found = self.empty(moved)
+        found, kinds = self.empty(moved), self._layout.groups[self._box.group].num_kinds
         for part, staged in parts:
             span = (part.token_begin - moved.token_begin) // SPAN_TOKENS
             digests = self.of_staged(staged, part)
-            column = (part.layer_begin - moved.layer_begin) * 2 * len(self._box.heads)
+            column = (part.layer_begin - moved.layer_begin) * kinds * len(self._box.heads)
             found[span : span + digests.shape[0], column : column + digests.shape[1]] = digests
         return found
 

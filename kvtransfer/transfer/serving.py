@@ -231,7 +231,12 @@ class Serving:
             self._shelf.leases.confirm(lease, self._fetch, share)
 
     def _wire_bytes(self, moved: Range) -> int:
-        rows = 2 * self._cells.num_heads * (moved.layer_end - moved.layer_begin) * moved.num_tokens
+        rows = (
+            self._cells.group.num_kinds
+            * self._cells.num_heads
+            * (moved.layer_end - moved.layer_begin)
+            * moved.num_tokens
+        )
         return rows * sum(row_sizes(self._wire))
 
     def _token_cost(self) -> int:

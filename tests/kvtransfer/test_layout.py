@@ -14,6 +14,8 @@ def test_bytes_of_a_block():
     quantized = KVGroup("paged", 32, 8, 128, "int4", 64)
     assert quantized.scale_bytes == 32 * 2 * 8 * 64 * 4
     assert quantized.block_bytes == (8 << 20) // 4 + quantized.scale_bytes
+    latent = KVGroup("latent", 61, 1, 576, "int8", 64)
+    assert latent.block_bytes == 61 * 64 * (576 + 2)
 
 
 def test_blocks_and_spans_fit():

@@ -165,7 +165,7 @@ class FlashAttention4(FlashAttention2):
 
 def pages(pool: KVPool, layer: int) -> tuple[Tensor, Tensor]:
     """k and v [blocks, tokens, kv heads, head_dim], views."""
-    return pool.blocks[:, layer, 0].transpose(1, 2), pool.blocks[:, layer, 1].transpose(1, 2)
+    return pool.blocks[:, layer, 0].transpose(1, 2), pool.blocks[:, layer, -1].transpose(1, 2)
 
 
 def part_of(seqs: list[SeqSlice], members: list[int], table: SeqTable) -> FlashCall:

@@ -68,7 +68,7 @@ class FlashInferAttention(Attention):
         return FlashInferPlan(pool)
 
     def __call__(self, plan: FlashInferPlan, layer: int, q: Tensor, out: Tensor) -> None:
-        k, v = plan.pool.blocks[:, layer, 0], plan.pool.blocks[:, layer, 1]
+        k, v = plan.pool.blocks[:, layer, 0], plan.pool.blocks[:, layer, -1]
         self._wrappers[self.shape.windows[layer]].run(q, (k, v), out=out)
 
 

@@ -220,7 +220,7 @@ def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Per layer: k, v [blocks, kv heads, tokens, elements], and their scales fp16 (k, v again where there are none)."""
     scales = pool.scales.view(torch.float16) if pool.scales.shape[-1] else pool.blocks
     return [
-        (pool.blocks[:, layer, 0], pool.blocks[:, layer, 1], scales[:, layer, 0], scales[:, layer, 1])
+        (pool.blocks[:, layer, 0], pool.blocks[:, layer, -1], scales[:, layer, 0], scales[:, layer, -1])
         for layer in range(pool.group.num_layers)
     ]
 

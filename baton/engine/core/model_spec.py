@@ -1,6 +1,7 @@
 """What a model is made of, as data: layers, conventions and the names of its tensors. No family is named here; the
 folder engine/families reads a config.json into this."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,11 @@ class RopeSpec:
         return self.max_position_embeddings
 
 
+def yarn_scale(factor: float, mscale: float) -> float:
+    """Return by what yarn scales queries and keys of a context that is `factor` times the one trained at."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class NormSpec:
     """One kind of norm."""
@@ -60,20 +66,57 @@ class ExpertsSpec:
     names: tuple[str, ...]
     renormalized: bool = True  # the chosen experts' probabilities are made to sum to one
     shared_size: int = 0  # intermediate size of the expert that every token visits; 0: none
-    shared_names: tuple[str, ...] = ()  # of that expert: what decides how much of it, then gate, up and down
+    shared_names: tuple[str, ...] = ()  # of that expert: what decides how much of it ("": all), then gate, up and down
     bias: bool = False  # of the router and of every expert's linears
     inputs_first: bool = False  # tensors of all experts are [experts, in, out]
     interleaved: bool = False  # a gate and its up stand side by side among the outputs
+    scoring: str = "softmax"  # of a row's scores: softmax | sigmoid
+    correction: str = ""  # the tensor that is added to scores where experts are chosen, not where they are weighed
+    num_groups: int = 1  # of experts with neighbouring indices, equal in size
+    num_chosen_groups: int = 1  # among whose experts is chosen
+    group_best: int = 1  # of a group's highest scores as many are added to rank it
+    scale: float = 1.0  # of the weights, at last
 
     def __post_init__(self) -> None:
         """Raise ValueError where more are chosen than there are."""
         if self.num_chosen > self.num_experts:
             raise ValueError(f"num_experts_per_tok {self.num_chosen}: there are {self.num_experts} experts")
+        size, left = divmod(self.num_experts, self.num_groups)
+        if left or size < self.group_best or not self.num_chosen_groups <= self.num_groups:
+            groups = f"n_group {self.num_groups} with topk_group {self.num_chosen_groups}"
+            raise ValueError(f"{groups}: {self.num_experts} experts are not parted so")
+        if self.num_chosen > size * self.num_chosen_groups:
+            most = f"{self.num_chosen_groups} of {self.num_groups} groups hold {size * self.num_chosen_groups}"
+            raise ValueError(f"num_experts_per_tok {self.num_chosen}: {most}")
 
     @property
     def stacked(self) -> bool:
         """Return whether one tensor holds all experts."""
         return len(self.names) == 3
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether a row's experts are those with its highest scores, weighed by their softmax."""
+        grouped = self.num_groups > 1 or self.correction or self.scoring != "softmax" or self.scale != 1
+        return not grouped and (not self.shared_size or bool(self.shared_names[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention (MLA): keys and values of all heads are products of one short row, which alone is kept. A head
+    has `nope_dim` elements that meet that row and `rope_dim` that meet the key of its position, the same for all heads.
+    """
+
+    rank: int  # elements of the row
+    rope_dim: int
+    nope_dim: int
+    value_dim: int  # of a head's output
+    query_rank: int | None = None  # of the row that queries are made of; None: of the hidden state
+
+    @property
+    def row_dim(self) -> int:
+        """Elements that are kept of a token, and that a query has once the products are absorbed."""
+        return self.rope_dim + self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +172,8 @@ class ModelSpec:
     gated: bool = True
     attention_scale: float | None = None  # None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None
+    latent: LatentSpec | None = None  # then head_dim is its row_dim, and there is one KV head
+    num_extra_layers: int = 0  # in the files behind the last, which predict further tokens: not read
     sinks: bool = False  # each head has a score of its own that takes part in the softmax and has no value
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a half layer adds
@@ -164,6 +209,7 @@ class ModelSpec:
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         found = {
             "attention sinks": self.sinks,
+            "latent attention": self.latent is not None,
             "mixture of experts": any(layer.experts for layer in self.layers),
             "layers without rope": any(layer.rope is None for layer in self.layers),
             "norms elsewhere": any(bool(getattr(self.names, at)) != bool(getattr(default, at)) for at in places),
@@ -179,14 +225,24 @@ class ModelSpec:
 
     def num_layer_weights(self, chosen_only: bool = False) -> int:
         """Return the weights of all layers' linears; `chosen_only`: of experts, those that one token meets."""
-        attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # q and output; k and v
         total = 0
         for layer in self.layers:
             width = (2 + self.gated) * self.intermediate_size
             if (experts := layer.experts) is not None:
                 width = experts.num_experts + 3 * experts.shared_size  # router, and the expert of every token
-            total += self.hidden_size * (attention + width)
+            total += self.hidden_size * width + self._num_attention_weights
         return total + self.num_expert_weights(chosen_only)
+
+    @property
+    def _num_attention_weights(self) -> int:
+        if (latent := self.latent) is None:
+            return self.hidden_size * 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # q and output; k and v
+        queries, query_size = self.hidden_size, self.num_heads * (latent.nope_dim + latent.rope_dim)
+        if latent.query_rank is not None:
+            queries = latent.query_rank
+        total = queries * query_size + (self.hidden_size * queries if latent.query_rank else 0)
+        total += self.hidden_size * (latent.row_dim + self.num_heads * latent.value_dim)
+        return total + self.num_heads * latent.rank * (latent.nope_dim + latent.value_dim)
 
     def num_expert_weights(self, chosen_only: bool = False) -> int:
         """Return the weights of all experts among which routers choose; `chosen_only`: of those that one token meets."""
@@ -197,4 +253,5 @@ class ModelSpec:
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool. Windowed layers keep all tokens too."""
-        return KVGroup("paged", self.num_layers, self.num_kv_heads, self.head_dim, form, block_size)
+        kind = "paged" if self.latent is None else "latent"
+        return KVGroup(kind, self.num_layers, self.num_kv_heads, self.head_dim, form, block_size)

@@ -13,11 +13,9 @@ ASKS = {
     "mamba_d_state": "state-space layers",
     "linear_num_key_heads": "linear attention",
     "full_attention_interval": "linear attention",
-    "kv_lora_rank": "latent attention",
+    "index_topk": "attention to chosen positions",
+    "compress_ratios": "compressed keys",
     "alibi": "ALiBi positions",
-    "n_routed_experts": "a router over groups of experts",
-    "n_shared_experts": "shared experts",
-    "first_k_dense_replace": "experts from a later layer on",
     "swiglu_limit": "a clamped SwiGLU",
     "clip_qkv": "clipped q, k, v",
     "num_nextn_predict_layers": "layers that predict further tokens",
@@ -40,4 +38,6 @@ def refusal(config: dict, served: tuple[str, ...]) -> str:
 def _nearness(found: str, name: str, has_experts: bool) -> float:
     """Letters in common; one with experts is nearer to another with experts."""
     likeness = SequenceMatcher(None, found.lower(), name.lower()).ratio()
-    return likeness + 0.25 * (has_experts == any(part in name for part in ("Moe", "moe", "Mixtral", "GptOss")))
+    return likeness + 0.25 * (
+        has_experts == any(part in name for part in ("Moe", "moe", "Mixtral", "GptOss", "Deepseek"))
+    )

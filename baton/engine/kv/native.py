@@ -16,7 +16,7 @@ class NativePool(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             "bytes", "block_bytes", "block_size", "num_layers", "num_kv_heads", "head_dim", "form", "row_bytes",
-            "scale_bytes",
+            "scale_bytes", "num_kinds",
         )
     ]  # fmt: skip
 
@@ -34,4 +34,5 @@ def native_pool(pool: KVPool) -> NativePool:
         form=FORMS[group.form],
         row_bytes=group.row_bytes,
         scale_bytes=group.row_scale_bytes,
+        num_kinds=group.num_kinds,
     )

@@ -21,8 +21,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class KVPool:
     """Paged KV of one model. Blocks are numbered [0, num_blocks); what is in them is the ledger's business.
 
-    `blocks`: the rows as they are stored, [num_blocks, layers, 2, kv_heads, block_size, elements of a row];
-    `scales`: their scales as bytes, [num_blocks, layers, 2, kv_heads, block_size, scale bytes of a row].
+    `blocks`: the rows as they are stored, [num_blocks, layers, k|v, kv_heads, block_size, elements of a row];
+    `scales`: their scales as bytes, [num_blocks, layers, k|v, kv_heads, block_size, scale bytes of a row]. Of a latent
+    group the row of K is that of V.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class KVPool:
                 sizes = f"needs {num_bytes} bytes, its memory has {whole.numel()}"
                 raise ValueError(f"KV pool of {num_blocks} blocks {sizes}")
             self.bytes = whole[:num_bytes].view(num_blocks, -1)
-        rows = (num_blocks, group.num_layers, 2, group.num_kv_heads, group.block_size)
+        kinds = group.num_kinds
+        rows = (num_blocks, group.num_layers, kinds, group.num_kv_heads, group.block_size)
         stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
         self.blocks = stored.view(*rows, num_elements(group.form, group.head_dim))
         self.scales = self.bytes[:, group.head_bytes :].view(*rows, group.row_scale_bytes)
@@ -55,9 +57,9 @@ class KVPool:
         if self._is_plain:
             self._cells = self.blocks.view(-1, group.block_size * group.head_dim)
             self._tokens = self.blocks.view(-1, group.head_dim)
-        heads = torch.arange(2 * group.num_kv_heads, device=device).view(-1, 1)
-        self._cell_of_head = [heads + 2 * group.num_kv_heads * layer for layer in range(group.num_layers)]
-        self._rows_per_layer = 2 * group.num_kv_heads * group.block_size
+        heads = torch.arange(kinds * group.num_kv_heads, device=device).view(-1, 1)
+        self._cell_of_head = [heads + kinds * group.num_kv_heads * layer for layer in range(group.num_layers)]
+        self._rows_per_layer = kinds * group.num_kv_heads * group.block_size
         self._slots = self._rows = torch.empty(0)
 
     @property
@@ -69,27 +71,31 @@ class KVPool:
     def block_size(self) -> int:
         return self.group.block_size
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store k and v [T, kv_heads, head_dim] at `slots` [T] (block_id * block_size + offset)."""
+    def write(self, layer: int, slots: Tensor, *kinds: Tensor) -> None:
+        """Store k and v, or of a latent group its row, [T, kv_heads, head_dim] at `slots` [T] (block_id * block_size +
+        offset)."""
+        stacked = torch.stack(kinds, dim=1)
         if not self._is_plain:
-            self._encode(layer, slots, k, v)
+            self._encode(layer, slots, stacked)
             return
         if slots is not self._slots:  # the same for all layers of a step
             self._slots, self._rows = slots, self._token_rows(slots)
         rows = (self._rows + self._rows_per_layer * layer).view(-1)
-        self._tokens.index_copy_(0, rows, torch.stack((k, v), dim=1).to(self.dtype).view(-1, self.group.head_dim))
+        self._tokens.index_copy_(0, rows, stacked.to(self.dtype).view(-1, self.group.head_dim))
 
-    def _encode(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        rows, scales = encode(self.group.form, torch.stack((k, v), dim=1))
+    def _encode(self, layer: int, slots: Tensor, stacked: Tensor) -> None:
+        rows, scales = encode(self.group.form, stacked)
         block_ids, offsets = slots // self.block_size, slots % self.block_size
         self.blocks.view(torch.uint8)[:, layer][block_ids, :, :, offsets] = rows
         self.scales[:, layer][block_ids, :, :, offsets] = scales
 
     def _token_rows(self, slots: Tensor) -> Tensor:
-        """Rows of layer 0 that the tokens at `slots` own, [T, 2 * kv_heads]."""
+        """Rows of layer 0 that the tokens at `slots` own, [T, k|v * kv_heads]."""
         size = self.block_size
         first = (slots // size) * (self._rows_per_layer * self.group.num_layers) + slots % size
-        return first.unsqueeze(1) + torch.arange(2 * self.group.num_kv_heads, device=self.device) * size
+        return (
+            first.unsqueeze(1) + torch.arange(self.group.num_kinds * self.group.num_kv_heads, device=self.device) * size
+        )
 
     def gather(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The first `num_tokens` tokens of a sequence, decoded without loss: k, v [kv_heads, num_tokens, head_dim]."""
@@ -116,15 +122,16 @@ class KVPool:
             cells = self._gather_cells(layer, block_table, scratch)
         else:
             cells = self._gather_decoded(layer, block_table, dtype)
-        cells = cells.view(2 * group.num_kv_heads, batch * num_blocks * group.block_size, group.head_dim)
+        cells = cells.view(group.num_kinds * group.num_kv_heads, batch * num_blocks * group.block_size, group.head_dim)
         if stale is not None:
             cells.index_fill_(1, stale, 0)
-        cells = cells.view(2, group.num_kv_heads, batch, num_blocks * group.block_size, group.head_dim).to(dtype)
-        return cells[0].transpose(0, 1), cells[1].transpose(0, 1)
+        cells = cells.view(group.num_kinds, group.num_kv_heads, batch, num_blocks * group.block_size, group.head_dim)
+        cells = cells.to(dtype)
+        return cells[0].transpose(0, 1), cells[-1].transpose(0, 1)
 
     def _gather_cells(self, layer: int, block_table: Tensor, out: Tensor | None) -> Tensor:
         group = self.group
-        cells_per_block = 2 * group.num_kv_heads * group.num_layers
+        cells_per_block = group.num_kinds * group.num_kv_heads * group.num_layers
         index = (block_table.reshape(1, -1) * cells_per_block + self._cell_of_head[layer]).view(-1)
         if out is not None:
             out = out[: index.numel() * self._cells.shape[1]].view(index.numel(), -1)
@@ -133,7 +140,7 @@ class KVPool:
     def _gather_decoded(self, layer: int, block_table: Tensor, dtype: torch.dtype) -> Tensor:
         index = block_table.view(-1)
         rows, scales = self.blocks.view(torch.uint8)[:, layer][index], self.scales[:, layer][index]
-        # [B * N, 2, kv_heads, block_size, ...] -> heads outside
+        # [B * N, k|v, kv_heads, block_size, ...] -> heads outside
         return decode(self.group.form, rows.movedim(0, 2).contiguous(), scales.movedim(0, 2), dtype)
 
     def tail_is_finite(self, block_ids: Tensor, num_tokens: int) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.core.model_spec import RopeSpec
+from baton.engine.core.model_spec import RopeSpec, yarn_scale
 
 BLOCK = 64  # rows of the tables computed at a time
 
@@ -103,8 +103,8 @@ def attention_scale(spec: RopeSpec) -> float:
         return math.sqrt(1 + math.log(factor) / math.log(spec.original_context)) if factor > 1 else 1.0
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
-    return _yarn_scale(factor, 1.0)
+        return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
+    return yarn_scale(factor, 1.0)
 
 
 def _powers(base: float, head_dim: int) -> Tensor:
@@ -113,10 +113,6 @@ def _powers(base: float, head_dim: int) -> Tensor:
 
 def _stretch(spec: RopeSpec) -> float:
     return spec.parameters.get("factor") or spec.max_position_embeddings / spec.original_context
-
-
-def _yarn_scale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _dynamic(spec: RopeSpec, head_dim: int, positions: Tensor) -> Tensor:

@@ -51,7 +51,8 @@ class Model:
         else:
             self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False)
         self.weights = linears.report()
-        source.check_all_read("model.layers.")
+        extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
+        source.check_all_read("model.layers.", tuple(f"model.layers.{index}." for index in extra))
         source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes)
 
@@ -155,7 +156,8 @@ class Model:
         """Project and rotate; K and V go to the pool, the queries [T, num_heads, head_dim] are returned."""
         spec = self.spec
         heads = layer.qkv(x).unflatten(1, (-1, spec.head_dim))
-        qk, v = heads.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        num_values = heads.shape[1] - spec.num_heads - spec.num_kv_heads  # none where a row is key and value
+        qk, v = heads.split((spec.num_heads + spec.num_kv_heads, num_values), dim=1)
         if layer.q_norm is not None:
             q, k = qk.split((spec.num_heads, spec.num_kv_heads), dim=1)
             qk = torch.cat((self._norm_heads(layer.q_norm, q), self._norm_heads(layer.k_norm, k)), dim=1)
@@ -163,7 +165,7 @@ class Model:
         rope = spec.layers[index].rope
         turned = qk if rope is None else self.ropes[rope](qk, *tables[rope])
         q, k = turned[:num_tokens].split((spec.num_heads, spec.num_kv_heads), dim=1)
-        pool.write(index, slots, k, v[:num_tokens])
+        pool.write(index, slots, k, *([v[:num_tokens]] if num_values else ()))
         return q
 
     def _norm_heads(self, norm, heads: Tensor) -> Tensor:

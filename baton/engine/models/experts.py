@@ -36,14 +36,17 @@ class Experts:
         self.shared_gate_up = self.shared_down = None
         if experts.shared_size:
             shared = [prefix + name for name in experts.shared_names]
-            # How much of the shared expert is one more score.
-            scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
+            if experts.shared_names[0]:  # how much of the shared expert is one more score
+                scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
             width = experts.shared_size
             pads = -width % VECTOR_STRIDE
             self.shared_gate_up = linears.read(shared[1:3], [width, width], hidden, False, rows=pads)
             self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads, row_parallel=True)
         bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
         self.router = make_router(DenseWeight(scores), bias)
+        self.correction: Tensor | None = None
+        if experts.correction:
+            self.correction = source.tensor(prefix + experts.correction, experts.num_experts).float()
         padding = -size % VECTOR_STRIDE
         self.gate_up: list[LinearKernel] = []
         self.down: list[LinearKernel] = []
@@ -67,19 +70,36 @@ class Experts:
         for slot in range(1, self.spec.num_chosen):
             total = total + spoken[:, slot] * weights[:, slot : slot + 1]
         if self.shared_gate_up is not None:
-            share = scores[:, -1:].expand(-1, VECTOR_STRIDE).contiguous()  # whole vectors: see by_rows
             shared = self.shared_down(self._gated(self.shared_gate_up(x))).float()
-            total = total + shared * by_rows(torch.sigmoid, share)[:, :1]
+            total = total + (shared * _sigmoid(scores[:, -1:]) if self.spec.shared_names[0] else shared)
         return total.to(x.dtype)
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 [T, num_experts] -> experts int64 and their weights fp32, [T, num_chosen], best first; of equal scores
         the lower index."""
-        chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.spec.num_chosen]
-        weights = F.softmax(scores, dim=1).gather(1, chosen)
-        if self.spec.renormalized:
-            weights = weights / weights.sum(dim=1, keepdim=True)
-        return chosen, weights
+        spec = self.spec
+        shares = F.softmax(scores, dim=1) if spec.scoring == "softmax" else _sigmoid(scores)
+        # A softmax is ranked before it: shares of scores that differ may be equal.
+        ranked = scores if spec.scoring == "softmax" else shares
+        if self.correction is not None:
+            ranked = shares + self.correction
+        if spec.num_groups > 1:
+            ranked = self._within_groups(ranked)
+        chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, : spec.num_chosen]
+        weights = shares.gather(1, chosen)
+        if spec.renormalized:
+            weights = weights / (weights.sum(dim=1, keepdim=True) + (1e-20 if spec.scoring == "sigmoid" else 0.0))
+        return chosen, weights if spec.scale == 1 else weights * spec.scale
+
+    def _within_groups(self, ranked: Tensor) -> Tensor:
+        """Rank nothing but the experts of the groups that rank highest, of equal ones the first."""
+        spec = self.spec
+        groups = ranked.unflatten(1, (spec.num_groups, -1))
+        best = groups.sort(dim=2, descending=True).values[:, :, : spec.group_best].sum(dim=2)
+        order = best.sort(dim=1, descending=True, stable=True).indices
+        return groups.scatter(
+            1, order[:, spec.num_chosen_groups :].unsqueeze(2).expand(-1, -1, groups.shape[2]), float("-inf")
+        ).flatten(1)
 
     def _spoken(self, x: Tensor, chosen: Tensor) -> Tensor:
         """What each row's chosen experts say of it, [T * num_chosen, hidden_size]."""
@@ -92,3 +112,9 @@ class Experts:
                 rows = x[places // self.spec.num_chosen]
                 spoken[places] = self.down[expert](self._gated(self.gate_up[expert](rows)))
         return spoken
+
+
+def _sigmoid(scores: Tensor) -> Tensor:
+    """Of scores [T, size] of any size, in whole vectors: see by_rows."""
+    missing = -scores.shape[1] % VECTOR_STRIDE
+    return by_rows(torch.sigmoid, F.pad(scores, (0, missing)))[:, : scores.shape[1]]

@@ -125,7 +125,11 @@ class FusedLayers:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if not isinstance(attention, NativeAttention):
             return f"attention is {attention.name}"
+        if spec.latent is not None:
+            return "attention is latent"
         for layer in layers:
+            if layer.experts is not None and not layer.experts.spec.is_plain:
+                return "experts are chosen by more than the softmax of their scores"
             for part in _linears(layer):
                 if not isinstance(part, PackedLinear):
                     return f"a linear kernel is {part.name}"

@@ -9,6 +9,7 @@ from baton.engine.layers.activation import VECTOR_STRIDE
 from baton.engine.layers.norm import Norm, make_norm
 from baton.engine.layers.rope import order_of_head
 from baton.engine.models.experts import Experts, MakeRouter
+from baton.engine.models.latent import read_latent
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears
 from baton.engine.weights.formats.base import WeightSource
@@ -24,7 +25,12 @@ def read_layer(
         return read_norm(spec.norm, source, prefix + name, hidden) if name else None
 
     order = _order(spec, index)
-    qkv = _read_qkv(spec, prefix, order, linears)
+    if spec.latent is None:
+        qkv = _read_qkv(spec, prefix, order, linears)
+        sizes = [hidden], spec.num_heads * spec.head_dim
+        output = linears.read([f"{prefix}self_attn.o_proj"], *sizes, spec.output_bias, row_parallel=True)
+    else:
+        qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears)
     experts, gate_up, down = spec.layers[index].experts, None, None
     if experts is not None:
         experts = Experts(spec, experts, prefix, source, linears, make_router)
@@ -35,9 +41,7 @@ def read_layer(
         qkv=qkv,
         q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order),
         k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order),
-        output=linears.read(
-            [f"{prefix}self_attn.o_proj"], [hidden], spec.num_heads * spec.head_dim, spec.output_bias, row_parallel=True
-        ),
+        output=output,
         mlp_norm=norm(names.before_mlp),
         gate_up=gate_up,
         down=down,

@@ -7,7 +7,7 @@ from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.core.model_spec import WRONG_VALUE, ModelSpec
 from baton.engine.families.config import Config
 from baton.engine.families.dense import cohere, exaone, gemma, glm, granite, llama, olmo, phi, qwen, starcoder
-from baton.engine.families.mixture import gpt_oss, granite_moe, mixtral, olmoe, qwen_moe
+from baton.engine.families.mixture import deepseek, gpt_oss, granite_moe, mixtral, olmoe, qwen_moe
 from baton.engine.families.unserved import refusal
 from baton.gguf import GGUFError, is_gguf
 
@@ -35,6 +35,8 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "OlmoeForCausalLM": olmoe.olmoe,
     "GraniteMoeForCausalLM": granite_moe.granite_moe,
     "GptOssForCausalLM": gpt_oss.gpt_oss,
+    "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
+    "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
 }
 
 

@@ -64,6 +64,16 @@ def test_a_given_scale_and_soft_cap(name, compute, form):
     assert torch.equal(alone[0], attended(backend, pool, batch, 1, q)[row])
 
 
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int4")])
+def test_latent_rows(name, compute, form):
+    """One row a token is key and value of all heads."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    backend = made(name, AttentionShape(16, 1, 80, (None, None), dtype, given_scale=0.1))
+    step = one_step(backend.shape, [(1, 1), (1, 90), (30, 100)], form=form, kind="latent")
+    assert_close_to_exact(backend, *step, atol=2e-6 if compute == "fp32" else 2e-2)
+
+
 @pytest.mark.parametrize("name", ["native", "reference"])
 @pytest.mark.parametrize("compute, form", [("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "int8")])
 def test_sinks(name, compute, form):

@@ -105,6 +105,21 @@ def test_pool_keeps_each_row_at_its_place(form, block_size):
         assert torch.equal(v.float(), expected[:, 1].transpose(0, 1))
 
 
+@pytest.mark.parametrize("form", STORED)
+def test_pool_of_latent_rows(form):
+    """A row is key and value at once, and takes half of what K and V take."""
+    layout = KVLayout((KVGroup("latent", 3, 1, 40, form, 16),))
+    pool = KVPool(layout, 3)
+    assert 2 * layout.block_bytes == KVLayout((KVGroup("paged", 3, 1, 40, form, 16),)).block_bytes
+    rows, slots = torch.randn(3, 20, 1, 40, generator=torch.Generator().manual_seed(2)), torch.arange(16, 36)
+    for layer in range(3):
+        pool.write(layer, slots, rows[layer])
+    for layer in range(3):
+        k, v = pool.gather(layer, torch.tensor([1, 2]), 20)
+        assert torch.equal(k, v)
+        assert torch.equal(k[0].float(), decode(form, *encode(form, rows[layer, :, 0]), torch.float32))
+
+
 @pytest.fixture(scope="module", params=["qwen3", "mistral"])
 def folder(request, tmp_path_factory):
     """q and k norms; a sliding window. Rows of whole vectors, so that all native kernels apply."""

@@ -102,6 +102,61 @@ def test_more_chosen_than_there_are(folder):
     assert "num_experts_per_tok 9: there are 8 experts" in refused(folder)
 
 
+@pytest.fixture
+def deepseek(tmp_path):
+    make_folder(tmp_path / "model", "deepseek-v3")
+    return tmp_path / "model"
+
+
+def test_groups_are_ranked_by_their_best_two(deepseek):
+    """And their experts are weighed without what was added to choose them; of equal ones the first is taken."""
+    experts = experts_of(deepseek)
+    experts.correction = torch.tensor([0.0, 0, 0, 0, 0, 0, 1.5, 0])
+    scores = torch.tensor([[3.0, -3, 1, 1, 1, 1, -2, -2]])
+    chosen, weights = experts.choose(scores)
+    shares = scores.sigmoid()[0]
+    assert chosen.tolist() == [[6, 2, 3]]  # sums of two: 1, 1.46, 1.46, 1.74: the second group and the fourth
+    kept = shares[chosen[0]]
+    torch.testing.assert_close(weights[0], kept / kept.sum() * 2.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(n_group=3), "n_group 3 with topk_group 2: 8 experts are not parted so"),
+        (dict(topk_group=5), "n_group 4 with topk_group 5: 8 experts are not parted so"),
+        (dict(topk_group=1), "num_experts_per_tok 3: 1 of 4 groups hold 2"),
+        (dict(scoring_func="softmax"), "scoring_func 'softmax' is not supported"),
+        (dict(topk_method="greedy"), "topk_method 'greedy' is not supported"),
+        (dict(kv_lora_rank=None), "kv_lora_rank is missing"),
+        (dict(qk_rope_head_dim=7), "kv_lora_rank 24 and qk_rope_head_dim 7 are not both even"),
+        (dict(kv_lora_rank=22), "kv_a_proj_with_mqa.weight has shape [32, 48], config.json asks for [30, 48]"),
+    ],
+    ids=str,
+)
+def test_a_deepseek_config_that_cannot_be(deepseek, changes, message):
+    change(deepseek, **changes)
+    assert message in refused(deepseek)
+
+
+def test_a_missing_correction(deepseek):
+    tensors = load_file(deepseek / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate.e_score_correction_bias"]
+    save_file(tensors, deepseek / "model.safetensors")
+    assert "tensor model.layers.1.mlp.gate.e_score_correction_bias is missing" in refused(deepseek)
+
+
+def test_layers_that_predict_further_tokens_are_left(deepseek):
+    """Behind as many as config.json says; one more is refused."""
+    tensors = load_file(deepseek / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(tensors, deepseek / "model.safetensors")
+    change(deepseek, num_nextn_predict_layers=0)
+    assert "model.layers.2.eh_proj.weight has no place" in refused(deepseek)
+    change(deepseek, num_nextn_predict_layers=1)
+    load_model(EngineConfig(deepseek))
+
+
 def test_a_tensor_that_the_config_does_not_describe(tmp_path):
     make_folder(tmp_path, "llama-mqa-bias")
     change(tmp_path, attention_bias=False)
@@ -112,7 +167,7 @@ def test_a_tensor_that_the_config_does_not_describe(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "keys", "nearest", "missing"),
     [
-        ("DeepseekV3ForCausalLM", dict(kv_lora_rank=512, n_routed_experts=256), "ForCausalLM", "latent attention"),
+        ("DeepseekV4ForCausalLM", dict(n_routed_experts=256, compress_ratios=[4]), "DeepseekV", "compressed keys"),
         ("GptOss2ForCausalLM", dict(num_local_experts=32, swiglu_limit=7.0), "GptOssFor", "clamped SwiGLU"),
         ("Gemma3nForCausalLM", dict(vision_config={"a": 1}), "Gemma3ForCausalLM", "a vision encoder"),
         ("Qwen3NextForCausalLM", dict(num_experts=8, linear_num_key_heads=4), "Qwen3Moe", "linear attention"),

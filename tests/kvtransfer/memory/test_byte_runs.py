@@ -10,17 +10,18 @@ from kvtransfer.wire import Range
 NUM_BLOCKS = 12
 
 
-def layout(block_size: int, form: str) -> KVLayout:
-    return KVLayout((KVGroup("paged", 2, 2, 8, form, block_size), KVGroup("paged", 1, 1, 4, form, block_size)))
+def layout(block_size: int, form: str, kind: str = "paged") -> KVLayout:
+    return KVLayout((KVGroup("paged", 2, 2, 8, form, block_size), KVGroup(kind, 1, 1, 4, form, block_size)))
 
 
 @given(
     block_size=st.sampled_from((1, 4, 16)), form=st.sampled_from(("bf16", "int8", "int4")), seed=st.integers(0, 99),
+    kind=st.sampled_from(("paged", "latent")),
     tokens=st.tuples(st.integers(0, 60), st.integers(0, 60)), layers=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )  # fmt: skip
-def test_exactly_the_range_is_covered(block_size, form, seed, tokens, layers):
+def test_exactly_the_range_is_covered(block_size, form, kind, seed, tokens, layers):
     """Each byte of the range once and no other, at the same place of a block on both sides."""
-    shape, rng = layout(block_size, form), np.random.default_rng(seed)
+    shape, rng = layout(block_size, form, kind), np.random.default_rng(seed)
     num_tokens = min(60, NUM_BLOCKS * block_size)
     begin, end = sorted(min(token, num_tokens) for token in tokens)
     first, last = sorted(layers)
@@ -48,7 +49,7 @@ def _bytes_of(shape: KVLayout, row: int, first: int, last: int) -> list[int]:
     for group in shape.groups:
         for row_bytes in (group.row_bytes, {"int8": 2, "int4": 4}.get(group.form, 0)):
             for each in range(group.num_layers):
-                for _ in range(2 * group.num_kv_heads):
+                for _ in range((1 if group.kind == "latent" else 2) * group.num_kv_heads):
                     if first <= layer + each < last:
                         found.extend(range(offset + row * row_bytes, offset + (row + 1) * row_bytes))
                     offset += group.block_size * row_bytes

@@ -107,11 +107,21 @@ def moved_in_parts(num_tokens: int) -> list[Range]:
 @pytest.mark.parametrize("source_cut", CUTS, ids=lambda cut: f"p{len(cut)}")
 @pytest.mark.parametrize("taker_cut", CUTS, ids=lambda cut: f"d{len(cut)}")
 def test_all_combinations(forms, source_cut, taker_cut, monkeypatch):
+    check_combination("paged", forms, source_cut, taker_cut, monkeypatch)
+
+
+@pytest.mark.parametrize("forms", FORMS, ids="-".join)
+def test_latent_rows(forms, monkeypatch):
+    """One row a token and head in place of K and V."""
+    check_combination("latent", forms, by_layers(1), by_layers(2), monkeypatch)
+
+
+def check_combination(kind, forms, source_cut, taker_cut, monkeypatch):
     rng = np.random.default_rng(5)
     tokens = (63, 64, int(rng.integers(65, NUM_TOKENS - 1)), NUM_TOKENS - 1)
     monkeypatch.setattr(blocks, "CHUNK_BYTES", 4096)  # several chunks a range
     for sizes in SIZES:
-        whole = [layout(size, form) for size, form in zip(sizes, forms)]
+        whole = [layout(size, form, kind) for size, form in zip(sizes, forms)]
         ids = [rng.permutation(each.num_blocks(NUM_TOKENS) + 3) for each in whole]
         sources = [Rank.make(whole[0], shard, len(ids[0])) for shard in source_cut]
         for rank in sources:
@@ -245,6 +255,21 @@ def test_ranks_pull_what_crosses_their_own(transport, digest, source_cut, taker_
             cluster.check_arrived((0, 127, 128, 299))
             await until(lambda: len(cluster.endings) == source_cut, "every rank's lease is over")
             assert {ending for _, _, ending in cluster.endings} == {"released"}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", ("shm", "tcp"))
+def test_latent_rows_move(transport):
+    async def main():
+        shapes = (layout(16, "bf16", "latent"), by_layers(1), layout(64, "int8", "latent"), by_layers(1))
+        async with Cluster(transport, *shapes) as cluster:
+            handle, ticket = cluster.offer("k", 300)
+            cluster.advance("k", 128)
+            cluster.finish("k")
+            (report,) = await cluster.fetch(handle, ticket, cluster.destinations(300))
+            assert report.num_tokens == 300
+            cluster.check_arrived((0, 127, 128, 299))
 
     asyncio.run(main())
 

@@ -28,11 +28,12 @@ def exact(q, k, v, kv_len, window, scale=None, softcap=None, sinks=None):
 
 
 def one_step(
-    shape: AttentionShape, lengths: list[tuple[int, int]], block_size: int = 16, form: str = "fp32", seed: int = 0
-):
+    shape: AttentionShape, lengths: list[tuple[int, int]], block_size: int = 16, form: str = "fp32", seed: int = 0,
+    kind: str = "paged",
+):  # fmt: skip
     """A pool with sequences of (query_len, kv_len); everything that no sequence owns is NaN."""
     torch.manual_seed(seed)
-    group = KVGroup("paged", len(shape.windows), shape.num_kv_heads, shape.head_dim, form, block_size)
+    group = KVGroup(kind, len(shape.windows), shape.num_kv_heads, shape.head_dim, form, block_size)
     num_blocks = sum(-(-kv_len // block_size) for _, kv_len in lengths) + 3
     pool = KVPool(KVLayout((group,)), num_blocks)
     pool.bytes.fill_(255)  # NaN in every form, or in its scales
@@ -43,7 +44,7 @@ def one_step(
         block_ids, free = free[:count], free[count:]
         slots = (block_ids.unsqueeze(1) * block_size + torch.arange(block_size)).view(-1)[:kv_len]
         for layer in range(len(shape.windows)):
-            pool.write(layer, slots, *torch.randn(2, kv_len, shape.num_kv_heads, shape.head_dim))
+            pool.write(layer, slots, *torch.randn(group.num_kinds, kv_len, shape.num_kv_heads, shape.head_dim))
         seqs.append(SeqSlice(start, query_len, kv_len, block_ids))
         start += query_len
     q = torch.randn(start, shape.num_heads, shape.head_dim).to(shape.dtype)

@@ -55,6 +55,12 @@ GEMMA3 = dict(
 )
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.22, attention_multiplier=0.2)
 GPT_OSS = dict(head_dim=16, sliding_window=24, layer_types=ALTERNATING, rope_parameters=THETA | YARN | UNCUT)
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=24, q_lora_rank=20, qk_rope_head_dim=8, qk_nope_head_dim=12)
+LATENT |= dict(
+    v_head_dim=10, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=28
+)
+GROUPS = dict(n_group=4, topk_group=2, n_shared_experts=2)
+ALL_DIM = {"mscale": 1.0, "mscale_all_dim": 0.8}
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
 
 # name -> (transformers' prefix, what differs from SMALL)
@@ -98,6 +104,10 @@ FAMILIES = {
     "qwen3-moe": ("Qwen3Moe", EXPERTS | dict(num_experts=8, head_dim=16, norm_topk_prob=True, mlp_only_layers=[0])),
     "olmoe": ("Olmoe", dict(num_experts=6, num_experts_per_tok=3, pad_token_id=0)),
     "granite-moe": ("GraniteMoe", GRANITE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "deepseek-v2": ("DeepseekV2", LATENT | dict(n_shared_experts=1, q_lora_rank=None, routed_scaling_factor=1.5)),
+    "deepseek-v2-groups": ("DeepseekV2", LATENT | GROUPS | dict(topk_method="group_limited_greedy")),
+    "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | dict(rope_parameters=THETA | YARN | ALL_DIM)),
+    "kimi-k2": ("DeepseekV3", LATENT | dict(n_group=1, topk_group=1, n_shared_experts=1, attention_bias=True)),
     "gpt-oss": ("GptOss", GPT_OSS | dict(num_local_experts=6, num_experts_per_tok=3)),
 }
 
@@ -141,6 +151,9 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
             # Wide enough that greedy tokens vary; biases and norms away from the values that hide them.
             std = 0.3 if key.endswith("bias") else 1.5 / parameter.shape[-1] ** 0.5
             parameter.normal_(std=std) if parameter.dim() > 1 or "bias" in key else parameter.uniform_(0.5, 1.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     model.to(dtype).save_pretrained(folder)
     return model
 

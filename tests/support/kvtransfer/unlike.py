@@ -24,8 +24,8 @@ IDENTITY = "0123456789abcdef"
 NUM_HEADS, NUM_LAYERS, HEAD_DIM = 4, 4, 8
 
 
-def layout(block_size: int, form: str) -> KVLayout:
-    return KVLayout((KVGroup("paged", NUM_LAYERS, NUM_HEADS, HEAD_DIM, form, block_size),))
+def layout(block_size: int, form: str, kind: str = "paged") -> KVLayout:
+    return KVLayout((KVGroup(kind, NUM_LAYERS, NUM_HEADS, HEAD_DIM, form, block_size),))
 
 
 def numerics(form: str, tp: int = 1) -> str:
@@ -80,8 +80,9 @@ class Rank:
         sizes = (group.row_bytes, group.row_scale_bytes)
         layers, heads = len(box.layers), len(box.heads)
         block, offset = divmod(token, group.block_size)
-        cell = ((layer - box.layers.start) * 2 + kv) * heads + head - box.heads.start
-        first = layers * 2 * heads * group.block_size * sizes[0] if plane else 0
+        kinds = 1 if group.kind == "latent" else 2
+        cell = ((layer - box.layers.start) * kinds + kv) * heads + head - box.heads.start
+        first = layers * kinds * heads * group.block_size * sizes[0] if plane else 0
         begin = first + (cell * group.block_size + offset) * sizes[plane]
         return self.memory.blocks[block_ids[block], begin : begin + sizes[plane]]
 
@@ -111,7 +112,7 @@ def check_arrived(sources: list[Rank], source_ids, takers: list[Rank], taker_ids
         form = rank.layout.groups[0].form
         for token in tokens:
             for layer in box.layers:
-                for kv in range(2):
+                for kv in range(1 if rank.layout.groups[0].kind == "latent" else 2):
                     for head in box.heads:
                         row, scales = expected(sources, source_ids, form, token, layer, kv, head)
                         where = (taker_ids, token, layer, kv, head)

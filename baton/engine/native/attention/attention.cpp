@@ -77,7 +77,7 @@ inline void prefetch(const Pool& pool, const Sequence& seq, int64_t layer, int64
   const int64_t end = std::min<int64_t>(begin + SPAN, seq.kv_len);
   for (int64_t position = begin; position < end; position = (position / pool.block_size + 1) * pool.block_size) {
     const int64_t offset = position % pool.block_size, count = std::min(pool.block_size - offset, end - position);
-    for (int kind = 0; kind < 2; kind++) {
+    for (int kind = 0; kind < pool.num_kinds; kind++) {
       const int64_t row = pool.row(layer, kind, head) + offset;
       const uint8_t* stored = pool.values(seq.block_ids[position / pool.block_size], row);
       for (int64_t i = 0; i < count * pool.row_bytes; i += 64) __builtin_prefetch(stored + i);

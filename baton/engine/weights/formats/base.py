@@ -56,8 +56,9 @@ class WeightSource(ABC):
         `embedding` returned, as a linear weight."""
         return DenseWeight(embedding.weight)
 
-    def check_all_read(self, prefix: str) -> None:
-        """Raise ModelError where a tensor below `prefix` is left over: config.json and tensors contradict each other."""
+    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
+        """Raise ModelError where a tensor below `prefix`, but for those below `extra`, is left over: config.json and
+        tensors contradict each other."""
 
     def release(self) -> None:
         """Release pages of mapped files: all is read."""
@@ -89,8 +90,9 @@ class DenseFormat(WeightSource):
         shape = (count, out_features, in_features)
         return DenseWeight(self.tensors.expert(name, index, shape, inputs_first).to(self.dtype))
 
-    def check_all_read(self, prefix: str) -> None:
+    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
         left = [name for name in self.tensors.unread() if name.startswith(prefix) and not name.endswith(BUFFERS)]
+        left = [name for name in left if not name.startswith(extra)]
         if left:
             where = self.tensors.where(left[0])
             raise ModelError(f"{where}: tensor {left[0]} has no place in the model that config.json describes")
@@ -119,7 +121,7 @@ class Format(DenseFormat):
     ) -> Weight:
         return WeightSource.expert(self, name, index, count, out_features, in_features, inputs_first)
 
-    def check_all_read(self, prefix: str) -> None:
+    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
         """Formats store more than they need (zero points of symmetric weights, orders)."""
 
     def is_quantized(self, module: str) -> bool:

@@ -51,8 +51,8 @@ class PlacedSource(WeightSource):
         """Return the head [vocab_size, hidden_size] on the device, of the embedding that the source returned last."""
         return placed(self._source.tied_head(self._read, vocab_size, hidden_size), self._device)
 
-    def check_all_read(self, prefix: str) -> None:
-        self._source.check_all_read(prefix)
+    def check_all_read(self, prefix: str, extra: tuple[str, ...] = ()) -> None:
+        self._source.check_all_read(prefix, extra)
 
     def release(self) -> None:
         self._read = None

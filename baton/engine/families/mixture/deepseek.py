@@ -1,0 +1,63 @@
+"""DeepSeek V2 and V3, and Kimi K2 in their layout: latent attention, experts in groups, shared ones, dense first layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from baton.engine.core.model_spec import ExpertsSpec, LatentSpec, LayerSpec, ModelSpec, RopeSpec, yarn_scale
+from baton.engine.families.config import Config
+
+NAMES = ("mlp.gate", *(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")))
+SHARED = ("", *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")))
+
+
+def deepseek_v2(config: Config) -> ModelSpec:
+    config.refuse("scoring_func", "softmax")
+    config.refuse("norm_topk_prob", False)
+    config.refuse("topk_method", "greedy", "group_limited_greedy")
+    grouped = config.values.get("topk_method") == "group_limited_greedy"
+    return _spec(config, "deepseek_v2", 0, _groups(config) if grouped else {}, renormalized=False)
+
+
+def deepseek_v3(config: Config) -> ModelSpec:
+    config.refuse("scoring_func", "sigmoid")
+    config.refuse("topk_method", "noaux_tc")
+    grouped = _groups(config) | dict(group_best=2, scoring="sigmoid", correction="mlp.gate.e_score_correction_bias")
+    return _spec(config, "deepseek_v3", 3, grouped, renormalized=config.flag("norm_topk_prob", True))
+
+
+def _groups(config: Config) -> dict[str, Any]:
+    return dict(num_groups=config.count("n_group", 1), num_chosen_groups=config.count("topk_group", 1))
+
+
+def _spec(config: Config, family: str, num_dense: int, router: dict[str, Any], renormalized: bool) -> ModelSpec:
+    config.refuse("moe_layer_freq", 1)
+    query_rank = config.values.get("q_lora_rank")
+    latent = LatentSpec(
+        config.count("kv_lora_rank"), config.count("qk_rope_head_dim"), config.count("qk_nope_head_dim"),
+        config.count("v_head_dim"), None if query_rank is None else config.count("q_lora_rank"),
+    )  # fmt: skip
+    if latent.rope_dim % 2 or latent.rank % 2:
+        raise ValueError(f"kv_lora_rank {latent.rank} and qk_rope_head_dim {latent.rope_dim} are not both even")
+    size = config.count("moe_intermediate_size")
+    shared = size * config.count("n_shared_experts") if config.values.get("n_shared_experts") else 0
+    experts = ExpertsSpec(
+        config.count("n_routed_experts"), config.count("num_experts_per_tok"), size, NAMES, renormalized, shared, SHARED,
+        scale=config.number("routed_scaling_factor", 1.0), **router,
+    )  # fmt: skip
+    first = config.values.get("first_k_dense_replace", num_dense) or 0
+    layers = tuple(LayerSpec(experts=experts if index >= first else None) for index in range(config.num_layers))
+    rope = config.rope(4096, interleaved=config.flag("rope_interleave", True))
+    bias = config.flag("attention_bias")
+    spec = config.spec(
+        family, [replace(rope, rotary_dim=latent.rope_dim)], layers, latent=latent, qkv_bias=bias, output_bias=bias,
+        attention_scale=_scale(latent, rope), num_extra_layers=config.values.get("num_nextn_predict_layers") or 0,
+    )  # fmt: skip
+    return replace(spec, num_kv_heads=1, head_dim=latent.row_dim)
+
+
+def _scale(latent: LatentSpec, rope: RopeSpec) -> float:
+    """Of scores: by the elements of a head before it is absorbed, and what yarn adds for all of them."""
+    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    if rope.kind == "default" or not (mscale := rope.parameters.get("mscale_all_dim")):
+        return scale
+    return scale * yarn_scale(rope.parameters["factor"], mscale) ** 2

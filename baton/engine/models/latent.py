@@ -1,0 +1,132 @@
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434), absorbed: instead of keys and values of every head, queries meet
+the latent rows themselves, and outputs are made of sums of them. Chunks of a prompt and decode tokens go the same way,
+so that a token has the same bits in both.
+
+A kept row, and a query of each head, is [rope part | latent] in the order in which a rope turns halves; it is key and
+value at once. Values have no rope part: the product behind them has zeros there.
+"""
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.model_spec import LatentSpec, ModelSpec, NormSpec
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.layers.norm import Norm, make_norm
+from baton.engine.models.linears import Linears
+from baton.engine.weights.formats.base import WeightSource
+from baton.engine.weights.forms import DenseWeight
+
+NORM = NormSpec(1e-6)  # of both latents, whatever rms_norm_eps is
+
+
+class LatentProjection(LinearKernel):
+    """Hidden states to the queries of all heads and, behind them, the row to be kept, before a rope has turned them."""
+
+    def __init__(
+        self, latent: LatentSpec, query: list[LinearKernel], query_norm: Norm | None, keys: list[LinearKernel],
+        row: LinearKernel, row_norm: Norm,
+    ):  # fmt: skip
+        """`query`: one kernel, or two with a norm between; `keys`: of each head, nope_dim elements to the latent's."""
+        self._latent, self._query, self._query_norm = latent, query, query_norm
+        self._keys, self._row, self._row_norm = keys, row, row_norm
+        _describe(self, [*query, *keys, row])
+
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        latent, num_heads = self._latent, len(self._keys)
+        query = self._query[0](x)
+        if self._query_norm is not None:
+            query = self._query[1](self._query_norm(query))
+        turned, still = query.unflatten(1, (num_heads, -1)).split((latent.rope_dim, latent.nope_dim), dim=2)
+        absorbed = _by_head(self._keys, still)
+        key, row = self._row(x).split((latent.rope_dim, latent.rank), dim=1)
+        rows = (
+            torch.cat((turned, key.unsqueeze(1)), dim=1),
+            torch.cat((absorbed, self._row_norm(row).unsqueeze(1)), dim=1),
+        )
+        return in_order_of_rope(*rows).flatten(1)
+
+
+class LatentOutput(LinearKernel):
+    """What attention puts out for each head, sums of kept rows, to what it adds to the hidden states."""
+
+    def __init__(self, values: list[LinearKernel], output: LinearKernel):
+        """`values`: of each head, a sum of rows to value_dim elements."""
+        self._values, self._output = values, output
+        _describe(self, [*values, output])
+
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        return self._output(_by_head(self._values, x.unflatten(1, (len(self._values), -1))).flatten(1))
+
+
+def read_latent(
+    spec: ModelSpec, prefix: str, order: Tensor | None, source: WeightSource, linears: Linears
+) -> tuple[LatentProjection, LatentOutput]:
+    """Return the attention's products of one layer; `order`: of the elements of a row, so that a rope turns halves.
+    Raises ModelError for a tensor that is missing or differs."""
+    latent, num_heads, hidden = spec.latent, spec.num_heads, spec.hidden_size
+    assert latent is not None
+    turned = turning(latent, order)
+    head = torch.cat((turned + latent.nope_dim, torch.arange(latent.nope_dim)))  # stored: nope, then rope
+    heads = (torch.arange(num_heads).unsqueeze(1) * len(head) + head).flatten()
+    row = torch.cat((turned + latent.rank, torch.arange(latent.rank)))
+    if (rank := latent.query_rank) is None:
+        query = [linears.read([f"{prefix}q_proj"], [len(heads)], hidden, False, orders=[heads])]
+        query_norm = None
+    else:
+        query = [
+            linears.read([f"{prefix}q_a_proj"], [rank], hidden, spec.qkv_bias),
+            linears.read([f"{prefix}q_b_proj"], [len(heads)], rank, False, orders=[heads]),
+        ]
+        query_norm = make_norm(NORM, source.tensor(f"{prefix}q_a_layernorm.weight", rank))
+    kept = linears.read([f"{prefix}kv_a_proj_with_mqa"], [len(row)], hidden, spec.qkv_bias, orders=[row])
+    row_norm = make_norm(NORM, source.tensor(f"{prefix}kv_a_layernorm.weight", latent.rank))
+    keys, values = _read_absorbed(latent, num_heads, f"{prefix}kv_b_proj", source, linears)
+    output = linears.read(
+        [f"{prefix}o_proj"], [hidden], num_heads * latent.value_dim, spec.output_bias, row_parallel=True
+    )
+    return LatentProjection(latent, query, query_norm, keys, kept, row_norm), LatentOutput(values, output)
+
+
+def _read_absorbed(
+    latent: LatentSpec, num_heads: int, module: str, source: WeightSource, linears: Linears
+) -> tuple[list[LinearKernel], list[LinearKernel]]:
+    """Return the kernels of each head's keys, turned around, and of its values. In floating point whatever the form:
+    what was rounded by outputs cannot be turned around as it is."""
+    weight = source.linear(module, num_heads * (latent.nope_dim + latent.value_dim), latent.rank)
+    table = (weight.values if isinstance(weight, DenseWeight) else weight.dequantize()).unflatten(0, (num_heads, -1))
+    keys, values = table.split((latent.nope_dim, latent.value_dim), dim=1)
+    # Values meet a whole row, in whose rope part they have zeros.
+    values = in_order_of_rope(values.new_zeros(num_heads, latent.value_dim, latent.rope_dim), values)
+    return (
+        [linears.make([DenseWeight(key.t().contiguous())]) for key in keys],
+        [linears.make([DenseWeight(value.contiguous())]) for value in values],
+    )
+
+
+def turning(latent: LatentSpec, order: Tensor | None) -> Tensor:
+    """Return the order of a row's rope part, int64 [rope_dim], as `in_order_of_rope` takes it: of its pairs the first
+    elements, then the second. `order`: of the whole row, whose rope part comes first as stored."""
+    if order is None:
+        return torch.arange(latent.rope_dim)
+    return order[order < latent.rope_dim]
+
+
+def in_order_of_rope(turned: Tensor, still: Tensor) -> Tensor:
+    """Rope part [..., rope_dim] and latent [..., rank] -> rows [..., row_dim] of which a rope turns the beginning of the
+    first half with that of the second."""
+    first, second = turned.chunk(2, dim=-1)
+    low, high = still.chunk(2, dim=-1)
+    return torch.cat((first, low, second, high), dim=-1)
+
+
+def _by_head(kernels: list[LinearKernel], x: Tensor) -> Tensor:
+    """Each head's kernel on its rows of x [T, heads, in] -> [T, heads, out]."""
+    heads = x.transpose(0, 1).contiguous()
+    return torch.stack([kernel(rows) for kernel, rows in zip(kernels, heads, strict=True)], dim=1)
+
+
+def _describe(kernel: LinearKernel, parts: list[LinearKernel]) -> None:
+    """A product of several is as exact as the least exact of them."""
+    kernel.name = "+".join(dict.fromkeys(part.name for part in parts))
+    kernel.batch_invariant = all(part.batch_invariant for part in parts)
+    kernel.row_multiple = max(part.row_multiple for part in parts)
