@@ -29,7 +29,9 @@ FAST_CHUNK_TILE = 128
 FAST_LEAST_SPLIT = 128  # positions
 PROGRAMS_PER_PROCESSOR = 2  # below which KV is split
 MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each takes several of a long context
-MAX_HEAD_DIM = 256
+# Up to this many elements a row of fp32 sums fits the registers of a tile above; longer rows, up to the latent ones of
+# DeepSeek, go by the least tile (164,992 of the 166,912 bytes of an A100's shared memory in bf16).
+WIDE_HEAD_DIM, MAX_HEAD_DIM = 256, 576
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class TritonAttention(Attention):
         least = (8, 9) if shape.kv_form == "fp8_e4m3" else (8, 0)
         if shape.device.type == "cuda" and (reason := unfit_cuda(shape.device, least)):
             return reason
+        if shape.head_dim > WIDE_HEAD_DIM and shape.device.type == "cuda" and shape.dtype == torch.float32:
+            return f"head_dim {shape.head_dim} is above {WIDE_HEAD_DIM}, in fp32"
         return f"head_dim {shape.head_dim} is above {MAX_HEAD_DIM}" if shape.head_dim > MAX_HEAD_DIM else ""
 
     @classmethod
@@ -140,7 +144,7 @@ class TritonAttention(Attention):
         return tuple(torch.empty(num_rows, self.shape.num_heads, num_splits, size, device=device) for size in sizes)
 
     def _tile(self, query_len: int) -> int:
-        return FIXED_TILE
+        return FIXED_TILE if self.shape.head_dim <= WIDE_HEAD_DIM else FAST_FEW_TILE
 
     def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
         """Length and number of splits, and of the programs that share them; 1, 1: a program takes all of a row's."""
@@ -201,7 +205,7 @@ class FastTritonAttention(TritonAttention):
     batch_invariant = False
 
     def _tile(self, query_len: int) -> int:
-        if query_len <= FEW_QUERIES:
+        if query_len <= FEW_QUERIES or self.shape.head_dim > WIDE_HEAD_DIM:
             return FAST_FEW_TILE
         return FAST_CHUNK_TILE if self._block_d <= 128 else FAST_CHUNK_TILE // 2
 

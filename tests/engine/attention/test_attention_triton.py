@@ -59,6 +59,17 @@ def test_a_given_scale_and_soft_cap(name, device):
 
 
 @pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("head_dim, form", [(80, "fp32"), (576, "bf16"), (576, "int8")])
+def test_latent_rows(name, head_dim, form, device):
+    """One row a token is key and value of all heads; DeepSeek's has 576 elements. Decode and a chunk."""
+    dtype = torch.float32 if form == "fp32" else torch.bfloat16
+    shape = AttentionShape(20, 1, head_dim, (None,), dtype, device, form, given_scale=0.05)
+    backend = BACKENDS[name](shape)
+    step = one_step(shape, [(1, FIXED_SPLIT + 9), (2, 40)], form=form, kind="latent")
+    assert_close_to_exact(backend, *step, atol=3e-6 if form == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("name", TRITON)
 def test_sinks(name, device, monkeypatch):
     """Where programs share the splits of a row, and where one takes all: the same bits of the fixed form."""
     backend = with_sinks(BACKENDS[name](AttentionShape(4, 2, 64, (None, WINDOW), torch.float32, device, sinks=True)))
@@ -192,8 +203,8 @@ def test_a_graph_for_a_long_context_works_as_for_a_short_one(name, device, monke
 
 
 def test_what_it_cannot_do_is_said(monkeypatch):
-    wide = AttentionShape(4, 2, 512, (None,), torch.float32)
-    assert BACKENDS["triton"].unfit(wide) in ("head_dim 512 is above 256", "needs a CUDA device")
+    wide = AttentionShape(4, 2, 640, (None,), torch.float32)
+    assert BACKENDS["triton"].unfit(wide) in ("head_dim 640 is above 576", "needs a CUDA device")
     monkeypatch.setattr("baton.engine.kernels.INTERPRETED", False)
     shape = AttentionShape(4, 2, 64, (None,), torch.float32)
     assert BACKENDS["triton"].unfit(shape) == "needs a CUDA device"

@@ -113,6 +113,8 @@ def main() -> None:
         for head_dim in (64, 96, 256):
             made[f"{capability} bf16 {head_dim}"] = attend("bf16", capability, head_dim, 64, False, True)
         made[f"{capability} capped"] = attend("bf16", capability, 256, 64, False, True, capped=True)
+        made[f"{capability} latent partial"] = attend("bf16", capability, 576, 16, True, False)
+        made[f"{capability} latent whole"] = attend("bf16", capability, 576, 16, False, False)
         made[f"{capability} sinks"] = attend("bf16", capability, 64, 64, False, True, sinks=True)
         made[f"{capability} fast few"] = attend("bf16", capability, 128, 16, True, False, fusion=True)
         made[f"{capability} fast chunk"] = attend("bf16", capability, 128, 128, False, False, fusion=True)

@@ -43,14 +43,17 @@ def test_rows(size, dtype):
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("family", ["llama-mqa-bias", "qwen3"])
-def test_models(tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [("llama-mqa-bias", "triton"), ("qwen3", "triton"), ("gpt-oss", "torch"), ("deepseek-v3", "torch")],
+)
+def test_models(tmp_path, family, layers):
     """A prompt in two chunks beside another sequence, then a token of each."""
     make_folder(tmp_path, family, num_hidden_layers=2)
     logits = {}
     for attention, device in (("reference", torch.device("cpu")), ("triton", DEVICE)):
         model = load_model(EngineConfig(tmp_path, attention=attention), device)
-        assert model.layers_name == ("triton" if attention == "triton" else "torch")
+        assert model.layers_name == (layers if attention == "triton" else "torch")
         hand = Hand(model)
         with device:
             steps = [
