@@ -74,6 +74,15 @@ def test_a_worker_on_a_gpu_never_falls_back_to_the_cpu(service):
     assert SERVICES[service]["environment"]["BATON_DEVICE"] == "cuda"
 
 
+def test_the_cuda_image_has_flash_attention_of_the_version_that_is_told():
+    """The form for CUDA 13 beside the usual torch; compose, the Dockerfile and the table by driver agree."""
+    default = re.search(r'ARG FLASH_ATTN="(.+)"', DOCKERFILE)[1]
+    compose = SERVICES["decode_worker"]["build"]["args"]["FLASH_ATTN"]
+    assert compose == f"${{FLASH_ATTN:-{default}}}" and "FROM runtime AS cuda\nCOPY --from=build-cuda" in DOCKERFILE
+    page = (ROOT / "docs" / "operations.md").read_text()
+    assert f"`{default}`" in page and f"`{default.replace('[cu13]', '')}`" in page
+
+
 @pytest.mark.parametrize("service", OURS)
 def test_every_variable_is_read_by_the_code(service):
     names = set(flat_fields(settings_of(service)))
