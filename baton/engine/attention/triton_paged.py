@@ -1,13 +1,14 @@
 """Attention in Triton (kernels/paged_attention.py): reads the pool in place, in any stored form.
 
 Sequences with few queries (decode, verification of drafts) are split along KV so that they fill the GPU; chunks are
-not. The fixed form cuts at fixed borders and has one tile for both, so that a row has the same bits either way; the
+not. Where there are enough sequences to fill it, the splits of those that are much longer than the others are dealt out to
+programs that share them, by lengths that the device alone knows. The fixed form cuts at fixed borders and has one tile for both, so that a row has the same bits either way; the
 fast form has a small tile for decode, a large one for chunks, and as many splits as the load needs, of a length that
 each sequence's own sets on the device: a graph is made for the longest context, and read by short ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +33,9 @@ MAX_PROGRAMS_PER_PROCESSOR = 8  # of those that share the splits of a step: each
 # Up to this many elements a row of fp32 sums fits the registers of a tile above; longer rows, up to the latent ones of
 # DeepSeek, go by the least tile (164,992 of the 166,912 bytes of an A100's shared memory in bf16).
 WIDE_HEAD_DIM, MAX_HEAD_DIM = 256, 576
+# Of sequences that are dealt out (kernels/paged_attention.py, `deal`): positions of the fast form, splits that one program
+# walks in any case, tiles that are looked at, and splits of a step: 524,288 positions, 34 MB of partial results of an 8B model.
+FAST_DEALT_SPLIT, LEAST_DEALT, MOST_TILES, MOST_ITEMS = 512, 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,15 @@ class Launch:
     query_len: int = 0
     tiles_per_seq: int = 0
     tiles: Tensor | None = None  # int32 [num_tiles, 2]: sequence, first row of its queries
-    tokens: Tensor | None = None  # int32 [num_tokens, 3]: row of the batch, position, length of its sequence
-    partials: Tensor | None = None  # fp32 [T, heads, splits, head_dim]
-    stats: Tensor | None = None  # fp32 [T, heads, splits, 2]
+    # int32 [num_tokens, 5]: row of the batch, position, length of its sequence, its place there, the first tile of that
+    tokens: Tensor | None = None
+    partials: Tensor | None = None  # fp32 [T, heads, splits, head_dim]; dealt: [items, kv heads, tile_rows, head_dim]
+    stats: Tensor | None = None  # the same, 2
+    items: Tensor | None = None  # int32 [num_tiles + 1]: the first split of each tile that was dealt out
+    owners: Tensor | None = None  # int32 [items]: the tile of each
+    num_sharing: int = 0  # programs of a KV head that share the items; 0: none are dealt out
+    most_items: int = 0
+    tile_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class TritonAttention(Attention):
     name = "triton"
     batch_invariant = True
     capturable = True
+    _dealt_split = FIXED_SPLIT
 
     def __init__(self, shape: AttentionShape):
         from baton.engine.kernels import paged_attention  # triton is an extra
@@ -108,43 +119,75 @@ class TritonAttention(Attention):
             layers = self._layers[pool] = layers_of(pool)
         table = batch.table or SeqTable.of(batch.seqs, pool.bytes.device)
         if all(seq.query_len == table.max_query_len for seq in batch.seqs):
-            launches = (self._uniform_launch(table),)
+            launches = (self._uniform_launch(table, pool.group.form),)
         else:
             few = [i for i, seq in enumerate(batch.seqs) if seq.query_len <= FEW_QUERIES]
             many = [i for i, seq in enumerate(batch.seqs) if seq.query_len > FEW_QUERIES]
-            launches = tuple(self._launch(batch.seqs, members, table) for members in (few, many) if members)
+            form = pool.group.form
+            launches = tuple(self._launch(batch.seqs, members, table, form) for members in (few, many) if members)
         return TritonPlan(table, launches, layers, pool)
 
-    def _uniform_launch(self, table: SeqTable) -> Launch:
+    def _uniform_launch(self, table: SeqTable, form: str) -> Launch:
         """Made of bounds alone, as a CUDA graph needs it."""
         num_seqs, query_len = len(table.kv_lens), table.max_query_len
-        tile = self._tile(query_len)
+        tile = self._tile(query_len, form)
         per_seq = -(-query_len * self.shape.group_size // tile)
-        splits = self._splits(num_seqs * per_seq, query_len, table.max_kv_len)
-        num_tokens = num_seqs * query_len
-        scratch = self._scratch(num_tokens, splits[1], table.kv_lens.device)
-        return Launch(num_seqs * per_seq, tile, *splits, num_tokens, query_len, per_seq, None, None, *scratch)
+        made = self._made(num_seqs * per_seq, tile, query_len, table.max_kv_len, num_seqs * query_len)
+        made = replace(made, query_len=query_len, tiles_per_seq=per_seq)
+        return self._with_scratch(made, table, num_seqs * query_len, min(tile, query_len * self.shape.group_size))
 
-    def _launch(self, seqs: Sequence[SeqSlice], members: list[int], table: SeqTable) -> Launch:
+    def _launch(self, seqs: Sequence[SeqSlice], members: list[int], table: SeqTable, form: str) -> Launch:
         device, size = table.kv_lens.device, self.shape.group_size
         query_len, kv_len = (max(getattr(seqs[i], name) for i in members) for name in ("query_len", "kv_len"))
-        tile = self._tile(query_len)
-        tiles = [(i, row) for i in members for row in range(0, seqs[i].query_len * size, tile)]
-        splits = self._splits(len(tiles), query_len, kv_len)
-        places = ((seqs[i].query_start, seqs[i].kv_len, seqs[i].query_len) for i in members)
-        tokens = [(start + t, length - count + t, length) for start, length, count in places for t in range(count)]
-        scratch = self._scratch(max(row for row, _, _ in tokens) + 1, splits[1], device)
+        tile = self._tile(query_len, form)
+        tiles, tokens = [], []
+        for i in members:
+            start, count, length, first_tile = seqs[i].query_start, seqs[i].query_len, seqs[i].kv_len, len(tiles)
+            tiles += [(i, row) for row in range(0, count * size, tile)]
+            tokens += [(start + t, length - count + t, length, t, first_tile) for t in range(count)]
+        made = self._made(len(tiles), tile, query_len, kv_len, len(tokens))
         on_device = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (tiles, tokens))
-        return Launch(len(tiles), tile, *splits, len(tokens), 0, 0, *on_device, *scratch)
+        made = replace(made, **dict(zip(("tiles", "tokens"), on_device, strict=True)))
+        return self._with_scratch(made, table, max(row for row, *_ in tokens) + 1, tile)
 
-    def _scratch(self, num_rows: int, num_splits: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-        if num_splits == 1:
-            return None, None
-        sizes = (self.shape.head_dim, 2)
-        return tuple(torch.empty(num_rows, self.shape.num_heads, num_splits, size, device=device) for size in sizes)
+    def _made(self, num_tiles: int, tile: int, query_len: int, longest: int, num_tokens: int) -> Launch:
+        """A launch without its tensors."""
+        split_len, num_splits, num_programs = self._splits(num_tiles, query_len, longest)
+        if num_splits > 1 or query_len > FEW_QUERIES or num_tiles > MOST_TILES:
+            return Launch(num_tiles, tile, split_len, num_splits, num_programs, num_tokens)
+        num_sharing = max(1, self._wanted // self.shape.num_kv_heads)
+        split_len, most = self._dealt_split, max(1, min(MOST_ITEMS, num_tiles * -(-longest // self._dealt_split)))
+        return Launch(num_tiles, tile, split_len, 1, 1, num_tokens, num_sharing=num_sharing, most_items=most)
 
-    def _tile(self, query_len: int) -> int:
-        return FIXED_TILE if self.shape.head_dim <= WIDE_HEAD_DIM else FAST_FEW_TILE
+    def _with_scratch(self, launch: Launch, table: SeqTable, num_rows: int, tile_rows: int) -> Launch:
+        """With memory for partial results, and the splits of long sequences dealt out."""
+        device, shape = table.kv_lens.device, self.shape
+        if launch.num_sharing == 0:
+            places = (num_rows, shape.num_heads, launch.num_splits)
+            return launch if launch.num_splits == 1 else replace(launch, **self._scratch(places, device))
+        sizes = {"items": launch.num_tiles + 1, "owners": launch.most_items}
+        dealt = {name: torch.empty(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
+        self._kernels.deal[(launch.num_tiles,)](
+            _or(launch.tiles, table.kv_lens), table.kv_lens, dealt["items"], dealt["owners"], launch.num_tiles,
+            launch.tiles_per_seq, launch.split_len, launch.num_sharing, launch.most_items,
+            LEAST=LEAST_DEALT, BLOCK=MOST_TILES,
+        )  # fmt: skip
+        scratch = self._scratch((launch.most_items, shape.num_kv_heads, tile_rows), device)
+        return replace(launch, tile_rows=tile_rows, **dealt, **scratch)
+
+    def _scratch(self, places: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+        sizes = {"partials": self.shape.head_dim, "stats": 2}
+        return {name: torch.empty(*places, size, device=device) for name, size in sizes.items()}
+
+    def _tile(self, query_len: int, form: str) -> int:
+        return min(FIXED_TILE, self._most_rows(form))
+
+    def _most_rows(self, form: str) -> int:
+        """Return the rows of a tile with which no program spills registers on compute capability 9.0: of 64 it spilled 16
+        to 216 bytes a thread at head_dim 256."""
+        if self._block_d <= 128:
+            return FAST_CHUNK_TILE
+        return FAST_FEW_TILE if form == "int4" or self.shape.head_dim > WIDE_HEAD_DIM else 32
 
     def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
         """Length and number of splits, and of the programs that share them; 1, 1: a program takes all of a row's."""
@@ -162,35 +205,40 @@ class TritonAttention(Attention):
                 "triton attention takes queries with contiguous heads, and an output with its heads in a row"
             )
         for launch in plan.launches:
-            self._attend(plan, launch, layer, q, out)
-            if launch.num_splits > 1:
-                self._combine(plan, launch, out, layer)
+            # Programs walk a window alone, however long the sequence is.
+            is_dealt = launch.num_sharing > 0 and self.shape.windows[layer] is None
+            self._attend(plan, launch, layer, q, out, is_dealt)
+            if launch.num_splits > 1 or is_dealt:
+                self._combine(plan, launch, out, layer, is_dealt)
 
-    def _attend(self, plan: TritonPlan, launch: Launch, layer: int, q: Tensor, out: Tensor) -> None:
+    def _attend(self, plan: TritonPlan, launch: Launch, layer: int, q: Tensor, out: Tensor, is_dealt: bool) -> None:
         k, v, k_scales, v_scales = plan.layers[layer]
         window, sinks = self.shape.windows[layer], self._sinks_of(layer, out)
         shape, group, table = self.shape, plan.pool.group, plan.table
-        self._kernels.attend[(launch.num_tiles, shape.num_kv_heads, launch.num_programs)](
+        num_sharing = launch.num_sharing if is_dealt else 0
+        self._kernels.attend[(num_sharing + launch.num_tiles, shape.num_kv_heads, launch.num_programs)](
             q, out, _or(launch.partials, out), _or(launch.stats, out), k, v, k_scales, v_scales, sinks,
             _or(launch.tiles, table.kv_lens), table.query_starts, table.kv_lens, table.block_ids,
+            _or(launch.items, table.kv_lens), _or(launch.owners, table.kv_lens),
             q.stride(0), q.stride(1), out.stride(0), table.block_ids.stride(0), *k.stride()[:3],
             *k_scales.stride()[:3], *self._scales, window or 0, group.block_size,
-            launch.split_len, launch.num_splits, launch.tiles_per_seq,
+            launch.split_len, launch.num_splits, launch.tiles_per_seq, num_sharing, launch.tile_rows,
             GROUP=shape.group_size, HEAD_DIM=shape.head_dim, BLOCK_D=self._block_d, BLOCK_M=launch.tile,
             BLOCK_N=BLOCK_N, FORM=group.form if group.row_scale_bytes else "cast",
             WINDOWED=window is not None, CAPPED=shape.softcap is not None, SINKS=shape.sinks,
-            PARTIAL=launch.num_splits > 1, LEAST_SPLIT=FAST_LEAST_SPLIT,
-            num_warps=num_warps(launch.tile, self._block_d, bool(group.row_scale_bytes)),
+            PARTIAL=launch.num_splits > 1, SHARED=is_dealt, LEAST_SPLIT=FAST_LEAST_SPLIT,
+            num_warps=num_warps(launch.tile, self._block_d, group.form),
             enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
-    def _combine(self, plan: TritonPlan, launch: Launch, out: Tensor, layer: int) -> None:
-        kv_lens, window = plan.table.kv_lens, self.shape.windows[layer]
-        self._kernels.combine[(launch.num_tokens, self.shape.num_heads)](
-            launch.partials, launch.stats, self._sinks_of(layer, out), _or(launch.tokens, kv_lens), kv_lens, out,
-            out.stride(0), window or 0, launch.split_len, launch.num_splits, launch.query_len,
-            HEAD_DIM=self.shape.head_dim, BLOCK_D=self._block_d, BLOCK_N=BLOCK_N, WINDOWED=window is not None,
-            SINKS=self.shape.sinks, LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
+    def _combine(self, plan: TritonPlan, launch: Launch, out: Tensor, layer: int, is_dealt: bool) -> None:
+        kv_lens, shape, window = plan.table.kv_lens, self.shape, self.shape.windows[layer]
+        self._kernels.combine[(launch.num_tokens, shape.num_heads)](
+            launch.partials, launch.stats, self._sinks_of(layer, out), _or(launch.tokens, kv_lens), kv_lens,
+            _or(launch.items, kv_lens), out, out.stride(0), window or 0, launch.split_len, launch.num_splits,
+            launch.query_len, launch.tiles_per_seq, launch.tile_rows, GROUP=shape.group_size, HEAD_DIM=shape.head_dim,
+            BLOCK_D=self._block_d, BLOCK_M=launch.tile, BLOCK_N=BLOCK_N, WINDOWED=window is not None, SINKS=shape.sinks,
+            SHARED=is_dealt, LEAST_SPLIT=FAST_LEAST_SPLIT, num_warps=1, enable_fp_fusion=not self.batch_invariant,
         )  # fmt: skip
 
     def _sinks_of(self, layer: int, unused: Tensor) -> Tensor:
@@ -203,11 +251,10 @@ class FastTritonAttention(TritonAttention):
 
     name = "triton-fast"
     batch_invariant = False
+    _dealt_split = FAST_DEALT_SPLIT
 
-    def _tile(self, query_len: int) -> int:
-        if query_len <= FEW_QUERIES or self.shape.head_dim > WIDE_HEAD_DIM:
-            return FAST_FEW_TILE
-        return FAST_CHUNK_TILE if self._block_d <= 128 else FAST_CHUNK_TILE // 2
+    def _tile(self, query_len: int, form: str) -> int:
+        return FAST_FEW_TILE if query_len <= FEW_QUERIES else self._most_rows(form)
 
     def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
         wanted = self._wanted // (num_tiles * self.shape.num_kv_heads) if query_len <= FEW_QUERIES else 1
@@ -215,9 +262,11 @@ class FastTritonAttention(TritonAttention):
         return 0, num_splits, num_splits
 
 
-def num_warps(tile: int, block_d: int, scaled: bool) -> int:
-    """Return the warps of a program. Forms with scales are decoded in registers that four warps have not."""
-    return 8 if scaled or tile * block_d > 64 * 128 else 4
+def num_warps(tile: int, block_d: int, form: str) -> int:
+    """Return the warps of a program. Forms with scales are decoded in registers that four warps have not, and e4m3 in
+    tiles of few rows."""
+    decoded = form in ("int8", "int4") or (form.startswith("fp8") and tile <= FAST_FEW_TILE)
+    return 8 if decoded or tile * block_d > 64 * 128 or (block_d > 128 and tile > FAST_FEW_TILE) else 4
 
 
 def layers_of(pool: KVPool) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

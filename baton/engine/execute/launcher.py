@@ -246,16 +246,18 @@ def fitting_chunks(model: Model, config: EngineConfig) -> list[int]:
 
 
 def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
-    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, with the draw
-    of all its rows, and what graphs hold on to behind the pool, whose memory no other step may use."""
+    """Measure the memory that steps take beside weights and pool, in a pool of its own: the largest one, a chunk beside all
+    sequences but one, with the draw of all its rows, and what graphs hold on to behind the pool, whose memory no other step may use."""
     device, block_size = model.device, config.block_size
     num_tokens, num_seqs = min(config.max_num_batched_tokens, config.max_model_len), config.max_num_seqs
     layout = KVLayout((model.kv_group(config.kv_dtype, block_size),))
     pool = KVPool(layout, layout.num_blocks(num_tokens), device=device)
     rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
-    batch = ForwardBatch(
-        torch.zeros_like(rows), rows, rows, [SeqSlice(0, num_tokens, num_tokens, block_ids)], rows[:num_seqs]
-    )
+    num_others = min(num_seqs, num_tokens) - 1
+    chunk = num_tokens - num_others
+    others = [SeqSlice(row, 1, num_tokens, block_ids) for row in range(chunk, num_tokens)]
+    seqs = [SeqSlice(0, chunk, chunk, block_ids), *others]
+    batch = ForwardBatch(torch.zeros_like(rows), rows, rows, seqs, rows[chunk - 1 :])
     most = config.max_num_batched_tokens
     inputs = StepInputs(device, StepShape(most, most, num_seqs, layout.num_blocks(config.max_model_len) + 1))
     sampled = [SampleRow(SamplingParams(temperature=1.0, top_p=0.9, seed=0), 0, row) for row in range(num_seqs)]

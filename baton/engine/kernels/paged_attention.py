@@ -24,34 +24,74 @@ GROUP_LOADS = tl.constexpr(16)  # splits that `combine` reads at a time: one aft
 
 
 # Values that change from step to step: no kernel of its own for those that are 1 or divisible by 16.
-@triton.jit(do_not_specialize=["table_stride", "window", "split_len", "num_splits", "tiles_per_seq"])
+@triton.jit(
+    do_not_specialize=["table_stride", "window", "split_len", "num_splits", "tiles_per_seq", "num_sharing", "tile_rows"]
+)
 def attend(
-    q, out, partials, stats, k, v, k_scales, v_scales, sinks, tiles, query_starts, kv_lens, block_table,
+    q, out, partials, stats, k, v, k_scales, v_scales, sinks, tiles, query_starts, kv_lens, block_table, items, owners,
     q_stride, q_head_stride, out_stride, table_stride, block_stride, head_stride, token_stride,
     scale_block_stride, scale_head_stride, scale_token_stride,
-    log2_scale, log2_cap, window, block_size, split_len, num_splits, tiles_per_seq,
+    log2_scale, log2_cap, window, block_size, split_len, num_splits, tiles_per_seq, num_sharing, tile_rows,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FORM: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
-    LEAST_SPLIT: tl.constexpr,
+    SHARED: tl.constexpr, LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL).
+    """Grid (tiles, kv heads, programs that share a tile's splits; 1 where not PARTIAL). SHARED: (num_sharing + tiles, kv
+    heads), the first of which share the splits that `deal` has dealt out; tiles that have such splits are left to them.
 
     q, out [T, H, D]; k, v and their scales: one layer of the pool, [blocks, kv heads, tokens, ..]; query_starts,
     kv_lens, block_table: of SeqTable; tiles int32 [., 2]: sequence, first of its rows; not read where every sequence
-    has tiles_per_seq > 0. sinks fp32 [H], of this layer, read where SINKS. partials fp32 [T, H, num_splits, D]: sums before division; stats, with 2: maximum, sum.
-    split_len 0: as long as num_splits need to hold a sequence.
+    has tiles_per_seq > 0. sinks fp32 [H], of this layer, read where SINKS. partials fp32 [T, H, num_splits, D]: sums before
+    division; stats, with 2: maximum, sum. SHARED: [items, kv heads, tile_rows, ..]. split_len 0: as long as num_splits need to
+    hold a sequence.
     """
     kv_head = tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
-    if tiles_per_seq > 0:
-        seq = tl.program_id(0) // tiles_per_seq
-        first_row = tl.program_id(0) % tiles_per_seq * BLOCK_M
-    else:
-        seq = tl.load(tiles + 2 * tl.program_id(0))
-        first_row = tl.load(tiles + 2 * tl.program_id(0) + 1)
-    query_start = tl.load(query_starts + seq)
-    query_len = tl.load(query_starts + seq + 1) - query_start
-    kv_len = tl.load(kv_lens + seq)
+    k += kv_head.to(tl.int64) * head_stride
+    v += kv_head.to(tl.int64) * head_stride
+    k_scales += kv_head.to(tl.int64) * scale_head_stride
+    v_scales += kv_head.to(tl.int64) * scale_head_stride
+    dims = tl.arange(0, BLOCK_D)
+    tile = tl.program_id(0)
+    if SHARED:
+        num_items = tl.where(tile < num_sharing, tl.load(items + tl.num_programs(0) - num_sharing), 0)
+        for item in range(tile, num_items, num_sharing):
+            owner = tl.load(owners + item)
+            first_item = tl.load(items + owner)
+            split = item - first_item
+            seq, first_row, query_start, query_len, kv_len = _sequence(
+                owner, tiles, query_starts, kv_lens, tiles_per_seq, BLOCK_M
+            )
+            before = kv_len - query_len
+            end = before + tl.minimum(query_len, (first_row + BLOCK_M - 1) // GROUP + 1)
+            tokens = (first_row + tl.arange(0, BLOCK_M)) // GROUP
+            mask = (tokens < query_len)[:, None] & (dims < HEAD_DIM)[None, :]
+            q_tile = _queries(
+                q, query_start, first_row, kv_head, mask, q_stride, q_head_stride, GROUP, BLOCK_M, BLOCK_D
+            )
+            first, last = split * split_len, tl.minimum(end, (split + 1) * split_len)
+            if first < last:
+                maximum, total, acc = _reduce(
+                    q_tile, k, v, k_scales, v_scales, block_table + seq.to(tl.int64) * table_stride, before + tokens,
+                    before + first_row // GROUP + 1, first, last,
+                    block_stride, token_stride, scale_block_stride, scale_token_stride, log2_scale, log2_cap, window, block_size,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, FORM, WINDOWED, CAPPED,
+                )  # fmt: skip
+                places = ((first_item + split).to(tl.int64) * tl.num_programs(1) + kv_head) * tile_rows + tl.arange(
+                    0, BLOCK_M
+                )
+                tl.store(stats + 2 * places, maximum, mask=tokens < query_len)
+                tl.store(stats + 2 * places + 1, total, mask=tokens < query_len)
+                tl.store(partials + places[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+        tile = tile - num_sharing
+        if tile < 0:
+            return
+        if tl.load(items + tile) != tl.load(items + tile + 1):
+            return
+
+    seq, first_row, query_start, query_len, kv_len = _sequence(
+        tile, tiles, query_starts, kv_lens, tiles_per_seq, BLOCK_M
+    )
     before = kv_len - query_len  # tokens before the first query
     if split_len == 0:
         split_len = spread(kv_len, num_splits, LEAST_SPLIT, BLOCK_N)
@@ -68,14 +108,8 @@ def attend(
     rows = first_row + tl.arange(0, BLOCK_M)
     tokens = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, BLOCK_D)
     mask = (tokens < query_len)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = (query_start + tokens).to(tl.int64) * q_stride + heads * q_head_stride
-    q_tile = tl.load(q + q_rows[:, None] + dims[None, :], mask=mask, other=0.0)
-    k += kv_head.to(tl.int64) * head_stride
-    v += kv_head.to(tl.int64) * head_stride
-    k_scales += kv_head.to(tl.int64) * scale_head_stride
-    v_scales += kv_head.to(tl.int64) * scale_head_stride
+    q_tile = _queries(q, query_start, first_row, kv_head, mask, q_stride, q_head_stride, GROUP, BLOCK_M, BLOCK_D)
     table = block_table + seq.to(tl.int64) * table_stride
 
     if PARTIAL:
@@ -113,23 +147,84 @@ def attend(
         tl.store(out + places[:, None] + dims[None, :], narrow(acc / total[:, None], out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["window", "split_len", "num_splits", "query_len"])
-def combine(
-    partials, stats, sinks, tokens, kv_lens, out, out_stride, window, split_len, num_splits, query_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+@triton.jit
+def _sequence(tile, tiles, query_starts, kv_lens, tiles_per_seq, BLOCK_M: tl.constexpr):
+    """Return the sequence of a tile, the first of its rows there, and of the sequence first query, queries and length."""
+    if tiles_per_seq > 0:
+        seq = tile // tiles_per_seq
+        first_row = tile % tiles_per_seq * BLOCK_M
+    else:
+        seq = tl.load(tiles + 2 * tile)
+        first_row = tl.load(tiles + 2 * tile + 1)
+    query_start = tl.load(query_starts + seq)
+    return seq, first_row, query_start, tl.load(query_starts + seq + 1) - query_start, tl.load(kv_lens + seq)
+
+
+@triton.jit
+def _queries(
+    q, query_start, first_row, kv_head, mask, q_stride, q_head_stride,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 3]: row of the batch,
-    position, length of its sequence; not read where every sequence has query_len > 0 tokens."""
+    """Load a tile of queries [BLOCK_M, BLOCK_D]."""
+    rows = first_row + tl.arange(0, BLOCK_M)
+    places = (query_start + rows // GROUP).to(tl.int64) * q_stride + (kv_head * GROUP + rows % GROUP) * q_head_stride
+    return tl.load(q + places[:, None] + tl.arange(0, BLOCK_D)[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "tiles_per_seq", "split_len", "num_sharing", "most_items"])
+def deal(
+    tiles, kv_lens, items, owners, num_tiles, tiles_per_seq, split_len, num_sharing, most_items,
+    LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Deal the splits of sequences out as items that programs share, where one program would walk more of them than each
+    has if all splits of the step were dealt evenly, and at least LEAST. Grid (tiles), at most BLOCK.
+
+    items int32 [tiles + 1]: the first one of each tile, none where it is also the next one's; owners int32 [most_items]: the
+    tile of each item. Tiles whose items are beyond most_items have none."""
+    all_tiles = tl.arange(0, BLOCK)
+    there = all_tiles < num_tiles
+    if tiles_per_seq > 0:
+        seqs = all_tiles // tiles_per_seq
+    else:
+        seqs = tl.load(tiles + 2 * all_tiles, mask=there, other=0)
+    counts = tl.cdiv(tl.load(kv_lens + seqs, mask=there, other=0), split_len)
+    fair = tl.maximum(tl.cdiv(tl.sum(counts, 0), num_sharing), LEAST)
+    counts = tl.where(counts > fair, counts, 0)
+    counts = tl.where(tl.cumsum(counts, 0) <= most_items, counts, 0)
+    tile = tl.program_id(0)
+    first = tl.sum(tl.where(all_tiles < tile, counts, 0), 0)
+    count = tl.sum(tl.where(all_tiles == tile, counts, 0), 0)
+    tl.store(items + tile, first)
+    if tile == num_tiles - 1:
+        tl.store(items + num_tiles, first + count)
+    for begin in range(0, count, BLOCK):
+        tl.store(owners + first + begin + all_tiles, tile, mask=begin + all_tiles < count)
+
+
+@triton.jit(do_not_specialize=["window", "split_len", "num_splits", "query_len", "tiles_per_seq", "tile_rows"])
+def combine(
+    partials, stats, sinks, tokens, kv_lens, items, out, out_stride, window, split_len, num_splits, query_len, tiles_per_seq,
+    tile_rows,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, SINKS: tl.constexpr, SHARED: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a token and head in order. Grid (tokens, heads); tokens int32 [., 5]: row of the batch,
+    position, length of its sequence, its place among the new tokens of that, the first tile of that; not read where every
+    sequence has query_len > 0 tokens. SHARED: as of `attend`; nothing to do where the tile has no items."""
     head = tl.program_id(1)
     if query_len > 0:
         row = tl.program_id(0)
+        index = row % query_len
+        first_tile = row // query_len * tiles_per_seq
         kv_len = tl.load(kv_lens + row // query_len)
-        position = kv_len - query_len + row % query_len
+        position = kv_len - query_len + index
     else:
-        row = tl.load(tokens + 3 * tl.program_id(0))
-        position = tl.load(tokens + 3 * tl.program_id(0) + 1)
-        kv_len = tl.load(tokens + 3 * tl.program_id(0) + 2)
+        token = tokens + 5 * tl.program_id(0)
+        row = tl.load(token)
+        position = tl.load(token + 1)
+        kv_len = tl.load(token + 2)
+        index = tl.load(token + 3)
+        first_tile = tl.load(token + 4)
     if position < 0:  # padding
         return
     if split_len == 0:
@@ -138,7 +233,16 @@ def combine(
     if WINDOWED:
         first = tl.maximum(position - window + 1, 0) // split_len
     dims = tl.arange(0, BLOCK_D)
-    place = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits
+    if SHARED:
+        tile = first_tile + (index * GROUP + head % GROUP) // BLOCK_M
+        item = tl.load(items + tile)
+        if item == tl.load(items + tile + 1):
+            return
+        stride = tl.num_programs(1) // GROUP * tile_rows
+        place = item.to(tl.int64) * stride + head // GROUP * tile_rows + (index * GROUP + head % GROUP) % BLOCK_M
+    else:
+        stride = 1
+        place = (row.to(tl.int64) * tl.num_programs(1) + head) * num_splits
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     if SINKS:
@@ -148,9 +252,9 @@ def combine(
     end = position // split_len + 1
     for group in range(first, end, GROUP_LOADS):
         # None of these loads waits for another; the merging of what they bring is that of `attend`, one by one.
-        for index in tl.static_range(GROUP_LOADS):
-            there = group + index < end
-            split = place + tl.minimum(group + index, end - 1)
+        for offset in tl.static_range(GROUP_LOADS):
+            there = group + offset < end
+            split = place + tl.minimum(group + offset, end - 1) * stride
             split_acc = tl.load(partials + split * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
             split_total = tl.load(stats + 2 * split + 1)
             maximum, kept, added = _merge(maximum, tl.where(there, tl.load(stats + 2 * split), float("-inf")))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baton.engine import kernels
+from baton.engine.attention import triton_paged
 from baton.engine.attention.base import AttentionShape
 from baton.engine.attention.selection import BACKENDS
 from baton.engine.attention.triton_paged import FIXED_SPLIT
@@ -158,6 +159,59 @@ def test_splits_beyond_a_group_are_merged_as_one_program_does(device, monkeypatc
         monkeypatch.setattr(backend, "_wanted", 0)
         assert backend.plan(batch, pool).launches[0].num_splits == 1
         assert torch.equal(attended(backend, pool, batch, layer, q), split)
+
+
+SPLIT = 32  # positions, for these: fewer for the interpreter to walk
+LONG = 6 * SPLIT + 9
+
+
+@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 30)] * 5 + [(1, LONG), (1, 7), (1, LONG - 40)],
+        [(20, LONG), (20, 40), (20, 90)],  # two tiles of a sequence
+        [(1, 30), (20, LONG), (3, 90), (1, LONG - 40), (1, 9)],  # of several numbers of tokens
+    ],
+    ids=["decode", "tiles", "mixed"],
+)
+def test_a_long_sequence_among_short_ones_is_shared_by_programs(name, lengths, device, monkeypatch):
+    """One program for each of its KV heads walked it while all others had ended. With the fixed form the bits are those of
+    any other way."""
+    backend = made(name, (4, 1, 16), device)
+    pool, batch, q = one_step(backend.shape, lengths)
+    monkeypatch.setattr(backend, "_wanted", 6)
+    monkeypatch.setattr(backend, "_dealt_split", SPLIT)
+    monkeypatch.setattr(triton_paged, "FIXED_SPLIT", SPLIT)
+    (launch,) = backend.plan(batch, pool).launches
+    assert launch.num_sharing == 6 and launch.num_splits == 1
+    counts = launch.items.diff().tolist()
+    splits = [-(-kv_len // SPLIT) for query_len, kv_len in lengths for _ in range(-(-query_len * 4 // launch.tile))]
+    fair = max(-(-sum(splits) // 6), 4)
+    assert counts == [count if count > fair else 0 for count in splits]
+    assert any(counts) or not backend.batch_invariant
+    owners = [tile for tile, count in enumerate(counts) for _ in range(count)]
+    assert launch.owners[: len(owners)].tolist() == owners
+    assert_close_to_exact(backend, pool, batch, q, atol=3e-6)
+    if not backend.batch_invariant:
+        return
+    shared = [attended(backend, pool, batch, layer, q) for layer in range(2)]
+    for wanted, most in ((6, 7), (6, 1), (1 << 20, 2048)):  # room for one of them; for none; all KV split
+        monkeypatch.setattr(backend, "_wanted", wanted)
+        monkeypatch.setattr(triton_paged, "MOST_ITEMS", most)
+        (other,) = backend.plan(batch, pool).launches
+        assert wanted > 6 or int(other.items[-1]) == (7 if most == 7 else 0)
+        for layer in range(2):
+            assert torch.equal(attended(backend, pool, batch, layer, q), shared[layer])
+
+
+def test_sequences_of_one_length_are_not_dealt_out(device, monkeypatch):
+    """They fill the GPU as they are: partial results would cost time."""
+    backend = made("triton", (2, 1, 16), device)
+    monkeypatch.setattr(backend, "_wanted", 4)
+    monkeypatch.setattr(backend, "_dealt_split", SPLIT)
+    pool, batch, _ = one_step(backend.shape, [(1, LONG)] * 5)
+    assert int(backend.plan(batch, pool).launches[0].items[-1]) == 0
 
 
 def test_a_pool_that_was_planned_for_gives_its_memory_back(device):

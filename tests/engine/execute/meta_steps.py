@@ -45,7 +45,10 @@ SHAPES = {
     "8B": (2, 4096, 14336, 32, 8, 128, 128256, False),
     "70B": (2, 8192, 28672, 64, 8, 128, 128256, False),
     "Qwen3": (2, 1024, 3072, 16, 8, 128, 151936, True),
+    "256": (1, 2048, 4096, 8, 4, 256, 32000, False),
+    "256 capped": (1, 2048, 4096, 8, 4, 256, 32000, False),
 }
+FORMS = (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4"))  # of weights and KV
 
 
 class MetaSource(WeightSource):
@@ -134,12 +137,18 @@ class Recorder:
         self.launches += 1
 
 
-def make_model(name: str, form: str, kv_form: str, exact: bool, context: int = CONTEXT) -> Model:
+def make_model(
+    name: str, form: str, kv_form: str, exact: bool, context: int = CONTEXT, num_layers: int | None = None
+) -> Model:
     spec = make_spec(name, context)
+    spec = spec if num_layers is None else replace(spec, layers=(LayerSpec(),) * num_layers)
     heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
     backend = triton_paged.TritonAttention if exact else triton_paged.FastTritonAttention
+    softcap = 50.0 if name.endswith("capped") else None
     attention = backend(
-        AttentionShape(heads, kv_heads, head_dim, spec.windows, torch.bfloat16, META, kv_form, BLOCK_SIZE)
+        AttentionShape(
+            heads, kv_heads, head_dim, spec.windows, torch.bfloat16, META, kv_form, BLOCK_SIZE, softcap=softcap
+        )
     )
     make = GpuChoice("auto", exact, torch.bfloat16, META)
     return Model(spec, torch.bfloat16, MetaSource(form), make, attention, [rope_of(context, head_dim).to(META)])
@@ -205,9 +214,26 @@ class Setup:
         return self.run(recorder, warm_steps(NUM_TOKENS, NUM_SEQS, self.pool.num_blocks, BLOCK_SIZE))
 
 
+def launches_of_steps(recorder: Recorder) -> dict[str, int]:
+    """Return the launches of steps of Llama-3.1-8B in bf16, exact, without the draw; and those of a draw."""
+    model = make_model("8B", "bf16", "bf16", True, num_layers=32)
+    pool = KVPool(KVLayout((model.kv_group("bf16", BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
+    inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, NUM_SEQS, CONTEXT // BLOCK_SIZE + 1))
+    model.attention._wanted = 264  # of an H100
+    found = {}
+    for name, lens in (("decode 1", [(1, 1024)]), ("decode 64", [(1, 1024)] * 64), ("chunk 512", [(512, 512)])):
+        recorder.launches = 0
+        logits = model.forward(inputs.send(step_of(lens)), pool)
+        found[name] = recorder.launches
+        recorder.launches = 0
+        sampler_on(META).draw(logits, [SampleRow(PARAMS[-1], 0, 1, (1, 2), (3,))] * len(logits))
+        found["draw"] = recorder.launches
+    return found
+
+
 def setups() -> Iterator[tuple[str, Setup]]:
     for name in SHAPES:
-        for form, kv_form in (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4")):
+        for form, kv_form in FORMS[::3] if name.endswith("capped") else FORMS:
             for exact in (True, False):
                 model = make_model(name, form, kv_form, exact)
                 pool = KVPool(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
@@ -243,7 +269,8 @@ def main() -> None:
                 "launches": recorder.launches, "warm": sorted(map(row_name, warmed.values())),
                 "cold": sorted(served.keys() - warmed.keys()),
             }  # fmt: skip
-    json.dump(found, sys.stdout)
+        steps = launches_of_steps(recorder)
+    json.dump({"models": found, "steps": steps}, sys.stdout)
 
 
 if __name__ == "__main__":

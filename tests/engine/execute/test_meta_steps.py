@@ -4,16 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.engine.kernels.sources import read_table, source_digests
 
 pytest.importorskip("triton")
+PAGE = Path(__file__).parents[3] / "docs" / "gpu.md"
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
+def made() -> dict:
     command = [sys.executable, "-m", "tests.engine.execute.meta_steps"]
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -21,8 +23,19 @@ def found() -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def found(made) -> dict:
+    return made["models"]
+
+
+def test_the_launches_of_a_step_are_those_that_the_page_tells(made):
+    page, steps = PAGE.read_text(), made["steps"]
+    assert f"| {steps['decode 1']}, {steps['decode 64']}, and {steps['draw']} a draw;" in page, steps
+    assert f"| {steps['chunk 512']} in one graph |" in page and steps["draw"] <= 3, steps
+
+
 def test_every_model_and_form_was_stepped(found):
-    assert len(found) == 24 and all(each["launches"] > 100 for each in found.values())
+    assert len(found) == 36 and all(each["launches"] > 100 for each in found.values())
 
 
 def test_the_warm_up_covers_what_a_serving_trace_asks_for(found):
@@ -41,7 +54,6 @@ def test_the_table_of_kernels_has_every_variant_of_the_warm_up(found):
     assert {name for each in found.values() for name in each["warm"]} == table["kernels"].keys(), AGAIN
 
 
-@pytest.mark.parametrize("module, least", [("paged_attention", 40), ("sampling", 3)])
-def test_no_kernel_spills_registers(module, least):
-    rows = {name: row for name, row in read_table()["kernels"].items() if name.startswith(f"{module}.")}
-    assert len(rows) >= least and not [name for name, row in rows.items() if row["stack"]]
+def test_no_kernel_spills_registers():
+    rows = read_table()["kernels"]
+    assert len(rows) >= 200 and not {name: row["stack"] for name, row in rows.items() if row["stack"]}

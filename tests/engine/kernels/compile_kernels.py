@@ -49,32 +49,31 @@ def attend(
     fusion: bool = False,
     capped: bool = False,
     sinks: bool = False,
+    shared: bool = False,
 ):
     block_d = triton.next_power_of_2(head_dim)
     scaled = form in ("int8", "int4")
     pointers = dict.fromkeys(("q", "out"), "bf16") | dict.fromkeys(("partials", "stats", "sinks"), "fp32")
     pointers |= dict.fromkeys(("k", "v"), form) | dict.fromkeys(("k_scales", "v_scales"), "fp16" if scaled else form)
-    pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table"), "int32")
+    pointers |= dict.fromkeys(("tiles", "query_starts", "kv_lens", "block_table", "items", "owners"), "int32")
     constants = {
         "GROUP": 4, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "BLOCK_M": tile,
         "BLOCK_N": triton_paged.BLOCK_N,
         "FORM": form if scaled else "cast", "WINDOWED": windowed, "CAPPED": capped, "SINKS": sinks, "PARTIAL": partial,
+        "SHARED": shared,
         "LEAST_SPLIT": 128,
     }  # fmt: skip
-    warps = triton_paged.num_warps(tile, block_d, scaled)
+    warps = triton_paged.num_warps(tile, block_d, form)
     return compiled(paged_attention.attend, pointers, constants, capability, warps, fusion)
 
 
 def combine(capability: int):
-    pointers = dict.fromkeys(("partials", "stats", "sinks"), "fp32") | dict.fromkeys(("tokens", "kv_lens"), "int32")
+    pointers = dict.fromkeys(("partials", "stats", "sinks"), "fp32")
+    pointers |= dict.fromkeys(("tokens", "kv_lens", "items"), "int32")
     constants = {
-        "HEAD_DIM": 128,
-        "BLOCK_D": 128,
-        "BLOCK_N": triton_paged.BLOCK_N,
-        "WINDOWED": False,
-        "SINKS": False,
-        "LEAST_SPLIT": 128,
-    }
+        "GROUP": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_M": 64, "BLOCK_N": triton_paged.BLOCK_N, "WINDOWED": False,
+        "SINKS": False, "SHARED": False, "LEAST_SPLIT": 128,
+    }  # fmt: skip
     return compiled(paged_attention.combine, pointers | {"out": "bf16"}, constants, capability, 1)
 
 
@@ -104,8 +103,16 @@ def main() -> None:
         ]
         for form in forms:
             made[f"{capability} write {form}"] = write(form, capability)
-            for way in ("partial", "whole"):
-                made[f"{capability} {form} {way}"] = attend(form, capability, 128, 64, way == "partial", form == "int8")
+            for way in ("partial", "whole", "shared"):
+                made[f"{capability} {form} {way}"] = attend(
+                    form,
+                    capability,
+                    128,
+                    64,
+                    way == "partial",
+                    form == "int8" and way != "shared",
+                    shared=way == "shared",
+                )
         made[f"{capability} score"] = draw(sampling.score, capability, 8, {"BLOCK": sampling.PART})
         constants = {"PARTS": 64, "BLOCK": sampling.ROW_BLOCK}
         made[f"{capability} choose"] = draw(sampling.choose, capability, sampling.ROW_WARPS, constants)

@@ -43,8 +43,9 @@ def test_linear_kernels_compile_for_ampere_and_hopper(tmp_path):
 def test_compiled_for_ampere_and_hopper(tmp_path):
     made = compiled("compile_kernels", tmp_path)
     for form in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"):
-        # The two ways of the fixed form add products in the same instructions.
-        assert made[f"90 {form} partial"]["products"] == made[f"90 {form} whole"]["products"]
+        # The ways of the fixed form add products in the same instructions.
+        ways = [made[f"90 {form} {way}"]["products"] for way in ("partial", "whole", "shared")]
+        assert ways[0] == ways[1] == ways[2]
         assert all("wgmma" in product for product in made[f"90 {form} whole"]["products"])
 
 
