@@ -18,6 +18,7 @@ from baton.engine import kernels
 from baton.engine.attention.base import Attention, AttentionShape, unfit_cuda
 from baton.engine.core.batch import ForwardBatch, SeqSlice, SeqTable
 from baton.engine.kv.pool import KVPool
+from kvtransfer.layout import KV_FORMS
 
 # Positions a program reduces at a time. At 64 a tile spills registers, 8 to 208 bytes a thread on compute capability 9.0
 # (tests/engine/kernels/sm90.json).
@@ -187,7 +188,7 @@ class TritonAttention(Attention):
         to 216 bytes a thread at head_dim 256."""
         if self._block_d <= 128:
             return FAST_CHUNK_TILE
-        return FAST_FEW_TILE if form == "int4" or self.shape.head_dim > WIDE_HEAD_DIM else 32
+        return FAST_FEW_TILE if KV_FORMS[form].bits < 8 or self.shape.head_dim > WIDE_HEAD_DIM else 32
 
     def _splits(self, num_tiles: int, query_len: int, longest: int) -> tuple[int, int, int]:
         """Length and number of splits, and of the programs that share them; 1, 1: a program takes all of a row's."""
@@ -265,7 +266,8 @@ class FastTritonAttention(TritonAttention):
 def num_warps(tile: int, block_d: int, form: str) -> int:
     """Return the warps of a program. Forms with scales are decoded in registers that four warps have not, and e4m3 in
     tiles of few rows."""
-    decoded = form in ("int8", "int4") or (form.startswith("fp8") and tile <= FAST_FEW_TILE)
+    stored = KV_FORMS[form]
+    decoded = stored.scale_bytes > 0 or (stored.bits == 8 and tile <= FAST_FEW_TILE)
     return 8 if decoded or tile * block_d > 64 * 128 or (block_d > 128 and tile > FAST_FEW_TILE) else 4
 
 
