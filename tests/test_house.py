@@ -35,6 +35,7 @@ ROOMS = {
         "baton.protocol",
         "baton.tokenizer",
         "baton.constraints",
+        "baton.system",
     ),
     "baton.training": ("baton.engine",),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
@@ -138,6 +139,7 @@ FOLDERS = {
         "native.linear.bytes64": "",
         "speculation": "",
         "core": "native",
+        "parallel": "native core",
         "weights": "core",
         "kv": "",
         "families": "core",
@@ -148,15 +150,19 @@ FOLDERS = {
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
         "schedule": "core kv sampling",
-        "layers": "core layers.linear",
+        "layers": "core parallel layers.linear",
         "weights.formats": "weights core layers",
-        "models": "native weights core families families.dense families.mixture kv kernels attention layers.linear layers weights.formats",
+        "models": (
+            "native weights core parallel families families.dense families.mixture kv kernels attention layers.linear layers "
+            "weights.formats"
+        ),
+        "ranks": "native core parallel kv models",
         "speculation.proposers": (
             "native weights core kv sampling attention layers.linear layers weights.formats models"
         ),
         "speculation.control": "core sampling schedule speculation.proposers",
-        "execute": "native core kv kernels sampling schedule models speculation.proposers speculation.control",
-        ".": "core kv sampling schedule models speculation.proposers speculation.control execute",
+        "execute": "native core parallel kv kernels sampling schedule models ranks speculation.proposers speculation.control",
+        ".": "core parallel kv sampling schedule models ranks speculation.proposers speculation.control execute",
     },
     "baton.service": {
         ".": "",

@@ -27,6 +27,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.models.registry import read_spec
+from baton.engine.ranks.spawn import Ranks
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
 from baton.engine.schedule.grammars import Grammars, read_grammars
@@ -58,6 +59,7 @@ class Engine:
         sampler: Sampler,
         proposers: Sequence[Proposer] = (),
         launcher: Launcher | None = None,
+        ranks: Ranks | None = None,
         grammars: Grammars | None = None,
     ):
         """`config` is resolved; `pool` has config.num_blocks blocks. Engine.load makes all of these from a folder."""
@@ -76,6 +78,7 @@ class Engine:
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
         self.grammars = grammars  # None: it keeps no answer to a constraint
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, grammars)
+        self.ranks = ranks  # that share the model with this process
         self.runner = Runner(model, pool, sampler, launcher)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
@@ -141,8 +144,9 @@ class Engine:
         """Return the choices made at start, in one line."""
         backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
         mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
+        ranks = "" if self.ranks is None else f" {self.ranks.words},"
         return (
-            f"model {self.model_name} {self.spec.family} {self.runner.launcher.words}, weights {self.runner.model.weights}, "
+            f"model {self.model_name} {self.spec.family} {self.runner.launcher.words},{ranks} weights {self.runner.model.weights}, "
             f"{self.config.dtype}, kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of "
             f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
         )

@@ -11,6 +11,7 @@ from baton import failpoints
 from baton.engine.core.device import is_lost
 from baton.engine.core.request import Output
 from baton.engine.engine import Engine
+from baton.engine.parallel.collectives import RankLost
 
 IDLE_BEAT_S = 0.25  # an idle loop still looks at deadlines and says that it lives
 
@@ -72,6 +73,10 @@ class EngineLoop:
         try:
             failpoints.hit("engine.step")
             return self.engine.step()
+        except RankLost:
+            # Who watches the ranks ends this process. No key ends before: their streams go on elsewhere.
+            self._stopping.wait()
+            return []
         except Exception as error:  # whatever it was, its keys end and the next ones are served
             logger.exception("engine step %d failed", self.engine.step_number)
             reason = " ".join(str(error).split())

@@ -24,6 +24,11 @@ def leave_for_hung_device(silent_s: float) -> None:
     leave(f"the GPU has not finished a step for {silent_s:.0f} s, so this worker ends")
 
 
+def leave_for_lost_rank(reason: str) -> None:
+    """Does not return. The others have only their parts of the model."""
+    leave(f"{reason}, so this worker ends with all its ranks")
+
+
 def leave(message: str) -> None:
     """Logs and ends the process at once with status 1, whatever its threads wait for."""
     try:

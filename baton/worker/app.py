@@ -23,7 +23,7 @@ from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
 from baton.service.net.server import Health
 from baton.service.observe import telemetry
-from baton.service.out_of_memory import leave_for_lost_device, leave_if_exhausted
+from baton.service.out_of_memory import leave_for_lost_device, leave_for_lost_rank, leave_if_exhausted
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
@@ -156,6 +156,9 @@ class Worker:
         exits.push_async_callback(self._transfer.stop)
         await self._transfer.start()
         self._add_services()
+        if (ranks := self.engine.ranks) is not None:
+            exits.callback(ranks.close)
+            ranks.when_lost(leave_for_lost_rank)
         exits.callback(self._loop.stop)
         self._loop.start()
         if (health := exits.enter_context(watch_gpu(self.engine.pool.device))) is not None:

@@ -13,6 +13,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.request import Refusal
 from baton.engine.engine import Engine
+from baton.engine.ranks.spawn import OwnMemory
 from kvtransfer.layout import NumericsClass
 from tests.support.engine.folders import save_tiny
 from tests.support.engine.toys import Collector, check_handed_over, hand_over, make_request, run
@@ -164,15 +165,15 @@ def test_load_says_what_it_chose(folder):
 def test_the_pool_lies_in_memory_that_is_given(folder):
     given = []
 
-    def memory_for(num_bytes: int) -> memoryview:
-        given.append(bytearray(num_bytes))
-        return memoryview(given[0])
+    def memory_for(num_bytes: int) -> OwnMemory:
+        given.append(OwnMemory(num_bytes))
+        return given[0]
 
     config = EngineConfig(model=folder, block_size=16, num_blocks=32, max_num_seqs=2, threads=1)
     engine = Engine.load(config, memory_for)
-    assert len(given[0]) == 32 * engine.layout.block_bytes
+    assert len(given[0].memory) == 32 * engine.layout.block_bytes
     run(engine, [make_request("a", prompt(50, 1), 4)])
-    assert any(given[0])
+    assert any(given[0].memory)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ KV_DTYPES = ("auto", *KV_FORMS, "fp8")  # fp8 is fp8_e4m3
 QUANTIZATIONS = ("auto", "none", "int8", "int8-weight-only", "fp8", "int4-g32", "int4-g64", "int4-g128")
 DEVICES = ("auto", "cpu", "cuda")
 SPECULATORS = ("off", "auto", "draft", "ngram", "medusa", "eagle")
+DEGREES = (1, 2, 4, 8)  # of tensor_parallel
 MAX_POOL_BYTES = 4 << 30
 POOL_SHARE = 0.125  # of physical memory, where num_blocks is not given: two workers and their weights fit beside it
 
@@ -61,6 +62,9 @@ class EngineConfig:
         None,
         metavar="auto|N",
     )
+    tensor_parallel: int = _knob(
+        "processes that share each layer of the model, 1, 2, 4 or 8, with --threads each; on a CPU", 1, metavar="N"
+    )
     batch_invariant: bool = _knob("make results independent of the other requests in a batch", True)
     speculator: str = _knob(
         "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster",
@@ -104,6 +108,7 @@ class EngineConfig:
             raise ValueError("sm_share has no effect on a CPU; give threads")
         check_model_name(self.served_model_name, "served_model_name")
         self._check_speculation()
+        self._check_ranks()
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:
@@ -122,6 +127,18 @@ class EngineConfig:
                 raise ValueError("num_draft_tokens has no effect without speculator; leave it out")
             if not 1 <= self.num_draft_tokens <= MAX_DRAFT_TOKENS:
                 raise ValueError(f"num_draft_tokens {self.num_draft_tokens}: must be 1 to {MAX_DRAFT_TOKENS}")
+
+    def _check_ranks(self) -> None:
+        if self.tensor_parallel not in DEGREES:
+            raise ValueError(f"tensor_parallel {self.tensor_parallel}: one of {', '.join(map(str, DEGREES))}")
+        if self.tensor_parallel == 1:
+            return
+        if self.device == "cuda":
+            raise ValueError(
+                "tensor_parallel has no effect on a GPU: one rank has the model; leave it out, or give cpu"
+            )
+        if self.draft_model is not None:
+            raise ValueError("draft_model reads a model that one rank has; with tensor_parallel give speculator ngram")
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

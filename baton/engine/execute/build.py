@@ -14,17 +14,19 @@ from baton.engine.core.device import GIB, Memory, find_device, memory_share, poo
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
-from baton.engine.kv.pool import KVPool
+from baton.engine.kv.pool import CPU, KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
+from baton.engine.parallel.shard import refusal
+from baton.engine.ranks.spawn import OwnMemory, Ranks, SharedMemory
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
 from baton.engine.speculation.proposers.selection import make_proposers
 from kvtransfer.layout import KVLayout
 
-MemoryFor = Callable[[int], memoryview]  # num_bytes -> host memory
+MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
 GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
 MakeProposers = Callable[[EngineConfig, Model], Sequence[Proposer]]
 UNBOUNDED = 1 << 40  # blocks
@@ -39,6 +41,7 @@ class EngineParts(NamedTuple):
     sampler: Sampler
     proposers: Sequence[Proposer]
     launcher: Launcher
+    ranks: Ranks | None = None
 
 
 def load_parts(
@@ -60,9 +63,15 @@ def load_parts(
             fix_order_of_sums()
         dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
         config = resolve(replace(config, dtype=dtype), spec)
+        if config.tensor_parallel > 1:
+            return _of_ranks(config, spec, memory_for or OwnMemory, make)
         model = load_model(config, device)
-        pool = _pool(config, model, memory_for)
+        pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
+    if config.tensor_parallel > 1:
+        raise ValueError(
+            "tensor_parallel has no effect on a GPU: one rank has the model; leave it out, or give --device cpu"
+        )
     try:
         return _on_gpu(config, spec, device, gpu_memory_for, make)
     except torch.cuda.OutOfMemoryError as error:
@@ -72,6 +81,28 @@ def load_parts(
             f"out of GPU memory at start: {sizes}; lower gpu_memory_utilization ({memory_share(config):g}), "
             f"max_num_batched_tokens or max_num_seqs, or quantize ({' '.join(str(error).split())[:160]})"
         ) from None
+
+
+def _of_ranks(config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers) -> EngineParts:
+    """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads:
+    whoever takes KV from here, or brings it, meets a worker like any other."""
+    degree = config.tensor_parallel
+    if why := refusal(spec, degree):
+        raise ValueError(f"tensor_parallel {degree}: {why}")
+    config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // degree))
+    torch.set_num_threads(config.threads)
+    layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
+    memory = memory_for(config.num_blocks * layout.block_bytes)
+    ranks = Ranks(config, memory)
+    try:
+        model = load_model(config, CPU, ranks.collectives)
+        ranks.wait()
+    except BaseException:
+        ranks.close()
+        raise
+    pool = KVPool(layout, config.num_blocks, memory.memory)
+    own = pool.part(ranks.collectives.shard.kv_heads(spec.num_kv_heads))
+    return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, own), ranks)
 
 
 def _on_gpu(
@@ -100,7 +131,7 @@ def _num_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:
     return pool_blocks(Memory.of(model.device), memory_share(config), used, layout.block_bytes, least)
 
 
-def _pool(config: EngineConfig, model: Model, memory_for: MemoryFor | None) -> KVPool:
+def _pool(config: EngineConfig, model: Model, memory_for: Callable[[int], Any] | None) -> KVPool:
     layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
     memory = memory_for(config.num_blocks * layout.block_bytes) if memory_for is not None else None
     return KVPool(layout, config.num_blocks, memory, model.device)

@@ -16,7 +16,7 @@ class NativePool(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             "bytes", "block_bytes", "block_size", "num_layers", "num_kv_heads", "head_dim", "form", "row_bytes",
-            "scale_bytes", "num_kinds",
+            "scale_bytes", "num_kinds", "first_head", "heads_of_block",
         )
     ]  # fmt: skip
 
@@ -29,10 +29,12 @@ def native_pool(pool: KVPool) -> NativePool:
         block_bytes=pool.layout.block_bytes,
         block_size=group.block_size,
         num_layers=group.num_layers,
-        num_kv_heads=group.num_kv_heads,
+        num_kv_heads=len(pool.heads),
         head_dim=group.head_dim,
         form=FORMS[group.form],
         row_bytes=group.row_bytes,
         scale_bytes=group.row_scale_bytes,
         num_kinds=group.num_kinds,
+        first_head=pool.heads.start,
+        heads_of_block=group.num_kv_heads,
     )

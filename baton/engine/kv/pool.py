@@ -5,6 +5,7 @@ The memory may be a mapping that other processes see (a memfd); layers are strid
 token of one head of K or of V) is encoded when it is written and decoded when it is read; blocks are copied as bytes.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -49,6 +50,7 @@ class KVPool:
         kinds = group.num_kinds
         rows = (num_blocks, group.num_layers, kinds, group.num_kv_heads, group.block_size)
         stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
+        self.heads = range(group.num_kv_heads)  # that are written and read by way of this object
         self.blocks = stored.view(*rows, num_elements(group.form, group.head_dim))
         self.scales = self.bytes[:, group.head_bytes :].view(*rows, group.row_scale_bytes)
         # A stored dtype that attention computes in is gathered cell by cell (one layer's K or V of one head in one
@@ -61,6 +63,12 @@ class KVPool:
         self._cell_of_head = [heads + kinds * group.num_kv_heads * layer for layer in range(group.num_layers)]
         self._rows_per_layer = kinds * group.num_kv_heads * group.block_size
         self._slots = self._rows = torch.empty(0)
+
+    def part(self, heads: range) -> "KVPool":
+        """Return the same memory for native kernels that write and read some heads of it."""
+        pool = copy.copy(self)
+        pool.heads = heads
+        return pool
 
     @property
     def dtype(self) -> torch.dtype:

@@ -9,6 +9,7 @@ from torch import Tensor
 from baton.engine.attention.base import Attention
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.core.device import instruction_set
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kernels.sums import order_of_sums
 from baton.engine.kv.pool import KVPool
@@ -16,12 +17,16 @@ from baton.engine.layers.activation import FUNCTIONS, by_rows, make_gated, soft_
 from baton.engine.layers.embedding import tied
 from baton.engine.layers.norm import RMSNorm
 from baton.engine.layers.rope import Rope
+from baton.engine.layers.vocabulary import VocabularyEmbedding, VocabularyHead
 from baton.engine.models.experts import MakeRouter
 from baton.engine.models.fused import fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
 from baton.engine.models.read_layer import read_layer, read_norm, read_sinks
+from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.shard import WHOLE
 from baton.engine.weights.formats.base import HEAD, WeightSource
+from baton.engine.weights.merge import pad
 from kvtransfer.layout import KVGroup
 
 
@@ -30,31 +35,42 @@ class Model:
 
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention,
-        ropes: Sequence[Rope], make_router: MakeRouter | None = None,
+        ropes: Sequence[Rope], make_router: MakeRouter | None = None, collectives: Collectives | None = None,
     ):  # fmt: skip
         """`make(weight, bias)` gives the kernel that applies a weight of any form; `make_router`, of a model with
-        experts, the fp32 kernel of a router."""
+        experts, the fp32 kernel of a router. `collectives`: of a rank that has a part of the model, for whose heads
+        `attention` is; raises ModelError where only torch could run the layers."""
         self.spec, self.dtype, self.attention, self.ropes = spec, dtype, attention, ropes
         self.device = attention.shape.device
         self._gated = make_gated(spec)
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
-        linears = Linears(source, make)
         vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
+        shard = WHOLE if collectives is None else collectives.shard
+        self.collectives, linears = collectives, Linears(source, make, shard)
+        missing = -vocab_size % shard.degree  # outputs of the head that make every rank's part equal
         self.embedding = source.embedding(vocab_size, hidden_size)
-        self.layers = [read_layer(spec, index, source, linears, make_router) for index in range(spec.num_layers)]
+        layers = range(spec.num_layers)
+        self.layers = [read_layer(spec, index, source, linears, make_router, shard) for index in layers]
         if spec.sinks:
             attention.set_sinks(read_sinks(spec, source))
         self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
         if spec.tied:
-            self.head = linears.make([source.tied_head(self.embedding, vocab_size, hidden_size)])
+            table = source.tied_head(self.embedding, vocab_size, hidden_size)
+            self.head = linears.make([linears.share(pad(table, rows=missing))])
             self.embedding = tied(self.embedding, self.head)
         else:
-            self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False)
+            self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False, rows=missing, column_parallel=True)
         self.weights = linears.report()
+        if collectives is not None:
+            self.embedding = VocabularyEmbedding(self.embedding, vocab_size, collectives)
+            self.head = VocabularyHead(self.head, vocab_size, collectives)
         extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
         source.check_all_read("model.layers.", tuple(f"model.layers.{index}." for index in extra))
         source.release()
-        self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes)
+        self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives)
+        if collectives is not None and self.fused is None:
+            why = self.reasons["layers"]["fused"]
+            raise ModelError(f"tensor_parallel {shard.degree}: needs the native layers, which do not fit: {why}")
 
     @property
     def numerics(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from baton.engine.layers.rope import Rope
 from baton.engine.models.experts import Experts
 from baton.engine.models.gpu_layers import INTERPRETED, GpuLayers
 from baton.engine.models.layer import Layer
+from baton.engine.parallel.collectives import Collectives, check
 
 ROW_MULTIPLE = 16  # a row of the residual stream is whole vectors
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -50,7 +51,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _Norm) for name in _NORMS),
-        *((name, _POINTER) for name in (*_LINEARS, "cos", "sin", "experts")),
+        *((name, _POINTER) for name in (*_LINEARS, "cos", "sin", "experts", "output_bias", "down_bias")),
     ]
 
 
@@ -62,6 +63,7 @@ class _Model(ctypes.Structure):
         *((name, _INT) for name in ("activation", "gated", "parallel", "norm_of_heads")),
         *((name, _POINTER) for name in ("layers", "shape")),
         *((name, ctypes.c_double) for name in ("eps", "residual_scale", "swiglu_alpha", "swiglu_limit")),
+        ("ranks", _POINTER),
     ]
 
 
@@ -85,17 +87,21 @@ class FusedLayers:
 
     name = "fused"
 
-    def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, ropes: Sequence[Rope]):
-        """All linear layers are PackedLinear; `unfit` has checked that."""
+    def __init__(
+        self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, ropes: Sequence[Rope],
+        collectives: Collectives | None = None,
+    ):  # fmt: skip
+        """All linear layers are PackedLinear; `unfit` has checked that. `collectives`: of ranks that have a part each."""
+        degree = 1 if collectives is None else collectives.shard.degree
         self._attention = attention
         self._experts = [None if layer.experts is None else _experts(layer.experts) for layer in layers]
-        self._held = (layers, ropes)  # what the structs below point at
+        self._held = (layers, ropes, collectives)  # what the structs below point at
         own = zip(layers, spec.layers, self._experts)  # the layers of a draft may be fewer than its target's
         self._layers = (_Layer * len(layers))(*(_layer(layer, ropes, of.rope, experts) for layer, of, experts in own))
         self._model = _Model(
             kind=KINDS[attention.shape.dtype],
             hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE,
+            intermediate_size=(spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE) // degree,
             activation=_ACTIVATIONS.index(spec.activation),
             gated=spec.gated,
             parallel=spec.parallel,
@@ -106,9 +112,10 @@ class FusedLayers:
             residual_scale=spec.residual_scale,
             swiglu_alpha=spec.swiglu_alpha,
             swiglu_limit=spec.swiglu_limit,
+            ranks=None if collectives is None else collectives.address,
         )
         library = native.library()
-        self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT)
+        self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT, restype=_INT)
         self._norm = library.function("baton_norm", _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)
 
     @property
@@ -157,10 +164,10 @@ class FusedLayers:
         )
         model, where, num_layers = ctypes.addressof(self._model), ctypes.addressof(step), len(self._layers)
         if on_layer is None:
-            self._run(model, where, 0, num_layers)
+            check(self._run(model, where, 0, num_layers))
             return x
         for layer in range(num_layers):
-            self._run(model, where, layer, layer + 1)
+            check(self._run(model, where, layer, layer + 1))
             on_layer(layer)
         return x
 
@@ -172,12 +179,16 @@ class FusedLayers:
 
 
 def fuse(
-    spec: ModelSpec, layers: Sequence[Layer], attention: Attention, ropes: Sequence[Rope]
+    spec: ModelSpec,
+    layers: Sequence[Layer],
+    attention: Attention,
+    ropes: Sequence[Rope],
+    collectives: Collectives | None = None,
 ) -> tuple[FusedLayers | GpuLayers | None, dict[str, str]]:
     """Return what runs these layers faster than torch, or None; and the reason against each other way."""
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
-        return FusedLayers(spec, layers, attention, ropes), {"torch": "fused was chosen"}
+        return FusedLayers(spec, layers, attention, ropes, collectives), {"torch": "fused was chosen"}
     if attention.shape.device.type == "cpu" and attention.name not in INTERPRETED:
         return None, reasons
     if reason := GpuLayers.unfit(spec, layers, attention):
@@ -199,7 +210,12 @@ def _layer(layer: Layer, ropes: Sequence[Rope], rope: int | None, experts: _Expe
     return _Layer(
         **{name: _norm(getattr(layer, name)) for name in _NORMS}, **linears, cos=cos, sin=sin,
         experts=None if experts is None else ctypes.addressof(experts),
+        output_bias=_bias(layer.output), down_bias=_bias(layer.down),
     )  # fmt: skip
+
+
+def _bias(part: LinearKernel | None) -> int | None:
+    return part.bias_address if isinstance(part, PackedLinear) else None
 
 
 def _norm(norm: Norm | None) -> _Norm:

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ExpertsSpec
 from baton.engine.layers.linear import JoinedLinear, LinearKernel
+from baton.engine.parallel.shard import WHOLE, Shard
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import Weight, form_name
-from baton.engine.weights.leaves import leaves_of
+from baton.engine.weights.leaves import inputs_of, leaves_of
 from baton.engine.weights.merge import merge, pad, split_rows, take_rows
 
-Make = Callable[[Weight, Tensor | None, int], LinearKernel]  # (weight, bias, leaves) -> kernel
+Make = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # (weight, bias, leaves, partial) -> kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,9 @@ class WeightReport:
 class Linears:
     """Makes kernels of the modules of one source, and keeps count."""
 
-    def __init__(self, source: WeightSource, make: Make):
-        self._source, self._make = source, make
+    def __init__(self, source: WeightSource, make: Make, shard: Shard = WHOLE):
+        """`shard`: the part of every weight that is made here."""
+        self._source, self._make, self._shard = source, make, shard
         self._forms: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()
         self._num_bytes, self._num_leaves = 0, 1
@@ -62,11 +65,13 @@ class Linears:
         orders: Sequence[Tensor | None] = (),
         parts: int = 1,
         row_parallel: bool = False,
+        column_parallel: bool = False,
     ) -> LinearKernel:
         """Return one kernel for modules that share their input, their outputs one after the other.
 
-        `orders`: of the outputs of each module, int64 [size], None: as stored. A module is `parts` of equal size, one
-        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` as in `make`.
+        `orders`: which outputs of each module, int64, None: all, as stored. A module is `parts` of equal size, one
+        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` as in `make`;
+        `column_parallel`: a rank has its share of the outputs of each part.
         """
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
@@ -77,6 +82,9 @@ class Linears:
                 weight, vector = take_rows(weight, order), vector[order]
             weights += [pad(part, rows, columns) for part in split_rows(weight, parts)]
             biases += [F.pad(part, (0, rows)) for part in vector.chunk(parts)]
+        if column_parallel:
+            weights = [self.share(part) for part in weights]
+            biases = [part[slice_of(self._shard.share(len(part)))] for part in biases]
         return self.make(weights, torch.cat(biases) if bias else None, row_parallel)
 
     def expert(
@@ -103,7 +111,8 @@ class Linears:
         merged = merge(weights)
         biases = [None] * len(merged) if bias is None else bias.split([weight.shape[0] for weight in merged])
         leaves = [leaves_of(weight) if row_parallel else 1 for weight in merged]
-        kernels = [self._make(*parts) for parts in zip(merged, biases, leaves, strict=True)]
+        make = self._make_part if row_parallel and self._shard.degree > 1 else self._make_whole
+        kernels = [make(*parts) for parts in zip(merged, biases, leaves, strict=True)]
         for weight, kernel, count in zip(merged, kernels, leaves, strict=True):
             num_values = weight.shape[0] * weight.shape[1]
             self._forms[form_name(weight)] += num_values
@@ -111,3 +120,26 @@ class Linears:
             self._num_bytes += kernel.num_bytes
             self._num_leaves = max(self._num_leaves, count if kernel.batch_invariant else 1)
         return kernels[0] if len(kernels) == 1 else JoinedLinear(kernels)
+
+    def share(self, weight: Weight) -> Weight:
+        """Return this rank's outputs of a weight."""
+        if self._shard.degree == 1:
+            return weight
+        return take_rows(weight, torch.tensor(self._shard.share(weight.shape[0])))
+
+    def _make_whole(self, weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
+        return self._make(weight, bias, leaves, False)
+
+    def _make_part(self, weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
+        """Make the kernel of this rank's inputs. Raises ModelError where they are no whole leaves."""
+        rank, degree = self._shard.rank, self._shard.degree
+        if leaves % degree:
+            cut = f"{weight.shape[1]} inputs of a weight ({form_name(weight)}) are cut into {leaves} parts at most"
+            raise ModelError(f"tensor_parallel {degree}: {cut}")
+        if getattr(weight, "order", None) is not None:
+            raise ModelError(f"tensor_parallel {degree}: weights in act-order ({form_name(weight)}) are not cut")
+        return self._make(inputs_of(weight, rank, degree), bias, leaves // degree, True)
+
+
+def slice_of(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)

@@ -18,7 +18,10 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
+from baton.engine.models.leading import LeadingModel
 from baton.engine.models.registry import read_spec
+from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.shard import WHOLE, refusal
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
@@ -31,8 +34,11 @@ from kvtransfer.naming import model_identity as identity_of
 __all__ = ["Weights", "load_model", "model_identity", "weight_files"]
 
 
-def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
-    """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names.
+def load_model(
+    config: EngineConfig, device: torch.device = CPU, collectives: Collectives | None = None
+) -> Model:  # fmt: skip
+    """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names; with
+    `collectives` the part of it that this rank has.
 
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.
@@ -41,7 +47,12 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
     config = resolve_dtypes(config, spec)
     compute = DTYPES[config.dtype]
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows)
+    shard = WHOLE if collectives is None else collectives.shard
+    if why := refusal(spec, shard.degree) if shard.degree > 1 else "":
+        raise ModelError(f"tensor_parallel {shard.degree}: {spec.folder}: {why}")
+    heads = (
+        len(shard.share(spec.num_heads)), len(shard.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,
+    )  # fmt: skip
     shape = AttentionShape(
         *heads, compute, device, config.kv_dtype, config.block_size, spec.attention_scale, spec.attention_softcap,
         spec.sinks,
@@ -58,12 +69,13 @@ def load_model(config: EngineConfig, device: torch.device = CPU) -> Model:
         check_weights(source.file_bytes, Memory.of(device), memory_share(config), quantization)
         source, ropes = PlacedSource(source, device), [rope.to(device) for rope in ropes]
 
-    def make(weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
+    def make(weight: Weight, bias: Tensor | None, leaves: int, partial: bool) -> LinearKernel:
         _trim()
-        return make_linear(weight, bias, leaves)
+        return make_linear(weight, bias, leaves, partial)
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
-    model = Model(spec, compute, source, make, backend, ropes, make_router)
+    kind = LeadingModel if collectives is not None and shard.rank == 0 else Model
+    model = kind(spec, compute, source, make, backend, ropes, make_router, collectives)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model

@@ -12,21 +12,23 @@ from baton.engine.models.experts import Experts, MakeRouter
 from baton.engine.models.latent import read_latent
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears
+from baton.engine.parallel.shard import Shard
 from baton.engine.weights.formats.base import WeightSource
 
 
 def read_layer(
-    spec: ModelSpec, index: int, source: WeightSource, linears: Linears, make_router: MakeRouter | None
+    spec: ModelSpec, index: int, source: WeightSource, linears: Linears, make_router: MakeRouter | None, shard: Shard
 ) -> Layer:
-    """Return layer `index`. Raises ModelError for a tensor that is missing or differs."""
+    """Return the part `shard` of layer `index`. Raises ModelError for a tensor that is missing or differs."""
     prefix, hidden, names = f"model.layers.{index}.", spec.hidden_size, spec.names
 
     def norm(name: str) -> Norm | None:
         return read_norm(spec.norm, source, prefix + name, hidden) if name else None
 
     order = _order(spec, index)
+    heads, kv_heads = shard.share(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
     if spec.latent is None:
-        qkv = _read_qkv(spec, prefix, order, linears)
+        qkv = _read_qkv(spec, prefix, order, linears, heads, kv_heads)
         sizes = [hidden], spec.num_heads * spec.head_dim
         output = linears.read([f"{prefix}self_attn.o_proj"], *sizes, spec.output_bias, row_parallel=True)
     else:
@@ -39,8 +41,8 @@ def read_layer(
     return Layer(
         input_norm=norm(names.before_attention),
         qkv=qkv,
-        q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order),
-        k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order),
+        q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order, heads),
+        k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order, kv_heads),
         output=output,
         mlp_norm=norm(names.before_mlp),
         gate_up=gate_up,
@@ -69,17 +71,21 @@ def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:
     return None if order is None else torch.tensor(order)
 
 
-def _of_heads(order: torch.Tensor, num_heads: int) -> torch.Tensor:
+def _of_heads(order: torch.Tensor, heads: range) -> torch.Tensor:
     """The order of one head's elements, for heads one after the other."""
-    return (torch.arange(num_heads).unsqueeze(1) * len(order) + order).flatten()
+    return (torch.tensor(heads).unsqueeze(1) * len(order) + order).flatten()
 
 
-def _read_qkv(spec: ModelSpec, prefix: str, order: torch.Tensor | None, linears: Linears):
+def _read_qkv(
+    spec: ModelSpec, prefix: str, order: torch.Tensor | None, linears: Linears, heads: range, kv_heads: range
+):  # fmt: skip
     counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    orders = None
-    if order is not None:
-        orders = [*(_of_heads(order, count) for count in counts[:2]), torch.arange(counts[2] * spec.head_dim)]
     sizes = [count * spec.head_dim for count in counts]
+    orders = None
+    if order is not None or len(heads) < spec.num_heads:
+        plain = torch.arange(spec.head_dim)
+        turned = plain if order is None else order
+        orders = [_of_heads(turned, heads), _of_heads(turned, kv_heads), _of_heads(plain, kv_heads)]
     if len(spec.names.qkv) == 1:
         if orders is not None:
             starts = (0, sizes[0], sizes[0] + sizes[1])
@@ -95,22 +101,24 @@ def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears):
     modules = [prefix + name for name in names.gate_up]
     parts = (1 + spec.gated) // len(modules)
     sizes = [parts * size] * len(modules)
-    gate_up = linears.read(modules, sizes, hidden, spec.mlp_bias, rows=padding, parts=parts)
+    gate_up = linears.read(modules, sizes, hidden, spec.mlp_bias, rows=padding, parts=parts, column_parallel=True)
     return gate_up, linears.read(
         [prefix + names.down], [hidden], size, spec.mlp_bias, columns=padding, row_parallel=True
     )
 
 
 def _read_head_norm(
-    spec: ModelSpec, source: WeightSource, name: str, num_heads: int, order: torch.Tensor | None
+    spec: ModelSpec, source: WeightSource, name: str, num_heads: int, order: torch.Tensor | None, own: range
 ) -> Norm | None:
-    """Return the norm of q or k."""
+    """Return the norm of q or k, for the heads of this rank."""
     if not spec.qk_norm:
         return None
     shape = {"head": (spec.head_dim,), "heads": (num_heads, spec.head_dim), "all": (num_heads * spec.head_dim,)}
     weight = source.tensor(f"{name}.weight", *shape[spec.qk_norm])
     if order is not None:
         device = weight.device
-        order = _of_heads(order, num_heads) if spec.qk_norm == "all" else order
+        order = _of_heads(order, range(num_heads)) if spec.qk_norm == "all" else order
         weight = weight[..., order.to(device)]
+    if spec.qk_norm == "heads":
+        weight = weight[own.start : own.stop]
     return make_norm(replace(spec.norm, bias=False), weight)

@@ -36,13 +36,14 @@ struct Pool {
   uint8_t* bytes;
   int64_t block_bytes, block_size, num_layers, num_kv_heads, head_dim, form, row_bytes, scale_bytes;
   int64_t num_kinds;  // 2: keys and values; 1: latent rows, of which both are made
+  int64_t first_head, heads_of_block;  // the num_kv_heads from first_head on are a rank's, of those that a block holds
 
   int64_t row(int64_t layer, int64_t kind, int64_t head) const {  // of a block; kind: 0 keys, 1 values
-    return ((layer * num_kinds + kind % num_kinds) * num_kv_heads + head) * block_size;
+    return ((layer * num_kinds + kind % num_kinds) * heads_of_block + first_head + head) * block_size;
   }
   uint8_t* values(int64_t block_id, int64_t row) const { return bytes + block_id * block_bytes + row * row_bytes; }
   uint16_t* scales(int64_t block_id, int64_t row) const {
-    const int64_t rows = num_layers * num_kinds * num_kv_heads * block_size;
+    const int64_t rows = num_layers * num_kinds * heads_of_block * block_size;
     return (uint16_t*)(bytes + block_id * block_bytes + rows * row_bytes + row * scale_bytes);
   }
 };

@@ -58,9 +58,9 @@ class PoolMemory:
         """Return the bytes that the mirror has taken; None where there is none."""
         return None if self.room is None else self.room.num_resident * self._block_bytes
 
-    def allocate(self, num_bytes: int) -> memoryview:
+    def allocate(self, num_bytes: int) -> Region:
         self.region = Region.create(num_bytes)
-        return self.region.memory
+        return self.region
 
     def allocate_on_gpu(self, num_bytes: int, device) -> DeviceRegion:
         """Raises ValueError with the size where there is no room, or no libcudart to ask."""
@@ -79,7 +79,7 @@ class PoolMemory:
         if self.gpu_region is None:
             return
         num_bytes, self._block_bytes = pool.bytes.nbytes, pool.layout.block_bytes
-        self.device = device_pool(pool, self.gpu_region, self.allocate(num_bytes))
+        self.device = device_pool(pool, self.gpu_region, self.allocate(num_bytes).memory)
         most = mirror_bytes(num_bytes, self._mirror_gib, available_bytes(), torch.cuda.device_count())
         log.info(
             "KV that crosses by another transport than cuda_ipc is mirrored in host memory: at most %.2f of %.2f GiB",

@@ -257,6 +257,8 @@ def test_workers_share_the_cores(folder, monkeypatch):
     assert threads("--threads", "5", "--decode.threads", "auto") == (["--threads=5"], ["--threads=11"])
     assert threads("--threads", "32") == (["--threads=32"], ["--threads=32"]), "an explicit value holds"
     assert threads("--prefill", "20") == (["--threads=1"], ["--threads=1"]), "a worker has one at least"
+    assert threads("--tensor-parallel", "2") == (["--threads=4"], ["--threads=4"]), "of each rank"
+    assert threads("--prefill.tensor-parallel", "4", "--decode.threads", "4") == (["--threads=3"], ["--threads=4"])
     assert threads("--prefill", "0")[1] == ["--threads=16"]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert threads() == ([], []), "each reads it itself"

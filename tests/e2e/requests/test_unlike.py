@@ -1,9 +1,11 @@
-"""Prefill and decode workers that keep KV in other blocks and in another form."""
+"""Prefill and decode workers that keep KV in other blocks, in another form, or in other numbers of ranks."""
 
 import sys
 from pathlib import Path
 
-from tests.e2e.conftest import GATEWAY_OPTIONS
+import pytest
+
+from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.support import bare
 from tests.support.client import Client
 from tests.support.process import Process
@@ -23,6 +25,33 @@ def test_other_block_sizes_are_token_for_token_the_whole_run(run_stack, model, p
             request = bare.make_request(str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, **sampling)
             whole = bare.run(engine, [request])[str(index)]
             reply = client.generate(prompt_ids, max_tokens=MAX_TOKENS, **sampling)
+            assert reply.timing.transfer_s > 0
+            for choice, wanted in whole.items():
+                assert reply.choices[choice].token_ids == wanted.token_ids
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [(2, 1), (1, 2), *(pytest.param(*pair, marks=pytest.mark.long) for pair in [(2, 2), (1, 4), (4, 1), (2, 4), (4, 2)])],
+)  # fmt: skip
+def test_other_numbers_of_ranks_are_token_for_token_the_whole_run(run_stack, model, prompts, prefill, decode):
+    """Of one numerics class."""
+    engine = bare.load_engine(model, num_blocks=160, threads=1)
+    options = {
+        "options": (*OPTIONS, "--strict-numerics"),
+        "prefill_options": ("--tensor-parallel", str(prefill)),
+        "decode_options": ("--tensor-parallel", str(decode), "--block-size", "64"),
+    }
+    with run_stack(f"ranks{prefill}{decode}", gateway_options=GATEWAY_OPTIONS, **options) as stack:
+        client = Client(stack.target)
+        for index, num_tokens in enumerate((31, 300)):
+            prompt_ids = prompts(num_tokens)
+            request = bare.make_request(
+                str(index), prompt_ids, max_tokens=MAX_TOKENS, eos_ids=EOS, seed=index, temperature=0.9, n=2
+            )
+            whole = bare.run(engine, [request])[str(index)]
+            reply = client.generate(prompt_ids, max_tokens=MAX_TOKENS, seed=index, temperature=0.9, n=2)
             assert reply.timing.transfer_s > 0
             for choice, wanted in whole.items():
                 assert reply.choices[choice].token_ids == wanted.token_ids

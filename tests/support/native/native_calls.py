@@ -31,15 +31,16 @@ class Recorder(build.NativeLibrary):
 
     def function(self, name: str, *argtypes, restype=None):
         real = super().function(name, *argtypes, restype=restype)
-        if restype is not None:
+        if restype is not None and not argtypes:
             return real
 
-        def call(*arguments: int | None) -> None:
+        def call(*arguments: int | None) -> int | None:
             values = [argument or 0 for argument in arguments]
             reached = _reach([value for value, kind in zip(values, argtypes, strict=True) if kind is ctypes.c_void_p])
             before = [ctypes.string_at(start, size) for start, size, _ in reached]
-            real(*arguments)
+            returned = real(*arguments)
             self.calls.append(_packed(name, values, argtypes, reached, before))
+            return returned
 
         return call
 

@@ -2,6 +2,9 @@
 engine computes on the CPU, in the memory of a stand-in for libcudart; what needs a real GPU is in
 tests/e2e/start/test_gpu.py."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,11 +27,12 @@ class StandInPool(PoolMemory):
         super().__init__(mirror_gib)
         self.library = Cudart(host)
 
-    def allocate(self, num_bytes: int) -> memoryview:
+    def allocate(self, num_bytes: int) -> Any:
         if self.gpu_region is not None:
             return super().allocate(num_bytes)
         self.gpu_region = DeviceRegion(CudaRuntime(self.library), 0, num_bytes)
-        return memoryview(self.library.allocations[self.gpu_region.address]).cast("B")[:num_bytes]
+        memory = memoryview(self.library.allocations[self.gpu_region.address]).cast("B")[:num_bytes]
+        return SimpleNamespace(memory=memory, fd=-1)
 
 
 @pytest.fixture(scope="module")

@@ -111,13 +111,48 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
   });
 }
 
-// x -> to, which may be `from`: experts, or the products of one MLP by way of `wide` and `narrow`.
-void run_mlp(const Model& model, const Step& step, const Layer& layer, const void* x, char* wide, char* narrow,
+// The largest magnitude of each row of which every rank has num_in inputs, outliers of the weight aside: what rows are
+// scaled by that have one scale each. Null: a rank is lost.
+const float* largest_of_rows(const Model& model, const Step& step, const Linear& linear, const void* x) {
+  thread_local std::vector<char> memory;
+  const int64_t rows = step.num_tokens, size = linear.num_in, degree = model.ranks->degree;
+  float* own = (float*)scratch(memory, (rows * (1 + degree) + size) * 4);
+  float *all = own + rows, *row = all + rows * degree;
+  for (int64_t t = 0; t < rows; t++) {
+    for (int64_t i = 0; i < size; i += 16) store16(row + i, read16(model.kind, x, t * size + i));
+    for (int64_t i = 0; i < linear.num_outliers; i++) row[linear.outlier_columns[i]] = 0;
+    V16 largest{};
+    for (int64_t i = 0; i < size; i += 16) largest = max16(largest, max16(load16(row + i), -load16(row + i)));
+    own[t] = max_of16(largest);
+  }
+  if (baton_gather_ranks(model.ranks, own, rows * 4, all)) return nullptr;
+  for (int64_t t = 0; t < rows; t++)
+    for (int64_t rank = 0; rank < degree; rank++) own[t] = std::max(own[t], all[rank * rows + t]);
+  return own;
+}
+
+// x times a weight of which every rank may have some inputs -> to, the whole sums. False: a rank is lost.
+bool sum_linear(const Model& model, const Step& step, const Linear* linear, const float* bias, const void* x, void* to) {
+  if (!model.ranks) {
+    baton_linear(linear, x, nullptr, to, step.num_tokens, step.num_threads);
+    return true;
+  }
+  thread_local std::vector<char> memory;
+  float* part = (float*)scratch(memory, step.num_tokens * model.hidden_size * 4);
+  const float* largest = nullptr;
+  if (linear->activations == INT8_PER_ROW || linear->activations == E4M3_PER_ROW)
+    if (!(largest = largest_of_rows(model, step, *linear, x))) return false;
+  baton_linear(linear, x, largest, part, step.num_tokens, step.num_threads);
+  return !baton_sum_ranks(model.ranks, part, step.num_tokens, model.hidden_size, bias, model.kind, to, step.num_threads);
+}
+
+// x -> to, which may be `from`: experts, or the products of one MLP by way of `wide` and `narrow`. False: a rank is lost.
+bool run_mlp(const Model& model, const Step& step, const Layer& layer, const void* x, char* wide, char* narrow,
              void* to) {
-  if (layer.experts) return mix_experts(model, step, *layer.experts, x, to);
+  if (layer.experts) return mix_experts(model, step, *layer.experts, x, to), true;
   baton_linear(layer.gate_up, x, nullptr, wide, step.num_tokens, step.num_threads);
   activate(model, step, model.intermediate_size, wide, narrow);
-  baton_linear(layer.down, narrow, nullptr, to, step.num_tokens, step.num_threads);
+  return sum_linear(model, step, layer.down, layer.down_bias, narrow, to);
 }
 
 }  // namespace
@@ -125,7 +160,7 @@ void run_mlp(const Model& model, const Step& step, const Layer& layer, const voi
 
 using namespace baton;
 
-void baton_layers(const Model* model, const Step* step, int64_t first, int64_t last) {
+int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_t last) {
   thread_local std::vector<char> memory;
   const Pool& pool = *step->pool;
   const int64_t rows = step->num_tokens, threads = step->num_threads, width = model->kind == FP32 ? 4 : 2;
@@ -148,16 +183,17 @@ void baton_layers(const Model* model, const Step* step, int64_t first, int64_t l
     rotate_and_store(*model, *step, layer, index, a);
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
     if (model->parallel) {
-      baton_linear(layer.output, b, nullptr, d, rows, threads);
-      run_mlp(*model, *step, layer, asked, a, b, c);
+      if (!sum_linear(*model, *step, layer.output, layer.output_bias, b, d)) return 1;
+      if (!run_mlp(*model, *step, layer, asked, a, b, c)) return 1;
       add_norm(*model, *step, d, layer.attention_out_norm, none, nullptr);
     } else {
-      baton_linear(layer.output, b, nullptr, c, rows, threads);
+      if (!sum_linear(*model, *step, layer.output, layer.output_bias, b, c)) return 1;
       add_norm(*model, *step, c, layer.attention_out_norm, layer.mlp_norm, c);
-      run_mlp(*model, *step, layer, normed(layer.mlp_norm), a, b, c);
+      if (!run_mlp(*model, *step, layer, normed(layer.mlp_norm), a, b, c)) return 1;
     }
     add_norm(*model, *step, c, layer.mlp_out_norm, next, c);
   }
+  return 0;
 }
 
 void baton_norm(const Model* model, const void* x, const void* weight, void* normed, int64_t num_rows,

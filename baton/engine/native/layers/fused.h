@@ -3,6 +3,7 @@
 
 #include "../attention/attention.h"
 #include "../linear/linear.h"
+#include "../ranks.h"
 
 namespace baton {
 
@@ -27,6 +28,7 @@ struct Layer {
   const Linear *gate_up, *down;
   const float *cos, *sin;  // [positions][head_dim], the first half of sin negated; null: heads do not turn
   const Experts* experts;  // in place of gate_up and down; null: none
+  const float *output_bias, *down_bias;  // of sums that ranks share; null: none
 };
 // What one weight of q_norm and k_norm is for: a head, each head of its own, all heads of a token.
 enum NormOfHeads : int64_t { OF_A_HEAD = 0, OF_EACH_HEAD = 1, OF_ALL_HEADS = 2 };
@@ -37,6 +39,7 @@ struct Model {
   const Shape* shape;
   double eps, residual_scale;
   double swiglu_alpha, swiglu_limit;  // of CLAMPED_SWIGLU
+  Ranks* ranks;  // that have a part of every layer each; null: one has all
 };
 struct Step {
   const Pool* pool;
@@ -69,8 +72,8 @@ extern "C" {
 void baton_linear(const baton::Linear* linear, const void* x, const float* largest, void* y, int64_t num_rows,
                   int64_t num_threads);
 
-// Layers [first, last) on step->x, in place; their KV is in the pool afterwards.
-void baton_layers(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);
+// Layers [first, last) on step->x, in place; their KV is in the pool afterwards. Not 0: a rank is lost.
+int64_t baton_layers(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);
 
 // x [num_rows][hidden_size] -> its RMS norm, as before a product; normed may be x.
 void baton_norm(const baton::Model* model, const void* x, const void* weight, void* normed, int64_t num_rows,

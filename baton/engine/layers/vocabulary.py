@@ -1,0 +1,40 @@
+"""Embedding and output head of a vocabulary of which every rank has a part."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from baton.engine.layers.embedding import PackedEmbedding
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.parallel.collectives import Collectives
+
+
+class VocabularyEmbedding:
+    """Rows of all ranks' tables: each looks up its own tokens, zeros stand for the others."""
+
+    def __init__(self, table: Callable[[Tensor], Tensor], vocab_size: int, collectives: Collectives):
+        """`table`: the lookup of all tokens, or in the part of the head that this rank has packed."""
+        self._own, self._collectives = collectives.shard.share(vocab_size), collectives
+        self._table, self._first = table, 0 if isinstance(table, PackedEmbedding) else self._own.start
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, hidden_size]."""
+        theirs = (token_ids < self._own.start) | (token_ids >= self._own.stop)
+        rows = self._table((token_ids - self._own.start).masked_fill(theirs, 0) + self._first)
+        part = rows.float().masked_fill(theirs.unsqueeze(1), 0)
+        return self._collectives.sum(part, rows.dtype)
+
+
+class VocabularyHead:
+    """Logits of the whole vocabulary on the first rank, of those that every rank computes."""
+
+    def __init__(self, own: LinearKernel, vocab_size: int, collectives: Collectives):
+        """`own`: of this rank's part of the outputs, as many on every rank."""
+        self._own, self._vocab_size, self._collectives = own, vocab_size, collectives
+        self.name, self.row_multiple = own.name, own.row_multiple
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [R, hidden_size] -> [R, vocab_size]; on other ranks than the first what has no meaning."""
+        own = self._own(x)
+        all_ = self._collectives.gather(own, wanted=self._collectives.shard.rank == 0)
+        return own if all_ is None else all_.transpose(0, 1).flatten(1)[:, : self._vocab_size]

@@ -1,0 +1,98 @@
+"""Sums and gathers of ranks on one host, over memory that all of them map (native/ranks.cpp)."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from baton.engine import native
+from baton.engine.parallel.shard import Shard
+
+LINE = 64  # bytes
+CAPACITY = (
+    1 << 20
+)  # bytes that a rank says in one turn: with those of a second rank they stay in the second-level cache
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of native/vector.h
+LOST, BEAT = 0, 8  # bytes into the first line, and into a rank's
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class RankLost(RuntimeError):
+    """A rank has died or stands still: the model cannot be computed any more."""
+
+
+class _Ranks(ctypes.Structure):
+    """`Ranks` of native/ranks.h."""
+
+    _fields_ = [("memory", _POINTER), *((name, _INT) for name in ("rank", "degree", "capacity", "turn"))]
+
+
+def num_bytes_for(degree: int) -> int:
+    """Return the bytes of memory that so many ranks share, zeros at first."""
+    return LINE * (1 + degree) + 2 * degree * CAPACITY
+
+
+class Collectives:
+    """One rank's end. All ranks make the same calls in the same order; each waits for the others, and raises RankLost
+    where one is lost. Rows of a sum are whole vectors. One thread at a time, but for `beat`, `beat_of` and `lose`."""
+
+    def __init__(self, memory: memoryview, shard: Shard):
+        """`memory`: writable, of num_bytes_for(degree); the library is there."""
+        self.shard = shard
+        self._words = torch.frombuffer(memory, dtype=torch.int32)
+        self._ranks = _Ranks(self._words.data_ptr(), shard.rank, shard.degree, CAPACITY, 0)
+        library = native.library()
+        assert library is not None
+        pointers, returns = [_POINTER] * 2, {"restype": _INT}
+        self._sum = library.function(
+            "baton_sum_ranks", *pointers, _INT, _INT, _POINTER, _INT, _POINTER, _INT, **returns
+        )  # fmt: skip
+        self._gather = library.function("baton_gather_ranks", *pointers, _INT, _POINTER, **returns)
+        self._tell = library.function("baton_tell_ranks", *pointers, _INT, **returns)
+
+    @property
+    def address(self) -> int:
+        """Return the address of the struct, for native code that sums."""
+        return ctypes.addressof(self._ranks)
+
+    def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add the parts fp32 [T, size] of all ranks by the tree: [T, size], rounded once."""
+        part, out = part.contiguous(), torch.empty(part.shape, dtype=dtype)
+        check(
+            self._sum(
+                self.address, part.data_ptr(), *part.shape, None, KINDS[dtype], out.data_ptr(), torch.get_num_threads()
+            )
+        )  # fmt: skip
+        return out
+
+    def gather(self, own: Tensor, wanted: bool = True) -> Tensor | None:
+        """Return what all ranks have, [degree, *own.shape]; None where it is not wanted here."""
+        own = own.contiguous()
+        out = own.new_empty(self.shard.degree, *own.shape) if wanted else None
+        check(self._gather(self.address, own.data_ptr(), own.nbytes, None if out is None else out.data_ptr()))
+        return out
+
+    def tell(self, data: Tensor) -> None:
+        """Copy the first rank's `data`, contiguous, to that of all others."""
+        check(self._tell(self.address, data.data_ptr(), data.nbytes))
+
+    def beat(self) -> None:
+        """Say that this process runs."""
+        self._beat(self.shard.rank).add_(1)
+
+    def beat_of(self, rank: int) -> int:
+        """Return how often a rank has said so."""
+        return int(self._beat(rank))
+
+    def lose(self) -> None:
+        """Let every wait of every rank end."""
+        self._words[LOST // 4] = 1
+
+    def _beat(self, rank: int) -> Tensor:
+        return self._words[(LINE * (1 + rank) + BEAT) // 4]
+
+
+def check(status: int) -> None:
+    """Raise RankLost where native code returned that a rank is lost."""
+    if status:
+        raise RankLost("a rank is lost")

@@ -1,0 +1,44 @@
+"""Which part of a model each rank has: heads of attention, outputs of what widens a row, inputs of what narrows it."""
+
+from dataclasses import dataclass
+
+from baton.engine.core.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of rank `rank` of `degree`, a power of two."""
+
+    rank: int
+    degree: int
+
+    def share(self, size: int) -> range:
+        """Return this rank's part of `size`, equal for all where `degree` divides it; the last one's may be shorter."""
+        each = -(-size // self.degree)
+        return range(min(size, self.rank * each), min(size, (self.rank + 1) * each))
+
+    def kv_heads(self, num_kv_heads: int) -> range:
+        """Return the KV heads that this rank's queries read. Where there are fewer than ranks, several ranks have the same
+        one: all write equal bytes."""
+        if num_kv_heads >= self.degree:
+            return self.share(num_kv_heads)
+        head = self.rank * num_kv_heads // self.degree
+        return range(head, head + 1)
+
+
+WHOLE = Shard(0, 1)
+
+
+def refusal(spec: ModelSpec, degree: int) -> str:
+    """Return why a model cannot be cut for so many ranks; "" if it can."""
+    if spec.latent is not None:
+        return "latent attention is computed by one rank only"
+    if spec.num_heads % degree:
+        return f"{degree} ranks do not divide {spec.num_heads} heads of attention"
+    if spec.num_kv_heads % degree and degree % spec.num_kv_heads:
+        return f"{degree} ranks and {spec.num_kv_heads} KV heads: one must be a multiple of the other"
+    if any(layer.experts is not None for layer in spec.layers):
+        return "mixtures of experts are computed by one rank only"
+    if spec.qk_norm == "all":
+        return "q and k are normed over all heads of a token, of which a rank has some"
+    return ""

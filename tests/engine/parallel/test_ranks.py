@@ -1,0 +1,116 @@
+"""The ranks of an engine as processes: the same tokens and KV as one process, and one line where they cannot be had."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from baton.engine import native
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
+from baton.engine.engine import Engine
+from baton.engine.parallel.collectives import RankLost
+from tests.support.engine.toys import make_request, run
+from tests.support.models import make_model
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+NUM_TOKENS = 24
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 70, 130)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def config_of(folder, degree: int, **options) -> EngineConfig:
+    return EngineConfig(folder, threads=1, num_blocks=64, tensor_parallel=degree, **options)
+
+
+def requests() -> list:
+    sampled = make_request("sampled", PROMPTS[1], NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3, n=2, logprobs=2)
+    return [*(make_request(str(len(ids)), ids, NUM_TOKENS) for ids in PROMPTS), sampled]
+
+
+def answers(engine: Engine) -> dict:
+    records = run(engine, requests())
+    return {key: (record.answer(), record.logprobs) for key, record in records.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"speculator": "ngram"}, {"dtype": "bf16", "kv_dtype": "int8"}], ids=str)
+def test_ranks_give_the_answers_of_one(folder, options):
+    alone = Engine.load(config_of(folder, 1, **options))
+    expected = answers(alone)
+    engine = Engine.load(config_of(folder, 2, **options))
+    try:
+        assert answers(engine) == expected
+        assert torch.equal(engine.pool.bytes, alone.pool.bytes)
+        assert engine.numerics_class == alone.numerics_class
+        weights = engine.ranks.num_bytes[0], engine.runner.model.weights.num_bytes
+        assert weights[0] == weights[1] < alone.runner.model.weights.num_bytes * 0.6
+    finally:
+        engine.ranks.close()
+    assert all(process.poll() is not None for process in engine.ranks._processes)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")]
+)
+def test_a_lost_rank_ends_every_wait(folder, how, said):
+    engine = Engine.load(config_of(folder, 2))
+    reasons = []
+    try:
+        engine.ranks.when_lost(reasons.append)
+        engine.submit(make_request("a", PROMPTS[2], NUM_TOKENS))
+        engine.step()
+        time.sleep(0.3)  # it has been seen to live
+        os.kill(engine.ranks.pids[0], how)
+        with pytest.raises(RankLost):
+            while True:
+                engine.step()
+                assert engine.has_work() or not engine.submit(make_request(str(engine.step_number), PROMPTS[0], 5))
+        engine.ranks._watcher.join(10)
+        assert reasons == [f"rank 1 (pid {engine.ranks.pids[0]}) {said}"]
+    finally:
+        engine.ranks.close()
+
+
+def test_a_rank_that_ends_at_its_start(folder, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(ValueError, match="^rank 1 ended at its start with status 1: see its lines on stderr$"):
+        Engine.load(config_of(folder, 2))
+
+
+def test_a_rank_that_is_never_ready(folder, monkeypatch, tmp_path):
+    program = tmp_path / "silent"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    monkeypatch.setattr("baton.engine.ranks.spawn.START_S", 0.2)
+    with pytest.raises(ValueError, match="^rank 1 was not ready 0 s after its start$"):
+        Engine.load(config_of(folder, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 3}, "tensor_parallel 3: one of 1, 2, 4, 8"),
+        ({"tensor_parallel": 8}, "tensor_parallel 8: 8 ranks do not divide 4 heads of attention"),
+        ({"tensor_parallel": 2, "attention": "reference"}, "tensor_parallel 2: needs the native layers"),
+        (
+            {"tensor_parallel": 4, "quantization": "int4-g32"},
+            "tensor_parallel 4: 64 inputs of a weight .int4-g32-asym.",
+        ),
+        ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel has no effect on a GPU"),
+        (
+            {"tensor_parallel": 2, "speculator": "draft", "draft_model": "x"},
+            "draft_model reads a model that one rank has",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cut_is_named(folder, options, message):
+    with pytest.raises((ModelError, ValueError), match=message):
+        Engine.load(EngineConfig(folder, threads=1, num_blocks=64, **options))

@@ -1,0 +1,68 @@
+"""A worker of two ranks, one of which is lost: the worker ends with the reason, and leaves no process behind."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.engine import native
+from tests.support.models import make_model
+from tests.support.pace import patience
+from tests.support.process import Process
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+OPTIONS = ("--num-blocks", "64", "--threads", "1", "--tensor-parallel", "2")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
+    ]
+
+
+def is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + patience(10)
+    while Path(f"/proc/{pid}").exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s"), (signal.SIGTERM, None)],
+)
+def test_a_worker_and_its_ranks_end_together(model, tmp_path, how, reason):
+    """SIGTERM is for the worker, which drains."""
+    worker = Process("worker", [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS], tmp_path)
+    try:
+        worker.ready()
+        (rank,) = children(worker.pid)
+        os.kill(rank if reason else worker.pid, how)
+        assert worker.wait() == (1 if reason else 0), worker.tail()
+        assert is_gone(rank)
+        if reason:
+            assert f"rank 1 (pid {rank}) {reason}, so this worker ends with all its ranks" in worker.text()
+    finally:
+        worker.popen.kill()
+        worker.wait()
+
+
+def test_ranks_end_with_a_worker_that_is_killed(model, tmp_path):
+    worker = Process("worker", [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS], tmp_path)
+    try:
+        worker.ready()
+        (rank,) = children(worker.pid)
+    finally:
+        worker.popen.kill()
+        worker.wait()
+    assert is_gone(rank)
