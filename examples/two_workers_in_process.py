@@ -27,9 +27,9 @@ def load(model: str) -> tuple[Engine, Region]:
     """Return an engine and the memory of its pool."""
     regions: list[Region] = []
 
-    def allocate(num_bytes: int) -> memoryview:
+    def allocate(num_bytes: int) -> Region:
         regions.append(Region.create(num_bytes))
-        return regions[0].memory
+        return regions[0]
 
     engine = Engine.load(EngineConfig(model=Path(model), num_blocks=64), memory_for=allocate)
     return engine, regions[0]

@@ -61,7 +61,8 @@ def test_other_numbers_of_ranks_are_token_for_token_the_whole_run(run_stack, mod
 def test_up_with_unlike_roles_answers(model, prompts, tmp_path):
     """A bf16 prefill feeds an int8 decode."""
     argv = [BATON, "up", "--model", str(model), "--listen", "127.0.0.1:0", "--num-blocks", "160", "--threads", "1"]
-    argv += ["--gateway.split", "always", "--prefill.block-size", "32", "--decode.block-size", "64"]
+    argv += ["--no-gateway.stand-in", "--gateway.split", "always"]
+    argv += ["--prefill.block-size", "32", "--decode.block-size", "64"]
     process = Process("up", [*argv, "--decode.kv-dtype", "int8"], tmp_path, {"OMP_NUM_THREADS": "1"})
     try:
         client = Client(process.ready(90)["grpc"])

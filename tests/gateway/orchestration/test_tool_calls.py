@@ -55,7 +55,7 @@ async def test_a_call_that_is_cut_off_is_never_whole(saying):
         assert not (await c.stub.Complete(request, timeout=20)).choices[0].tool_calls
         messages = await read(c.stub.Generate(request, timeout=20))
         begun = "".join(part.arguments for message in messages for part in message.tool_calls)
-        assert begun.startswith('{"text": ') and not begun.endswith("}")
+        assert begun.startswith('{"text":') and not begun.endswith("}")
         assert messages[-1].finish_reason == pb.FINISH_REASON_STOP
 
 

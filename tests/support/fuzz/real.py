@@ -53,9 +53,9 @@ class Real:
         config = _config(plan["dtype"], plan["kv_dtype"], plan["quantization"], plan["max_model_len"], **options)
         return Engine.load(config, self._memory)
 
-    def _memory(self, num_bytes: int) -> memoryview:
+    def _memory(self, num_bytes: int) -> Region:
         self._regions.append(Region.create(num_bytes))
-        return self._regions[-1].memory
+        return self._regions[-1]
 
 
 def _config(dtype: str, kv_dtype: str, quantization: str, max_model_len: int, **options) -> EngineConfig:
