@@ -19,7 +19,7 @@ from baton.engine.layers.rope import Rope
 from baton.engine.models.loader import Weights
 from baton.engine.models.registry import read_spec
 from baton.engine.weights.formats.registry import quantization_config
-from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, linear_shapes, unfit
+from baton.quantization.core.block import STAGES, Block, LayerWeights, Stage, kept_modules, linear_shapes, unfit
 from baton.quantization.core.errors import QuantizeError
 from baton.quantization.folder import FolderWriter, new_folder
 from baton.quantization.schemes import GROUPS, SCHEMES, Form, Scheme, Settings
@@ -105,13 +105,7 @@ def _round_as_stored(job: QuantizeJob, weights: Weights, writer: FolderWriter, p
         if name not in rounded:
             writer.add({name: weights.read(name)})
     assert config is not None, "a model has layers"
-    routers = [
-        f"model.layers.{index}.{name}"
-        for index, layer in enumerate(spec.layers)
-        if layer.experts is not None
-        for name in (layer.experts.names[0], *layer.experts.shared_names[:1])
-    ]
-    quantization = config | {"ignore": [*config["ignore"], *routers]}
+    quantization = config | {"ignore": [*config["ignore"], *kept_modules(job.spec)]}
     writer.finish(spec.folder, read_json(spec.folder / "config.json") | {"quantization_config": quantization})
 
 

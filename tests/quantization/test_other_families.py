@@ -10,6 +10,7 @@ from tests.support.engine.folders import Hand, make_folder, random_ids
 
 SIZES = dict(hidden_size=64, intermediate_size=96)
 EXPERTS = dict(moe_intermediate_size=96)
+LATENT = EXPERTS | dict(q_lora_rank=32, v_head_dim=16, n_shared_experts=1)
 IDS = random_ids(40, 3)
 # Of the logits' power; 2 where one has nothing to do with the other. Rounding sends some rows to other experts.
 WORST = {"int8": 0.02, "int8-weight-only": 0.02, "int4-rtn": 0.4, "fp8": 0.08}
@@ -20,9 +21,13 @@ def logits(folder):
 
 
 @pytest.mark.parametrize("scheme", WORST)
-@pytest.mark.parametrize("name", ["gemma3", "phi4-mini", "starcoder2", "qwen2-moe", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "phi4-mini", "starcoder2", "qwen2-moe", "qwen3-moe", "deepseek-v3"])
 def test_rounded_as_stored(tmp_path, name, scheme):
-    more = {"qwen2-moe": EXPERTS | dict(shared_expert_intermediate_size=64), "qwen3-moe": EXPERTS}.get(name, {})
+    more = {
+        "qwen2-moe": EXPERTS | dict(shared_expert_intermediate_size=64),
+        "qwen3-moe": EXPERTS,
+        "deepseek-v3": LATENT,
+    }.get(name, {})
     make_folder(tmp_path / "float", name, **SIZES, **more)
     quantize(plan(tmp_path / "float", scheme), tmp_path / "made")
     expected, found = logits(tmp_path / "float"), logits(tmp_path / "made")
