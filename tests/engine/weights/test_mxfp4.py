@@ -19,7 +19,8 @@ SCALES = "model.layers.1.mlp.experts.down_proj_scales"
 @pytest.fixture
 def folder(tmp_path):
     """A folder with random blocks, and the one with the floats that transformers makes of them beside it."""
-    make_folder(tmp_path / "float", "gpt-oss", hidden_size=64, intermediate_size=96)
+    # Of 256 inputs a sum has 8 leaves, whole groups of 32 or not: floats and groups are added in one order.
+    make_folder(tmp_path / "float", "gpt-oss", hidden_size=64, intermediate_size=256)
     tensors = load_file(tmp_path / "float" / "model.safetensors")
     packed, generator = dict(tensors), torch.Generator().manual_seed(1)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -49,7 +50,7 @@ def test_read_without_loss(folder):
     model = load_model(EngineConfig(folder))
     assert "int8-g32" in model.weights.form
     error = (logits(folder) - expected).square().mean() / expected.square().mean()
-    assert error < 1e-3
+    assert error < 3e-3
 
 
 def refused(folder, **changed: torch.Tensor) -> str:
@@ -70,4 +71,4 @@ def test_scales_that_are_nan(folder):
 def test_blocks_of_another_shape(folder):
     blocks = torch.zeros(6, 64, 2, 16, dtype=torch.uint8)
     message = refused(folder, **{SCALES.replace("scales", "blocks"): blocks})
-    assert "down_proj_blocks has shape [6, 64, 2, 16], config.json asks for [6, 64, 3, 16]" in message
+    assert "down_proj_blocks has shape [6, 64, 2, 16], config.json asks for [6, 64, 8, 16]" in message
