@@ -6,7 +6,6 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from baton import tasks
 from baton.service import progress
@@ -14,6 +13,7 @@ from baton.service.logs import fields
 from baton.service.net import server as grpc_server
 from baton.service.net.admin import Admin
 from baton.service.net.host_names import HostNames
+from baton.service.net.http_server import HttpServer, open_http
 from baton.service.net.server import Health
 from baton.service.observe import genai_metrics, telemetry
 from baton.service.security.exposure import is_loopback
@@ -50,9 +50,6 @@ from gateway.request.request_record import RequestRecord
 from gateway.text.templates import ChatTemplate, TemplateFailed
 from gateway.text.text_work import TextWork
 from gateway.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from gateway.http.server import HttpServer
 
 _STOP_GRACE_S = 1.0
 # New objects before the collector looks for circles among them: every request makes hundreds that live for its time and
@@ -187,13 +184,12 @@ class Gateway:
     def _pages_are_here(self) -> bool:
         return is_loopback(self._settings.http or "") and is_loopback(self._settings.admin)
 
-    def _open_http(self, admin_port: int) -> "HttpServer | None":
+    def _open_http(self, admin_port: int) -> HttpServer | None:
         """Serve the HTTP API, if it is configured. Raises ListenError."""
         settings = self._settings
         if settings.http is None:
             return None
-        from gateway.http.app import make_app
-        from gateway.http.server import open_http
+        from gateway.http.app import make_app, refuse_head
 
         names = None
         if settings.credentials is None:
@@ -201,7 +197,7 @@ class Gateway:
         hosts = ("127.0.0.1", "localhost", "[::1]") if self._pages_are_here else ()
         origins = (*settings.http_origins, *(f"http://{host}:{admin_port}" for host in hosts))
         app = make_app(self.handler, self._guard, origins, names)
-        server = open_http(settings.http, app, settings.tls)
+        server = open_http(settings.http, app, refuse_head, settings.tls)
         server.start()
         return server
 

@@ -5,12 +5,14 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
 
-from baton.service.net.admin import Page, Reply, json_reply
+from baton.service.net.admin import Page, json_response
 from baton.service.net.host_names import without_port
 from baton.service.observe.phases import COLORS
 from baton.v1 import fleet_pb2 as pb
@@ -29,17 +31,17 @@ def pages(
     """Return the pages by path, for the admin server. `trace_url`: of a trace, with {trace_id} in it. `api_url`: where the page may
     send a completion, by the host that it was asked at; None: nowhere."""
 
-    def state(headers: Mapping[str, str]) -> Reply:
+    async def state(request: Request) -> Response:
         requests = fleet.requests(pb.ListRequestsRequest(max_recent=_NUM_RECENT))
-        return json_reply({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
+        return json_response({"workers": _plain(fleet.workers()), "requests": _plain(requests)})
 
     template = _PAGE.read_text().replace(_PHASES_HERE, json.dumps(COLORS))
     template = template.replace(_TRACE_URL_HERE, json.dumps(trace_url))
 
-    def page(headers: Mapping[str, str]) -> Reply:
-        api = api_url(without_port(headers.get("host", "")))
+    async def page(request: Request) -> Response:
+        api = api_url(without_port(request.headers.get("host", "")))
         shown = template.replace(_API_URL_HERE, json.dumps(api))
-        return Reply(shown.encode(), "text/html; charset=utf-8", headers=(_policy(shown, api),))
+        return HTMLResponse(shown, headers={"Content-Security-Policy": _policy(shown, api)})
 
     return {"/": page, "/fleet.json": state}
 
@@ -48,7 +50,7 @@ def _policy(page: str, api: str | None) -> str:
     """Return the header that lets a browser run the page's own script and style, and nothing else that finds its way in."""
     sources = {kind: _digest(page, kind) for kind in ("script", "style")}
     return (
-        f"Content-Security-Policy: default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
         f"connect-src 'self'{f' {api}' if api else ''}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,9 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from baton.service.errors import NotFound
+from baton.service.errors import BatonError, InvalidRequest, NotFound
 from baton.service.net.host_names import HostNames
-from baton.service.security.guard import Guard
+from baton.service.net.http_server import HostCheck
+from baton.service.net.server import MAX_METADATA_BYTES
+from baton.service.security.guard import MAX_METADATA_PAIRS, Guard
 from baton.v1 import inference_pb2 as pb
 from gateway.api.request_handler import RequestHandler
 from gateway.http.answers import (
@@ -169,23 +171,6 @@ class _Endpoint:
         await HttpCall(scope, receive, send, self._to_error).run(self._guard, self._method, self._serve)
 
 
-class _HostCheck:
-    """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
-    this host, can make its own name lead here, and would read all answers."""
-
-    def __init__(self, app: ASGIApp, names: HostNames):
-        self._app, self._names = app, names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) == 1 and hosts[0] in self._names:
-            return await self._app(scope, receive, send)
-        error = BadCall("host", "is not this one: --admin-hosts lists its names", "UNKNOWN_HOST")
-        await Response(to_bytes(to_json(error, {})), status_of(error), media_type="application/json")(
-            scope, receive, send
-        )
-
-
 def make_app(
     handler: RequestHandler, guard: Guard, origins: Sequence[str] = (), host_names: HostNames | None = None
 ) -> ASGIApp:
@@ -217,13 +202,25 @@ def make_app(
         Route("/health", health),
         Route("/openapi.json", openapi_json),
     ]
-    middleware = [Middleware(_HostCheck, names=host_names)] if host_names else []
+    middleware = [Middleware(HostCheck, names=host_names, refuse=_refuse_host)] if host_names else []
     if origins:
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",))
         middleware.insert(0, cors)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers={404: _elsewhere, 405: _elsewhere})
     app.router.redirect_slashes = False
     return app
+
+
+def refuse_head(is_too_large: bool) -> Response:
+    """Answer a head that is no HTTP, or too large."""
+    if is_too_large:
+        told = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
+        return _error_response(BadCall("head", told, "HEAD_TOO_LARGE"))
+    return _error_response(InvalidRequest("head", "this is no HTTP/1.1"))
+
+
+def _refuse_host(host: str) -> Response:
+    return _error_response(BadCall("host", "is not this one: --admin-hosts lists its names", "UNKNOWN_HOST"))
 
 
 async def _elsewhere(request: Request, raised: Exception) -> Response:
@@ -233,8 +230,11 @@ async def _elsewhere(request: Request, raised: Exception) -> Response:
         error, headers = BadCall("method", f"{path} takes another one", "METHOD_NOT_ALLOWED"), raised.headers
     else:
         error, headers = NotFound(f"{path} is not here; /openapi.json lists the paths"), None
-    body = to_bytes(to_json(error, {}))
-    return Response(body, status_of(error), headers, media_type="application/json")
+    return _error_response(error, headers)
+
+
+def _error_response(error: BatonError, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_bytes(to_json(error, {})), status_of(error), headers, media_type="application/json")
 
 
 async def _all(works: Sequence[Awaitable[T]]) -> list[T]:

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from baton.service.errors import BatonError, InvalidRequest
+from baton.service.net.http_server import ABORT
 from baton.service.observe.telemetry import parse_traceparent
 from baton.service.security.guard import METHODS, Guard
 from gateway.api.request_handler import CallContext
@@ -18,7 +19,6 @@ from gateway.http.errors import headers_of, status_of
 from gateway.http.requests import parse
 from gateway.request.validation import MAX_REQUEST_BYTES
 
-ABORT = "baton.abort"  # extension of the scope: ends the connection at once
 TIMEOUT_HEADER = "x-request-timeout"  # seconds: the deadline, which a gRPC call carries by itself
 _LINGER_S = 1.0  # a client that still sends its body reads nothing before it has ended
 _LAST_WORDS_S = 1.0  # to a client that does not read

@@ -37,7 +37,7 @@ class GatewayMeters:
     def __init__(self, model_name: str, slo_classes: Mapping[str, Slo], readings: Iterable[Gauge | Count] = ()):
         """`readings`: what is exposed beside the counts, read at each scrape."""
         metrics = Metrics(model_name)
-        self.page = metrics.page
+        self.page, self.exposition = metrics.page, metrics.exposition
         self._slo_classes = slo_classes
         self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
         self._ttft = metrics.histogram(

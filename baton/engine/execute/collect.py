@@ -85,8 +85,7 @@ class Results:
         """Append a choice's next tokens, up to the one that ends it; the samples after that are taken out."""
         first_index, finish_reason = seq.num_output, None
         for index, sample in enumerate(samples):
-            finish_reason = seq.finish_reason(sample.token_id)
-            seq.token_ids.append(sample.token_id)
+            finish_reason = seq.append(sample.token_id)
             if finish_reason is not None:
                 del samples[index + 1 :]
         if seq.draft_ids:

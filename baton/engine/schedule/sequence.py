@@ -1,6 +1,7 @@
 """Keep the loop's state of a request: one group per key, one sequence per choice. Mutable, and plain Python."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
 
@@ -90,16 +91,27 @@ class Sequence:
             ledger.unreserve(self.reserve)
             self.block_ids, self.reserve, self.num_computed, self.num_sealed, self.block_table = [], 0, 0, 0, None
 
+    def append(self, token_id: int) -> FinishReason | None:
+        """Append its next token; return why the choice ends with it, or None."""
+        self.token_ids.append(token_id)
+        return self._finish_reason(token_id, self.num_output, lambda: self.cursor.is_over)
+
     def finish_reason(self, token_id: int) -> FinishReason | None:
-        """Return the reason why the choice ends if `token_id` comes next, or None."""
+        """Return why the choice would end with `token_id` as its next, or None."""
+        return self._finish_reason(token_id, self.num_output + 1, lambda: self.cursor.is_over_behind(token_id))
+
+    def _finish_reason(
+        self, token_id: int, num_output: int, is_grammar_over: Callable[[], bool]
+    ) -> FinishReason | None:
         request = self.group.request
+        is_stop = token_id in request.stop_token_ids
         if request.constraint is not None:  # a stop token comes only where the answer may end
-            is_over = token_id in request.stop_token_ids or self.cursor.is_over_behind(token_id)
+            is_over = is_stop or is_grammar_over()
         else:
-            is_over = token_id in request.stop_token_ids and self.num_output + 1 > request.min_tokens
+            is_over = is_stop and num_output > request.min_tokens
         if is_over:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.is_full else None
+        return FinishReason.LENGTH if num_output >= request.max_tokens else None
 
     @property
     def cursor(self) -> GrammarCursor:

@@ -1,1 +1,1 @@
-"""gRPC servers, channels to them, the admin pages over HTTP, and the health probe."""
+"""gRPC servers, channels to them, HTTP servers, the admin pages, and the health probe."""

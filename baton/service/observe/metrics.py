@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFam
 from prometheus_client.exposition import generate_latest as classic_text
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.utils import floatToGoString
-
-from baton.service.net.admin import Reply
+from starlette.requests import Request
+from starlette.responses import Response
 
 # Those of the GenAI semantic conventions (v1.41), so that both kinds of charts agree.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.3, 0.5, 0.75, 1, 2, 2.5, 5, 7.5, 10)
@@ -23,7 +23,7 @@ RATIO_BUCKETS = tuple(n / 10 for n in range(11))
 
 
 class Metrics:
-    """`page` is /metrics. Children are made once per set of label values; the observer keeps them."""
+    """`page` serves /metrics. Children are made once per set of label values; the observer keeps them."""
 
     def __init__(self, model_name: str):
         self.model_name = model_name
@@ -49,11 +49,15 @@ class Metrics:
         """Expose what is read at each scrape, and only then."""
         self._registry.register(_Collector(readings, self.model_name))
 
-    def page(self, headers: Mapping[str, str]) -> Reply:
-        """The exposition, with exemplars for those that can read them."""
-        if "openmetrics" in headers.get("accept", ""):
-            return Reply(openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST)
-        return Reply(classic_text(self._registry), prometheus_client.CONTENT_TYPE_LATEST)
+    async def page(self, request: Request) -> Response:
+        """Answer a scrape."""
+        return self.exposition(request.headers.get("accept", ""))
+
+    def exposition(self, accept: str = "") -> Response:
+        """Return the text, with exemplars for those that can read them."""
+        if "openmetrics" in accept:
+            return Response(openmetrics.generate_latest(self._registry), media_type=openmetrics.CONTENT_TYPE_LATEST)
+        return Response(classic_text(self._registry), media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
 
 class Family:

@@ -8,8 +8,8 @@ import struct
 
 import pytest
 
+from baton.service.net import http_server as server_module
 from gateway.http import call as call_module
-from gateway.http import server as server_module
 from tests.gateway.http.conftest import decoded
 from tests.support.pace import patience
 
@@ -90,16 +90,36 @@ async def test_a_silent_connection_is_closed(served, monkeypatch, begun):
         await c.until(lambda: not c.gateway.http.server_state.connections)
 
 
-async def test_more_connections_than_allowed_are_closed_at_once(served):
+async def test_of_more_connections_than_allowed_a_new_one_takes_the_place_of_the_longest_idle(served):
     async with served() as (c, client):
         c.gateway.http._max_connections = 3
-        open_ones = [await asyncio.open_connection("127.0.0.1", c.gateway.http.port) for _ in range(3)]
+        c.decode[0].hold("decode")
+        running, running_writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        running_writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(ASK) + ASK)
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        silent = [await asyncio.open_connection("127.0.0.1", c.gateway.http.port) for _ in range(2)]
         await c.until(lambda: len(c.gateway.http.server_state.connections) == 3)
-        assert await said(c) == b""
-        for _, writer in open_ones:
-            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        assert await silent[0][0].read() == b"" and not silent[1][0].at_eof()
+        c.decode[0].release("decode")
+        assert b"200 OK" in await running.readuntil(b"\r\n\r\n")
+        for each in (running_writer, writer, silent[1][1]):
+            each.close()
         await c.until(lambda: not c.gateway.http.server_state.connections)
         assert (await client.models.list()).data
+
+
+async def test_where_all_connections_are_busy_a_new_one_is_closed(served):
+    async with served() as (c, client):
+        c.gateway.http._max_connections = 1
+        c.decode[0].hold("decode")
+        running, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(ASK) + ASK)
+        await c.until(lambda: c.gateway.handler.num_running == 1)
+        assert await said(c) == b""
+        c.decode[0].release("decode")
+        assert b"200 OK" in await running.readuntil(b"\r\n\r\n")
+        writer.close()
 
 
 async def test_a_connection_that_was_reset_is_not_kept(served):

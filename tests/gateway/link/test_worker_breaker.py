@@ -174,7 +174,7 @@ async def test_what_operators_see(cluster, monkeypatch):
         views = {view.address: view for view in fleet.workers().workers}
         assert views[good.address].breaker == "closed" and not views[good.address].breaker_retry_s
         assert views[bad.address].breaker == "open" and 0 < views[bad.address].breaker_retry_s <= 1
-        page = c.gateway.meters.page({}).body.decode()
+        page = c.gateway.meters.exposition().body.decode()
         assert 'baton_worker_breakers{model_name="fake",state="open"} 1.0' in page
         monkeypatch.setenv("COLUMNS", "200")
         looked = frame("here", fleet.workers(), fleet_pb2.ListRequestsResponse(), "")

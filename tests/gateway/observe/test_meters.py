@@ -23,7 +23,7 @@ from tests.support.gateway.records import ANSWERED, record
 
 
 def samples(meters: GatewayMeters) -> dict[tuple, float]:
-    text = meters.page({}).body.decode()
+    text = meters.exposition().body.decode()
     return {
         (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample.value
         for family in classic(text)
@@ -131,7 +131,7 @@ def test_predictions_are_held_against_what_was(meters):
 def test_exemplars_lead_to_the_trace(meters):
     meters.ended(record(**ANSWERED), None)
     meters.gap(record(), 0.02)
-    reply = meters.page({"accept": "application/openmetrics-text; version=1.0.0"})
+    reply = meters.exposition("application/openmetrics-text; version=1.0.0")
     assert "openmetrics" in reply.content_type
     exemplars = {
         sample.name: sample.exemplar.labels
@@ -147,7 +147,7 @@ def test_what_is_not_sampled_has_no_exemplar(meters):
     unsampled = record(**ANSWERED)
     unsampled.context = TraceContext(7, 8, sampled=False)
     meters.ended(unsampled, None)
-    reply = meters.page({"accept": "application/openmetrics-text"})
+    reply = meters.exposition("application/openmetrics-text")
     assert b"trace_id" not in reply.body
 
 

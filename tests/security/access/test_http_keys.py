@@ -8,11 +8,11 @@ import anthropic
 import openai
 import pytest
 
+from baton.service.net.http_server import open_http
 from baton.service.security.credentials import Credentials
 from baton.service.security.guard import Guard
 from gateway.config.settings import GatewaySettings
-from gateway.http.app import make_app
-from gateway.http.server import open_http
+from gateway.http.app import make_app, refuse_head
 from tests.gateway.conftest import cluster, digest, folder  # noqa: F401
 from tests.support.pace import patience
 
@@ -27,7 +27,7 @@ def http_keys(cluster, installation):  # noqa: F811
     async def start(tls=None):
         async with cluster() as c:
             guard = Guard(Credentials(installation.folder / "credentials.toml"))
-            server = open_http("127.0.0.1:0", make_app(c.gateway.handler, guard), tls)
+            server = open_http("127.0.0.1:0", make_app(c.gateway.handler, guard), refuse_head, tls)
             server.start()
 
             def client(api_key: str) -> openai.AsyncOpenAI:

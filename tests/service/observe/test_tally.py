@@ -24,7 +24,7 @@ def test_it_counts_as_theirs_does():
         ours.observe(value, 0)
         theirs.observe(value)
     for accept, parse in (("", classic), ("application/openmetrics-text; version=1.0.0", openmetrics)):
-        text = metrics.page({"accept": accept}).body.decode()
+        text = metrics.exposition(accept).body.decode()
         seen = samples(text, parse, "ours")
         assert seen == samples(text, parse, "theirs")
         assert sum(key[0] == "_bucket" for key in seen) == len(TPOT_BUCKETS) + 1
@@ -35,7 +35,7 @@ def test_the_last_trace_of_a_bucket_is_its_exemplar():
     tally = metrics.tally("ours", "text", (0.1, 1.0))
     for value, trace_id in ((0.05, 1), (0.07, 2), (0.5, 3), (0.6, 0)):
         tally.observe(value, trace_id)
-    page = metrics.page({"accept": "application/openmetrics-text; version=1.0.0"}).body.decode()
+    page = metrics.exposition("application/openmetrics-text; version=1.0.0").body.decode()
     told = {
         sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
         for family in openmetrics(page)

@@ -64,7 +64,7 @@ def page(monkeypatch):
                 return {}
             metrics = Metrics("tiny")
             metrics.collect(*health.readings)
-            lines = metrics.page({}).body.decode().splitlines()
+            lines = metrics.exposition().body.decode().splitlines()
             return {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if line.startswith("baton_")}
 
         yield show

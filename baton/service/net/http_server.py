@@ -1,4 +1,4 @@
-"""The port of OpenAI's API: uvicorn, in this process and its event loop, with bounds on connections and heads."""
+"""A port of HTTP: uvicorn, in this process and its event loop, with bounds on connections and heads."""
 
 import asyncio
 import contextlib
@@ -6,28 +6,34 @@ import ctypes
 import logging
 import socket
 import ssl
+from collections.abc import Callable, Sequence
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from baton.service.errors import InvalidRequest
+from baton.service.net.host_names import HostNames
 from baton.service.net.server import HANDSHAKE_S, MAX_METADATA_BYTES, listening_socket, num_descriptors
 from baton.service.security.guard import MAX_METADATA_PAIRS
 from baton.service.security.tls import Tls
-from gateway.http.answers import to_bytes
-from gateway.http.call import ABORT, BadCall
-from gateway.http.errors import status_of, to_json
+
+ABORT = "baton.abort"  # extension of a request's scope: ends the connection at once
 
 _HEAD_S = 5.0  # from the connection, or the first byte after an answer, to the end of a request's head
 _FLUSH_S = 5.0  # for a client to read the end of its last answer
 _IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
 _STOP_S = 1
 _PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
+_TICK_S = 1.0  # between two looks at the clock, for the Date header
 _BACKLOG = 2048
 _ACCEPT_PAUSE_S = 0.05  # where there are no descriptors left
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 << 10  # glibc's default, before it adapts
+
+RefuseHead = Callable[[bool], Response]
+"""What is answered to a head that is no HTTP, or (True) too large."""
 
 # It would log each stranger's bytes that are no HTTP.
 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -37,13 +43,29 @@ class HttpConnection(HttpToolsProtocol):
     """One connection: its heads are bounded in bytes, entries and time, and nobody waits for a client to read its
     last answer for ever. Silent at first, or amid a head, it is closed."""
 
+    def __init__(self, server: "HttpServer"):
+        super().__init__(server.config, server.server_state, {})
+        self._server = server
+        self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self._in_head, self._num_head_bytes, self._num_headers = True, 0, 0
+        self._begin_head()
         self._timer = self.loop.call_later(_HEAD_S, transport.abort)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it runs."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def abort(self) -> None:
+        """End it at once."""
+        self._end_head()
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._end_head()
         super().connection_lost(exc)
         # uvicorn leaves it to run where a connection was reset, and with it for _IDLE_S all that the connection had.
         self._unset_keepalive_if_required()
@@ -62,7 +84,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.transport.abort}  # pyright: ignore[reportGeneralTypeIssues]
-        self._in_head = True
+        self._begin_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -72,7 +94,8 @@ class HttpConnection(HttpToolsProtocol):
             raise httptools.HttpParserError("head too large")  # ends the connection with send_400_response
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._num_head_bytes, self._num_headers = False, 0, 0
+        self._end_head()
+        self._num_head_bytes = self._num_headers = 0
         self._timer.cancel()
         super().on_headers_complete()
 
@@ -81,7 +104,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             self._abort_in(_FLUSH_S)
         elif self.cycle.response_complete:  # no further request waits
-            self._in_head = True
+            self._begin_head()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -89,14 +112,18 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a head that is no HTTP, or too large."""
-        error = InvalidRequest("head", "this is no HTTP/1.1")
-        if self._num_head_bytes > MAX_METADATA_BYTES:
-            told = f"has over {MAX_METADATA_BYTES} bytes or {MAX_METADATA_PAIRS} headers"
-            error = BadCall("head", told, "HEAD_TOO_LARGE")
-        body = to_bytes(to_json(error, {}))
-        words = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status_of(error)] + words + body)
+        refusal = self._server.refuse_head(self._num_head_bytes > MAX_METADATA_BYTES)
+        head = [b"%s: %s\r\n" % pair for pair in (*refusal.raw_headers, (b"connection", b"close"))]
+        self.transport.write(b"".join([STATUS_LINE[refusal.status_code], *head, b"\r\n", refusal.body]))
         self.transport.close()
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        self._server.waiting.setdefault(self)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        self._server.waiting.pop(self, None)
 
     def _abort_in(self, seconds: float) -> None:
         self._timer.cancel()
@@ -104,9 +131,19 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Serve an application at one address, from `start` to `stop`."""
+    """Serve an application at one address, from `start` to `stop`. Where it has as many connections as it may, a new one
+    takes the place of the one that waits longest for a request; of requests that run none ends."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, tls: Tls | None):
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        refuse_head: RefuseHead,
+        tls: Tls | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+        max_connections: int | None = None,
+    ):
+        """`headers`: of each answer; `max_connections`: a sixth of the descriptors, if there is no other bound."""
         config = uvicorn.Config(
             app,
             http=HttpConnection,
@@ -117,13 +154,17 @@ class HttpServer(uvicorn.Server):
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            headers=list(headers),
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=_STOP_S,
         )
         super().__init__(config)
         self.port: int = listener.getsockname()[1]
         self._listener, self._tls = listener, tls and tls.context()
-        self._max_connections = num_descriptors() // _PORT_SHARE
+        self.refuse_head = refuse_head
+        self.waiting: dict[HttpConnection, None] = {}  # between requests or amid a head; the longest first
+        self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
+        self._stopping = asyncio.Event()
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
         self._running: asyncio.Task | None = None
 
@@ -138,6 +179,7 @@ class HttpServer(uvicorn.Server):
         self._listener.close()
         if self._running is not None:
             self.should_exit = True
+            self._stopping.set()
             await self._running
 
     def capture_signals(self) -> contextlib.AbstractContextManager:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -149,6 +191,13 @@ class HttpServer(uvicorn.Server):
         self.servers = []
         self._accepting = asyncio.create_task(self._accept(), name="http accept")
         self.started = True
+
+    async def main_loop(self) -> None:
+        """Wait for the end. uvicorn's own loop wakes ten times a second."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._stopping.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()
@@ -165,8 +214,10 @@ class HttpServer(uvicorn.Server):
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             if len(self._opening) + len(self.server_state.connections) >= self._max_connections:
-                connection.close()
-                continue
+                if (oldest := next((each for each in self.waiting if each.is_idle), None)) is None:
+                    connection.close()
+                    continue
+                oldest.abort()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = asyncio.create_task(self._open(connection))
             self._opening.add(task)
@@ -176,18 +227,37 @@ class HttpServer(uvicorn.Server):
         timeout_s = HANDSHAKE_S if self._tls else None
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._connection, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
+                lambda: HttpConnection(self), connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
         except (OSError, ssl.SSLError):
             connection.close()
 
-    def _connection(self) -> HttpConnection:
-        return HttpConnection(self.config, self.server_state, {})
+
+class HostCheck:
+    """Refuse requests that name another host, where no key is asked for: a page from elsewhere, open in a browser on
+    this host, can make its own name lead here, and would read all answers."""
+
+    def __init__(self, app: ASGIApp, names: HostNames, refuse: Callable[[str], Response]):
+        """`refuse`: from the host that was named, "" for none or several, to what is answered."""
+        self._app, self._names, self._refuse = app, names, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = Headers(scope=scope).getlist("host")
+        if (len(hosts) == 1 and hosts[0] in self._names) or (not hosts and scope["http_version"] == "1.0"):
+            return await self._app(scope, receive, send)
+        await self._refuse(hosts[0] if len(hosts) == 1 else "")(scope, receive, send)
 
 
-def open_http(address: str, app: ASGIApp, tls: Tls | None) -> HttpServer:
+def open_http(
+    address: str,
+    app: ASGIApp,
+    refuse_head: RefuseHead,
+    tls: Tls | None = None,
+    headers: Sequence[tuple[str, str]] = (),
+    max_connections: int | None = None,
+) -> HttpServer:
     """Bind the port; nothing is served before `start`. Raises ListenError."""
-    return HttpServer(app, listening_socket(address, _BACKLOG), tls)
+    return HttpServer(app, listening_socket(address, _BACKLOG), refuse_head, tls, headers, max_connections)
 
 
 def _map_buffers() -> None:
