@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import Request
 
 from gateway.api.dashboard import pages
 from gateway.config.settings import GatewaySettings
@@ -14,10 +15,14 @@ from gateway.config.settings import GatewaySettings
 URL = "https://grafana.example/explore?id={trace_id}&orgId=1"
 
 
+def asked_at(host: str) -> Request:
+    return Request({"type": "http", "headers": [(b"host", host.encode())]})
+
+
 @pytest.mark.parametrize("trace_url", [None, URL])
-def test_the_policy_is_of_this_page(trace_url):
-    reply = pages(SimpleNamespace(), trace_url)["/"]({})
-    (policy,) = reply.headers
+async def test_the_policy_is_of_this_page(trace_url):
+    reply = await pages(SimpleNamespace(), trace_url)["/"](asked_at("localhost"))
+    policy = reply.headers["content-security-policy"]
     page = reply.body.decode()
     for kind in ("script", "style"):
         (inside,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
@@ -48,6 +53,7 @@ async def test_the_page_sends_nothing_beyond_loopback_unless_pages_may(cluster):
         async with cluster(**settings) as c:
             url = c.gateway._api_url("localhost")
             assert url == (f"http://localhost:{c.gateway.http.port}" if is_on else None)
-    reply = pages(SimpleNamespace(), None, lambda host: f"http://{host}:8000")["/"]({"host": "localhost:9464"})
+    page = pages(SimpleNamespace(), None, lambda host: f"http://{host}:8000")["/"]
+    reply = await page(asked_at("localhost:9464"))
     assert b'const API_URL = "http://localhost:8000";' in reply.body
-    assert "connect-src 'self' http://localhost:8000;" in reply.headers[0]
+    assert "connect-src 'self' http://localhost:8000;" in reply.headers["content-security-policy"]

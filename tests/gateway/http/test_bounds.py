@@ -99,7 +99,7 @@ async def test_of_more_connections_than_allowed_a_new_one_takes_the_place_of_the
         await c.until(lambda: c.gateway.handler.num_running == 1)
         silent = [await asyncio.open_connection("127.0.0.1", c.gateway.http.port) for _ in range(2)]
         await c.until(lambda: len(c.gateway.http.server_state.connections) == 3)
-        reader, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
+        _, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)
         assert await silent[0][0].read() == b"" and not silent[1][0].at_eof()
         c.decode[0].release("decode")
         assert b"200 OK" in await running.readuntil(b"\r\n\r\n")
@@ -110,7 +110,7 @@ async def test_of_more_connections_than_allowed_a_new_one_takes_the_place_of_the
 
 
 async def test_where_all_connections_are_busy_a_new_one_is_closed(served):
-    async with served() as (c, client):
+    async with served() as (c, _):
         c.gateway.http._max_connections = 1
         c.decode[0].hold("decode")
         running, writer = await asyncio.open_connection("127.0.0.1", c.gateway.http.port)

@@ -30,9 +30,10 @@ class Asking:
     async def __call__(self, head: bytes) -> tuple[int, dict]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(head)
-        answer = await asyncio.wait_for(reader.read(), 30)
+        async with asyncio.timeout(30):
+            head = await reader.readuntil(b"\r\n\r\n")
+            body = await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r")[0]))
         writer.close()
-        head, _, body = answer.partition(b"\r\n\r\n")
         assert body.count(b"\n") == 1  # one line, whatever was asked
         return int(head.split(b" ")[1]), json.loads(body)
 
@@ -51,8 +52,8 @@ OURS = [
     "localhost", "LocalHost:9464", "127.0.0.1", "127.0.0.1:9464", "[::1]", "[::1]:9464", "10.1.2.3:9464",
     "gateway.example", "Gateway.Example:9464", "other",
 ]  # fmt: skip
-OTHERS = ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "localhost.evil.example", "evil:localhost", "",
-          ":9464", "gateway.example.", "0x7f.1", "[evil]", "x" * 5000, '"\x1b[31m']  # fmt: skip
+OTHERS = ["evil.example", "evil.example:9464", "127.0.0.1.evil.example", "localhost.evil.example", "evil:localhost",
+          ":9464", "gateway.example.", "0x7f.1", "[evil]", "x" * 5000]  # fmt: skip
 
 
 @pytest.mark.parametrize("host", OURS)
@@ -68,6 +69,13 @@ async def test_a_name_that_was_made_to_lead_here_reads_nothing(host):
             status, answer = await ask(f"GET /{page} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             assert status == 421 and answer.keys() == {"error"} and "--admin-hosts" in answer["error"]
             assert len(answer["error"]) < 200
+
+
+@pytest.mark.parametrize("host", ["", '"\x1b[31m'])
+async def test_a_host_that_is_none_is_bad_http(host):
+    async with Asking(["gateway.example"]) as ask:
+        status, answer = await ask(f"GET /healthz HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert status == 400 and answer.keys() == {"error"}
 
 
 async def test_what_is_listened_on_is_a_name_of_this_host():
