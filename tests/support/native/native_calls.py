@@ -127,6 +127,7 @@ def _packed(name: str, values: list[int], argtypes, reached, before: list[bytes]
 
 def _linears() -> None:
     from baton.engine.layers.linear.packed import PackedLinear, refusal
+    from baton.engine.weights.leaves import leaves_of
     from tests.support.engine.weight_forms import FORMS, dense_weight
 
     for dtype in (torch.float32, torch.bfloat16):
@@ -140,6 +141,8 @@ def _linears() -> None:
                 x = torch.randn(num_rows, 96).to(dtype)
                 x[0, :3] = torch.tensor((0.0, 300.0, -1e-9))
                 kernel(x)
+            if leaves_of(weight) > 1:
+                PackedLinear(weight, None, dtype, leaves_of(weight))(x)
     from_far = PackedLinear(FORMS["int8-g32"]((64, 1216)), None, torch.float32)  # more than a chunk of inputs
     from_far(torch.randn(7, 1216))
 
