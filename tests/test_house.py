@@ -37,7 +37,7 @@ ROOMS = {
         "baton.constraints",
         "baton.system",
     ),
-    "baton.training": ("baton.engine",),
+    "baton.training": ("baton.engine", "baton.quantization"),
     "baton.quantization": ("baton.engine", "kvtransfer.layout"),
     "baton.service": ("baton.v1", "baton.fairness", "baton.system"),
     "baton.loadgen": ("baton.service", "baton.client", "baton.v1"),

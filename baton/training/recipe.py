@@ -19,6 +19,7 @@ from baton.training.heads.heads import FIGURES, train_heads
 from baton.training.model.evaluate import evaluate
 from baton.training.model.export import export, load
 from baton.training.model.llama import Llama, ModelConfig
+from baton.training.model.rounded import train_rounded
 from baton.training.model.trainer import Loss, Trainer, TrainingPlan, distillation_loss, next_token_loss
 
 TARGET = ModelConfig(4096, 256, 704, num_layers=7, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -41,6 +42,7 @@ class Recipe:
     draft_plan: TrainingPlan
     distill_plan: TrainingPlan
     heads_minutes: float
+    int4_plan: TrainingPlan
     num_function_heads: int = 50
     max_corpus_bytes: int | None = None
     compiled: bool = False
@@ -69,6 +71,17 @@ def full(minutes: float) -> Recipe:
             lengths=((0.0, 512), (0.75, 2048)),
         ),
         heads_minutes=0.09 * minutes,
+        int4_plan=TrainingPlan(
+            minutes=0.3 * minutes,
+            max_tokens=3_000_000,
+            batch_tokens=2048,
+            matrix_lr=0.0004,
+            vector_lr=0.0001,
+            weight_decay=0.0,
+            warmup=0.05,
+            decay_from=0.2,
+            lengths=((0.0, 512),),
+        ),
         # A third more tokens a second, after a minute of compiling; needs a C++ compiler.
         compiled=shutil.which("g++") is not None,
     )
@@ -79,12 +92,13 @@ def quick(minutes: float = 0.6) -> Recipe:
     shape = {"vocab_size": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "max_length": 256}
     plan = {"max_tokens": 10_000_000, "batch_tokens": 2048, "lengths": ((0.0, 128), (0.8, 256))}
     return Recipe(
-        ModelConfig(hidden_size=64, intermediate_size=176, num_layers=2, **shape),
+        ModelConfig(hidden_size=64, intermediate_size=192, num_layers=2, **shape),
         ModelConfig(hidden_size=32, intermediate_size=96, num_layers=1, **shape),
         target_plan=TrainingPlan(minutes=0.7 * minutes, **plan),
         draft_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         distill_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         heads_minutes=0.05 * minutes,
+        int4_plan=TrainingPlan(minutes=0.1 * minutes, **plan),
         num_function_heads=5,
         max_corpus_bytes=200_000,
     )
@@ -117,6 +131,22 @@ def make_demo(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = No
     save_text(out / "evaluation.json", json.dumps(record, indent=2) + "\n")
     save_text(out / "held_out.txt", "\n".join(HELD_OUT) + "\n")
     shutil.rmtree(run.work)
+    return figures
+
+
+def make_int4(recipe: Recipe, out: Path, seed: int = 0, threads: int | None = None) -> dict:
+    """Train the int4 weights of the target that `out` holds: target-int4/; returns its figures.
+
+    State for resuming is kept in `out/.training-int4` and removed at the end. Raises OSError if `out` cannot be written.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    target, work = out / "target", out / ".training-int4"
+    tokenizer = load_tokenizer(target)
+    batches = Batches(tokenizer, gather(max_bytes=recipe.max_corpus_bytes), seed)
+    work.mkdir(exist_ok=True)
+    figures = train_rounded(target, tokenizer, batches, recipe.int4_plan, work, out / "target-int4")
+    shutil.rmtree(work)
     return figures
 
 

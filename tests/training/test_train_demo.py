@@ -6,6 +6,8 @@ import json
 import pytest
 
 from baton.cli.models import train_demo
+from baton.engine.core.config import EngineConfig
+from baton.engine.models.loader import load_model
 from baton.training import recipe
 
 
@@ -39,6 +41,13 @@ def test_one_command_makes_the_demo(tmp_path, capsys, seconds_only):
 
     assert call("--quick", "--out", out) == 2
     assert "already holds a model" in capsys.readouterr().err
+
+    assert call("--quick", "--threads", 1, "--out", out, "--qat") == 0
+    assert json.loads((out / "target-int4" / "training.json").read_text())["num_steps"] > 0
+    assert load_model(EngineConfig(out / "target-int4")).weights.form.startswith("int4-g32")
+    assert not (out / ".training-int4").exists()
+    assert call("--quick", "--out", out, "--qat") == 2
+    assert "already holds an int4 model" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch, capsys, seconds_only):

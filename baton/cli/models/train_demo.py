@@ -33,6 +33,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--minutes", type=positive, help=f"training time (default: {DEFAULT_MINUTES:.0f})")
     parser.add_argument("--quick", action="store_true", help="about a minute: tiny models on a slice of the corpus")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run in the same folder")
+    parser.add_argument(
+        "--qat",
+        action="store_true",
+        help="train int4 weights of the target too (quantization-aware, groups of 32): OUT/target-int4; these alone where OUT "
+        "holds a finished target",
+    )
     parser.add_argument("--threads", type=whole, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
     parser.set_defaults(run=run)
@@ -48,25 +54,36 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         chosen = recipe.quick() if args.quick else recipe.full(args.minutes or DEFAULT_MINUTES)
-        figures = recipe.make_demo(chosen, args.out, seed=args.seed, threads=args.threads)
+        figures = None
+        if not _is_finished(args.out):
+            figures = recipe.make_demo(chosen, args.out, seed=args.seed, threads=args.threads)
+        if args.qat:
+            recipe.make_int4(chosen, args.out, seed=args.seed, threads=args.threads)
     except KeyboardInterrupt:
         return _fail(f"interrupted; continue with: baton train-demo --out {args.out} --resume", 1)
     except (OSError, ValueError, RuntimeError) as error:
         return _fail(str(error).splitlines()[0], 1)
-    _report(args.out, figures)
+    if figures is not None:
+        _report(args.out, figures)
     return 0
 
 
 def _wrong_use(args: argparse.Namespace) -> str | None:
     """Return why these arguments are refused, or None; a finished model is never overwritten."""
-    unfinished = (args.out / ".training").exists()
+    unfinished = (args.out / ".training").exists() or (args.out / ".training-int4").exists()
     if args.quick and args.minutes:
         return "--quick has its own length; give it or --minutes"
     if unfinished and not args.resume:
         return f"{args.out} holds an unfinished run; add --resume, or choose another --out"
-    if (args.out / "target").exists() and not unfinished:
+    if _is_finished(args.out) and not args.qat:
         return f"{args.out} already holds a model; choose another --out"
+    if args.qat and (args.out / "target-int4").exists():
+        return f"{args.out} already holds an int4 model; choose another --out"
     return None
+
+
+def _is_finished(out: Path) -> bool:
+    return (out / "target").exists() and not (out / ".training").exists()
 
 
 def _report(out: Path, figures: dict) -> None:
