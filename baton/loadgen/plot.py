@@ -9,6 +9,7 @@ COLORS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2", "#be
           "#6ee7b7")  # fmt: skip
 RIGHT = 18  # half of the last tick's number
 _PLOT_W, _PLOT_H = WIDTH - LEFT - RIGHT, HEIGHT - BOTTOM - TOP
+NO_MARKS: Mapping[str, float] = {}
 _HEADROOM = 1.04  # beyond the largest value: a mark there can be read
 
 
@@ -47,13 +48,16 @@ def points(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_u
     return _frame(dots, xs, ys, x_unit, y_unit, list(series))
 
 
-def curves(series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str) -> str:
-    """A line with dots a series."""
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]], x_unit: str, y_unit: str, marks: Mapping[str, float] = NO_MARKS
+) -> str:
+    """A line with dots a series; `marks` are upright lines."""
     pairs = [pair for each in series.values() for pair in each]
     if not pairs:
         return _nothing()
     xs, ys = (0.0, max(x for x, _ in pairs) or 1.0), (0.0, max(y for _, y in pairs) or 1.0)
     lines = [_line(sorted(each), xs, ys, COLORS[number], name) for number, (name, each) in enumerate(series.items())]
+    lines += [_mark(name, value, xs) for name, value in marks.items()]
     return _frame(lines, xs, ys, x_unit, y_unit, list(series))
 
 

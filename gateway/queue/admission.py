@@ -143,8 +143,8 @@ class WaitingQueue:
     refused again, the next tenant's is called, of which a worker may need less. The queue is bounded in requests and in
     tokens of their prompts, in all and by tenant: a tenant with less than its share finds room in a full queue."""
 
-    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
-        self._max, self._max_tokens = max_waiting, max_tokens
+    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
+        self._max, self._max_tokens, self._now = max_waiting, max_tokens, clock
         self._queues: dict[str, _TenantQueue] = {}  # none is empty
         self._turns = RoundRobin[str](_TURN_TOKENS, _SAVED_TOKENS)
         self._untried: set[str] = set()  # tenants that have not been refused since something has changed
@@ -173,7 +173,7 @@ class WaitingQueue:
             message = f"every worker is full and {self.num_tokens} tokens wait already, at most {self._max_tokens} may"
             raise Overloaded(message, _RETRY_AFTER_S, reason="QUEUE_TOKENS")
         if not self._num:
-            self._served_at = now()
+            self._served_at = self._now()
         entry = QueueEntry((queued.rank, next(self._arrivals)), queued, call)
         self._queues[queued.tenant] = queue
         self._turns.wait(self._queues)
@@ -199,7 +199,7 @@ class WaitingQueue:
         entry.is_open, queue = False, self._queues[queued.tenant]
         self._count(queue, -1, -queued.num_tokens)
         if served:
-            at = now()
+            at = self._now()
             self._served_tokens = _KEPT * self._served_tokens + queued.num_tokens
             self._served_s, self._served_at = _KEPT * self._served_s + at - self._served_at, at
             self._turns.charge(queued.tenant, queued.num_tokens + queued.num_expected)
@@ -227,7 +227,7 @@ class WaitingQueue:
         part = ahead + queued.num_tokens
         ahead += sum(min(part, other.num_tokens) for other in self._queues.values() if other is not queue)
         # A queue that does not move is slower than it was.
-        standing_s = max(0.0, now() - self._served_at - self._served_s * (1 - _KEPT))
+        standing_s = max(0.0, self._now() - self._served_at - self._served_s * (1 - _KEPT))
         return ahead * (self._served_s + standing_s) / self._served_tokens
 
     def _first(self) -> QueueEntry | None:
@@ -242,8 +242,8 @@ class WaitingQueue:
 class WaitingQueues:
     """The two queues: for room to decode, and then for a worker to read the prompt."""
 
-    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30):
-        self.credit, self.prefill = WaitingQueue(max_waiting, max_tokens), WaitingQueue(max_waiting, max_tokens)
+    def __init__(self, max_waiting: int, max_tokens: int = 1 << 30, clock: Callable[[], float] = lambda: now()):
+        self.credit, self.prefill = (WaitingQueue(max_waiting, max_tokens, clock) for _ in ("decode", "prefill"))
 
     def __len__(self) -> int:
         return len(self.credit) + len(self.prefill)

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     "baton", "baton/client", "kvtransfer", "gateway", "baton/service", "baton/engine", "baton/worker", "prefill_worker", "decode_worker",
-    "baton/training", "baton/quantization", "baton/loadgen", "baton/cli",
+    "baton/training", "baton/quantization", "baton/loadgen", "baton/planning", "baton/cli",
 )  # fmt: skip
 
 

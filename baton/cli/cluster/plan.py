@@ -1,0 +1,179 @@
+"""`baton plan`: which workers, how many, and on what, before anything is bought or started."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from baton.loadgen.trace import TraceEntry, TraceError, read_trace
+from baton.loadgen.workload import WORKLOADS, Shape
+from baton.service.arguments import add_command, positive, whole
+from baton.service.slo import Slo, parse_slo
+
+_NUM_DRAWN = 300  # requests; at 20 a second a quarter of a minute, in which queues are as long as they get
+_EXAMPLES = """
+baton plan --model llama-3.1-8b --device H100 --rate 12 --lengths 2000,200 --slo ttft=1s,tpot=30ms --price 2.5
+baton plan --model llama-3.1-8b --device L40S --rate 4 --workload chat --slo ttft=500ms,tpot=50ms --picture plan.svg
+baton plan --device cpu --rate 2 --lengths 256,64 --slo ttft=1s,tpot=50ms
+"""
+_SHAPES = Path(__file__).resolve().parents[2] / "planning" / "shapes"
+
+
+def shape_names() -> list[str]:
+    """Return the names of models whose shapes are shipped."""
+    return sorted(folder.name for folder in _SHAPES.iterdir() if folder.is_dir())
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = add_command(
+        subparsers,
+        "plan",
+        summary="say which workers serve a load within an SLO, before they are bought",
+        description="Memory to the byte, step times from rooflines and measured efficiencies, queueing by Baton's own scheduler, "
+        "admission and routing in virtual time. The answer is the smallest number of prefill and decode workers, how sure that is, "
+        "and what starts them. 0 prefill workers: decode workers read prompts themselves.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument(
+        "--model",
+        metavar="DIR|FILE|NAME",
+        help=f"model folder, .gguf file, or {', '.join(shape_names())} (default: the shipped model)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="H100, H200, B200, A100, L40S, RTX4090, or cpu: this machine's (default: cpu)"
+    )
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of each worker on a CPU (default: 1)")
+    parser.add_argument(
+        "--efficiencies", type=Path, metavar="FILE", help="what bench/kernels.py measured (default: the shipped file)"
+    )
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--lengths", metavar="PROMPT,OUTPUT", help="mean tokens of a request (default: 256,64)")
+    load.add_argument("--workload", choices=WORKLOADS, help="lengths and shared prefixes of a kind of use")
+    load.add_argument(
+        "--trace", type=Path, metavar="FILE", help="recorded requests: Mooncake's .jsonl or Azure's .csv, .gz or not"
+    )
+    parser.add_argument("--rate", type=positive, metavar="R", help="requests a second (default: the trace's own)")
+    parser.add_argument(
+        "--num-requests",
+        type=whole,
+        default=_NUM_DRAWN,
+        metavar="N",
+        help="requests that are simulated (default: %(default)s)",
+    )
+    parser.add_argument("--slo", default="ttft=1s,tpot=50ms", help="objective of every request (default: %(default)s)")
+    parser.add_argument(
+        "--attain",
+        type=positive,
+        default=0.95,
+        metavar="S",
+        help="share of requests that must meet it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=("any", "none", "int8", "int4-g32", "fp8"),
+        default="any",
+        help="form of the weights (default: any)",
+    )
+    parser.add_argument("--kv-dtype", choices=("any", "auto", "int8"), default="any", help="form of KV (default: any)")
+    parser.add_argument(
+        "--max-devices", type=whole, default=64, metavar="N", help="look no further (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--price", type=positive, metavar="USD", help="of a device for an hour: the cost of a million output tokens"
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write goodput over rate of the best three as SVG")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 with an answer, 1 where nothing holds the load, 2 for wrong use."""
+    try:
+        slo = parse_slo(args.slo)
+        if args.attain > 1:
+            raise ValueError(f"--attain {args.attain:g}: a share, at most 1")
+        entries, rate = _load(args)
+    except (ValueError, TraceError) as error:
+        print(f"baton plan: {error}", file=sys.stderr)
+        return 2
+    return _plan(args, entries, rate, slo)
+
+
+def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
+    """Return the requests and how many come a second. Raises ValueError, TraceError."""
+    if args.trace is None:
+        shape = WORKLOADS[args.workload] if args.workload else _lengths(args.lengths or "256,64")
+        if args.rate is None:
+            raise ValueError("--rate R is needed without --trace: how many requests come a second")
+        from baton.planning.workload import drawn_entries
+
+        return drawn_entries(args.rate, shape, args.num_requests), args.rate
+    entries = read_trace(args.trace)[: args.num_requests]
+    if len(entries) < 2 or not entries[-1].at_s:
+        raise ValueError(f"--trace {args.trace}: fewer than two requests that come one after the other")
+    own = len(entries) / entries[-1].at_s
+    return entries, args.rate or own
+
+
+def _lengths(text: str) -> Shape:
+    try:
+        prompt, output = (int(part) for part in text.split(","))
+    except ValueError:
+        prompt = output = 0
+    if prompt < 1 or output < 1:
+        raise ValueError(f"--lengths {text}: two numbers of tokens, PROMPT,OUTPUT, as 2000,200")
+    return Shape(prompt, output)
+
+
+def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo: Slo) -> int:
+    """What is imported here needs torch: wrong use is told before."""
+    from baton.cli.launch.stack import SHIPPED_MODEL
+    from baton.engine.core.model_errors import ModelError
+    from baton.engine.models.registry import read_spec
+    from baton.planning import answer, search
+    from baton.planning.devices import find_device, this_cpu
+    from baton.planning.efficiency import read_efficiencies, shipped
+    from baton.planning.picture import goodput_picture
+    from baton.planning.workload import at_rate
+
+    name = args.model or str(SHIPPED_MODEL)
+    folder = _SHAPES / name if name in shape_names() else Path(name)
+    try:
+        spec, device = read_spec(folder), find_device(args.device)
+        kind = "cpu" if device is None else device.kind
+        efficiencies = shipped(kind) if args.efficiencies is None else read_efficiencies(args.efficiencies)
+        device = device or this_cpu(args.threads, efficiencies)
+        if args.trace is not None:
+            entries = at_rate(entries, rate, spec.longest_context)
+        forms = search.WANTED_FORMS if args.quantization == "any" else (args.quantization,)
+        kv_forms = ("auto", "int8") if args.kv_dtype == "any" else (args.kv_dtype,)
+        ask = search.Ask(entries, rate, slo, args.attain, forms, kv_forms, args.max_devices)
+    except (ModelError, ValueError) as error:
+        print(f"baton plan: {error}", file=sys.stderr)
+        return 2
+    prompt, output = (
+        statistics.mean(getattr(entry, what) for entry in entries) for what in ("num_prompt", "num_output")
+    )
+    print(f"{len(entries)} requests of {prompt:.0f} + {output:.0f} tokens at {rate:g}/s", file=sys.stderr)
+    say = _progress if sys.stderr.isatty() else lambda words: None
+    try:
+        choices = search.find(spec, device, efficiencies, ask, say)
+    except search.NoPlan as error:
+        print(f"baton plan: {error}", file=sys.stderr)
+        return 1
+    say("")
+    sure = search.confidence(efficiencies, device)
+    show = answer.as_json if args.json else answer.as_text
+    print(show(choices, ask, device, sure, args.price, name))
+    if args.picture is not None:
+        title = f"{spec.name} on {device.name}, {slo}: {sure}"
+        args.picture.write_text(goodput_picture(title, answer.curves_of(choices), rate))
+        print(f"picture: {args.picture}", file=sys.stderr)
+    return 0
+
+
+def _progress(words: str) -> None:
+    print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)

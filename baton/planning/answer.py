@@ -1,0 +1,165 @@
+"""A plan in words, in JSON, and as what starts it: command lines, a compose override, Helm values."""
+
+import json
+from collections.abc import Sequence
+
+from baton.planning.devices import Device
+from baton.planning.search import Ask, LoadOutcome, StackChoice, WorkerPlan
+
+_SURE = {
+    "measured": "kernels were measured on this kind of device, at these shapes",
+    "interpolated": "kernels were measured on this kind of device, between these shapes",
+    "extrapolated": "no kernel was measured at these shapes on such a device: data sheets and assumed efficiencies; try it before you buy",
+}
+
+
+def as_text(
+    choices: Sequence[StackChoice], ask: Ask, device: Device, sure: str, price: float | None, model: str
+) -> str:
+    """Return the answer for a terminal: the smallest stack first."""
+    best = choices[0]
+    lines = [
+        f"{best.num_prefill} prefill and {best.num_decode} decode workers of {best.worker.words} on {device.name}: "
+        f"{best.num_devices} devices, {_met(best.outcome)} of requests meet {ask.slo} at {ask.rate:g}/s",
+        f"bound by {best.bound}; {sure}: {_SURE[sure]}",
+        "",
+        *_memory(best.worker),
+        "",
+        *_table(choices, price),
+        "",
+        "start it:",
+        *(f"  {line}" for line in command_lines(best, device, model)),
+        "compose.yaml, beside it as compose.override.yaml:",
+        *(f"  {line}" for line in compose_override(best, device)),
+        "Helm values:",
+        *(f"  {line}" for line in helm_values(best)),
+    ]
+    return "\n".join(lines)
+
+
+def as_json(
+    choices: Sequence[StackChoice], ask: Ask, device: Device, sure: str, price: float | None, model: str
+) -> str:
+    """Return all of it as JSON."""
+    return json.dumps(
+        {
+            "device": device.name,
+            "rate": ask.rate,
+            "slo": str(ask.slo),
+            "attainment": ask.attainment,
+            "confidence": sure,
+            "choices": [
+                {
+                    "prefill": choice.num_prefill,
+                    "decode": choice.num_decode,
+                    "devices": choice.num_devices,
+                    "form": choice.worker.form,
+                    "kv_form": choice.worker.kv_form,
+                    "degree": choice.worker.degree,
+                    "max_num_seqs": choice.worker.batch,
+                    "memory": _memory_fields(choice.worker),
+                    "bound": choice.bound,
+                    "usd_per_million_output_tokens": cost(choice, price),
+                    "outcome": vars(choice.outcome),
+                    "curve": [vars(outcome) for outcome in choice.curve],
+                    "command_lines": command_lines(choice, device, model),
+                    "compose_override": "\n".join(compose_override(choice, device)) + "\n",
+                    "helm_values": "\n".join(helm_values(choice)) + "\n",
+                }
+                for choice in choices
+            ],
+        },
+        indent=1,
+    )
+
+
+def cost(choice: StackChoice, price: float | None) -> float | None:
+    """Return what a million output tokens cost at this load, for the price of a device for an hour; None without one."""
+    tokens_per_s = choice.outcome.output_tokens_per_s
+    if price is None or not tokens_per_s:
+        return None
+    return price * choice.num_devices / (3600 * tokens_per_s) * 1e6
+
+
+def command_lines(choice: StackChoice, device: Device, model: str) -> list[str]:
+    """Return what starts the stack on one machine, whose workers take turns on its devices."""
+    options = " ".join(_options(choice.worker))
+    roles = f"--prefill {choice.num_prefill} --decode {choice.num_decode}"
+    return [f"baton up --model {model} {roles} {options} --device {device.kind}"]
+
+
+def compose_override(choice: StackChoice, device: Device) -> list[str]:
+    """Return the numbers of containers and the workers' settings, for compose.override.yaml."""
+    lines, kind = ["services:"], "_cpu" if device.kind == "cpu" else ""
+    for role, number in (("prefill", choice.num_prefill), ("decode", choice.num_decode)):
+        lines += [f"  {role}_worker{kind}:", f"    deploy: {{ replicas: {number} }}"]
+        lines += ["    environment:"] if number else []
+        lines += [f"      {name}: {value!r}" for name, value in _environment(choice.worker).items() if number]
+    return lines
+
+
+def helm_values(choice: StackChoice) -> list[str]:
+    lines: list[str] = []
+    for role, number in (("prefill", choice.num_prefill), ("decode", choice.num_decode)):
+        lines += [f"{role}:", f"  replicas: {number}"]
+        lines += ["  extraArgs:"] if number else []
+        lines += [f"    - {option}" for option in _options(choice.worker) if number]
+    return lines
+
+
+def _options(worker: WorkerPlan) -> list[str]:
+    options = [f"--max-num-seqs={worker.batch}", f"--max-model-len={worker.configs['decode'].max_model_len}"]
+    if worker.form != "none":
+        options.append(f"--quantization={worker.form}")
+    if worker.kv_form != "bf16":
+        options.append(f"--kv-dtype={worker.kv_form}")
+    if worker.degree > 1:
+        options.append(f"--tensor-parallel={worker.degree}")
+    return options
+
+
+def _environment(worker: WorkerPlan) -> dict[str, str]:
+    pairs = (option.removeprefix("--").split("=") for option in _options(worker))
+    return {f"BATON_{name.replace('-', '_').upper()}": value for name, value in pairs}
+
+
+def _memory(worker: WorkerPlan) -> list[str]:
+    fields = _memory_fields(worker)
+    widest = max(len(f"{value:,}") for value in fields.values())
+    return ["bytes of one worker:", *(f"  {name:30}{value:>{widest},}" for name, value in fields.items())]
+
+
+def _memory_fields(worker: WorkerPlan) -> dict[str, int]:
+    memory = worker.memory
+    return {
+        "linear weights": memory.kernel_bytes,
+        "embedding and norms": memory.other_weight_bytes,
+        "KV": memory.kv_bytes,
+        "tokens of KV": memory.num_kv_tokens,
+        "largest step (estimate)": memory.step_bytes,
+        "CUDA and libraries (estimate)": memory.context_bytes,
+        "all": memory.total_bytes,
+    }
+
+
+def _table(choices: Sequence[StackChoice], price: float | None) -> list[str]:
+    header = (
+        f"{'P:D and form':34}{'devices':>8}{'met':>7}{'TTFT p50/p95 ms':>18}{'TPOT p50/p95 ms':>18}{'tokens/s':>10}"
+    )
+    lines = [header + (f"{'$/M tokens':>12}" if price is not None else "")]
+    for choice in choices:
+        found, dollars = choice.outcome, cost(choice, price)
+        ttft = f"{1e3 * found.ttft_p50_s:.0f} / {1e3 * found.ttft_p95_s:.0f}"
+        tpot = f"{1e3 * found.tpot_p50_s:.1f} / {1e3 * found.tpot_p95_s:.1f}"
+        row = f"{choice.words:34}{choice.num_devices:>8}{_met(found):>7}{ttft:>18}{tpot:>18}{found.output_tokens_per_s:>10.0f}"
+        lines.append(row + (f"{dollars:>12.3f}" if dollars is not None else ""))
+    return lines
+
+
+def _met(outcome: LoadOutcome) -> str:
+    return f"{outcome.met:.1%}"
+
+
+def curves_of(choices: Sequence[StackChoice]) -> dict[str, list[tuple[float, float]]]:
+    """Return goodput over rate of each choice, for a picture."""
+    return {choice.words: [(each.rate, each.goodput) for each in choice.curve] for choice in choices}

@@ -1,0 +1,116 @@
+"""Devices that a plan knows: the makers' figures of GPUs, and this machine's CPU as it is measured."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from baton import system
+from baton.engine import native
+from baton.engine.core import cpu
+from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION
+from baton.planning.efficiency import Efficiencies
+
+GB = 10**9
+_READ_BYTES = 64 << 20
+_SIZE = 512  # rows and columns of the product that is measured
+_NUM_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates of one device, for a worker of its own. `flops_per_s` by the compute form; `link_bytes_per_s`: between two
+    workers. `cores`: of the host that workers and gateway share; None: the host has enough."""
+
+    name: str
+    kind: str  # cuda | cpu
+    memory_bytes: int
+    bytes_per_s: float
+    flops_per_s: dict[str, float] = field(hash=False)
+    link_bytes_per_s: float
+    cores: int | None = None
+    threads: int = 1
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return what weights, steps and KV may take together."""
+        if self.kind == "cpu":
+            return self.memory_bytes
+        return int(self.memory_bytes * UTILIZATION) - CONTEXT_BYTES
+
+
+def _gpu(name: str, gib: int, gb_per_s: int, bf16: int, eight_bit: int | None, link_gb_per_s: int) -> Device:
+    """Dense TFLOP/s, as the makers' data sheets give them; `eight_bit` None: computes such weights in bf16."""
+    flops = {"bf16": bf16 * 1e12, "int8": (eight_bit or bf16) * 1e12, "fp8": (eight_bit or bf16) * 1e12}
+    return Device(name, "cuda", gib << 30, gb_per_s * GB, flops, link_gb_per_s * GB)
+
+
+# Dense rates without sparsity. Links: what one direction carries between two workers, NVLink where there is one, else PCIe.
+GPUS = {
+    device.name: device
+    for device in (
+        _gpu("H100", 80, 3350, 989, 1979, 450),
+        _gpu("H200", 141, 4800, 989, 1979, 450),
+        _gpu("B200", 180, 8000, 2250, 4500, 900),
+        _gpu("A100", 80, 2039, 312, None, 300),
+        _gpu("L40S", 48, 864, 362, 733, 32),
+        _gpu("RTX4090", 24, 1008, 165, 330, 32),
+    )
+}
+
+
+def find_device(name: str) -> Device | None:
+    """Return the GPU of this name; None for `cpu`, which is this machine's. Raises ValueError."""
+    if name == "cpu":
+        return None
+    wanted = name.replace(" ", "").replace("-", "").upper()
+    for known, device in GPUS.items():
+        if known == wanted:
+            return device
+    raise ValueError(f"device {name!r}: one of cpu, {', '.join(GPUS)}")
+
+
+def this_cpu(threads: int, known: Efficiencies | None = None) -> Device:
+    """Return this machine's CPU for workers of `threads` each. Its rates are those of `known` where that was measured on such a
+    one, since efficiencies are shares of them; else they are measured now."""
+    name = f"{cpu.name()}, {instruction_set()}"
+    if known is not None and known.name == name:
+        read, flops = known.bytes_per_s, known.flops_per_s * threads / known.threads
+    else:
+        read, flops = measure_rates(threads)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    forms: dict[str, float] = {"bf16": flops, "int8": flops}
+    return Device(name, "cpu", memory, read, forms, 2.0 * GB, len(system.cores()), threads)
+
+
+def instruction_set() -> str:
+    """Return by which instructions the native kernels multiply here."""
+    library = native.library()
+    return torch.backends.cpu.get_cpu_capability().lower() if library is None else library.products
+
+
+def measure_rates(threads: int) -> tuple[float, float]:
+    """Return the bytes that `threads` read from memory in a second, and their FLOP/s in bf16 products."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        values = torch.ones(_READ_BYTES // 4)
+        x, weight = (torch.ones(_SIZE, _SIZE, dtype=torch.bfloat16) for _ in range(2))
+        read_s, product_s = _best_s(values.sum), _best_s(lambda: F.linear(x, weight))
+    finally:
+        torch.set_num_threads(before)
+    return _READ_BYTES / read_s, 2 * _SIZE**3 / product_s
+
+
+def _best_s(action: Callable[[], object]) -> float:
+    """Return the best of a few runs behind one that warms up."""
+    action()
+    best = float("inf")
+    for _ in range(_NUM_ROUNDS):
+        begun = time.perf_counter()
+        action()
+        best = min(best, time.perf_counter() - begun)
+    return best

@@ -1,0 +1,129 @@
+"""The memory of a worker, to the byte where the engine's own books have it: weights, KV, what a step takes."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from baton.engine.core.config import EngineConfig, default_num_blocks
+from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, Memory, pool_blocks
+from baton.engine.core.model_spec import ModelSpec
+from baton.planning.devices import Device
+from kvtransfer.layout import KVLayout
+
+_SCALE_BYTES = 4  # of a row, or of a group of inputs
+_PANEL = 64  # outputs that the CPU's kernels hold together
+_ROUTER_BYTES = 4  # of a weight of a router, which stays in fp32
+_WIDE_ROWS = 4  # of hidden_size, that a step holds for each token: the residual, what is normed, what is added, queries
+FORMS = ("none", "int8", "int4-g32", "fp8")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one worker. `kernel_bytes`: of the linear weights as the engine counts them; `step_bytes` is an estimate."""
+
+    kernel_bytes: int
+    other_weight_bytes: int  # embedding and norms
+    step_bytes: int
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    context_bytes: int  # of CUDA and its libraries
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.kernel_bytes + self.other_weight_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def num_kv_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.step_bytes + self.kv_bytes + self.context_bytes
+
+
+def linear_shapes(spec: ModelSpec) -> Counter[tuple[int, int]]:
+    """Return how many linear weights of each (outputs, inputs) the layers have, without the head."""
+    shapes = Counter[tuple[int, int]]()
+    hidden, queries = spec.hidden_size, spec.num_heads * spec.head_dim
+    for layer in spec.layers:
+        if spec.latent is None:
+            shapes[queries + 2 * spec.num_kv_heads * spec.head_dim, hidden] += 1
+            shapes[hidden, queries] += 1
+        if (experts := layer.experts) is None:
+            shapes[(1 + spec.gated) * spec.intermediate_size, hidden] += 1
+            shapes[hidden, spec.intermediate_size] += 1
+            continue
+        for size, count in ((experts.intermediate_size, experts.num_experts), (experts.shared_size, 1)):
+            if size:
+                shapes[2 * size, hidden] += count
+                shapes[hidden, size] += count
+    return shapes
+
+
+def kernel_bytes(spec: ModelSpec, form: str, on_cpu: bool) -> int:
+    """Return the bytes of all linear weights, head included, in a form of FORMS."""
+    shapes = linear_shapes(spec)
+    total = sum(count * _bytes_of(form, *shape, on_cpu) for shape, count in shapes.items())
+    routers = sum(layer.experts.num_experts for layer in spec.layers if layer.experts is not None)
+    # What is not in the table of shapes (latent attention): its weights, without padding.
+    listed = sum(count * out * inputs for (out, inputs), count in shapes.items()) + routers * spec.hidden_size
+    rest = max(0, spec.num_layer_weights() - listed)
+    total += round(rest * _bits(form) / 8) + routers * spec.hidden_size * _ROUTER_BYTES
+    head_form = "int8" if form.startswith("int4-") else form
+    return total + _bytes_of(head_form, spec.vocab_size, spec.hidden_size, on_cpu)
+
+
+def _bits(form: str) -> int:
+    return {"none": 16, "int8": 8, "fp8": 8}.get(form, 4)
+
+
+def _bytes_of(form: str, out: int, inputs: int, on_cpu: bool) -> int:
+    if on_cpu:
+        out += -out % _PANEL
+    values = out * inputs * _bits(form) // 8
+    if form in ("int8", "fp8"):
+        return values + out * _SCALE_BYTES
+    if form == "none":
+        return values
+    groups = inputs // int(form.rpartition("g")[2])
+    return values + 2 * out * groups * _SCALE_BYTES  # a scale and an offset
+
+
+def other_weight_bytes(spec: ModelSpec, form: str) -> int:
+    """Return the bytes of the embedding, where it is a table of its own, and of the norms."""
+    shares = spec.tied and form == "none"
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    return 2 * (norms + (0 if shares else spec.vocab_size * spec.hidden_size))
+
+
+def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
+    """Estimate what the largest step takes: rows of all tokens, the MLP's width, logits of all sequences in fp32, twice."""
+    widths = [(1 + spec.gated) * spec.intermediate_size]
+    widths += [2 * e.num_chosen * e.intermediate_size for layer in spec.layers if (e := layer.experts) is not None]
+    rows = num_tokens * 2 * (_WIDE_ROWS * spec.hidden_size + max(widths) + spec.num_heads * spec.head_dim)
+    return rows + 2 * 4 * max_num_seqs * spec.vocab_size
+
+
+def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: str) -> MemoryPlan:
+    """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not fit."""
+    on_cpu = device.kind == "cpu"
+    layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
+    max_len = config.max_model_len or spec.context
+    kernels, others = kernel_bytes(spec, form, on_cpu), other_weight_bytes(spec, form)
+    step = step_bytes(spec, min(config.max_num_batched_tokens, max_len), config.max_num_seqs)
+    if on_cpu:
+        num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_len)
+        plan = MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, 0)
+        if plan.total_bytes > device.memory_bytes:
+            raise ValueError(
+                f"a worker takes {plan.total_bytes:,} bytes, this machine has {device.memory_bytes:,}; quantize"
+            )
+        return plan
+    memory = Memory(device.memory_bytes, device.memory_bytes - kernels - others, kernels + others + CONTEXT_BYTES)
+    least = layout.num_blocks(min(max_len, config.max_num_batched_tokens))
+    num_blocks = pool_blocks(memory, UTILIZATION, step, layout.block_bytes, least)
+    return MemoryPlan(kernels, others, step, layout.block_bytes, config.block_size, num_blocks, CONTEXT_BYTES)

@@ -1,0 +1,270 @@
+"""Find the smallest stack that holds a load: sizes that could by their capacity, smallest first, each tried in virtual time."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from baton.engine.core.config import DEGREES, EngineConfig, resolve
+from baton.engine.core.model_spec import ModelSpec
+from baton.loadgen.summary import percentile
+from baton.loadgen.trace import TraceEntry
+from baton.planning.devices import Device
+from baton.planning.efficiency import EXTRAPOLATED, Efficiencies
+from baton.planning.memory import MemoryPlan, plan_memory
+from baton.planning.step_time import StepTimes
+from baton.planning.virtual_stack import ServedRequest, StackShape, VirtualStack
+from baton.service.slo import Slo
+
+WANTED_FORMS = ("none", "int8", "int4-g32")  # where none is asked for: fp8 has the bytes of int8
+_BATCHES = {"cuda": (256, 128, 64, 32, 16), "cpu": (64, 32, 16, 8)}
+_CHUNKS = {"cuda": (8192, 2048), "cpu": (512, 512)}  # of prefill and decode workers, as they take by default
+_BLOCK = {"cuda": 64, "cpu": 32}
+_MOST_BUSY = 0.9  # of a worker's time, where the search begins: what a perfect stack would need and a little
+_NUM_TRIES = 12  # sizes of one form that are simulated
+_CURVE = (0.5, 0.8, 1.0, 1.25, 1.6)  # of the rate asked for
+
+
+class Ask(NamedTuple):
+    """What is asked for. `entries` come at `rate` a second; `attainment`: the share of requests that must meet the SLO."""
+
+    entries: Sequence[TraceEntry]
+    rate: float
+    slo: Slo
+    attainment: float
+    forms: Sequence[str] = WANTED_FORMS
+    kv_forms: Sequence[str] = ("auto", "int8")
+    max_devices: int = 64
+
+
+@dataclass(frozen=True)
+class LoadOutcome:
+    """What a stack did with a load. Seconds; `goodput` in requests a second that met the SLO."""
+
+    rate: float
+    met: float
+    goodput: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    tpot_p50_s: float
+    tpot_p95_s: float
+    busy: dict[str, float]
+    output_tokens_per_s: float
+    num_refused: int
+
+
+@dataclass
+class WorkerPlan:
+    """One kind of worker: form, KV form, degree and batch, with its memory and step times."""
+
+    form: str
+    kv_form: str
+    asked_kv: str
+    degree: int
+    batch: int
+    memory: MemoryPlan
+    configs: dict[str, EngineConfig]
+    times: StepTimes
+
+    @property
+    def words(self) -> str:
+        degree = f", {self.degree} ranks" if self.degree > 1 else ""
+        return f"{'bf16' if self.form == 'none' else self.form}, kv {self.kv_form}{degree}"
+
+
+@dataclass
+class StackChoice:
+    """A stack that was found, and its goodput at rates around the one asked for."""
+
+    worker: WorkerPlan
+    num_prefill: int
+    num_decode: int
+    outcome: LoadOutcome
+    bound: str
+    curve: list[LoadOutcome] = field(default_factory=list)
+
+    @property
+    def num_devices(self) -> int:
+        return (self.num_prefill + self.num_decode) * self.worker.degree
+
+    @property
+    def words(self) -> str:
+        return f"{self.num_prefill}:{self.num_decode} {self.worker.words}"
+
+
+class NoPlan(ValueError):
+    """Nothing that was tried holds the load; one line that says what is nearest and why."""
+
+
+def candidates(spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask: Ask) -> Iterator[WorkerPlan]:
+    """Yield the kinds of workers whose model fits, each with the largest batch whose steps meet the SLO."""
+    context = round(statistics.mean(entry.num_prompt + entry.num_output / 2 for entry in ask.entries))
+    longest = max(entry.num_prompt + max(1, entry.num_output) for entry in ask.entries)
+    refused: list[str] = []
+    found = False
+    known = efficiencies.forms("linear")
+    for form in ask.forms:
+        if ("*" not in known and form not in known) or (form == "fp8" and device.kind == "cpu"):
+            continue
+        for kv_form in ask.kv_forms:
+            for degree in DEGREES if device.kind == "cpu" and device.cores else (1,):
+                if degree > 1 and (device.cores or 0) < degree * device.threads:
+                    continue
+                try:
+                    yield _candidate(spec, device, efficiencies, ask.slo, form, kv_form, degree, context, longest)
+                    found = True
+                except ValueError as error:
+                    refused.append(f"{form}: {error}")
+    if not found:
+        raise NoPlan(f"{spec.name} on {device.name}: {refused[0] if refused else 'no form of it is known there'}")
+
+
+def _candidate(
+    spec: ModelSpec, device: Device, efficiencies: Efficiencies, slo: Slo, form: str, kv_form: str, degree: int,
+    context: int, longest: int,
+) -> WorkerPlan:  # fmt: skip
+    kv = "bf16" if kv_form == "auto" else kv_form
+    times = StepTimes(spec, device, efficiencies, form, kv, degree)
+    max_len = min(spec.longest_context, max(2048, 1 << (longest - 1).bit_length()))
+    if longest > max_len:
+        raise ValueError(f"a request of {longest} tokens, the model's context is {spec.longest_context}")
+    *larger, smallest = _BATCHES[device.kind]
+    _configs(spec, device, form, kv, smallest, max_len)  # what does not fit at all is told first
+    if slo.tpot_s is not None and (alone_s := times.decode_s(1, context)) > slo.tpot_s:
+        raise ValueError(f"a token takes {1e3 * alone_s:.1f} ms even alone")
+    for batch in larger:
+        configs, plan = _configs(spec, device, form, kv, batch, max_len)
+        fits = plan.num_kv_tokens >= batch * context
+        if fits and (slo.tpot_s is None or times.decode_s(batch, context) <= slo.tpot_s):
+            return WorkerPlan(form, kv, kv_form, degree, batch, plan, configs, times)
+    configs, plan = _configs(spec, device, form, kv, smallest, max_len)
+    return WorkerPlan(form, kv, kv_form, degree, smallest, plan, configs, times)
+
+
+def _configs(
+    spec: ModelSpec, device: Device, form: str, kv: str, batch: int, max_len: int
+) -> tuple[dict[str, EngineConfig], MemoryPlan]:
+    """Return the config of each role, and the memory of a decode worker. Raises ValueError where it does not fit."""
+    configs: dict[str, EngineConfig] = {}
+    prefill_chunk, decode_chunk = _CHUNKS[device.kind]
+    for role, chunk in (("prefill", prefill_chunk), ("decode", decode_chunk)):
+        config = EngineConfig(
+            model=spec.folder, dtype="bf16", kv_dtype=kv, block_size=_BLOCK[device.kind], max_num_seqs=batch,
+            max_model_len=max_len, max_num_batched_tokens=max(chunk, batch + 64), threads=device.threads,
+        )  # fmt: skip
+        plan = plan_memory(spec, device, config, form)
+        configs[role] = resolve(replace(config, num_blocks=plan.num_blocks), spec)
+    return configs, plan_memory(spec, device, configs["decode"], form)
+
+
+def sizes(candidate: WorkerPlan, ask: Ask) -> Iterator[tuple[int, int]]:
+    """Yield (prefill, decode) by ever more workers, from what the load needs at least. (0, n): workers that do both."""
+    entries = ask.entries
+    prompt = statistics.mean(entry.num_prompt for entry in entries)
+    output = statistics.mean(entry.num_output for entry in entries)
+    chunk = candidate.configs["prefill"].max_num_batched_tokens
+    read = ask.rate * candidate.times.prefill_s(round(prompt), chunk)
+    write = ask.rate * output * candidate.times.decode_s(candidate.batch, prompt + output / 2) / candidate.batch
+    least = max(1, math.ceil((read + write) / _MOST_BUSY - 0.5))
+    for total in range(least, ask.max_devices // candidate.degree + 1):
+        wanted = total * read / (read + write)
+        splits = sorted(range(1, total), key=lambda num: abs(num - wanted))[:2]
+        yield 0, total
+        yield from ((num, total - num) for num in splits)
+
+
+def evaluate(
+    candidate: WorkerPlan, num_prefill: int, num_decode: int, ask: Ask, rate: float | None = None
+) -> LoadOutcome:
+    """Serve the load in virtual time and return what came of it. `rate`: another than the one asked for."""
+    rate = rate or ask.rate
+    scale = ask.rate / rate
+    entries = [replace(entry, at_s=entry.at_s * scale) for entry in ask.entries]
+    shape = StackShape(
+        num_prefill, num_decode, candidate.configs["prefill"], candidate.configs["decode"],
+        "auto" if num_prefill else "never",
+    )  # fmt: skip
+    stack = VirtualStack(shape, dict.fromkeys(("prefill", "decode"), candidate.times), ask.slo)
+    served = stack.run(entries)
+    return summarize(served, stack, rate, ask.slo)
+
+
+def summarize(served: Sequence[ServedRequest], stack: VirtualStack, rate: float, slo: Slo) -> LoadOutcome:
+    answered = [request for request in served if not request.refused]
+    met = sum(request.met(slo) for request in served) / len(served)
+    ttfts = [request.ttft_s for request in answered] or [math.inf]
+    tpots = [tpot for request in answered if (tpot := request.tpot_s) is not None] or [0.0]
+    last = served[-1].entry.at_s or stack.now
+    num_tokens = sum(request.num_output for request in answered)
+    busy = {
+        role: statistics.mean(
+            [min(1.0, worker.busy_s / stack.now) for worker in stack.workers if worker.role == role] or [0.0]
+        )
+        for role in ("prefill", "decode")
+    }
+    return LoadOutcome(
+        rate, met, met * min(rate, len(served) / last), percentile(ttfts, 50), percentile(ttfts, 95),
+        percentile(tpots, 50), percentile(tpots, 95), busy, num_tokens / stack.now, len(served) - len(answered),
+    )  # fmt: skip
+
+
+def find(
+    spec: ModelSpec, device: Device, efficiencies: Efficiencies, ask: Ask, say: Callable[[str], None] = lambda _: None
+) -> list[StackChoice]:
+    """Return the best stacks, the smallest first and of equals the one that met the SLO most often, at most three, with
+    their curves. Raises NoPlan."""
+    choices, nearest = [], ""
+    best = 0.0
+    for candidate in candidates(spec, device, efficiencies, ask):
+        for _, (num_prefill, num_decode) in zip(range(_NUM_TRIES), sizes(candidate, ask)):
+            fewest = min((choice.num_devices for choice in choices), default=ask.max_devices)
+            if (num_prefill + num_decode) * candidate.degree > fewest + 1:
+                break
+            say(f"{num_prefill}:{num_decode} {candidate.words}")
+            outcome = evaluate(candidate, num_prefill, num_decode, ask)
+            choice = StackChoice(
+                candidate, num_prefill, num_decode, outcome, _bound(candidate, num_prefill, outcome, ask)
+            )
+            if outcome.met >= ask.attainment:
+                choices.append(choice)
+            elif outcome.met >= best:
+                best, nearest = outcome.met, f"{choice.words} meets it for {outcome.met:.0%}, bound by {choice.bound}"
+    if not choices:
+        raise NoPlan(
+            f"nothing of up to {ask.max_devices} devices serves {ask.rate:g} requests/s with {ask.slo}: {nearest}"
+        )
+    # Of as many devices those that round least: what a form costs in quality is not in a plan.
+    forms, kv_forms = list(ask.forms), list(ask.kv_forms)
+    choices.sort(
+        key=lambda choice: (
+            choice.num_devices, forms.index(choice.worker.form), kv_forms.index(choice.worker.asked_kv),
+            -choice.outcome.met, choice.outcome.tpot_p95_s,
+        )
+    )  # fmt: skip
+    kept: dict[str, StackChoice] = {}
+    for choice in choices:
+        kept.setdefault(choice.words, choice)
+    found = list(kept.values())[:3]
+    for choice in found:
+        for part in _CURVE:
+            rate = part * ask.rate
+            say(f"{choice.words} at {rate:.3g} requests/s")
+            choice.curve.append(evaluate(choice.worker, choice.num_prefill, choice.num_decode, ask, rate))
+    return found
+
+
+def _bound(candidate: WorkerPlan, num_prefill: int, outcome: LoadOutcome, ask: Ask) -> str:
+    """Return what limits a stack, in the words of docs/howto/scale.md."""
+    reads = "prefill compute"
+    late_ttft = ask.slo.ttft_s is not None and outcome.ttft_p95_s > ask.slo.ttft_s
+    if not num_prefill:
+        return "decode bandwidth" if not late_ttft and not outcome.num_refused else reads
+    return reads if outcome.busy["prefill"] > outcome.busy["decode"] or late_ttft else "decode bandwidth"
+
+
+def confidence(efficiencies: Efficiencies, device: Device) -> str:
+    """Return how sure a plan is, by what it was computed from."""
+    if device.kind == "cpu" and (device.name, device.threads) == (efficiencies.name, efficiencies.threads):
+        return efficiencies.confidence
+    return EXTRAPOLATED

@@ -1,0 +1,140 @@
+"""The seconds of a step: what each class of kernels reads and computes, by the rates of the device and the efficiency there."""
+
+from typing import NamedTuple
+
+from baton.engine.core.model_spec import ModelSpec
+from baton.planning.devices import Device
+from baton.planning.efficiency import Efficiencies
+from baton.planning.memory import kernel_bytes
+from baton.planning.virtual_engine import StepPieces
+from kvtransfer.layout import KVLayout
+
+_COMPUTES = {"none": "bf16", "int8": "int8", "int4-g32": "bf16", "fp8": "fp8"}
+
+
+class StepBound(NamedTuple):
+    """The parts of a step in seconds, and whether its products waited for memory."""
+
+    linear_s: float
+    head_s: float
+    attention_s: float
+    host_s: float
+    is_memory_bound: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.linear_s + self.head_s + self.attention_s + self.host_s
+
+
+class Roofs:
+    """The seconds that each class of kernels takes at best: bytes over the rate of memory, or operations over that of products."""
+
+    def __init__(self, spec: ModelSpec, device: Device, form: str, kv_form: str):
+        self.spec, self.device = spec, device
+        self._flops_per_s = device.flops_per_s[_COMPUTES[form]]
+        self.head_form = "int8" if form.startswith("int4-") else form
+        self.head_bytes = spec.vocab_size * spec.hidden_size * (2 if self.head_form == "none" else 1)
+        self.all_layer_bytes = kernel_bytes(spec, form, device.kind == "cpu") - self.head_bytes
+        per_weight = self.all_layer_bytes / spec.num_layer_weights()
+        self._expert_bytes = per_weight * spec.num_expert_weights()
+        self._chosen_bytes = per_weight * spec.num_expert_weights(chosen_only=True)
+        self._token_flops = 2 * spec.num_layer_weights(chosen_only=True)
+        layout = KVLayout((spec.kv_group(kv_form, 64),))
+        self.kv_token_bytes = layout.block_bytes / layout.block_size
+        self._pair_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim
+        self._windows = [window for window in spec.windows if window is not None]
+
+    @property
+    def layer_bytes(self) -> float:
+        return self.all_layer_bytes / self.spec.num_layers
+
+    def linear_s(self, num_tokens: int) -> tuple[float, bool]:
+        """Return the seconds of all layers' products, and whether they wait for memory."""
+        experts = min(num_tokens * self._chosen_bytes, self._expert_bytes)
+        memory_s = (self.all_layer_bytes - self._expert_bytes + experts) / self.device.bytes_per_s
+        compute_s = num_tokens * self._token_flops / self._flops_per_s
+        return max(memory_s, compute_s), memory_s >= compute_s
+
+    def head_s(self, num_rows: int) -> float:
+        compute_s = 2 * num_rows * self.spec.vocab_size * self.spec.hidden_size / self._flops_per_s
+        return max(self.head_bytes / self.device.bytes_per_s, compute_s)
+
+    def decode_attention_s(self, num_tokens: float) -> float:
+        """Return the seconds of sequences that decode and see as many tokens together."""
+        memory_s = num_tokens * self.kv_token_bytes / self.device.bytes_per_s
+        return max(memory_s, num_tokens * self._pair_flops / self._flops_per_s)
+
+    def prefill_attention_s(self, num_pairs: float, num_tokens: float) -> float:
+        """Return the seconds of prompts: pairs of a token and a position that it sees, and tokens whose KV is read."""
+        compute_s = num_pairs * self._pair_flops / self.device.flops_per_s["bf16"]
+        return max(compute_s, num_tokens * self.kv_token_bytes / self.device.bytes_per_s)
+
+    def seen(self, kv_len: int) -> float:
+        """Return the tokens that a layer sees of so many, on average over the layers."""
+        if not self._windows:
+            return kv_len
+        windowed = sum(min(window, kv_len) for window in self._windows)
+        return (windowed + (self.spec.num_layers - len(self._windows)) * kv_len) / self.spec.num_layers
+
+    def pairs(self, num: int, kv_len: int) -> float:
+        """Return the pairs of the last `num` tokens of `kv_len`."""
+        return num * self.seen(kv_len) * (1 - num / (2 * kv_len))
+
+
+class StepTimes:
+    """Step times of one model in one form on one device; `degree` devices share each layer."""
+
+    def __init__(
+        self, spec: ModelSpec, device: Device, efficiencies: Efficiencies, form: str, kv_form: str, degree: int = 1
+    ):
+        self.spec, self.device, self.efficiencies, self.form = spec, device, efficiencies, form
+        self.roofs, self._degree = Roofs(spec, device, form, kv_form), degree
+
+    @property
+    def kv_token_bytes(self) -> float:
+        return self.roofs.kv_token_bytes
+
+    def __call__(self, step: StepPieces) -> float:
+        return self.bound(step).seconds
+
+    def bound(self, step: StepPieces) -> StepBound:
+        """Return the parts of a step's time."""
+        roofs, efficiency_of = self.roofs, self.efficiencies.of
+        num_tokens, num_rows = sum(num for num, _ in step.pieces), step.num_rows
+        linear_s, is_memory = roofs.linear_s(num_tokens)
+        linear_s /= efficiency_of("linear", self.form, roofs.layer_bytes, num_tokens)
+        head_s = 0.0
+        if num_rows:
+            head_s = roofs.head_s(num_rows) / efficiency_of("head", roofs.head_form, roofs.head_bytes, num_rows)
+        host = self.efficiencies.host
+        return StepBound(
+            linear_s / self._degree,
+            head_s / self._degree,
+            self._attention(step) / self._degree,
+            host.step_s + host.sequence_s * len(step.pieces),
+            is_memory,
+        )
+
+    def decode_s(self, num_seqs: int, context: float) -> float:
+        """Return the seconds of a step in which as many sequences of this context decode."""
+        return self(StepPieces(((1, round(context)),) * num_seqs, num_seqs))
+
+    def prefill_s(self, num_tokens: int, chunk: int) -> float:
+        """Return the seconds in which a prompt is read alone."""
+        ends = [*range(chunk, num_tokens, chunk), num_tokens]
+        steps = [StepPieces(((end - begin, end),), int(end == num_tokens)) for begin, end in zip([0, *ends], ends)]
+        return sum(self(step) for step in steps)
+
+    def _attention(self, step: StepPieces) -> float:
+        roofs, seconds = self.roofs, 0.0
+        decoding = [roofs.seen(kv_len) for num, kv_len in step.pieces if num == 1]
+        if decoding:
+            size = sum(decoding) / len(decoding) * roofs.kv_token_bytes
+            efficiency = self.efficiencies.of("decode_attention", "*", size, len(decoding))
+            seconds += roofs.decode_attention_s(sum(decoding)) / efficiency
+        for num, kv_len in step.pieces:
+            if num > 1:
+                size = kv_len * roofs.kv_token_bytes
+                efficiency = self.efficiencies.of("prefill_attention", "*", size, num)
+                seconds += roofs.prefill_attention_s(roofs.pairs(num, kv_len), kv_len) / efficiency
+        return seconds

@@ -1,0 +1,52 @@
+"""An engine in virtual time: Baton's own, with its scheduler, admission, ledger and prefix cache, over a model that computes
+nothing and says how long it would have taken."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_spec import ModelSpec
+from baton.engine.engine import Engine
+from baton.engine.execute.launcher import Launcher
+from baton.engine.kv.pool import KVPool
+from baton.engine.sampling.sampler import Sampler
+from kvtransfer.layout import KVGroup, KVLayout
+
+_NUM_LOGITS = 8
+
+
+class StepPieces(NamedTuple):
+    """What a step computes: (tokens, tokens of KV that its last one sees) of each sequence, and rows of logits."""
+
+    pieces: tuple[tuple[int, int], ...]
+    num_rows: int
+
+
+class VirtualLauncher(Launcher):
+    """Launches nothing: `step_s` is what the last step would have taken."""
+
+    def __init__(self, model: Any, pool: KVPool, step_s: Callable[[StepPieces], float]):
+        super().__init__(model, pool)
+        self._step_s, self.step_s = step_s, 0.0
+        self._logits = torch.zeros(1, _NUM_LOGITS)
+
+    def run(
+        self, batch: ForwardBatch, keeps_hidden: bool, on_layer: Any = None, on_hidden: Any = None
+    ) -> tuple[None, torch.Tensor]:
+        num_rows = len(batch.logit_rows)
+        self.step_s = self._step_s(StepPieces(tuple((seq.query_len, seq.kv_len) for seq in batch.seqs), num_rows))
+        return None, self._logits.expand(num_rows, _NUM_LOGITS)
+
+
+def virtual_engine(spec: ModelSpec, config: EngineConfig, step_s: Callable[[StepPieces], float]) -> Engine:
+    """Return an engine whose steps take as long as `step_s` says. `config` is resolved; its pool holds a byte or two a token."""
+    layout = KVLayout((KVGroup("paged", 1, 1, 1, "fp8_e4m3", config.block_size),))
+    assert config.num_blocks is not None, "the config is resolved"
+    pool = KVPool(layout, config.num_blocks)
+    model: Any = SimpleNamespace(spec=spec, attention=SimpleNamespace(name="none"))
+    launcher = VirtualLauncher(model, pool, step_s)
+    return Engine(config, model, pool, b"", Sampler(), (), launcher)

@@ -1,0 +1,350 @@
+"""A stack that serves a load in virtual time: the gateway's routing, queues and admission, and workers whose engines are Baton's
+own (virtual_engine.py). Processes of one host share its cores."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.request import Key, Output, PrefillDone, Refusal, Request, RequestEnded, TokenRun
+from baton.engine.engine import Engine
+from baton.loadgen.trace import TraceEntry
+from baton.planning.step_time import StepTimes
+from baton.planning.virtual_engine import VirtualLauncher, virtual_engine
+from baton.planning.workload import span_names
+from baton.sampling_params import SamplingParams
+from baton.service.errors import Overloaded
+from baton.service.slo import Slo
+from gateway.queue.admission import QueuedRequest, QueueEntry, WaitingQueue, WaitingQueues, rank
+from gateway.routing.latency_model import Recent, WorkerRates
+from gateway.routing.routing import Candidate, Decision, RoutingRequest, WorkerLimits, choose
+from kvtransfer.naming import HASH_BYTES
+
+_WORDS, _TRANSPORTS = frozenset(["kv"]), frozenset(["tcp", "shm"])
+_MAX_WAITING = 4096
+_FIRST_GUESS, _AVERAGE_WEIGHT = 64.0, 0.01  # of outputs, as gateways keep it
+
+
+@dataclass(slots=True)
+class ServedRequest:
+    """One request and its stamps, in virtual seconds. `refused`: why it was not served; empty: it was."""
+
+    entry: TraceEntry
+    number: int
+    names: tuple[bytes, ...] = ()  # of the prompt's spans
+    refused: str = ""
+    decision: Decision | None = None
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_output: int = 0
+    num_cached: int = 0
+    queue_entry: QueueEntry | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.entry.at_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.last_s - self.entry.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        return (self.last_s - self.first_s) / (self.num_output - 1) if self.num_output > 1 else None
+
+    def met(self, slo: Slo) -> bool:
+        return not self.refused and slo.met(self.ttft_s, self.tpot_s, self.e2e_s)
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """What a stack is made of: workers by role, the config of each role resolved, and one host or many."""
+
+    num_prefill: int
+    num_decode: int
+    prefill: EngineConfig
+    decode: EngineConfig
+    split: str = "auto"
+
+    @property
+    def words(self) -> str:
+        return f"{self.num_prefill}:{self.num_decode}"
+
+
+@dataclass(eq=False)
+class VirtualWorker:
+    """A worker: its engine, and when it is busy."""
+
+    name: str
+    role: str
+    engine: Engine
+    rates: WorkerRates
+    recent: Recent = field(default_factory=Recent)
+    is_busy: bool = False
+    busy_s: float = 0.0
+    link_free_s: float = 0.0
+    num_legs: int = 0
+    waiting_tokens: int = 0
+
+
+class VirtualStack:
+    """`run(entries)` serves all of them and returns them with their stamps."""
+
+    def __init__(
+        self, shape: StackShape, times: dict[str, StepTimes], slo: Slo = Slo(), concurrency: int | None = None
+    ):
+        """`times` by role. `slo`: the class that every request names; empty: none. `concurrency`: a closed loop of as many,
+        in which entries come as others end."""
+        self.now = 0.0
+        self._slo, self._split, self._concurrency = slo, shape.split, concurrency
+        self._times = times
+        host = times["decode"].efficiencies.host
+        self._host, self._device = host, times["decode"].device
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._queues = WaitingQueues(_MAX_WAITING, clock=lambda: self.now)
+        fleet = WorkerRates()
+        counts = {"prefill": shape.num_prefill, "decode": shape.num_decode}
+        configs = {"prefill": shape.prefill, "decode": shape.decode}
+        self.workers = [
+            VirtualWorker(
+                f"{role}{number}",
+                role,
+                virtual_engine(times[role].spec, configs[role], times[role]),
+                WorkerRates(fleet),
+            )
+            for role, count in counts.items()
+            for number in range(count)
+        ]
+        self._named = {worker.name: worker for worker in self.workers}
+        self._requests: dict[str, ServedRequest] = {}
+        self._mean_output = _FIRST_GUESS
+        self._waiting_entries: list[ServedRequest] = []
+        self._gateway_s = 0.0  # of a core, that gateway and clients have still to work
+
+    def run(self, entries: Sequence[TraceEntry]) -> list[ServedRequest]:
+        requests = [ServedRequest(entry, number, span_names(entry, number)) for number, entry in enumerate(entries)]
+        self._requests = {str(request.number): request for request in requests}
+        if self._concurrency is None:
+            for request in requests:
+                self._at(request.entry.at_s, partial(self._come, request))
+        else:
+            self._waiting_entries = requests[: self._concurrency - 1 : -1]
+            for request in requests[: self._concurrency]:
+                self._at(0.0, partial(self._come, request))
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        return requests
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    # ---- the gateway ----
+
+    def _come(self, request: ServedRequest) -> None:
+        request.entry = replace(request.entry, at_s=self.now)
+        self._at(self.now + self._host.request_s, lambda: self._admit(request))
+
+    def _admit(self, request: ServedRequest) -> None:
+        """Route, and ask the decode worker for credit; wait in the queue where it refuses."""
+        if not self._queues.credit.is_open_to("") and request.queue_entry is None:
+            self._wait(self._queues.credit, request, lambda: self._admit(request))
+            return
+        decision = self._route(request)
+        queued = self._queued(request)
+        if request.queue_entry is None:
+            try:
+                queued.check(decision, self._queues.prefill.wait_s(queued))
+            except Overloaded as error:
+                self._refuse(request, error.reason)
+                return
+        taker = self._named[decision.decode]
+        ask = self._engine_request(request)
+        try:
+            request.num_cached = taker.engine.admission.admit(ask)
+        except Refusal as refusal:
+            if refusal.reason == "too_long":
+                self._refuse(request, refusal.reason)
+                return
+            self._wait(self._queues.credit, request, lambda: self._admit(request))
+            return
+        self._leave(self._queues.credit, request)
+        request.decision = decision
+        taker.num_legs += 1
+        taker.recent.add(decision.write_s, self.now)
+        if decision.prefill is None:
+            taker.waiting_tokens += request.entry.num_prompt - request.num_cached
+            taker.recent.add(decision.read_s, self.now)
+            taker.engine.admission.compute_rest(ask.key)
+            self._wake(taker)
+        else:
+            self._prefill(request)
+
+    def _prefill(self, request: ServedRequest) -> None:
+        assert request.decision is not None and request.decision.prefill is not None
+        source = self._named[request.decision.prefill]
+        try:
+            accepted = source.engine.admission.accept(self._engine_request(request))
+        except Refusal:
+            self._wait(self._queues.prefill, request, lambda: self._prefill(request))
+            return
+        self._leave(self._queues.prefill, request)
+        request.num_cached = accepted.num_cached_tokens
+        source.num_legs += 1
+        source.waiting_tokens += request.entry.num_prompt - request.num_cached
+        source.recent.add(request.decision.read_s, self.now)
+        self._wake(source)
+
+    def _wait(self, queue: WaitingQueue, request: ServedRequest, again: Callable[[], None]) -> None:
+        if request.queue_entry is None:
+            request.queue_entry = queue.join(
+                self._queued(request), lambda: self._at(self.now, lambda: self._again(request, again))
+            )
+        else:
+            queue.refused(request.queue_entry)
+
+    def _again(self, request: ServedRequest, again: Callable[[], None]) -> None:
+        if request.queue_entry is not None and request.queue_entry.is_open:
+            again()
+
+    def _leave(self, queue: WaitingQueue, request: ServedRequest) -> None:
+        if (entry := request.queue_entry) is not None:
+            request.queue_entry = None
+            queue.leave(entry)
+
+    def _refuse(self, request: ServedRequest, reason: str) -> None:
+        request.refused = reason
+        self._leave(self._queues.credit, request)
+        self._next_in_loop()
+
+    def _queued(self, request: ServedRequest) -> QueuedRequest:
+        order = rank(request.entry.at_s, self._slo, 0)
+        return QueuedRequest(order, request.entry.num_prompt, self._slo, tenant="", num_expected=self._mean_output)
+
+    def _route(self, request: ServedRequest) -> Decision:
+        entry = request.entry
+        ask = RoutingRequest(entry.num_prompt, entry.num_prompt + entry.num_output, self._mean_output, self._slo)
+        sides = {
+            role: [self._candidate(worker, request.names, entry) for worker in self.workers if worker.role == role]
+            for role in ("prefill", "decode")
+        }
+        return choose(ask, sides["prefill"], sides["decode"], self._split)
+
+    def _candidate(self, worker: VirtualWorker, names: tuple[bytes, ...], entry: TraceEntry) -> Candidate:
+        engine = worker.engine
+        config, ledger = engine.config, engine.ledger
+        assert config.max_model_len is not None
+        num_matched = len(ledger.find(names, entry.num_prompt)) * config.block_size
+        limits = WorkerLimits(config.max_model_len, engine.num_blocks, config.block_size)
+        return Candidate(
+            worker.name, num_matched, worker.num_legs, worker.waiting_tokens, limits, _WORDS, _WORDS, _TRANSPORTS,
+            "host" if self._device.cores else worker.name, round(self._times[worker.role].kv_token_bytes),
+            ledger.num_available * config.block_size, config.max_num_seqs, self._slo.tpot_s,
+            worker.recent.share(self.now), worker.rates.pace(self.now),
+        )  # fmt: skip
+
+    def _engine_request(self, request: ServedRequest) -> Request:
+        entry = request.entry
+        num_output = max(1, entry.num_output)
+        return Request(
+            Key(str(request.number)), (1,) * entry.num_prompt, entry.num_prompt, SamplingParams(), num_output,
+            span_hashes=request.names, chain_parent=request.names[-1] if request.names else bytes(HASH_BYTES),
+        )  # fmt: skip
+
+    # ---- workers ----
+
+    def _wake(self, worker: VirtualWorker) -> None:
+        """Begin a step, if there is work and none runs. What it gives out comes when it is over."""
+        if worker.is_busy or not worker.engine.has_work():
+            return
+        outputs = worker.engine.step()
+        if not worker.engine.launched:
+            self._deliver(worker, outputs, 0.0)
+            return
+        launcher = worker.engine.runner.launcher
+        assert isinstance(launcher, VirtualLauncher)
+        worker.is_busy = True
+        seconds = launcher.step_s * self._crowding(worker)
+        worker.busy_s += seconds
+        self._at(self.now + seconds, lambda: self._stepped(worker, outputs, seconds))
+
+    def _stepped(self, worker: VirtualWorker, outputs: list[Output], seconds: float) -> None:
+        worker.is_busy = False
+        self._deliver(worker, outputs, seconds)
+        self._wake(worker)
+
+    def _crowding(self, worker: VirtualWorker) -> float:
+        """Return by how much a step takes longer because processes of one host share its cores: those that compute now, and
+        what gateway and clients have yet to do."""
+        if self._device.cores is None:
+            return 1.0
+        wanted = sum(each.engine.config.threads or 1 for each in self.workers if each.is_busy) + (
+            self._gateway_s > self._host.token_s
+        )
+        self._gateway_s = max(0.0, self._gateway_s - worker.engine.config.block_size * self._host.token_s)
+        return max(1.0, wanted / self._device.cores)
+
+    def _deliver(self, worker: VirtualWorker, outputs: list[Output], step_s: float) -> None:
+        num_tokens = 0
+        for output in outputs:
+            if isinstance(output, PrefillDone):
+                self._first(worker, self._requests[output.key.request_id], output)
+            elif isinstance(output, TokenRun):
+                request = self._requests[output.key.request_id]
+                request.num_output += len(output.token_ids)
+                request.last_s = self.now + self._host.token_s
+                num_tokens += len(output.token_ids)
+            elif isinstance(output, RequestEnded):
+                self._ended(worker, self._requests[output.key.request_id])
+        self._gateway_s += num_tokens * self._host.token_s
+        if num_tokens:
+            worker.rates.note_decode(worker.num_legs, step_s, self.now)
+
+    def _first(self, worker: VirtualWorker, request: ServedRequest, done: PrefillDone) -> None:
+        num_read = request.entry.num_prompt - request.num_cached
+        worker.waiting_tokens -= num_read
+        request.first_s = request.last_s = self.now + self._host.token_s
+        request.num_output = 1
+        chunk = worker.engine.config.max_num_batched_tokens
+        worker.rates.note_prefill(num_read, self._times[worker.role].prefill_s(num_read, chunk), self.now)
+        self._queues.prefill.call_first()
+        if worker.role == "decode":
+            return
+        worker.num_legs -= 1
+        assert request.decision is not None
+        taker = self._named[request.decision.decode]
+        num_bytes = num_read * self._times["prefill"].kv_token_bytes
+        # What moves while the prompt is read is hidden: the last chunk is what is left.
+        left = min(num_bytes, worker.engine.config.max_num_batched_tokens * self._times["prefill"].kv_token_bytes)
+        begin = max(self.now, worker.link_free_s, taker.link_free_s)
+        worker.link_free_s = taker.link_free_s = begin + left / self._device.link_bytes_per_s
+        self._at(worker.link_free_s + self._host.handover_s, lambda: self._adopt(worker, taker, request, done))
+
+    def _adopt(self, source: VirtualWorker, taker: VirtualWorker, request: ServedRequest, done: PrefillDone) -> None:
+        key, num_prompt = done.key, request.entry.num_prompt
+        source.engine.admission.release_lease(key)
+        going_on = tuple(first for first in done.first_tokens if first.finish_reason is None)
+        admission = taker.engine.admission
+        admission.set_aside(key, num_prompt)
+        admission.verified(key, num_prompt)
+        admission.fetch_settled(key)
+        admission.start(key, going_on)
+        self._wake(source)
+        self._wake(taker)
+
+    def _ended(self, worker: VirtualWorker, request: ServedRequest) -> None:
+        assert request.decision is not None
+        if worker.name != request.decision.decode:
+            return
+        worker.num_legs -= 1
+        self._mean_output += _AVERAGE_WEIGHT * (request.num_output - self._mean_output)
+        self._queues.credit.call_first()
+        self._next_in_loop()
+
+    def _next_in_loop(self) -> None:
+        if self._waiting_entries:
+            request = self._waiting_entries.pop()
+            self._at(self.now, lambda: self._come(request))

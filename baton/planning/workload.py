@@ -1,0 +1,42 @@
+"""The requests that a plan is made for: a trace, or arrivals at a rate with lengths."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.loadgen.trace import MOONCAKE_BLOCK, TraceEntry
+from baton.loadgen.workload import Shape, arrivals, drawn
+from kvtransfer.naming import SPAN_TOKENS
+
+
+def drawn_entries(rate: float, shape: Shape, num: int, seed: int = 0) -> list[TraceEntry]:
+    """Return requests that come at random, `rate` a second, with lengths around the means of `shape`."""
+    rng = random.Random(seed)
+    jobs = drawn(rng, arrivals("poisson", rate, rng), num, shape)
+    return [TraceEntry(job.at_s, job.num_prompt, job.num_output, job.hash_ids) for job in jobs]
+
+
+def at_rate(entries: Sequence[TraceEntry], rate: float, context: int) -> list[TraceEntry]:
+    """Return the trace as fast as `rate` requests a second, without the requests that no context holds."""
+    fitting = [entry for entry in entries if entry.num_prompt + max(1, entry.num_output) <= context]
+    if len(fitting) < 2 or fitting[-1].at_s <= fitting[0].at_s:
+        raise ValueError(f"{len(fitting)} requests of the trace fit into a context of {context}: too few to plan by")
+    first, span = fitting[0].at_s, fitting[-1].at_s - fitting[0].at_s
+    scale = len(fitting) / rate / span
+    return [replace(entry, at_s=(entry.at_s - first) * scale, num_output=max(1, entry.num_output)) for entry in fitting]
+
+
+def span_names(entry: TraceEntry, number: int) -> tuple[bytes, ...]:
+    """Return names for the spans of a prompt: equal where the trace says that prefixes are, and behind those the own of request
+    `number`. None where the trace says nothing of prefixes."""
+    if not entry.hash_ids:
+        return ()
+    names: list[bytes] = []
+    parent, num_spans = b"", entry.num_prompt // SPAN_TOKENS
+    for hash_id in entry.hash_ids:
+        parent = hashlib.sha256(parent + hash_id.to_bytes(16, "little", signed=True)).digest()
+        names += [parent[:31] + bytes([place]) for place in range(MOONCAKE_BLOCK // SPAN_TOKENS)]
+    for place in range(len(names), num_spans):
+        names.append(hashlib.sha256(f"{number} {place}".encode()).digest())
+    return tuple(names[:num_spans])

@@ -1,0 +1,78 @@
+"""The plan's bytes are the engine's own."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.engine.core.config import EngineConfig, resolve
+from baton.engine.core.device import find_device as find_torch_device
+from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
+from baton.planning.devices import GPUS, Device
+from baton.planning.memory import kernel_bytes, linear_shapes, plan_memory
+from kvtransfer.layout import KVLayout
+
+MODEL = Path(__file__).resolve().parents[2] / "demo" / "target"
+SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
+CPU = Device("test", "cpu", 8 << 30, 1e10, {"bf16": 1e11}, 1e9, 2)
+
+
+@pytest.mark.parametrize("form", ["none", "int8", "int4-g32"])
+def test_weights_are_those_that_the_engine_counts(form):
+    spec = read_spec(MODEL)
+    config = resolve(EngineConfig(model=MODEL, quantization=form, dtype="bf16", num_blocks=64), spec)
+    model = load_model(config, find_torch_device("cpu"))
+    if "bf16" not in model.weights.form and form == "none":
+        pytest.skip(f"this machine computes in {model.weights.form}")
+    assert kernel_bytes(spec, form, on_cpu=True) == model.weights.num_bytes
+
+
+def test_a_pool_is_as_large_as_the_engine_makes_it():
+    spec = read_spec(MODEL)
+    config = resolve(EngineConfig(model=MODEL, dtype="bf16", kv_dtype="int8", num_blocks=77), spec)
+    plan = plan_memory(spec, CPU, config, "none")
+    assert plan.kv_bytes == 77 * KVLayout((spec.kv_group("int8", config.block_size),)).block_bytes
+    assert plan.total_bytes == plan.weight_bytes + plan.kv_bytes + plan.step_bytes
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in SHAPES.iterdir()))
+def test_every_shape_is_one_of_a_family_that_is_served(name):
+    spec = read_spec(SHAPES / name)
+    listed = sum(count * out * inputs for (out, inputs), count in linear_shapes(spec).items())
+    routers = sum(layer.experts.num_experts * spec.hidden_size for layer in spec.layers if layer.experts)
+    assert listed + routers == spec.num_layer_weights()
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_plan_never_takes_more_than_the_device_has(name):
+    spec, device = read_spec(SHAPES / "llama-3.1-8b"), GPUS[name]
+    config = EngineConfig(
+        model=spec.folder, kv_dtype="bf16", block_size=64, max_model_len=8192, max_num_batched_tokens=2048
+    )
+    for form in ("none", "int8", "int4-g32"):
+        try:
+            plan = plan_memory(spec, device, config, form)
+        except ValueError as error:
+            assert "out of GPU memory" in str(error)
+            continue
+        assert plan.total_bytes <= device.memory_bytes
+        assert plan.num_kv_tokens >= 2048
+
+
+def test_a_model_that_does_not_fit_is_told():
+    spec = read_spec(SHAPES / "llama-3.1-70b")
+    config = EngineConfig(
+        model=spec.folder, kv_dtype="bf16", block_size=64, max_model_len=8192, max_num_batched_tokens=2048
+    )
+    with pytest.raises(ValueError, match="out of GPU memory"):
+        plan_memory(spec, GPUS["H100"], config, "none")
+    small = dataclasses.replace(CPU, memory_bytes=1 << 20)
+    with pytest.raises(ValueError, match="a worker takes [0-9,]+ bytes, this machine has 1,048,576"):
+        plan_memory(spec, small, dataclasses.replace(config, num_blocks=8), "int8")
+
+
+def test_shapes_are_plain_configs():
+    for path in SHAPES.glob("*/config.json"):
+        assert json.loads(path.read_text())["architectures"]

@@ -1,0 +1,130 @@
+"""The plan: the smallest that holds, said so that it can be started."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from baton.cli.main import main
+from baton.engine.models.registry import read_spec
+from baton.loadgen.workload import Shape
+from baton.planning import answer, search
+from baton.planning.devices import GPUS, find_device
+from baton.planning.efficiency import shipped
+from baton.planning.picture import goodput_picture
+from baton.planning.workload import drawn_entries
+from baton.service.slo import Slo
+
+SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
+SLO = Slo(ttft_s=1.0, tpot_s=0.03)
+
+
+def ask(rate, slo=SLO, num=60, **options) -> search.Ask:
+    return search.Ask(drawn_entries(rate, Shape(1000, 40), num), rate, slo, 0.95, ("none",), ("auto",), **options)
+
+
+def found(rate, device="H100", **options):
+    return search.find(read_spec(SHAPES / "qwen3-8b"), GPUS[device], shipped("cuda"), ask(rate, **options))
+
+
+def test_more_load_never_needs_fewer_devices():
+    numbers = [found(rate)[0].num_devices for rate in (4, 120)]
+    assert numbers == sorted(numbers) and numbers[0] < numbers[-1]
+
+
+def test_the_chosen_stack_meets_the_objective_and_is_the_smallest_that_was_seen_to():
+    choices = found(40)
+    assert choices[0].outcome.met >= 0.95
+    assert [choice.num_devices for choice in choices] == sorted(choice.num_devices for choice in choices)
+    for choice in choices:
+        assert all(each.goodput <= each.rate * 1.01 for each in choice.curve)
+
+
+def test_what_nothing_can_do_is_told():
+    with pytest.raises(search.NoPlan, match="a token takes .* even alone"):
+        found(1, device="RTX4090", slo=Slo(ttft_s=1.0, tpot_s=0.001))
+    with pytest.raises(search.NoPlan, match="out of GPU memory"):
+        search.find(read_spec(SHAPES / "llama-3.1-70b"), GPUS["H100"], shipped("cuda"), ask(1))
+    with pytest.raises(search.NoPlan, match="nothing of up to 1 devices serves 200 requests/s"):
+        found(200, max_devices=1)
+
+
+def test_an_unknown_device_names_those_that_are_known():
+    with pytest.raises(ValueError, match="device 'H300': one of cpu, H100, H200, B200, A100, L40S, RTX4090"):
+        find_device("H300")
+    assert find_device("rtx 4090") is GPUS["RTX4090"] and find_device("cpu") is None
+
+
+# ---- the answer ----
+
+
+@pytest.fixture(scope="module")
+def plan():
+    asked = ask(40)
+    return search.find(read_spec(SHAPES / "qwen3-8b"), GPUS["H100"], shipped("cuda"), asked), asked
+
+
+def test_the_answer_as_json_is_what_is_told(plan):
+    choices, asked = plan
+    told = json.loads(answer.as_json(choices, asked, GPUS["H100"], "extrapolated", 2.5, "qwen3-8b"))
+    first = told["choices"][0]
+    assert first["devices"] == choices[0].num_devices and told["confidence"] == "extrapolated"
+    tokens_per_s = first["outcome"]["output_tokens_per_s"]
+    assert first["usd_per_million_output_tokens"] == pytest.approx(2.5 * first["devices"] * 1e6 / 3600 / tokens_per_s)
+    assert first["memory"]["all"] <= GPUS["H100"].memory_bytes
+
+
+def test_the_command_lines_are_ones_that_baton_up_takes(plan, capsys):
+    choices, _ = plan
+    for choice in choices:
+        for line in answer.command_lines(choice, GPUS["H100"], "demo/target"):
+            program, command, *options = line.split()
+            assert (program, command) == ("baton", "up")
+            assert main(["config", *[each for each in options if each not in ("--device", "cuda")]]) == 0
+            assert "max_num_seqs" in capsys.readouterr().out.replace("-", "_")
+
+
+def test_overrides_are_yaml_with_the_numbers(plan):
+    choice = plan[0][0]
+    services = yaml.safe_load("\n".join(answer.compose_override(choice, GPUS["H100"])))["services"]
+    assert services["decode_worker"]["deploy"]["replicas"] == choice.num_decode
+    assert services["decode_worker"]["environment"]["BATON_MAX_NUM_SEQS"] == str(choice.worker.batch)
+    values = yaml.safe_load("\n".join(answer.helm_values(choice)))
+    assert values["prefill"]["replicas"] == choice.num_prefill and values["decode"]["replicas"] == choice.num_decode
+
+
+def test_the_picture_has_a_line_for_each_of_the_best(plan):
+    choices, _ = plan
+    drawn = goodput_picture("a plan & more", answer.curves_of(choices), 40)
+    assert drawn.startswith("<svg xmlns=") and drawn.count("<polyline") == len(choices)
+    assert "a plan &amp; more" in drawn and "asked: 40/s" in drawn
+
+
+def test_the_command_prints_a_plan(tmp_path, capsys):
+    picture = tmp_path / "plan.svg"
+    argv = ["plan", "--model", "llama-3.2-1b", "--device", "L40S", "--rate", "5", "--num-requests", "30"]
+    assert main([*argv, "--quantization", "none", "--kv-dtype", "auto", "--price", "1", "--picture", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "1 devices" in out and "extrapolated" in out and "baton up --model llama-3.2-1b" in out and "$/M tokens" in out
+    )
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "--rate R is needed"),
+        (["--rate", "1", "--lengths", "10"], "--lengths 10: two numbers"),
+        (["--rate", "1", "--slo", "soon"], "'soon' is not an objective"),
+        (["--rate", "1", "--device", "TPU"], "device 'TPU': one of"),
+        (["--rate", "1", "--model", "nowhere"], "nowhere: no such model folder"),
+        (["--rate", "1", "--attain", "2"], "--attain 2: a share"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(options, words, capsys):
+    assert main(["plan", *options]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
