@@ -44,11 +44,14 @@ ROOMS = {
     "baton.planning": (
         "baton.engine",
         "baton.loadgen",
+        "baton.protocol",
         "baton.sampling_params",
         "baton.service",
         "baton.system",
+        "baton.v1",
         "gateway.queue",
         "gateway.routing",
+        "gateway.store",
         "kvtransfer.layout",
         "kvtransfer.naming",
     ),
@@ -201,12 +204,17 @@ FOLDERS = {
         "methods": "core",
         ".": "core methods",
     },
+    "baton.planning": {
+        ".": "",
+        "scaling": ".",
+    },
     "baton.cli": {
         ".": "",
         "client": "",
         "models": "",
         "launch": "",
         "gpu": "launch",
+        "planning": "launch",
         "cluster": "launch gpu",
     },
 }

@@ -13,7 +13,6 @@ _SCALE_BYTES = 4  # of a row, or of a group of inputs
 _PANEL = 64  # outputs that the CPU's kernels hold together
 _ROUTER_BYTES = 4  # of a weight of a router, which stays in fp32
 _WIDE_ROWS = 4  # of hidden_size, that a step holds for each token: the residual, what is normed, what is added, queries
-FORMS = ("none", "int8", "int4-g32", "fp8")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def linear_shapes(spec: ModelSpec) -> Counter[tuple[int, int]]:
 
 
 def kernel_bytes(spec: ModelSpec, form: str, on_cpu: bool) -> int:
-    """Return the bytes of all linear weights, head included, in a form of FORMS."""
+    """Return the bytes of all linear weights, head included, none, int8, int4-gN or fp8."""
     shapes = linear_shapes(spec)
     total = sum(count * _bytes_of(form, *shape, on_cpu) for shape, count in shapes.items())
     routers = sum(layer.experts.num_experts for layer in spec.layers if layer.experts is not None)

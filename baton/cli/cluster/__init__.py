@@ -1,1 +1,1 @@
-"""Commands that plan, run, check, watch and drain a cluster: up, config, certs, plan, doctor, top, drain; and the demo."""
+"""Commands that run, check, watch and drain a cluster: up, config, certs, doctor, top, drain; and the demo."""

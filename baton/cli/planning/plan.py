@@ -7,6 +7,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from baton.cli.planning.model_flags import FORMS, add_model_flags, lengths_of, model_name, read_model
 from baton.loadgen.trace import TraceEntry, TraceError, read_trace
 from baton.loadgen.workload import WORKLOADS, Shape
 from baton.service.arguments import add_command, positive, whole
@@ -18,12 +19,6 @@ baton plan --model llama-3.1-8b --device H100 --rate 12 --lengths 2000,200 --slo
 baton plan --model llama-3.1-8b --device L40S --rate 4 --workload chat --slo ttft=500ms,tpot=50ms --picture plan.svg
 baton plan --device cpu --rate 2 --lengths 256,64 --slo ttft=1s,tpot=50ms
 """
-_SHAPES = Path(__file__).resolve().parents[2] / "planning" / "shapes"
-
-
-def shape_names() -> list[str]:
-    """Return the names of models whose shapes are shipped."""
-    return sorted(folder.name for folder in _SHAPES.iterdir() if folder.is_dir())
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -37,18 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "and what starts them. 0 prefill workers: decode workers read prompts themselves.",
         examples=_EXAMPLES,
     )
-    parser.add_argument(
-        "--model",
-        metavar="DIR|FILE|NAME",
-        help=f"model folder, .gguf file, or {', '.join(shape_names())} (default: the shipped model)",
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="H100, H200, B200, A100, L40S, RTX4090, or cpu: this machine's (default: cpu)"
-    )
-    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of each worker on a CPU (default: 1)")
-    parser.add_argument(
-        "--efficiencies", type=Path, metavar="FILE", help="what bench/kernels.py measured (default: the shipped file)"
-    )
+    add_model_flags(parser)
     load = parser.add_mutually_exclusive_group()
     load.add_argument("--lengths", metavar="PROMPT,OUTPUT", help="mean tokens of a request (default: 256,64)")
     load.add_argument("--workload", choices=WORKLOADS, help="lengths and shared prefixes of a kind of use")
@@ -73,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--quantization",
-        choices=("any", "none", "int8", "int4-g32", "fp8"),
+        choices=("any", *FORMS),
         default="any",
         help="form of the weights (default: any)",
     )
@@ -105,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
     """Return the requests and how many come a second. Raises ValueError, TraceError."""
     if args.trace is None:
-        shape = WORKLOADS[args.workload] if args.workload else _lengths(args.lengths or "256,64")
+        shape = WORKLOADS[args.workload] if args.workload else Shape(*lengths_of(args.lengths or "256,64"))
         if args.rate is None:
             raise ValueError("--rate R is needed without --trace: how many requests come a second")
         from baton.planning.workload import drawn_entries
@@ -118,34 +102,16 @@ def _load(args: argparse.Namespace) -> tuple[list[TraceEntry], float]:
     return entries, args.rate or own
 
 
-def _lengths(text: str) -> Shape:
-    try:
-        prompt, output = (int(part) for part in text.split(","))
-    except ValueError:
-        prompt = output = 0
-    if prompt < 1 or output < 1:
-        raise ValueError(f"--lengths {text}: two numbers of tokens, PROMPT,OUTPUT, as 2000,200")
-    return Shape(prompt, output)
-
-
 def _plan(args: argparse.Namespace, entries: list[TraceEntry], rate: float, slo: Slo) -> int:
     """What is imported here needs torch: wrong use is told before."""
-    from baton.cli.launch.stack import SHIPPED_MODEL
     from baton.engine.core.model_errors import ModelError
-    from baton.engine.models.registry import read_spec
     from baton.planning import answer, search
-    from baton.planning.devices import find_device, this_cpu
-    from baton.planning.efficiency import read_efficiencies, shipped
     from baton.planning.picture import goodput_picture
     from baton.planning.workload import at_rate
 
-    name = args.model or str(SHIPPED_MODEL)
-    folder = _SHAPES / name if name in shape_names() else Path(name)
+    name = model_name(args)
     try:
-        spec, device = read_spec(folder), find_device(args.device)
-        kind = "cpu" if device is None else device.kind
-        efficiencies = shipped(kind) if args.efficiencies is None else read_efficiencies(args.efficiencies)
-        device = device or this_cpu(args.threads, efficiencies)
+        spec, device, efficiencies = read_model(args)
         if args.trace is not None:
             entries = at_rate(entries, rate, spec.longest_context)
         forms = search.WANTED_FORMS if args.quantization == "any" else (args.quantization,)

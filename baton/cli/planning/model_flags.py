@@ -1,0 +1,69 @@
+"""The flags by which a model on a device is known to a plan, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.service.arguments import whole
+
+if TYPE_CHECKING:
+    from baton.engine.core.model_spec import ModelSpec
+    from baton.planning.devices import Device
+    from baton.planning.efficiency import Efficiencies
+
+FORMS = ("none", "int8", "int4-g32", "fp8")  # of weights; baton/planning/memory.py knows their bytes
+_SHAPES = Path(__file__).resolve().parents[2] / "planning" / "shapes"
+
+
+def shape_names() -> list[str]:
+    """Return the names of models whose shapes are shipped."""
+    return sorted(folder.name for folder in _SHAPES.iterdir() if folder.is_dir())
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="DIR|FILE|NAME",
+        help=f"model folder, .gguf file, or {', '.join(shape_names())} (default: the shipped model)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="H100, H200, B200, A100, L40S, RTX4090, or cpu: this machine's (default: cpu)"
+    )
+    parser.add_argument("--threads", type=whole, default=1, metavar="N", help="of each worker on a CPU (default: 1)")
+    parser.add_argument(
+        "--efficiencies", type=Path, metavar="FILE", help="what bench/kernels.py measured (default: the shipped file)"
+    )
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Return the model as it was given, or where the shipped one is."""
+    from baton.cli.launch.stack import SHIPPED_MODEL
+
+    return args.model or str(SHIPPED_MODEL)
+
+
+def read_model(args: argparse.Namespace) -> tuple[ModelSpec, Device, Efficiencies]:
+    """Return what the flags name. Raises ModelError or ValueError, one line."""
+    # Here: they need torch, and wrong use is told before.
+    from baton.engine.models.registry import read_spec
+    from baton.planning.devices import find_device, this_cpu
+    from baton.planning.efficiency import read_efficiencies, shipped
+
+    name = model_name(args)
+    spec, device = read_spec(_SHAPES / name if name in shape_names() else Path(name)), find_device(args.device)
+    kind = "cpu" if device is None else device.kind
+    efficiencies = shipped(kind) if args.efficiencies is None else read_efficiencies(args.efficiencies)
+    return spec, device or this_cpu(args.threads, efficiencies), efficiencies
+
+
+def lengths_of(text: str) -> tuple[int, int]:
+    """Return mean tokens of prompt and output. Raises ValueError."""
+    try:
+        prompt, output = (int(part) for part in text.split(","))
+    except ValueError:
+        prompt = output = 0
+    if prompt < 1 or output < 1:
+        raise ValueError(f"--lengths {text}: two numbers of tokens, PROMPT,OUTPUT, as 2000,200")
+    return prompt, output

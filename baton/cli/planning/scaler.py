@@ -1,0 +1,231 @@
+"""`baton scaler`: how many workers a running fleet should have, each minute; told, or carried out."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model
+from baton.loadgen.trace import TraceError, read_trace
+from baton.protocol import ROLES
+from baton.service.arguments import add_command, positive, whole
+from baton.service.net.client import open_channel
+from baton.service.security.access import Access, add_access_flags, read_access
+from baton.service.security.tls import WORKER_NAME
+from baton.service.settings import SettingsError
+from baton.service.slo import parse_slo
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+if TYPE_CHECKING:
+    from baton.planning.scaling.day import DayResult, LoadMinute
+    from baton.planning.scaling.live import GatewayLook
+    from baton.planning.scaling.load_model import StepModel
+    from baton.planning.scaling.scaler import Scaler, ScalerBounds
+
+_LOOK_S, _DRAIN_S = 5.0, 10.0  # calls take no longer
+_EXAMPLES = """
+baton scaler --target gateway-0:50071 --target gateway-1:50071 --model DIR --device H100 --slo ttft=1s,tpot=30ms
+baton scaler --dry-run --model llama-3.1-8b --device H100 --load 200,2000,200 --picture day.svg
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = add_command(
+        subparsers,
+        "scaler",
+        summary="say each minute how many workers a running fleet should have",
+        description="Read the gateways' counters as an operator, and decide once a minute by the model of `baton plan`, held against "
+        "what the fleet showed. Changes are told; with --apply workers are drained and change roles.",
+        examples=_EXAMPLES,
+        usage="baton scaler --target HOST:PORT [--target ...] [OPTIONS], or baton scaler --dry-run [OPTIONS]",
+    )
+    add_model_flags(parser)
+    parser.add_argument("--quantization", choices=FORMS, default="none", help="form of the weights (default: none)")
+    parser.add_argument("--max-num-seqs", type=whole, default=64, metavar="N", help="of a decode worker (default: 64)")
+    parser.add_argument("--slo", default="ttft=1s,tpot=50ms", help="objective of a request (default: %(default)s)")
+    parser.add_argument(
+        "--target", action="append", metavar="HOST:PORT", help="a gateway's fleet port; give that of each"
+    )
+    for role in ROLES:
+        parser.add_argument(f"--{role}", default="1-64", metavar="MIN-MAX", help=f"{role} workers (default: 1-64)")
+    parser.add_argument(
+        "--start-s", type=positive, default=90.0, metavar="S", help="until a new worker serves (default: 90)"
+    )
+    parser.add_argument("--apply", action="store_true", help="drain workers and change roles")
+    parser.add_argument("--redis", metavar="URL", help="of several scalers the one with the lease there decides")
+    dry = parser.add_argument_group("a dry run")
+    dry.add_argument("--dry-run", action="store_true", help="decide over a day of load, and compare with an oracle")
+    dry.add_argument("--trace", type=Path, metavar="FILE", help="recorded requests in place of a generated day")
+    dry.add_argument("--seed", type=int, default=0, metavar="N", help="of the generated day (default: 0)")
+    dry.add_argument(
+        "--load", default="100,1000,200", metavar="R,P,O",
+        help="its most requests a second, mean tokens of prompt and output (default: %(default)s)",
+    )  # fmt: skip
+    dry.add_argument("--picture", type=Path, metavar="FILE", help="write workers over the day as SVG")
+    add_access_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Return 0 at the end of a dry run or by Ctrl-C, 2 for wrong use."""
+    try:
+        _check(args)
+        access, day = read_access(args), _day(args) if args.dry_run else []
+        model, scaler, bounds = _scaler(args)
+    except (SettingsError, ValueError, TraceError) as error:
+        print(f"baton scaler: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        return _dry_run(args, day, model, scaler, bounds)
+    try:
+        asyncio.run(_serve(args, access, model, scaler))
+    except KeyboardInterrupt:
+        pass
+    except ValueError as error:  # of --redis
+        print(f"baton scaler: --redis: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that do not go together."""
+    if args.dry_run and (args.target or args.apply):
+        raise ValueError("--dry-run asks no gateway: leave --target and --apply out")
+    if not args.dry_run and not args.target:
+        raise ValueError("--target HOST:PORT is needed: a gateway's fleet port; or --dry-run")
+    if not args.dry_run and (args.trace or args.picture):
+        raise ValueError("--trace and --picture are for --dry-run")
+
+
+def _range(role: str, text: str) -> tuple[int, int]:
+    try:
+        least, most = (int(part) for part in text.split("-"))
+    except ValueError:
+        raise ValueError(f"--{role} {text}: MIN-MAX, as 1-64") from None
+    return least, most
+
+
+def _scaler(args: argparse.Namespace) -> tuple[StepModel, Scaler, ScalerBounds]:
+    """Raises ModelError, ValueError."""
+    from baton.planning.scaling.load_model import StepModel
+    from baton.planning.scaling.scaler import Scaler, ScalerBounds
+    from baton.planning.step_time import StepTimes
+
+    slo = parse_slo(args.slo)
+    ranges = {role: _range(role, getattr(args, role)) for role in ROLES}
+    most = {role: range_[1] for role, range_ in ranges.items()}
+    bounds = ScalerBounds({role: range_[0] for role, range_ in ranges.items()}, most, sum(most.values()))
+    spec, device, efficiencies = read_model(args)
+    times = StepTimes(spec, device, efficiencies, args.quantization, "bf16")
+    model = StepModel(times, slo, args.max_num_seqs, 512 if device.kind == "cpu" else 8192)
+    return model, Scaler(model, bounds, slo, args.start_s), bounds
+
+
+# ---- a day of load ----
+
+
+def _day(args: argparse.Namespace) -> list[LoadMinute]:
+    """Raises ValueError, TraceError."""
+    from baton.planning.scaling.day import generated_day, minutes_of
+
+    if args.trace is not None:
+        return minutes_of(read_trace(args.trace))
+    try:
+        rate, prompt, output = (float(part) for part in args.load.split(","))
+    except ValueError:
+        rate = prompt = output = 0.0
+    if min(rate, prompt, output) <= 0:
+        wanted = "three numbers, requests a second, prompt and output tokens, as 200,2000,200"
+        raise ValueError(f"--load {args.load}: {wanted}")
+    return generated_day(args.seed, rate, prompt, output)
+
+
+def _dry_run(
+    args: argparse.Namespace, day: list[LoadMinute], model: StepModel, scaler: Scaler, bounds: ScalerBounds
+) -> int:
+    from baton.planning.picture import day_picture
+    from baton.planning.scaling.day import run_day
+
+    found = run_day(day, model, scaler, bounds, args.start_s)
+    print(_table(found))
+    if args.picture is not None:
+        args.picture.write_text(
+            day_picture("Workers over the day, and the least that hold it", found.workers, found.needed)
+        )
+        print(f"picture: {args.picture}", file=sys.stderr)
+    return 0
+
+
+def _table(found: DayResult) -> str:
+    lines = [f"{'hour':>4}" + "".join(f"{role + what:>18}" for role in ROLES for what in ("", ", least"))]
+    for minute in range(0, len(found.workers["decode"]), 60):
+        columns = (each[role][minute] for role in ROLES for each in (found.workers, found.needed))
+        lines.append(f"{minute // 60:>4}" + "".join(f"{number:>18}" for number in columns))
+    ratio = found.hours / found.oracle_hours
+    lines.append(
+        f"{found.hours:.1f} worker-hours, {ratio:.3f} of the {found.oracle_hours:.1f} of an oracle; {found.missed:.3%} of requests found "
+        f"too few workers; {found.num_changes} changes, {found.num_turns} of them back within 15 minutes"
+    )
+    return "\n".join(lines)
+
+
+# ---- a running fleet ----
+
+
+class _DrainPerformer:
+    """Drains workers and changes their roles by their own call. What starts workers is not here: it is told."""
+
+    def __init__(self, access: Access):
+        self._access = access
+
+    async def start(self, role: str, number: int) -> None:
+        print(
+            f"start {number} {role} worker{'s' if number > 1 else ''}: nothing here can; they join by themselves",
+            flush=True,
+        )
+
+    async def drain(self, address: str, next_role: str) -> None:
+        async with open_channel(address, self._access, WORKER_NAME) as channel:
+            request = worker_pb2.DrainRequest(next_role=next_role, stay_away=not next_role)
+            await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=_DRAIN_S)
+
+
+async def _serve(args: argparse.Namespace, access: Access, model: StepModel, scaler: Scaler) -> None:
+    from baton.planning.scaling.lease import LeaderLease
+    from baton.planning.scaling.live import FleetWatch
+    from baton.planning.scaling.loop import ScalerLoop
+
+    owner = f"{socket.gethostname()}:{os.getpid()}"
+    lease = None if args.redis is None else LeaderLease(args.redis, owner)
+    performer = _DrainPerformer(access) if args.apply else None
+
+    async def look() -> dict[str, GatewayLook]:
+        found = await asyncio.gather(*(_look(target, access) for target in args.target))
+        return {target: each for target, each in zip(args.target, found, strict=True) if each is not None}
+
+    print(f"deciding once a minute for {len(args.target)} gateways; the first look is to compare with", flush=True)
+    await ScalerLoop(scaler, FleetWatch(model), look, lambda line: print(line, flush=True), performer, lease).run()
+
+
+async def _look(target: str, access: Access) -> GatewayLook | None:
+    """Return what a gateway says; None, and a line, where it does not answer."""
+    from baton.planning.scaling.live import GatewayLook
+
+    try:
+        async with open_channel(target, access) as channel:
+            stub = fleet_pb2_grpc.FleetStub(channel)
+            return GatewayLook(
+                await stub.ListWorkers(fleet_pb2.ListWorkersRequest(), timeout=_LOOK_S),
+                await stub.ListRequests(fleet_pb2.ListRequestsRequest(), timeout=_LOOK_S),
+            )
+    except grpc.aio.AioRpcError as error:
+        print(f"baton scaler: {target}: {error.code().name}: {error.details()}", file=sys.stderr, flush=True)
+        return None

@@ -1,0 +1,125 @@
+"""Counters of a running fleet, from what its gateways say of workers and requests."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from baton.loadgen.summary import percentile
+from baton.planning.scaling.counters import NAN, FleetCounters
+from baton.planning.scaling.load_model import LoadModel
+from baton.protocol import ROLES
+from baton.v1 import fleet_pb2 as pb
+
+WARM_S = 120.0  # for so long a new worker's latencies are those of its start
+_MEASURED_TOKENS = 128  # of a prompt: a shorter one says more of the round trips than of the rate
+
+
+class GatewayLook(NamedTuple):
+    """What one gateway said at once."""
+
+    workers: pb.ListWorkersResponse
+    requests: pb.ListRequestsResponse
+
+
+class WorkerLoad(NamedTuple):
+    """A worker that serves, and the sequences that run there."""
+
+    address: str
+    num_running: int
+
+
+class FleetWatch:
+    """`note` each look at the fleet; it returns what happened since the one before, or None for the first."""
+
+    def __init__(self, model: LoadModel):
+        self._model = model
+        self._before: dict[str, pb.ListRequestsResponse] = {}
+        self._at_s = NAN
+        self._since: dict[str, float] = {}  # when a worker was first seen to serve
+        self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
+
+    def note(self, looks: Mapping[str, GatewayLook], at_s: float) -> FleetCounters | None:
+        """`looks`: by the address of each gateway that answered. Of none that did the load is unknown."""
+        before, seconds = self._before, at_s - self._at_s
+        self._before, self._at_s = {name: look.requests for name, look in looks.items()}, at_s
+        serving, starting = self._count_workers(looks, at_s, is_first=not before)
+        if not before:
+            return None
+        sums = [_since(before[name], look.requests) for name, look in looks.items() if name in before]
+        num, prompt, output = (sum(column) for column in zip(*sums, strict=True)) if sums else (NAN, NAN, NAN)
+        recent = [
+            view
+            for look in looks.values()
+            for view in look.requests.recent
+            if view.outcome == "ok" and view.ended_s <= seconds
+        ]
+        streams = sum(load.num_running for load in self.workers["decode"]) / max(1, len(self.workers["decode"]))
+        return FleetCounters(
+            at_s,
+            num / seconds,
+            prompt / num * (1 - _cached_share(recent)) if num else NAN,
+            output / num if num else NAN,
+            sum(look.requests.num_waiting for look in looks.values()) if looks else NAN,
+            percentile([view.timing.ttft_s for view in recent], 95),
+            self._read_ratio(recent),
+            self._write_ratio(recent, streams),
+            serving,
+            starting,
+        )
+
+    def _count_workers(
+        self, looks: Mapping[str, GatewayLook], at_s: float, is_first: bool
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return those that serve and those that start, by role. A worker counts once, whichever gateways see it."""
+        found: dict[str, pb.WorkerView] = {}
+        for look in looks.values():
+            for view in look.workers.workers:
+                if view.address not in found or view.state == "serving":
+                    found[view.address] = view
+        serving: dict[str, int] = dict.fromkeys(ROLES, 0)
+        starting: dict[str, int] = dict.fromkeys(ROLES, 0)
+        self.workers = {role: [] for role in ROLES}
+        known, self._since = self._since, {}
+        for address, view in found.items():
+            if view.state == "connecting":
+                starting[view.role] += bool(is_first is False and address not in known)
+            elif view.state == "serving":
+                since = self._since[address] = known.get(address, at_s - WARM_S * is_first)
+                is_warm = at_s - since >= WARM_S and view.load.state != "compiling"
+                (serving if is_warm else starting)[view.role] += 1
+                self.workers[view.role].append(WorkerLoad(address, view.load.num_running))
+        return serving, starting
+
+    def _read_ratio(self, recent: Sequence[pb.RequestView]) -> float:
+        pairs = [(view.timing.prefill_s, view.prompt_tokens - view.cached_tokens) for view in recent]
+        ratios = [took / self._model.read_s(num) for took, num in pairs if num >= _MEASURED_TOKENS and took > 0]
+        return statistics.median(ratios) if ratios else NAN
+
+    def _write_ratio(self, recent: Sequence[pb.RequestView], streams: float) -> float:
+        ratios = [
+            view.timing.tpot_s / self._model.token_s(streams, view.prompt_tokens + view.output_tokens / 2)
+            for view in recent
+            if view.timing.tpot_s > 0
+        ]
+        return statistics.median(ratios) if ratios else NAN
+
+
+def _since(before: pb.ListRequestsResponse, now: pb.ListRequestsResponse) -> tuple[float, float, float]:
+    """Return requests that came, and tokens of those that ended; a gateway that began again counts from its start."""
+    began_again = now.num_ended < before.num_ended or now.uptime_s < before.uptime_s
+    base = pb.ListRequestsResponse() if began_again else before
+    num = now.num_ended - base.num_ended + now.num_running - base.num_running
+    ended = now.num_ended - base.num_ended
+    if not ended:
+        return max(0.0, num), 0.0, 0.0
+    part = max(0.0, num) / ended  # lengths are those of requests that have ended
+    return (
+        max(0.0, num),
+        part * (now.num_input_tokens - base.num_input_tokens),
+        part * (now.num_output_tokens - base.num_output_tokens),
+    )
+
+
+def _cached_share(recent: Sequence[pb.RequestView]) -> float:
+    prompt = sum(view.prompt_tokens for view in recent)
+    return sum(view.cached_tokens for view in recent) / prompt if prompt else 0.0

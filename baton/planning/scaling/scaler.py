@@ -1,0 +1,218 @@
+"""How many workers of each role a fleet should have: one decision a minute.
+
+    up      what comes, or will have come by the time a worker has started, is more than the workers hold
+    down    what came at most in the last minutes is less than the survivors hold, and no worker was added lately
+    else    as it is: between the two bounds lies a gap, so that a load at a boundary moves nothing
+
+Latencies are not steered by: a queue adds a worker where the model says that there is room, once for each time that a worker takes to
+start, and only while the role is busy; so a TTFT that no number of workers mends adds none without end.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.planning.scaling.counters import FleetCounters, is_number
+from baton.planning.scaling.load_model import LoadModel
+from baton.protocol import ROLES
+from baton.service.slo import Slo
+
+DECIDE_S = 60.0
+MOST_BUSY = 0.8  # of a worker's time: beyond it requests wait for one another, whatever the model of one says
+_UP, _DOWN = 0.96, 0.88  # of that: a load at the boundary of one is well within the other's
+_TREND_SAMPLES = 10  # by which the slope is known
+_PEAK_S = 900.0  # survivors must hold the most of so long
+_STAY_S = 600.0  # after a worker was added none of its role goes
+_SMOOTHING = 0.3  # of a new ratio; one stall is no slow fleet
+_RATIOS = (0.5, 3.0)  # what is believed of a ratio
+_BUSY = 0.5  # of what a role holds: with less of it another worker mends no queue
+
+
+@dataclass(frozen=True)
+class ScalerBounds:
+    """Workers by role, at least and at most, and of both roles together."""
+
+    least: Mapping[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 1})
+    most: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(ROLES, 64))
+    most_together: int = 128
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where they contradict one another."""
+        for role in ROLES:
+            if not 0 <= self.least[role] <= self.most[role]:
+                raise ValueError(f"{role} workers: at least {self.least[role]} and at most {self.most[role]}")
+        if self.least["decode"] < 1:
+            raise ValueError("decode workers: at least 1, or nobody would answer")
+        if sum(self.least.values()) > self.most_together:
+            raise ValueError(f"{sum(self.least.values())} workers at least, and {self.most_together} at most together")
+
+
+class ScaleDecision(NamedTuple):
+    """How many of each role there should be, and why, a short sentence for each role."""
+
+    wanted: dict[str, int]
+    reasons: dict[str, str]
+
+    def changes(self, serving: Mapping[str, int], starting: Mapping[str, int]) -> list["ScaleChange"]:
+        """Return what takes the fleet there: a worker too many of one role becomes one of the other that is missing."""
+        missing = {role: self.wanted[role] - serving[role] - starting[role] for role in ROLES}
+        found: list[ScaleChange] = []
+        for role, other in (ROLES, ROLES[::-1]):
+            if (moved := min(missing[role], -missing[other], serving[other])) > 0:
+                found.append(ScaleChange("change", other, moved, role))
+                missing[role] -= moved
+                missing[other] += moved
+        for role in ROLES:
+            if missing[role] > 0:
+                found.append(ScaleChange("start", role, missing[role]))
+            elif missing[role] < 0:
+                found.append(ScaleChange("drain", role, -missing[role]))
+        return found
+
+
+class ScaleChange(NamedTuple):
+    """`kind`: start, drain, or change into `next_role`."""
+
+    kind: str
+    role: str
+    number: int
+    next_role: str = ""
+
+    @property
+    def words(self) -> str:
+        into = f" into {self.next_role}" if self.next_role else ""
+        return f"{self.kind} {self.number} {self.role}{into}"
+
+
+@dataclass
+class _RoleHistory:
+    """The work of a role, in workers that would do nothing else, minute by minute."""
+
+    work: deque[tuple[float, float]] = field(default_factory=deque)
+    ratio: float = 1.0
+    added_at: float = -math.inf
+    nudged_at: float = -math.inf
+    extra: int = 0  # workers that a queue asked for, beyond the model
+
+    def note(self, at_s: float, work: float) -> None:
+        self.work.append((at_s, work))
+        while len(self.work) > _TREND_SAMPLES and self.work[0][0] < at_s - _PEAK_S:
+            self.work.popleft()
+
+    def peak(self, at_s: float) -> float:
+        return max(work for at, work in self.work if at > at_s - _PEAK_S)
+
+    def expected(self, at_s: float, ahead_s: float) -> float:
+        """Return the work at `at_s + ahead_s`, if it goes on as it has gone lately; never less than now."""
+        recent = list(self.work)[-_TREND_SAMPLES:]
+        latest = recent[-1][1]
+        if len(recent) < 3:
+            return latest
+        mean_at = sum(at for at, _ in recent) / len(recent)
+        mean = sum(work for _, work in recent) / len(recent)
+        spread = sum((at - mean_at) ** 2 for at, _ in recent)
+        slope = sum((at - mean_at) * (work - mean) for at, work in recent) / spread
+        # The line through the mean: one minute's noise moves it by a tenth.
+        return max(mean + slope * (at_s + ahead_s - mean_at), (latest + mean) / 2)
+
+
+class Scaler:
+    """`decide` once a minute, with what the fleet counted since."""
+
+    def __init__(self, model: LoadModel, bounds: ScalerBounds, slo: Slo, start_s: float):
+        """`start_s`: from a decision until the new worker serves."""
+        self._model, self._bounds, self._slo, self._start_s = model, bounds, slo, start_s
+        self._roles = {role: _RoleHistory() for role in ROLES}
+        self._lengths = (math.nan, math.nan)
+
+    def decide(self, seen: FleetCounters) -> ScaleDecision | None:
+        """Return what there should be; None where the counters say nothing, and all stays as it is."""
+        if not is_number(seen.requests_per_s):
+            return None
+        self._note_lengths(seen)
+        self._note_ratios(seen)
+        if not seen.requests_per_s:
+            work = dict.fromkeys(ROLES, 0.0)
+        elif not all(map(is_number, self._lengths)):
+            return None  # something comes, and nothing is known of it yet
+        else:
+            prompt, output = self._lengths
+            work = {
+                "prefill": seen.requests_per_s * self._model.read_s(prompt),
+                "decode": seen.requests_per_s * self._model.write_s(prompt, output),
+            }
+            if not self._bounds.most["prefill"]:  # decode workers read prompts too
+                work = {"prefill": 0.0, "decode": work["prefill"] + work["decode"]}
+        wanted, reasons = {}, {}
+        for role in ROLES:
+            self._roles[role].note(seen.at_s, work[role] * self._roles[role].ratio)
+            wanted[role], reasons[role] = self._wanted(role, seen)
+        return ScaleDecision(self._within(wanted, reasons), reasons)
+
+    def _note_lengths(self, seen: FleetCounters) -> None:
+        prompt, output = self._lengths
+        if is_number(seen.prompt_tokens) and seen.prompt_tokens:
+            prompt = seen.prompt_tokens
+        if is_number(seen.output_tokens) and seen.output_tokens:
+            output = seen.output_tokens
+        self._lengths = prompt, output
+
+    def _note_ratios(self, seen: FleetCounters) -> None:
+        """Nothing is learnt while workers start: what they serve first compiles and fills caches."""
+        for role, ratio in (("prefill", seen.read_ratio), ("decode", seen.write_ratio)):
+            if is_number(ratio) and ratio and not any(seen.starting.values()):
+                history, bounded = self._roles[role], min(max(ratio, _RATIOS[0]), _RATIOS[1])
+                history.ratio += _SMOOTHING * (bounded - history.ratio)
+
+    def _wanted(self, role: str, seen: FleetCounters) -> tuple[int, str]:
+        history, have = self._roles[role], seen.serving[role] + seen.starting[role]
+        expected = history.expected(seen.at_s, self._start_s + DECIDE_S)
+        peak = max(history.peak(seen.at_s), expected)
+        self._nudge(role, seen, have)
+        up = _holding(expected, _UP) + history.extra
+        down = _holding(peak, _DOWN) + history.extra
+        if up > have:
+            history.added_at = seen.at_s
+            return up, f"{expected:.2f} workers' work is coming, {have} hold {have * MOST_BUSY * _UP:.2f}"
+        if down < have:
+            if seen.at_s - history.added_at < _STAY_S:
+                return have, "one was added less than 10 minutes ago"
+            return down, f"{peak:.2f} workers' work at most, the {down} that stay hold {down * MOST_BUSY * _DOWN:.2f}"
+        return have, f"{expected:.2f} workers' work"
+
+    def _nudge(self, role: str, seen: FleetCounters, have: int) -> None:
+        """Count one more where requests wait and the role is busy, though the model finds room; take it back once none wait."""
+        history = self._roles[role]
+        late = self._slo.ttft_s is not None and is_number(seen.ttft_p95_s) and seen.ttft_p95_s > self._slo.ttft_s
+        waits = is_number(seen.num_waiting) and seen.num_waiting > 0
+        busiest = max(
+            ROLES,
+            key=lambda each: (
+                self._roles[each].work[-1][1] / max(1, seen.serving[each]) if self._roles[each].work else 0
+            ),
+        )
+        is_busy = history.work[-1][1] > _BUSY * MOST_BUSY * max(1, have)
+        if waits and late and role == busiest and is_busy and not seen.starting[role]:
+            if seen.at_s - history.nudged_at >= self._start_s + DECIDE_S:
+                history.extra += 1
+                history.nudged_at = seen.at_s
+        elif history.extra and not waits and seen.at_s - history.nudged_at > _STAY_S:
+            history.extra -= 1
+            history.nudged_at = seen.at_s
+
+    def _within(self, wanted: dict[str, int], reasons: dict[str, str]) -> dict[str, int]:
+        """Keep the bounds, those of both roles together by the part of each."""
+        bounds = self._bounds
+        found = {role: min(max(wanted[role], bounds.least[role]), bounds.most[role]) for role in ROLES}
+        while sum(found.values()) > bounds.most_together:
+            role = max((each for each in ROLES if found[each] > bounds.least[each]), key=lambda each: found[each])
+            found[role] -= 1
+            reasons[role] = f"at most {bounds.most_together} workers together"
+        return found
+
+
+def _holding(work: float, part: float) -> int:
+    """Return how many workers hold so much work, none of them busier than `part` of MOST_BUSY."""
+    return math.ceil(work / (MOST_BUSY * part) - 1e-9)

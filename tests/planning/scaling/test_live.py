@@ -1,0 +1,228 @@
+"""Counters of a fleet from what gateways say, the lease, and the loop that puts them together."""
+
+import asyncio
+
+import pytest
+
+from baton.cli.main import main
+from baton.planning.scaling.lease import NAME, LeaderLease
+from baton.planning.scaling.live import WARM_S, FleetWatch, GatewayLook
+from baton.planning.scaling.loop import ScalerLoop
+from baton.planning.scaling.scaler import Scaler, ScalerBounds
+from baton.service.slo import Slo
+from baton.v1 import fleet_pb2 as pb
+from baton.v1 import inference_pb2, worker_pb2
+from tests.planning.scaling.test_scaler import FlatModel
+from tests.support.redis_server import RedisServer
+
+
+def worker(number, role="decode", state="serving", num_running=0, load_state="serving") -> pb.WorkerView:
+    load = worker_pb2.Load(num_running=num_running, state=load_state)
+    return pb.WorkerView(address=f"10.0.0.{number}:1", role=role, state=state, load=load)
+
+
+def look(workers=(), ended=0, running=0, prompt=0, output=0, uptime=100.0, recent=(), waiting=0) -> GatewayLook:
+    requests = pb.ListRequestsResponse(
+        num_ended=ended, num_running=running, num_input_tokens=prompt, num_output_tokens=output, uptime_s=uptime,
+        recent=recent, num_waiting=waiting,
+    )  # fmt: skip
+    return GatewayLook(pb.ListWorkersResponse(workers=workers), requests)
+
+
+def answered(prompt=1000, cached=0, output=100, prefill_s=0.05, tpot_s=0.02, ttft_s=0.2, ended_s=5.0) -> pb.RequestView:
+    timing = inference_pb2.Timing(prefill_s=prefill_s, tpot_s=tpot_s, ttft_s=ttft_s)
+    return pb.RequestView(
+        outcome="ok", prompt_tokens=prompt, cached_tokens=cached, output_tokens=output, timing=timing, ended_s=ended_s
+    )
+
+
+def test_what_came_since_the_last_look():
+    watch = FleetWatch(FlatModel())
+    two = [worker(1), worker(2, "prefill")]
+    assert watch.note({"a": look(two, 100, 5, 1000, 100)}, 0) is None
+    seen = watch.note({"a": look(two, 160, 5, 61000, 6100, uptime=160, recent=[answered(cached=250)], waiting=3)}, 60)
+    assert seen.requests_per_s == 1.0 and seen.output_tokens == 100 and seen.num_waiting == 3
+    assert seen.prompt_tokens == pytest.approx(1000 * 0.75), "what a cache holds nobody reads"
+    assert seen.ttft_p95_s == 0.2 and seen.serving == {"prefill": 1, "decode": 1}
+    assert seen.read_ratio == pytest.approx(0.05 / (750 / 20_000)) and seen.write_ratio == pytest.approx(1.0)
+
+
+def test_gateways_are_added_up_and_workers_count_once():
+    watch = FleetWatch(FlatModel())
+    both = {"a": look([worker(1)]), "b": look([worker(1, state="connecting"), worker(2)])}
+    watch.note(both, 0)
+    seen = watch.note(
+        {"a": look([worker(1)], 30, prompt=1, uptime=160), "b": look([worker(1), worker(2)], 30, uptime=160)}, 60
+    )
+    assert seen.requests_per_s == 1.0 and seen.serving["decode"] == 2
+
+
+def test_a_gateway_that_began_again_counts_from_its_start():
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look(ended=1000, running=50, prompt=10**6, uptime=5000)}, 0)
+    seen = watch.note({"a": look(ended=12, prompt=1200, output=120, uptime=20)}, 60)
+    assert seen.requests_per_s == 0.2 and seen.prompt_tokens == 100
+
+
+def test_a_fleet_that_does_not_answer_is_unknown_and_not_idle():
+    watch, scaler = FleetWatch(FlatModel()), Scaler(FlatModel(), ScalerBounds(), Slo(), 60)
+    watch.note({"a": look()}, 0)
+    assert scaler.decide(watch.note({}, 60)) is None
+
+
+def test_new_workers_count_as_starting_until_they_are_warm():
+    watch = FleetWatch(FlatModel())
+    watch.note({"a": look([worker(1)])}, 0)
+    seen = watch.note(
+        {"a": look([worker(1), worker(2), worker(3, state="connecting"), worker(4, load_state="compiling")])}, 60
+    )
+    assert seen.serving["decode"] == 1 and seen.starting["decode"] == 3
+    seen = watch.note({"a": look([worker(1), worker(2), worker(5, state="draining")])}, 60 + WARM_S)
+    assert seen.serving["decode"] == 2 and seen.starting["decode"] == 0
+
+
+# ---- the lease ----
+
+
+async def test_one_of_two_leads_until_it_goes(tmp_path):
+    with RedisServer(tmp_path) as server:
+        first, second = LeaderLease(server.url, "first"), LeaderLease(server.url, "second")
+        assert await first.hold() and await first.hold() and not await second.hold()
+        await first.release()
+        assert await second.hold() and server.client.get(NAME) == b"second"
+        await second.release()
+
+
+async def test_a_lease_that_is_not_renewed_passes_on_and_stays_there(tmp_path):
+    with RedisServer(tmp_path) as server:
+        dead, next_one = LeaderLease(server.url, "dead", ttl_s=0.2), LeaderLease(server.url, "next")
+        assert await dead.hold()
+        for _ in range(200):
+            if await next_one.hold():
+                break
+            await asyncio.sleep(0.02)
+        assert await next_one.hold() and not await dead.hold()
+        await dead.release()
+        assert server.client.get(NAME) == b"next", "one that comes back late takes nothing away"
+        await next_one.release()
+
+
+async def test_without_redis_nobody_leads(tmp_path):
+    with RedisServer(tmp_path) as server:
+        lease = LeaderLease(server.url, "one")
+        assert await lease.hold()
+        server.kill()
+        assert not await lease.hold()
+        await lease.release()
+
+
+# ---- the loop ----
+
+
+class Hands:
+    def __init__(self):
+        self.done = []
+
+    async def start(self, role, number):
+        self.done.append(("start", role, number))
+
+    async def drain(self, address, next_role):
+        if address == "10.0.0.9:1":
+            raise ConnectionError("it is gone")
+        self.done.append(("drain", address, next_role))
+
+
+class Gateway:
+    """One gateway whose counters advance by a minute at each look."""
+
+    def __init__(self, monkeypatch, workers, rate):
+        self.workers, self.rate, self.at = workers, rate, 0
+        monkeypatch.setattr("baton.planning.scaling.loop.now", lambda: 60.0 * self.at)
+
+    async def look(self):
+        self.at += 1
+        num = 60 * self.rate * self.at
+        return {"a": look(self.workers, round(num), 0, round(2000 * num), round(100 * num), uptime=60 * self.at)}
+
+
+def loop_of(gateway, **options):
+    told = []
+    scaler = Scaler(FlatModel(), ScalerBounds({"prefill": 1, "decode": 1}), Slo(), 60)
+    return ScalerLoop(scaler, FleetWatch(FlatModel()), gateway.look, told.append, **options), told
+
+
+async def test_what_is_missing_is_started(monkeypatch):
+    hands = Hands()
+    loop, told = loop_of(Gateway(monkeypatch, [worker(1), worker(2, "prefill")], 20), performer=hands)
+    assert await loop.turn() is None
+    await loop.turn()
+    assert hands.done == [("start", "prefill", 2), ("start", "decode", 1)]
+    assert told[0].startswith("scale: start 2 prefill: ")
+
+
+async def test_without_apply_it_is_told_once(monkeypatch):
+    loop, told = loop_of(Gateway(monkeypatch, [worker(1), worker(2, "prefill")], 20))
+    for _ in range(4):
+        await loop.turn()
+    assert len(told) == 1 and told[0].startswith("would scale: start 2 prefill")
+
+
+async def test_those_that_are_idle_go_first_and_one_failure_is_not_the_end(monkeypatch, caplog):
+    hands = Hands()
+    workers = [worker(1, num_running=9), worker(2, num_running=1), worker(9), worker(3, "prefill")]
+    gateway = Gateway(monkeypatch, workers, 0)
+    loop, _ = loop_of(gateway, performer=hands)
+    for _ in range(2):
+        await loop.turn()
+    assert hands.done == [("drain", "10.0.0.2:1", ""), ("drain", "10.0.0.1:1", "")]
+    assert "it is gone" in caplog.text
+
+
+async def test_one_that_does_not_lead_only_looks(monkeypatch):
+    hands = Hands()
+    loop, told = loop_of(Gateway(monkeypatch, [worker(1), worker(2, "prefill")], 20), performer=hands)
+    for _ in range(3):
+        assert await loop.turn(leads=False) is None
+    assert not told and not hands.done
+    assert (await loop.turn()).wanted["prefill"] == 3, "and leads at once with what it has seen"
+
+
+# ---- the command ----
+
+
+def test_a_dry_run_prints_the_day(capsys, tmp_path):
+    picture = tmp_path / "day.svg"
+    argv = [
+        "scaler",
+        "--dry-run",
+        "--model",
+        "llama-3.1-8b",
+        "--device",
+        "H100",
+        "--load",
+        "60,1000,200",
+        "--picture",
+        str(picture),
+    ]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "worker-hours" in out and "of an oracle" in out and len(out.splitlines()) == 26
+    assert picture.read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "--target HOST:PORT is needed"),
+        (["--dry-run", "--apply"], "--dry-run asks no gateway"),
+        (["--target", "x:1", "--trace", "x.csv"], "--trace and --picture are for --dry-run"),
+        (["--dry-run", "--decode", "0-4"], "decode workers: at least 1"),
+        (["--dry-run", "--prefill", "4"], "--prefill 4: MIN-MAX"),
+        (["--dry-run", "--load", "many"], "--load many: three numbers"),
+        (["--dry-run", "--device", "TPU"], "device 'TPU': one of"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(options, words, capsys):
+    assert main(["scaler", *options]) == 2
+    told = capsys.readouterr().err
+    assert words in told and told.count("\n") == 1
