@@ -164,12 +164,13 @@ FOLDERS = {
         "sampling": "kernels native core",
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
-        "schedule": "core kv sampling",
         "layers": "core parallel layers.linear",
+        "adapters": "core weights layers.linear",
+        "schedule": "core kv sampling adapters",
         "weights.formats": "weights core layers",
         "models": (
             "native weights core parallel families families.dense families.mixture kv kernels attention layers.linear layers "
-            "weights.formats"
+            "weights.formats adapters"
         ),
         "ranks": "native core parallel kv models",
         "speculation.proposers": (
@@ -177,7 +178,7 @@ FOLDERS = {
         ),
         "speculation.control": "core sampling schedule speculation.proposers",
         "execute": "native core parallel kv kernels sampling schedule models ranks speculation.proposers speculation.control",
-        ".": "core parallel kv sampling schedule models ranks speculation.proposers speculation.control execute",
+        ".": "core parallel kv sampling adapters schedule models ranks speculation.proposers speculation.control execute",
     },
     "baton.service": {
         ".": "",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+from baton.engine.adapters.adapters import Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Request, RequestEnded
@@ -77,7 +78,8 @@ class Engine:
         self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths)
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
         self.grammars = grammars  # None: it keeps no answer to a constraint
-        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, grammars)
+        self.adapters = Adapters(model.read_adapter)
+        self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters, grammars)
         self.ranks = ranks  # that share the model with this process
         self.runner = Runner(model, pool, sampler, launcher)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
@@ -114,7 +116,10 @@ class Engine:
                 config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers
             )
             identity = model_identity(config.model)
-        return cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
+        engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
+        for name, folder in config.adapter_folders.items():
+            engine.adapters.add(name, folder)
+        return engine
 
     @property
     def numerics_class(self) -> NumericsClass:
@@ -148,7 +153,7 @@ class Engine:
         return (
             f"model {self.model_name} {self.spec.family} {self.runner.launcher.words},{ranks} weights {self.runner.model.weights}, "
             f"{self.config.dtype}, kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of "
-            f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}"
+            f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}{self.adapters.words}"
         )
 
     @property

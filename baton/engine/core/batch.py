@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ class SeqSlice:
     block_ids: Tensor  # int64 [>= ceil(kv_len / block_size)], in order of positions
 
 
+class AdapterRows(NamedTuple):
+    """Rows [begin, end) of a batch to which an adapter adds."""
+
+    begin: int
+    end: int
+    adapter: Any  # adapters.adapters.Adapter
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """All sequences of a step, one after the other; `seqs` cover the rows in order without gaps."""
@@ -31,6 +40,7 @@ class ForwardBatch:
     seqs: list[SeqSlice]
     logit_rows: Tensor  # int64 [R]: the rows of the batch whose logits are wanted
     table: "SeqTable | None" = None  # `seqs` as tensors, where the batch is on a GPU
+    adapters: tuple[AdapterRows, ...] = ()  # in order of rows, neighbours with one adapter together
 
 
 def known_ids(token_ids: Tensor, before: Tensor) -> Tensor:

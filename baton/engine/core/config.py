@@ -75,6 +75,9 @@ class EngineConfig:
     num_draft_tokens: int | None = _knob(
         f"tokens proposed per step, at most {MAX_DRAFT_TOKENS} (default: chosen by measured gain)", None
     )
+    adapter: tuple[str, ...] = _knob(
+        "LoRA adapters that requests may name beside the model, folders as PEFT writes them", (), metavar="NAME=DIR,..."
+    )
     device: str = _knob("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
     # None: device.UTILIZATION
     gpu_memory_utilization: float | None = _knob("fraction of GPU memory for weights and KV; needs a GPU", None)
@@ -109,10 +112,26 @@ class EngineConfig:
         check_model_name(self.served_model_name, "served_model_name")
         self._check_speculation()
         self._check_ranks()
+        if self.adapter_folders and self.tensor_parallel > 1:
+            raise ValueError("adapter: adapters are not served on layers that ranks share; leave tensor_parallel at 1")
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:
             raise ValueError(f"max_num_batched_tokens {given}: must be at least max_num_seqs + {SPAN_TOKENS} = {least}")
+
+    @property
+    def adapter_folders(self) -> dict[str, Path]:
+        """Return the folders of adapters by name. Raises ValueError."""
+        found: dict[str, Path] = {}
+        for given in self.adapter:
+            name, _, folder = given.partition("=")
+            check_model_name(name, f"adapter {given!r}: the name")
+            if not folder:
+                raise ValueError(f"adapter {given!r}: give NAME=DIR")
+            if name in found:
+                raise ValueError(f"adapter {name}: is given twice")
+            found[name] = Path(folder)
+        return found
 
     def _check_speculation(self) -> None:
         if self.speculator not in SPECULATORS:

@@ -44,6 +44,7 @@ class Request:
     tenant_mark: bytes = b""  # whose it is, opaque: tenants share slots and KV evenly
     constraint: Constraint | None = None  # that the answer keeps to
     pooling: PoolingParams | None = None  # the prompt is read for this, and not answered
+    adapter: bytes = b""  # identity of the one that its rows are adapted by; empty: none
 
     @property
     def reads_cache(self) -> bool:
@@ -158,7 +159,7 @@ Output = Progress | PrefillDone | TokenRun | RequestEnded
 
 
 class Refusal(Exception):
-    """The ledger says no, at once. `reason`: kv_full | queue_full | draining | too_long."""
+    """The ledger says no, at once. `reason`: kv_full | queue_full | draining | too_long | no_adapter."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.1):
         super().__init__(reason)

@@ -14,7 +14,7 @@ device, behind the copy.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class StepInputs:
         sent = self.static(shape, max_query_len, max_kv_len)
         starts = zip(batch.seqs, sent.table.block_ids, strict=True)
         seqs = [SeqSlice(seq.query_start, seq.query_len, seq.kv_len, block_ids) for seq, block_ids in starts]
-        return ForwardBatch(sent.token_ids, sent.positions, sent.slots, seqs, sent.logit_rows, sent.table)
+        return replace(sent, seqs=seqs, adapters=batch.adapters)
 
     def send_padded(self, batch: ForwardBatch, shape: StepShape, before: Tensor | None = None) -> None:
         """Send `batch` padded to `shape`: sequences of one number of tokens that want the logits of every row, or a chunk

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton import failpoints
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
 from baton.engine.core.pooling import Pool
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
@@ -192,7 +192,22 @@ class Runner:
             slots=as_tensor(slots, dtype=torch.int64),
             seqs=seqs,
             logit_rows=as_tensor(rows, dtype=torch.int64),
+            adapters=adapter_rows(slices, seqs),
         )
+
+
+def adapter_rows(slices: list[Slice], seqs: list[SeqSlice]) -> tuple[AdapterRows, ...]:
+    """Return which rows have an adapter; neighbours with the same one are one product."""
+    found: list[AdapterRows] = []
+    for piece, rows in zip(slices, seqs, strict=True):
+        adapter, end = piece.seq.group.adapter, rows.query_start + rows.query_len
+        if adapter is None:
+            continue
+        if found and found[-1].end == rows.query_start and found[-1].adapter is adapter:
+            found[-1] = found[-1]._replace(end=end)
+        else:
+            found.append(AdapterRows(rows.query_start, end, adapter))
+    return tuple(found)
 
 
 def draws(piece: Slice) -> bool:

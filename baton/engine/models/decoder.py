@@ -1,13 +1,18 @@
 """A decoder of any served family: what its layers do is data (core/model_spec.py)."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.adapters.adapters import Adapter
+from baton.engine.adapters.lora_folder import LoraFolder
+from baton.engine.adapters.low_rank import LowRanks
 from baton.engine.attention.base import Attention
-from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.batch import AdapterRows, ForwardBatch
 from baton.engine.core.device import instruction_set
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
@@ -22,12 +27,14 @@ from baton.engine.models.experts import MakeRouter
 from baton.engine.models.fused import fuse
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears, Make
-from baton.engine.models.read_layer import read_layer, read_norm, read_sinks
+from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm, read_sinks
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.shard import WHOLE
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.merge import pad
 from kvtransfer.layout import KVGroup
+
+Apply = Callable[[str, Tensor], Tensor]  # name of a layer's linear, x -> y
 
 
 class Model:
@@ -36,11 +43,12 @@ class Model:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention,
         ropes: Sequence[Rope], make_router: MakeRouter | None = None, collectives: Collectives | None = None,
+        adapted: bool = False,
     ):  # fmt: skip
         """`make(weight, bias)` gives the kernel that applies a weight of any form; `make_router`, of a model with
         experts, the fp32 kernel of a router. `collectives`: of a rank that has a part of the model, for whose heads
-        `attention` is; raises ModelError where only torch could run the layers."""
-        self.spec, self.dtype, self.attention, self.ropes = spec, dtype, attention, ropes
+        `attention` is; raises ModelError where only torch could run the layers. `adapted`: adapters will be read."""
+        self.spec, self.dtype, self.attention, self.ropes, self._make = spec, dtype, attention, ropes, make
         self.device = attention.shape.device
         self._gated = make_gated(spec)
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
@@ -67,7 +75,8 @@ class Model:
         extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
         source.check_all_read("model.layers.", tuple(f"model.layers.{index}." for index in extra))
         source.release()
-        self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives)
+        self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
+        self._adapted = adapted
         if collectives is not None and self.fused is None:
             why = self.reasons["layers"]["fused"]
             raise ModelError(f"tensor_parallel {shard.degree}: needs the native layers, which do not fit: {why}")
@@ -84,6 +93,17 @@ class Model:
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
         return (attention, self.layers_name, linears, *sums, capability, *variants)
 
+    def read_adapter(self, name: str, folder: Path) -> Adapter:
+        """Read an adapter for this model. Raises ModelError for one that is none, or is another base's."""
+        if self.spec.latent is not None or self.collectives is not None:
+            why = "latent attention" if self.collectives is None else "layers that ranks share"
+            raise ModelError(f"{folder}: adapters are not served on {why}")
+        lora = LoraFolder(folder)
+        low_ranks = LowRanks(lora, self._make, self.dtype, self.device)
+        layers = tuple(read_low_ranks(self.spec, index, low_ranks) for index in range(self.spec.num_layers))
+        lora.check_all_read()
+        return Adapter(name, lora.identity, layers)
+
     @property
     def layers_name(self) -> str:
         """Return what runs the layers: fused (one native call), triton or torch."""
@@ -91,8 +111,9 @@ class Model:
 
     @property
     def capturable(self) -> bool:
-        """Return whether decode steps may be captured in CUDA graphs: experts are counted on the host."""
-        return self.attention.capturable and all(layer.experts is None for layer in self.layers)
+        """Return whether decode steps may be captured in CUDA graphs: experts are counted on the host, and so are the rows of
+        adapters."""
+        return self.attention.capturable and not self._adapted and all(layer.experts is None for layer in self.layers)
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
@@ -135,43 +156,53 @@ class Model:
         mixed = x.new_zeros(x.shape[0], self.spec.num_heads, self.spec.head_dim)
         for index, layer in enumerate(self.layers):
             normed = x if layer.input_norm is None else layer.input_norm(x)
-            q = self._write_kv(layer, index, normed, tables, batch.slots, pool)
+            apply = partial(self._apply, batch.adapters, index, layer)
+            heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))
+            q = self._write_kv(layer, index, heads, tables, batch.slots, pool)
             if on_layer is not None:
                 on_layer(index)
             self.attention(plan, index, q, mixed[:num_tokens])
-            x = self._half_layers(layer, x, normed, layer.output(mixed.flatten(1)))
+            x = self._half_layers(layer, apply, x, normed, apply("output", mixed.flatten(1)))
         return x
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x, scale = self.embedding(token_ids), self.spec.embedding_scale
         return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
-    def _half_layers(self, layer: Layer, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
+    def _apply(self, adapters: Sequence[AdapterRows], index: int, layer: Layer, name: str, x: Tensor) -> Tensor:
+        """Return the product of rows x and a linear of a layer, with what adapters add to theirs."""
+        y = getattr(layer, name)(x)
+        for begin, end, adapter in adapters:
+            if (pair := adapter.layers[index].get(name)) is not None:
+                y[begin:end] += pair(x[begin:end])
+        return y
+
+    def _half_layers(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
         """Add what attention and MLP say to the rows x; `normed`: what attention was asked with."""
         if layer.attention_out_norm is not None:
             attended = layer.attention_out_norm(attended)
         if self.spec.parallel:
-            return x + self._scaled(attended) + self._scaled(self._mlp(layer, normed))
+            return x + self._scaled(attended) + self._scaled(self._mlp(layer, apply, normed))
         x = x + self._scaled(attended)
-        said = self._mlp(layer, x if layer.mlp_norm is None else layer.mlp_norm(x))
+        said = self._mlp(layer, apply, x if layer.mlp_norm is None else layer.mlp_norm(x))
         return x + self._scaled(said if layer.mlp_out_norm is None else layer.mlp_out_norm(said))
 
     def _scaled(self, added: Tensor) -> Tensor:
         return added if self.spec.residual_scale == 1 else added * self.spec.residual_scale
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(self, layer: Layer, apply: Apply, x: Tensor) -> Tensor:
         if layer.experts is not None:
             return layer.experts(x)
         if self.spec.gated:
-            return layer.down(self._gated(layer.gate_up(x)))
-        return layer.down(by_rows(FUNCTIONS[self.spec.activation], layer.gate_up(x)))
+            return apply("down", self._gated(apply("gate_up", x)))
+        return apply("down", by_rows(FUNCTIONS[self.spec.activation], apply("gate_up", x)))
 
     def _write_kv(
-        self, layer: Layer, index: int, x: Tensor, tables: list[tuple[Tensor, Tensor]], slots: Tensor, pool: KVPool
+        self, layer: Layer, index: int, heads: Tensor, tables: list[tuple[Tensor, Tensor]], slots: Tensor, pool: KVPool
     ) -> Tensor:
-        """Project and rotate; K and V go to the pool, the queries [T, num_heads, head_dim] are returned."""
+        """Norm and rotate `heads` [T, q, k and v, head_dim]; K and V go to the pool, the queries [T, num_heads, head_dim]
+        are returned."""
         spec = self.spec
-        heads = layer.qkv(x).unflatten(1, (-1, spec.head_dim))
         num_values = heads.shape[1] - spec.num_heads - spec.num_kv_heads  # none where a row is key and value
         qk, v = heads.split((spec.num_heads + spec.num_kv_heads, num_values), dim=1)
         if layer.q_norm is not None:

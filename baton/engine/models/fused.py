@@ -2,11 +2,14 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import Array
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from baton.engine import native
+from baton.engine.adapters.adapters import Adapter
 from baton.engine.attention.base import Attention
 from baton.engine.attention.native import KINDS, NativeAttention
 from baton.engine.core.batch import ForwardBatch
@@ -79,7 +82,21 @@ class _Step(ctypes.Structure):
         ("num_tokens", _INT),
         ("num_threads", _INT),
         ("x", _POINTER),
+        ("adapters", _POINTER),
+        ("num_adapters", _INT),
     ]
+
+
+class _LowRank(ctypes.Structure):
+    """`LowRank` of native/layers/fused.h."""
+
+    _fields_ = [("down", _POINTER), ("up", _POINTER)]
+
+
+class _AdapterRows(ctypes.Structure):
+    """`AdapterRows` of native/layers/fused.h."""
+
+    _fields_ = [("begin", _INT), ("end", _INT), ("layers", _POINTER)]
 
 
 class FusedLayers:
@@ -114,6 +131,7 @@ class FusedLayers:
             swiglu_limit=spec.swiglu_limit,
             ranks=None if collectives is None else collectives.address,
         )
+        self._low_ranks: WeakKeyDictionary[Adapter, Array] = WeakKeyDictionary()
         library = native.library()
         self._run = library.function("baton_layers", _POINTER, _POINTER, _INT, _INT, restype=_INT)
         self._norm = library.function("baton_norm", _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT)
@@ -152,6 +170,9 @@ class FusedLayers:
         `on_layer(layer)` is called as each layer's KV is there, at the end of that layer.
         """
         plan = self._attention.plan(batch, pool)
+        adapters = (_AdapterRows * len(batch.adapters))(
+            *((begin, end, self._table_of(adapter)) for begin, end, adapter in batch.adapters)
+        )
         step = _Step(
             pool=ctypes.addressof(plan.pool),
             seqs=plan.address,
@@ -161,6 +182,8 @@ class FusedLayers:
             num_tokens=x.shape[0],
             num_threads=torch.get_num_threads(),
             x=x.data_ptr(),
+            adapters=ctypes.addressof(adapters),
+            num_adapters=len(adapters),
         )
         model, where, num_layers = ctypes.addressof(self._model), ctypes.addressof(step), len(self._layers)
         if on_layer is None:
@@ -170,6 +193,14 @@ class FusedLayers:
             check(self._run(model, where, layer, layer + 1))
             on_layer(layer)
         return x
+
+    def _table_of(self, adapter: Adapter) -> int:
+        """Return the address of an adapter's pairs, [layers][_LINEARS], as long as it lives."""
+        if (table := self._low_ranks.get(adapter)) is None:
+            pairs = [layer.get(name) for layer in adapter.layers for name in _LINEARS]
+            structs = [_LowRank() if pair is None else _LowRank(*map(_address, (pair.down, pair.up))) for pair in pairs]
+            table = self._low_ranks[adapter] = (_LowRank * len(structs))(*structs)
+        return ctypes.addressof(table)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of rows x [R, hidden_size], contiguous."""
@@ -184,14 +215,16 @@ def fuse(
     attention: Attention,
     ropes: Sequence[Rope],
     collectives: Collectives | None = None,
+    adapted: bool = False,
 ) -> tuple[FusedLayers | GpuLayers | None, dict[str, str]]:
-    """Return what runs these layers faster than torch, or None; and the reason against each other way."""
+    """Return what runs these layers faster than torch, or None; and the reason against each other way. `adapted`: adapters
+    may add to them."""
     reasons = {"fused": FusedLayers.unfit(spec, layers, attention)}
     if not reasons["fused"]:
         return FusedLayers(spec, layers, attention, ropes, collectives), {"torch": "fused was chosen"}
     if attention.shape.device.type == "cpu" and attention.name not in INTERPRETED:
         return None, reasons
-    if reason := GpuLayers.unfit(spec, layers, attention):
+    if reason := "adapters add to the layers" if adapted else GpuLayers.unfit(spec, layers, attention):
         return None, reasons | {"triton": reason}
     return GpuLayers(spec, layers, attention, ropes), reasons
 

@@ -75,7 +75,8 @@ def load_model(
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
     kind = LeadingModel if collectives is not None and shard.rank == 0 else Model
-    model = kind(spec, compute, source, make, backend, ropes, make_router, collectives)
+    adapted = bool(config.adapter)
+    model = kind(spec, compute, source, make, backend, ropes, make_router, collectives, adapted)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model

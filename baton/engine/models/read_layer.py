@@ -1,9 +1,10 @@
-"""Read one layer of a model as its spec describes it."""
+"""Read one layer of a model as its spec describes it, and what an adapter adds to it."""
 
 from dataclasses import replace
 
 import torch
 
+from baton.engine.adapters.low_rank import LowRank, LowRanks
 from baton.engine.core.model_spec import ModelSpec, NormSpec
 from baton.engine.layers.activation import VECTOR_STRIDE
 from baton.engine.layers.norm import Norm, make_norm
@@ -14,6 +15,8 @@ from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears
 from baton.engine.parallel.shard import Shard
 from baton.engine.weights.formats.base import WeightSource
+
+OUTPUT = "self_attn.o_proj"
 
 
 def read_layer(
@@ -30,7 +33,7 @@ def read_layer(
     if spec.latent is None:
         qkv = _read_qkv(spec, prefix, order, linears, heads, kv_heads)
         sizes = [hidden], spec.num_heads * spec.head_dim
-        output = linears.read([f"{prefix}self_attn.o_proj"], *sizes, spec.output_bias, row_parallel=True)
+        output = linears.read([prefix + OUTPUT], *sizes, spec.output_bias, row_parallel=True)
     else:
         qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears)
     experts, gate_up, down = spec.layers[index].experts, None, None
@@ -51,6 +54,20 @@ def read_layer(
         mlp_out_norm=norm(names.after_mlp),
         experts=experts,
     )
+
+
+def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks) -> dict[str, LowRank]:
+    """Return what an adapter adds to layer `index`, by the field of Layer: to attention, and to an MLP that is no mixture.
+    Raises ModelError for shapes that differ."""
+    prefix, heads, kv_heads = f"model.layers.{index}.", range(spec.num_heads), range(spec.num_kv_heads)
+    sizes = [spec.hidden_size], spec.num_heads * spec.head_dim
+    found = {
+        "qkv": _read_qkv(spec, prefix, _order(spec, index), low_ranks, heads, kv_heads),
+        "output": low_ranks.read([prefix + OUTPUT], *sizes, False),
+    }
+    if spec.layers[index].experts is None:
+        found["gate_up"], found["down"] = _read_mlp(spec, prefix, low_ranks)
+    return {name: pair for name, pair in found.items() if pair is not None}
 
 
 def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Norm:
@@ -77,7 +94,7 @@ def _of_heads(order: torch.Tensor, heads: range) -> torch.Tensor:
 
 
 def _read_qkv(
-    spec: ModelSpec, prefix: str, order: torch.Tensor | None, linears: Linears, heads: range, kv_heads: range
+    spec: ModelSpec, prefix: str, order: torch.Tensor | None, linears: Linears | LowRanks, heads: range, kv_heads: range
 ):  # fmt: skip
     counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
     sizes = [count * spec.head_dim for count in counts]
@@ -95,7 +112,7 @@ def _read_qkv(
     return linears.read(modules, sizes, spec.hidden_size, spec.qkv_bias, orders=orders or ())
 
 
-def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears):
+def _read_mlp(spec: ModelSpec, prefix: str, linears: Linears | LowRanks):
     hidden, size, names = spec.hidden_size, spec.intermediate_size, spec.names
     padding = -size % VECTOR_STRIDE  # rows have the length that an activation needs
     modules = [prefix + name for name in names.gate_up]

@@ -8,6 +8,7 @@
 Everything here is answered at once, on any thread, under the ledger's lock. What follows is in lifecycle.py.
 """
 
+from baton.engine.adapters.adapters import Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request
 from baton.engine.kv.ledger import Holder, Ledger
@@ -30,7 +31,7 @@ class Admission:
 
     def __init__(
         self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths,
-        grammars: Grammars | None = None,
+        adapters: Adapters, grammars: Grammars | None = None,
     ):  # fmt: skip
         """Without `grammars` no request may have a constraint."""
         self.config = config
@@ -40,6 +41,7 @@ class Admission:
         self.groups = lifecycle.groups
         self.shares = shares
         self.lengths = lengths
+        self.adapters = adapters
         self.grammars = grammars
 
     # ---- the decode side: credit first, blocks as they are announced ----
@@ -197,8 +199,11 @@ class Admission:
             self.lifecycle.inbox.post(ended)
 
     def _group(self, request: Request, holder: Holder) -> Group:
-        """Return a new group, whose grammar is being compiled where it has a constraint."""
+        """Return a new group, whose grammar is being compiled where it has a constraint. Raises Refusal: no_adapter."""
         group = Group(request, holder)
+        if request.adapter and (adapter := self.adapters.find(request.adapter)) is None:
+            raise Refusal("no_adapter", retry_after_s=0.0)
+        group.adapter = adapter if request.adapter else None
         if request.constraint is not None:
             if self.grammars is None:
                 raise ValueError("constraint: there are no grammars over this model's tokenizer")

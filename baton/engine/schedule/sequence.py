@@ -8,6 +8,7 @@ from itertools import count
 from torch import Tensor
 
 from baton.constraints.grammar import Grammar, GrammarCursor
+from baton.engine.adapters.adapters import Adapter
 from baton.engine.core.pooling import Pool
 from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs
 from baton.engine.kv.ledger import Holder, Ledger
@@ -201,6 +202,7 @@ class Group:
         self.num_preemptions = 0
         self.preempted_at: tuple[float, ...] = ()
         self.grammar: Future[Grammar] | None = None  # of its constraint
+        self.adapter: Adapter | None = None  # held as long as the group is, whatever becomes of its name
         self.drafted = DraftCounts()
         self.saved_s = 0.0  # against plain steps, as they were measured
 

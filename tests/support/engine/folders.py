@@ -1,5 +1,7 @@
-"""Small random models of every family, made with transformers, and a bare hand that feeds them to Model.forward."""
+"""Small random models of every family, made with transformers, adapters of them, made with PEFT, and a bare hand that feeds
+models to Model.forward."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -156,6 +158,21 @@ def make_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, see
                 buffer.uniform_(-0.2, 0.2)
     model.to(dtype).save_pretrained(folder)
     return model
+
+
+def make_adapter(folder: Path, model, targets, rank: int = 8, alpha: int = 16, seed: int = 0, **options):
+    """Save a random adapter of a model of transformers; returns the model that it makes, merged by PEFT."""
+    from peft import LoraConfig, get_peft_model  # takes a second
+
+    torch.manual_seed(seed)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False, **options)
+    adapted = get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.5 / parameter.shape[-1] ** 0.5)
+    adapted.save_pretrained(str(folder))
+    return adapted.merge_and_unload().eval()
 
 
 class Hand:

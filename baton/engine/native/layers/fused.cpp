@@ -146,13 +146,38 @@ bool sum_linear(const Model& model, const Step& step, const Linear* linear, cons
   return !baton_sum_ranks(model.ranks, part, step.num_tokens, model.hidden_size, bias, model.kind, to, step.num_threads);
 }
 
+// Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows.
+void adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y) {
+  thread_local std::vector<char> memory;
+  const int64_t width = model.kind == FP32 ? 4 : 2;
+  for (int64_t i = 0; i < step.num_adapters; i++) {
+    const AdapterRows& of = step.adapters[i];
+    const LowRank& pair = of.layers[index * NUM_ADAPTED + which];
+    if (!pair.down) continue;
+    const int64_t rows = of.end - of.begin, rank = pair.down->num_out, size = pair.up->num_out;
+    char* narrow = scratch(memory, (rows * (rank + size)) * width + 64);
+    char* added = narrow + (rows * rank * width + 63) / 64 * 64;
+    const char* from = (const char*)x + of.begin * pair.down->num_in * width;
+    baton_linear(pair.down, from, nullptr, narrow, rows, step.num_threads);
+    baton_linear(pair.up, narrow, nullptr, added, rows, step.num_threads);
+    char* to = (char*)y + of.begin * size * width;
+    const bool parallel = step.num_threads > 1 && rows * size > SERIAL_ELEMENTS;
+#pragma omp parallel for schedule(static) num_threads(step.num_threads) if (parallel)
+    for (int64_t row = 0; row < rows; row++)
+      for (int64_t at = row * size; at < (row + 1) * size; at += 16)
+        write16(model.kind, to, at, read16(model.kind, to, at) + read16(model.kind, added, at));
+  }
+}
+
 // x -> to, which may be `from`: experts, or the products of one MLP by way of `wide` and `narrow`. False: a rank is lost.
-bool run_mlp(const Model& model, const Step& step, const Layer& layer, const void* x, char* wide, char* narrow,
-             void* to) {
+bool run_mlp(const Model& model, const Step& step, int64_t index, const void* x, char* wide, char* narrow, void* to) {
+  const Layer& layer = model.layers[index];
   if (layer.experts) return mix_experts(model, step, *layer.experts, x, to), true;
   baton_linear(layer.gate_up, x, nullptr, wide, step.num_tokens, step.num_threads);
+  adapt(model, step, index, GATE_UP, x, wide);
   activate(model, step, model.intermediate_size, wide, narrow);
-  return sum_linear(model, step, layer.down, layer.down_bias, narrow, to);
+  if (!sum_linear(model, step, layer.down, layer.down_bias, narrow, to)) return false;
+  return adapt(model, step, index, DOWN, narrow, to), true;
 }
 
 }  // namespace
@@ -180,16 +205,18 @@ int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_
     const Norm& next = index + 1 < last ? model->layers[index + 1].input_norm : none;
     const void* asked = normed(layer.input_norm);
     baton_linear(layer.qkv, asked, nullptr, a, rows, threads);
+    adapt(*model, *step, index, QKV, asked, a);
     rotate_and_store(*model, *step, layer, index, a);
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
+    char* const attended = model->parallel ? d : c;
+    if (!sum_linear(*model, *step, layer.output, layer.output_bias, b, attended)) return 1;
+    adapt(*model, *step, index, OUTPUT, b, attended);
     if (model->parallel) {
-      if (!sum_linear(*model, *step, layer.output, layer.output_bias, b, d)) return 1;
-      if (!run_mlp(*model, *step, layer, asked, a, b, c)) return 1;
+      if (!run_mlp(*model, *step, index, asked, a, b, c)) return 1;
       add_norm(*model, *step, d, layer.attention_out_norm, none, nullptr);
     } else {
-      if (!sum_linear(*model, *step, layer.output, layer.output_bias, b, c)) return 1;
       add_norm(*model, *step, c, layer.attention_out_norm, layer.mlp_norm, c);
-      if (!run_mlp(*model, *step, layer, normed(layer.mlp_norm), a, b, c)) return 1;
+      if (!run_mlp(*model, *step, index, normed(layer.mlp_norm), a, b, c)) return 1;
     }
     add_norm(*model, *step, c, layer.mlp_out_norm, next, c);
   }

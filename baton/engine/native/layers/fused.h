@@ -41,6 +41,16 @@ struct Model {
   double swiglu_alpha, swiglu_limit;  // of CLAMPED_SWIGLU
   Ranks* ranks;  // that have a part of every layer each; null: one has all
 };
+// What an adapter adds to a linear layer: up (down x). No `down`: nothing.
+struct LowRank {
+  const Linear *down, *up;
+};
+enum Adapted : int64_t { QKV = 0, OUTPUT = 1, GATE_UP = 2, DOWN = 3, NUM_ADAPTED = 4 };
+// Rows [begin, end) of a step to which one adapter adds.
+struct AdapterRows {
+  int64_t begin, end;
+  const LowRank* layers;  // [layers][NUM_ADAPTED]
+};
 struct Step {
   const Pool* pool;
   const Sequence* seqs;
@@ -48,6 +58,8 @@ struct Step {
   const int64_t *positions, *slots;
   int64_t num_tokens, num_threads;
   void* x;  // [num_tokens][hidden_size]
+  const AdapterRows* adapters;
+  int64_t num_adapters;
 };
 
 constexpr int64_t SERIAL_ELEMENTS = 1 << 14;  // that cost less than waking a second thread

@@ -1,0 +1,127 @@
+"""Read an adapter's folder as PEFT writes it, adapter_config.json and adapter_model.safetensors: pairs of low-rank
+matrices by the module that they add to. What cannot be added row by row is refused in one line."""
+
+import hashlib
+import math
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from baton.engine.core.model_errors import ModelError, read_json
+from baton.engine.weights.tensors import FLOATS
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 256
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Settings of other methods than plain LoRA on linear layers, and the values that leave them out.
+_PLAIN = {
+    "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "fan_in_fan_out": (False,), "modules_to_save": ([],),
+    "layer_replication": ([],), "trainable_token_indices": ([], {}), "target_parameters": ([],),
+    "alora_invocation_tokens": ([],), "use_qalora": (False,), "use_bdlora": (False, {}),
+}  # fmt: skip
+
+
+class LoraFolder:
+    """The pairs of one adapter, whole in memory: the folder may change or go once this is made."""
+
+    def __init__(self, folder: Path):
+        """Raise ModelError for a folder that cannot be read, or that is no plain LoRA."""
+        self.folder = folder
+        self._config = read_json(folder / CONFIG)
+        self._check_config()
+        config, weights = self._bytes(CONFIG), self._bytes(WEIGHTS)
+        self.identity = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (config, weights))).digest()
+        self._pairs: dict[str, dict[str, Tensor]] = {}
+        self._read_tensors(weights)
+        self._left = dict.fromkeys(self._pairs)
+
+    def pair(self, module: str, out_features: int, in_features: int) -> tuple[Tensor, Tensor] | None:
+        """Return A [rank, in_features] and B [out_features, rank], fp32, B with the adapter's scale; None: it leaves the
+        module as it is. Raises ModelError where shapes are those of another base."""
+        if module not in self._pairs:
+            return None
+        self._left.pop(module, None)
+        pair, rank = self._pairs[module], self._rank(module)
+        for part, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
+            if tuple(pair[part].shape) != shape:
+                told = f"has shape {list(pair[part].shape)}, this base and rank {rank} ask for {list(shape)}"
+                raise self._wrong(f"{module}.lora_{part}", told)
+        return pair["A"], pair["B"] * self._scale(module, rank)
+
+    def check_all_read(self) -> None:
+        """Raise ModelError where a module of the adapter is none that the base can add to."""
+        if self._left:
+            raise self._wrong(next(iter(self._left)), "is no linear layer of this base that adapters are served for")
+
+    def _check_config(self) -> None:
+        config, path = self._config, self.folder / CONFIG
+        if (kind := config.get("peft_type")) != "LORA":
+            raise ModelError(f"{path}: peft_type {kind!r}: only LORA is served")
+        for key, plain in _PLAIN.items():
+            if (value := config.get(key)) is not None and value not in plain:
+                raise ModelError(f"{path}: {key} {value!r}: only plain LoRA on linear layers is served")
+        numbers = {"r": config.get("r"), "lora_alpha": config.get("lora_alpha")}
+        for key in ("rank_pattern", "alpha_pattern"):
+            patterns = config.get(key) or {}
+            if not isinstance(patterns, dict):
+                raise ModelError(f"{path}: {key} {patterns!r}: is no object")
+            numbers |= {f"{key} of {name}": value for name, value in patterns.items()}
+        for key, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ModelError(f"{path}: {key} is {value!r}: a number above 0 is needed")
+
+    def _bytes(self, name: str) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise ModelError(f"{self.folder / name}: {error.strerror}") from None
+
+    def _read_tensors(self, weights: bytes) -> None:
+        path = self.folder / WEIGHTS
+        try:
+            tensors = load(weights)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise ModelError(f"{path}: truncated or not a safetensors file ({error})") from None
+        for name, tensor in tensors.items():
+            if (match := _TENSOR.fullmatch(name)) is None:
+                raise self._wrong(name, "is no low-rank part of a linear layer")
+            self._pairs.setdefault(match[1], {})[match[2]] = self._checked(name, tensor)
+        for module, pair in self._pairs.items():
+            if len(pair) < 2:
+                raise self._wrong(module, f"has no lora_{'B' if 'A' in pair else 'A'}")
+        if not self._pairs:
+            raise ModelError(f"{path}: holds no tensor")
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in FLOATS or tensor.dim() != 2:
+            raise self._wrong(name, f"is {tensor.dtype} of {tensor.dim()} dimensions, not a matrix of floats")
+        if not bool(torch.isfinite(tensor).all()):
+            raise self._wrong(name, "holds values that are NaN or infinite")
+        return tensor.float()
+
+    def _rank(self, module: str) -> int:
+        rank = self._of_pattern("rank_pattern", module, self._config["r"])
+        if rank > MAX_RANK:
+            raise self._wrong(module, f"has rank {rank}, at most {MAX_RANK} is served")
+        return rank
+
+    def _scale(self, module: str, rank: int) -> float:
+        alpha = self._of_pattern("alpha_pattern", module, self._config["lora_alpha"])
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _of_pattern(self, key: str, module: str, default):
+        """Return the value of the first pattern that the module's name ends in, as PEFT matches them."""
+        for pattern, value in (self._config.get(key) or {}).items():
+            try:
+                if re.match(rf"(.*\.)?({pattern})$", module):
+                    return value
+            except re.error as error:
+                raise ModelError(f"{self.folder / CONFIG}: {key} {pattern!r}: {error}") from None
+        return default
+
+    def _wrong(self, name: str, what: str) -> ModelError:
+        return ModelError(f"{self.folder / WEIGHTS}: {name} {what}")
