@@ -10,9 +10,15 @@ MAX_DRAFT_TOKENS = 16  # proposals that a sequence may have in one step
 MAX_PROMPT_LOGPROBS = 131_072  # of one prompt, each token's own and the best: 1.5 MB in a message
 MAX_INPUTS = 128  # texts of one Embed, at 4,096 numbers each 2 MiB; documents of one Score
 # Features of a worker, without which some requests are not sent to it.
-CONSTRAINTS, POOLING, PROMPT_LOGPROBS = "constraints", "pooling", "prompt_logprobs"
+CONSTRAINTS, POOLING, PROMPT_LOGPROBS, ADAPTERS = "constraints", "pooling", "prompt_logprobs", "adapters"
+ADAPTER_BYTES = 32  # of the identity of an adapter
 
 MAX_MODEL_NAME = 128  # characters
+
+
+def adapter_feature(identity: bytes) -> str:
+    """Return the feature of a worker that holds an adapter."""
+    return f"adapter:{identity.hex()}"
 
 
 def check_model_name(name: str | None, setting: str) -> None:

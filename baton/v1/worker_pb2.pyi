@@ -54,7 +54,7 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes")
+    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes", "adapters")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,7 @@ class Hello(_message.Message):
     KV_GIVES_FIELD_NUMBER: _ClassVar[int]
     KV_TAKES_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     features: _containers.RepeatedScalarFieldContainer[str]
@@ -91,7 +92,16 @@ class Hello(_message.Message):
     kv_gives: _containers.RepeatedScalarFieldContainer[str]
     kv_takes: _containers.RepeatedScalarFieldContainer[str]
     kv_token_bytes: int
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "identity")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    identity: bytes
+    def __init__(self, name: _Optional[str] = ..., identity: _Optional[bytes] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "model_context")
@@ -144,7 +154,7 @@ class ModelCard(_message.Message):
     def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., linear: _Optional[str] = ..., speculator: _Optional[str] = ..., prefix_cache: bool = ..., proposers: _Optional[_Iterable[str]] = ..., device: _Optional[str] = ..., hidden_size: _Optional[int] = ...) -> None: ...
 
 class RequestSpec(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation", "constraint", "tenant_mark", "pooling", "fingerprint")
+    __slots__ = ("token_ids", "num_prompt_tokens", "span_hashes", "chain_parent", "sampling", "max_tokens", "min_tokens", "stop_token_ids", "priority", "traceparent", "budget_ms", "speculation", "constraint", "tenant_mark", "pooling", "adapter", "fingerprint")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPAN_HASHES_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +170,7 @@ class RequestSpec(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]
     TENANT_MARK_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
@@ -176,8 +187,9 @@ class RequestSpec(_message.Message):
     constraint: _inference_pb2.Constraint
     tenant_mark: bytes
     pooling: PoolingSpec
+    adapter: bytes
     fingerprint: bytes
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., tenant_mark: _Optional[bytes] = ..., pooling: _Optional[_Union[PoolingSpec, _Mapping]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., sampling: _Optional[_Union[WorkerSampling, _Mapping]] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., budget_ms: _Optional[int] = ..., speculation: _Optional[_Union[_inference_pb2.Speculation, _Mapping]] = ..., constraint: _Optional[_Union[_inference_pb2.Constraint, _Mapping]] = ..., tenant_mark: _Optional[bytes] = ..., pooling: _Optional[_Union[PoolingSpec, _Mapping]] = ..., adapter: _Optional[bytes] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class PoolingSpec(_message.Message):
     __slots__ = ("pooling", "normalize", "dimensions", "label_token_ids")

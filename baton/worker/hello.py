@@ -8,7 +8,7 @@ from baton.engine.core.device import device_name
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.gguf import GGUFError, GGUFHeader, is_gguf
-from baton.protocol import CONSTRAINTS, INSTANCE_BYTES, POOLING, PROMPT_LOGPROBS, PROTOCOL
+from baton.protocol import ADAPTERS, CONSTRAINTS, INSTANCE_BYTES, POOLING, PROMPT_LOGPROBS, PROTOCOL
 from baton.v1 import worker_pb2 as pb
 from baton.worker.kv_transfer import KVTransfer
 from kvtransfer.transfer.source import SourceIdentity
@@ -38,8 +38,10 @@ def make_hello(engine: Engine, role: str, identity: SourceIdentity, digest: byte
         kv_token_bytes=-(-engine.layout.block_bytes // engine.config.block_size),
         kv_gives=transfer.gives,
         kv_takes=transfer.takes,
-        features=[POOLING, PROMPT_LOGPROBS, *([CONSTRAINTS] if engine.grammars is not None else [])],
+        features=[POOLING, PROMPT_LOGPROBS, ADAPTERS, *([CONSTRAINTS] if engine.grammars is not None else [])],
     )
+    for adapter in engine.adapters.listed():
+        hello.adapters.add(name=adapter.name, identity=adapter.identity)
     _add_limits(hello.limits, engine)
     _add_model(hello.model, engine)
     hello.model.transports.extend(endpoint.transport for endpoint in endpoints)

@@ -58,8 +58,8 @@ class RequestHandler:
 
     @property
     def model(self) -> ServedModel:
-        """Return the served model."""
-        return self._pipeline.registry.model
+        """Return the served model, as the tenant of the call sees it."""
+        return self._pipeline.registry.model.seen_by(guard.tenant())
 
     def not_ready(self) -> str | None:
         """Return why no request can be served now, None if one can."""
@@ -185,11 +185,11 @@ class RequestHandler:
     async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
         registry = self._pipeline.registry
         model, card = self.model, registry.card
-        check_model(request.model, model)
+        adapter = check_model(request.model, model)
         if card is None:
             raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
         return pb.GetModelInfoResponse(
-            name=model.name,
+            name=request.model if adapter else model.name,
             family=card.family,
             context=model.context,
             vocab_size=model.vocab_size,
@@ -199,6 +199,7 @@ class RequestHandler:
             attention=card.attention,
             transports=card.transports,
             proposers=card.proposers,
+            adapters=sorted(model.adapters),
         )
 
     async def _settled(self, work: Awaitable[T], record: RequestRecord | None = None) -> T:

@@ -1,6 +1,7 @@
 """Bounds of a request: the served model, and presets of limits."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.protocol import MAX_INPUTS, MAX_PROMPT_LOGPROBS
 from gateway.config.slo_classes import BUILT_IN
@@ -55,6 +56,28 @@ class ServedModel:
     proposers: frozenset[str] | None = None  # that decode workers run; None: no worker has said yet
     limits: RequestLimits = PRESETS["normal"]
     is_bound_by_workers: bool = False
+    adapters: Mapping[str, bytes] = field(
+        default_factory=dict[str, bytes]
+    )  # that decode workers hold: identity by name
+    adapter_tenants: Mapping[str, frozenset[str]] = field(
+        default_factory=dict[str, frozenset[str]]
+    )  # who may name it; not in there: all
+
+    def seen_by(self, tenant: str) -> "ServedModel":
+        """Return the model with the adapters that a tenant may name."""
+        if not self.adapters or not self.adapter_tenants:
+            return self
+        allowed = {
+            name: each for name, each in self.adapters.items() if tenant in self.adapter_tenants.get(name, {tenant})
+        }
+        return replace(self, adapters=allowed)
+
+    def find(self, asked: str) -> bytes | None:
+        """Return the identity of the adapter that a request names, by its name or as `model:adapter`, b"" for the model
+        itself; None: neither is served."""
+        if asked in ("", self.name):
+            return b""
+        return self.adapters.get(asked) or self.adapters.get(asked.removeprefix(f"{self.name}:"))
 
     @property
     def context_words(self) -> str:

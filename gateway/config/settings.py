@@ -85,6 +85,12 @@ class GatewaySettings(Exposure):
         None,
         metavar="FILE",
     )
+    adapter_tenants: Path | None = option(
+        'TOML file of the tenants that may name an adapter, name = ["tenant", ...] (default: all; others are as if it were '
+        "not there)",
+        None,
+        metavar="FILE",
+    )
     trace_sample: float = option("fraction of the traces started here that is exported; 0 to 1", 1.0)
     split: str = option(
         "when to read the prompt on a prefill worker instead of the decode worker", "auto", choices=SPLITS

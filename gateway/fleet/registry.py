@@ -2,15 +2,17 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from baton import tasks
-from baton.protocol import CONSTRAINTS, INSTANCE_BYTES, PROMPT_LOGPROBS, ROLES
+from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, INSTANCE_BYTES, PROMPT_LOGPROBS, ROLES, check_model_name
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Unavailable
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
+from gateway.config.adapter_tenants import read_adapter_tenants
 from gateway.config.networks import Networks
 from gateway.config.served_model import PRESETS, ServedModel
 from gateway.config.settings import GatewaySettings
@@ -55,6 +57,7 @@ class Registry:
         self._settings, self._folder, self._index = settings, folder, index
         self._secret = secret
         self._slo_classes = frozenset(read_classes(settings.slo_classes))
+        self._adapter_tenants = read_adapter_tenants(settings.adapter_tenants)
         self._identities = settings.model_identities()
         self._joined: dict[WorkerLink, bytes] = {}
         self._placed: dict[WorkerLink, str] = {}  # by the role that it said last
@@ -125,6 +128,8 @@ class Registry:
             slo_classes=self._slo_classes,
             proposers=frozenset(name for hello in hellos for name in hello.model.proposers) if hellos else None,
             limits=PRESETS[self._settings.limits],
+            adapters=_adapters_of(hellos),
+            adapter_tenants=self._adapter_tenants,
         )
 
     async def run(self) -> None:
@@ -160,7 +165,7 @@ class Registry:
         known = {link.limits for link in self.decode if link.limits}
         for feature in sorted(request.features) if known else ():
             if not any(feature in limits.features for limits in known):
-                raise InvalidRequest(_FEATURE_FIELDS[feature], "no decode worker that serves can do this")
+                raise InvalidRequest(_FEATURE_FIELDS.get(feature, "model"), "no decode worker that serves can do this")
         if known and not any(can_decode(request, limits) for limits in known):
             most = max(limits.num_blocks for limits in known)
             why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
@@ -207,6 +212,8 @@ class Registry:
         if hello.model.vocab_size != self._folder.vocab_size:
             config = self._folder.path / "config.json"
             return f"has {hello.model.vocab_size} token ids, {config} has {self._folder.vocab_size}"
+        if wrong := next(filter(None, map(_wrong_adapter, hello.adapters)), None):
+            return wrong
         return self._identities.why_not(hello.model_identity, self.identity, is_named)
 
     async def _follow_identities(self) -> None:
@@ -264,3 +271,22 @@ class Registry:
         found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.role == role]
         found += self.registered.excuses(role)
         return "; ".join(found) or "none is configured, and none has registered"
+
+
+def _adapters_of(hellos: Sequence[pb.Hello]) -> dict[str, bytes]:
+    """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the one
+    that most of them hold."""
+    held: dict[str, Counter[bytes]] = {}
+    for hello in hellos:
+        for adapter in hello.adapters:
+            held.setdefault(adapter.name, Counter())[adapter.identity] += 1
+    return {name: max(counts, key=lambda identity: (counts[identity], identity)) for name, counts in held.items()}
+
+
+def _wrong_adapter(adapter: pb.Adapter) -> str | None:
+    try:
+        check_model_name(adapter.name, "has an adapter named")
+    except ValueError as error:
+        return str(error)
+    size = len(adapter.identity)
+    return None if size == ADAPTER_BYTES else f"has an adapter {adapter.name} with an identity of {size} bytes"

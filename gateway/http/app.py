@@ -102,11 +102,14 @@ class HttpApi:
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
-        await call.reply({"object": "list", "data": [await self._model("")]})
+        info = await self._handler.model_info(pb.GetModelInfoRequest())
+        adapters = [self._described(info, name) | {"parent": info.name} for name in info.adapters]
+        await call.reply({"object": "list", "data": [self._described(info, info.name), *adapters]})
 
     async def model(self, call: HttpCall) -> None:
         """GET /v1/models/{model}."""
-        await call.reply(await self._model(call.path_params["model"]))
+        info = await self._handler.model_info(pb.GetModelInfoRequest(model=call.path_params["model"]))
+        await call.reply(self._described(info, info.name))
 
     async def tokenize(self, call: HttpCall) -> None:
         """POST /tokenize."""
@@ -152,9 +155,8 @@ class HttpApi:
         await _all([self._handler.generate(box, context, partial(emit, n)) for n, box in enumerate(boxes)])
         await call.end(form.tail(usages))
 
-    async def _model(self, name: str) -> Json:
-        info = await self._handler.model_info(pb.GetModelInfoRequest(model=name))
-        known = {"id": info.name, "object": "model", "created": self._created, "owned_by": "baton"}
+    def _described(self, info: pb.GetModelInfoResponse, name: str) -> Json:
+        known = {"id": name, "object": "model", "created": self._created, "owned_by": "baton"}
         return {**known, "max_model_len": info.context}
 
 

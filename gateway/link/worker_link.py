@@ -13,7 +13,7 @@ from enum import Enum
 
 import grpc
 
-from baton.protocol import PROTOCOL
+from baton.protocol import PROTOCOL, adapter_feature
 from baton.service.clock import ClockComparison, Offset, now
 from baton.service.codec import key_from_proto
 from baton.service.logs import fields, printable
@@ -142,7 +142,8 @@ class WorkerLink:
         """Keep what the worker says of itself for the session, and its limits for longer."""
         limits = hello.limits
         sizes = limits.max_model_len, limits.num_blocks, limits.block_size
-        self.hello, self.limits = hello, WorkerLimits(*sizes, frozenset(hello.features))
+        held = (adapter_feature(adapter.identity) for adapter in hello.adapters)
+        self.hello, self.limits = hello, WorkerLimits(*sizes, frozenset((*hello.features, *held)))
         if self.worker_id != self._known_id:
             self._known_id, self.breaker = self.worker_id, WorkerBreaker()
 

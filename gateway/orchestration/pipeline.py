@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS
+from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS, adapter_feature
 from baton.service.clock import now
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
 from baton.service.observe.telemetry import format_traceparent
@@ -229,7 +229,9 @@ class Pipeline:
             PromptReading(
                 parts,
                 pooled_spec(checked, ids, batch.pooling, mark, traceparent),
-                RoutingRequest(len(ids), len(ids), 0.0, promised, 1, record.tenant, frozenset((POOLING,))),
+                RoutingRequest(
+                    len(ids), len(ids), 0.0, promised, 1, record.tenant, frozenset((POOLING,)) | _features(checked)
+                ),
                 record.queued._replace(num_tokens=len(ids)),
                 prompt_digest(record.tenant, ids),
             )
@@ -280,4 +282,5 @@ class Pipeline:
 def _features(checked: Checked) -> frozenset[str]:
     """Return the features that workers must have for this request."""
     asked = {CONSTRAINTS: checked.constraint is not None, PROMPT_LOGPROBS: checked.asks_for_prompt_logprobs}
-    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    features = frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    return features | {adapter_feature(checked.adapter)} if checked.adapter else features

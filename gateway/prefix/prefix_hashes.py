@@ -49,13 +49,15 @@ class PrefixHashes:
         """Give the full spans of these token ids the same name for all tenants."""
         self._prompts = tuple(map(tuple, prompts))
 
-    def spans(self, tenant: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = ()) -> Named:
-        """Return the names of the full spans of prompt and output together; output is never public. Raises Unavailable
-        before a worker has reported which model is served."""
+    def spans(
+        self, tenant: str, prompt_ids: Sequence[int], output_ids: Sequence[int] = (), adapter: bytes = b""
+    ) -> Named:
+        """Return the names of the full spans of prompt and output together; output is never public, and nothing that an
+        `adapter` (its identity) has computed. Raises Unavailable before a worker has reported which model is served."""
         identity = self._source.known_identity()
-        root = root_hash(identity)
+        root = root_hash(identity, adapter.hex())
         shared: list[SpanHash] = []
-        if public := self._public_of(identity):
+        if not adapter and (public := self._public_of(identity)):
             shared = chain_hashes(root, prompt_ids)
             shared = shared[: num_matched_spans(shared, public)]
         salt = tenant_salt(self._source.secret, tenant)

@@ -23,7 +23,7 @@ def check_embed(
     dimensions = request.dimensions
     if request.HasField("dimensions") and not 1 <= dimensions <= (hidden_size or dimensions):
         raise InvalidRequest("dimensions", f"must be 1 to {hidden_size}" if hidden_size else "must be at least 1")
-    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class)
+    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class, model=request.model)
     if request.HasField("priority"):
         shared.priority = request.priority
     prompts: list[Checked] = []

@@ -29,7 +29,7 @@ class SpecBuilder:
         """`deadline`: time.monotonic(). Raises Unavailable before a worker has said which model is served."""
         self._checked, self._prompt_ids, self._max_tokens = checked, prompt_ids, max_tokens
         self._names, self._tenant, self._traceparent, self._deadline = names, tenant, traceparent, deadline
-        self._prompt_spans = names.spans(tenant, prompt_ids)
+        self._prompt_spans = names.spans(tenant, prompt_ids, adapter=checked.adapter)
 
     @property
     def reusable_spans(self) -> list[SpanHash]:
@@ -49,6 +49,7 @@ class SpecBuilder:
             max_tokens=self._max_tokens,
             min_tokens=checked.min_tokens,
             stop_token_ids=sorted(checked.stop_token_ids),
+            adapter=checked.adapter,
         )
         if checked.constraint is not None:
             write_constraint(spec.constraint, checked.constraint)
@@ -59,7 +60,7 @@ class SpecBuilder:
         spec.token_ids.extend(output_ids)
         named = self._prompt_spans
         if output_ids:
-            named = self._names.spans(self._tenant, self._prompt_ids, output_ids)
+            named = self._names.spans(self._tenant, self._prompt_ids, output_ids, checked.adapter)
         spec.span_hashes.extend(named.hashes)
         spec.chain_parent = named.parent
         spec.priority = checked.priority
@@ -82,6 +83,7 @@ def pooled_spec(
         tenant_mark=tenant_mark,
         traceparent=traceparent,
         pooling=pooling,
+        adapter=checked.adapter,
     )
 
 

@@ -30,7 +30,7 @@ def check_score(
     num_documents, most = len(request.documents), served.limits.inputs
     if not 1 <= num_documents <= most:
         raise InvalidRequest("documents", f"has {num_documents} texts, 1 to {most} are allowed")
-    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class)
+    shared = pb.GenerateRequest(request_id=request.request_id, slo_class=request.slo_class, model=request.model)
     if request.HasField("priority"):
         shared.priority = request.priority
     shared.messages.chat_template_kwargs = '{"enable_thinking": false}'

@@ -46,6 +46,7 @@ class Checked:
     names_class: bool = False  # it was asked for by name
     constraint: Constraint | None = field(default=None, repr=False)  # its kind is known, its text was not looked at
     echo: bool = False
+    adapter: bytes = b""  # identity of the one to answer with; empty: none
 
     @property
     def asks_for_prompt_logprobs(self) -> bool:
@@ -58,10 +59,14 @@ class Checked:
         return "text" if self.text is not None else "messages" if self.messages is not None else "token_ids"
 
 
-def check_model(asked: str, served: ServedModel) -> None:
-    """Raises NotFound for a model that is not served; empty means the one that is."""
-    if asked not in ("", served.name):
-        raise NotFound(f"model {asked[:80]!r} is not served here, only {served.name}", reason="MODEL_NOT_FOUND")
+def check_model(asked: str, served: ServedModel) -> bytes:
+    """Return the identity of the adapter that is asked for, b"" for the model itself, which empty means too. Raises
+    NotFound for what is not served."""
+    if (adapter := served.find(asked)) is None:
+        beside = f" and its adapters {', '.join(sorted(served.adapters))}" if served.adapters else ""
+        told = f"model {asked[:80]!r} is not served here, only {served.name}{beside[:400]}"
+        raise NotFound(told, reason="MODEL_NOT_FOUND")
+    return adapter
 
 
 def check_size(request, where: str = "token_ids") -> None:
@@ -79,7 +84,7 @@ def check(
     """Return the request after every check that is possible before tokenizing; a priority above `max_priority` counts
     as that. Raises InvalidRequest or NotFound."""
     check_size(request)
-    check_model(request.model, served)
+    adapter = check_model(request.model, served)
     text, token_ids, messages = check_input(request, served)
     stopping = request.stopping
     request_id = _request_id(request.request_id)
@@ -102,6 +107,7 @@ def check(
         resume_from=_resume_from(request, served),
         constraint=_constraint(request),
         echo=_echo(request),
+        adapter=adapter,
     )
 
 

@@ -31,9 +31,10 @@ class Admission:
 
     def __init__(
         self, config: EngineConfig, layout: KVLayout, lifecycle: GroupLifecycle, shares: Shares, lengths: OutputLengths,
-        adapters: Adapters, grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
+        grammars: Grammars | None = None,
     ):  # fmt: skip
-        """Without `grammars` no request may have a constraint."""
+        """Without `grammars` no request may have a constraint, without `adapters` none may name one."""
         self.config = config
         self.layout = layout
         self.lifecycle = lifecycle
@@ -201,9 +202,10 @@ class Admission:
     def _group(self, request: Request, holder: Holder) -> Group:
         """Return a new group, whose grammar is being compiled where it has a constraint. Raises Refusal: no_adapter."""
         group = Group(request, holder)
-        if request.adapter and (adapter := self.adapters.find(request.adapter)) is None:
+        adapter = self.adapters.find(request.adapter) if self.adapters is not None and request.adapter else None
+        if request.adapter and adapter is None:
             raise Refusal("no_adapter", retry_after_s=0.0)
-        group.adapter = adapter if request.adapter else None
+        group.adapter = adapter
         if request.constraint is not None:
             if self.grammars is None:
                 raise ValueError("constraint: there are no grammars over this model's tokenizer")

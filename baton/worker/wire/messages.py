@@ -16,7 +16,7 @@ from baton.engine.core.request import (
     Speculation,
     TokenLogprobs,
 )
-from baton.protocol import HOLDERS, MAX_DRAFT_TOKENS, MAX_PROMPT_LOGPROBS
+from baton.protocol import ADAPTER_BYTES, HOLDERS, MAX_DRAFT_TOKENS, MAX_PROMPT_LOGPROBS
 from baton.sampling_params import SHIFT, SamplingParams
 from baton.service.codec import deadline_of, key_to_proto
 from baton.v1 import inference_pb2
@@ -66,6 +66,7 @@ def request_of(key: Key, spec: pb.RequestSpec, vocab_size: int) -> Request:
         speculation=_speculation_of(spec.speculation),
         tenant_mark=_mark_of(spec.tenant_mark),
         constraint=constraint_of(spec.constraint) if spec.HasField("constraint") else None,
+        adapter=_adapter_of(spec.adapter),
     )
 
 
@@ -92,6 +93,7 @@ def _pooled_request(
         deadline=deadline_of(spec.budget_ms),
         tenant_mark=_mark_of(spec.tenant_mark),
         pooling=PoolingParams(pooling, asked.normalize, asked.dimensions, tuple(asked.label_token_ids)),
+        adapter=_adapter_of(spec.adapter),
     )
 
 
@@ -139,6 +141,12 @@ def _mark_of(mark: bytes) -> bytes:
     if len(mark) > HASH_BYTES:
         raise ValueError(f"tenant_mark: at most {HASH_BYTES} bytes, got {len(mark)}")
     return mark
+
+
+def _adapter_of(identity: bytes) -> bytes:
+    if len(identity) not in (0, ADAPTER_BYTES):
+        raise ValueError(f"adapter: an identity has {ADAPTER_BYTES} bytes, got {len(identity)}")
+    return identity
 
 
 def _span_hashes_of(hashes: Iterable[bytes], num_spans: int) -> tuple[bytes, ...]:
