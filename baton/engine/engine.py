@@ -78,7 +78,7 @@ class Engine:
         self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths)
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
         self.grammars = grammars  # None: it keeps no answer to a constraint
-        self.adapters = Adapters(model.read_adapter)
+        self.adapters = Adapters(lambda name, folder: model.read_adapter(name, folder))  # stand-ins of models read none
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters, grammars)
         self.ranks = ranks  # that share the model with this process
         self.runner = Runner(model, pool, sampler, launcher)

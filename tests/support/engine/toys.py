@@ -60,7 +60,6 @@ class ToyModel:
         self.attention = SimpleNamespace(name="toy")
         self.spec = SimpleNamespace(context=max_model_len, vocab_size=VOCAB)
         self.before_forward = lambda batch: None
-        self.read_adapter = None
         self.batch_sizes: list[tuple[int, int]] = []  # sequences, tokens
 
     def hidden(self, batch, pool, on_layer=None) -> torch.Tensor:
