@@ -65,6 +65,9 @@ class EngineConfig:
     tensor_parallel: int = _knob(
         "processes that share each layer of the model, 1, 2, 4 or 8, with --threads each; on a CPU", 1, metavar="N"
     )
+    expert_parallel: bool = _knob(
+        "with --tensor-parallel: each process has some experts of a mixture whole, in place of a part of each", False
+    )
     batch_invariant: bool = _knob("make results independent of the other requests in a batch", True)
     speculator: str = _knob(
         "speculative decoding; auto: prompt lookup and, if given, --draft-model, whenever it is faster",
@@ -151,13 +154,13 @@ class EngineConfig:
         if self.tensor_parallel not in DEGREES:
             raise ValueError(f"tensor_parallel {self.tensor_parallel}: one of {', '.join(map(str, DEGREES))}")
         if self.tensor_parallel == 1:
+            if self.expert_parallel:
+                raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
             return
         if self.device == "cuda":
             raise ValueError(
                 "tensor_parallel has no effect on a GPU: one rank has the model; leave it out, or give cpu"
             )
-        if self.draft_model is not None:
-            raise ValueError("draft_model reads a model that one rank has; with tensor_parallel give speculator ngram")
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

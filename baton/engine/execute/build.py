@@ -18,7 +18,7 @@ from baton.engine.kv.pool import CPU, KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
-from baton.engine.parallel.shard import refusal
+from baton.engine.parallel.shard import Shard, refusal
 from baton.engine.ranks.spawn import OwnMemory, Ranks, SharedMemory
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
@@ -87,7 +87,7 @@ def _of_ranks(config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make
     """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads:
     whoever takes KV from here, or brings it, meets a worker like any other."""
     degree = config.tensor_parallel
-    if why := refusal(spec, degree):
+    if why := refusal(spec, Shard(0, degree, config.expert_parallel)):
         raise ValueError(f"tensor_parallel {degree}: {why}")
     config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // degree))
     torch.set_num_threads(config.threads)

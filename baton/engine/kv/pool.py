@@ -65,9 +65,10 @@ class KVPool:
         self._slots = self._rows = torch.empty(0)
 
     def part(self, heads: range) -> "KVPool":
-        """Return the same memory for native kernels that write and read some heads of it."""
+        """Return the same memory for `write` and for native kernels, which write and read some heads of it."""
         pool = copy.copy(self)
         pool.heads = heads
+        pool._slots = pool._rows = torch.empty(0)
         return pool
 
     @property
@@ -80,7 +81,7 @@ class KVPool:
         return self.group.block_size
 
     def write(self, layer: int, slots: Tensor, *kinds: Tensor) -> None:
-        """Store k and v, or of a latent group its row, [T, kv_heads, head_dim] at `slots` [T] (block_id * block_size +
+        """Store k and v, or of a latent group its row, [T, heads of this object, head_dim] at `slots` [T] (block_id * block_size +
         offset)."""
         stacked = torch.stack(kinds, dim=1)
         if not self._is_plain:
@@ -94,16 +95,17 @@ class KVPool:
     def _encode(self, layer: int, slots: Tensor, stacked: Tensor) -> None:
         rows, scales = encode(self.group.form, stacked)
         block_ids, offsets = slots // self.block_size, slots % self.block_size
-        self.blocks.view(torch.uint8)[:, layer][block_ids, :, :, offsets] = rows
-        self.scales[:, layer][block_ids, :, :, offsets] = scales
+        own = slice(self.heads.start, self.heads.stop)
+        self.blocks.view(torch.uint8)[:, layer, :, own][block_ids, :, :, offsets] = rows
+        self.scales[:, layer, :, own][block_ids, :, :, offsets] = scales
 
     def _token_rows(self, slots: Tensor) -> Tensor:
-        """Rows of layer 0 that the tokens at `slots` own, [T, k|v * kv_heads]."""
+        """Rows of layer 0 that the tokens at `slots` own, [T, k|v * heads]."""
         size = self.block_size
         first = (slots // size) * (self._rows_per_layer * self.group.num_layers) + slots % size
-        return (
-            first.unsqueeze(1) + torch.arange(self.group.num_kinds * self.group.num_kv_heads, device=self.device) * size
-        )
+        heads = torch.arange(self.group.num_kinds * self.group.num_kv_heads, device=self.device)
+        own = heads.view(self.group.num_kinds, -1)[:, self.heads.start : self.heads.stop].flatten()
+        return first.unsqueeze(1) + own * size
 
     def gather(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
         """The first `num_tokens` tokens of a sequence, decoded without loss: k, v [kv_heads, num_tokens, head_dim]."""

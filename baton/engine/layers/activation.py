@@ -21,12 +21,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh":
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """[T, 2 * size], gates first -> silu(gate) * up [T, size]. `size` is a multiple of VECTOR_STRIDE."""
+    """[T, 2 * size], gates first -> silu(gate) * up [T, size]."""
     return gated(gate_up, "silu")
 
 
 def gated(gate_up: Tensor, name: str) -> Tensor:
-    """[T, 2 * size], gates first -> activated gate * up [T, size]. `size` is a multiple of VECTOR_STRIDE."""
+    """[T, 2 * size], gates first -> activated gate * up [T, size]."""
     gate, up = gate_up.chunk(2, dim=1)
     return by_rows(FUNCTIONS[name], gate).mul_(up)
 
@@ -46,10 +46,12 @@ def make_gated(spec: ModelSpec) -> Callable[[Tensor], Tensor]:
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return an elementwise function of x [T, size], `size` a multiple of VECTOR_STRIDE, cut between rows only."""
+    """Return an elementwise function of x [T, size], cut between rows only."""
     if x.device.type != "cpu":  # one thread an element: nothing is cut
         return function(x)
     num_rows, size = x.shape
+    if missing := -size % VECTOR_STRIDE:  # a rank's part of a row
+        return by_rows(function, F.pad(x, (0, missing)))[:, :size]
     num_threads = torch.get_num_threads()
     whole = x.numel() < GRAIN or num_threads == 1
     # Equal shares of whole rows: torch uses all threads, and each gets the same number of rows.
@@ -62,5 +64,4 @@ def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
     """Return cap * tanh(x / cap) of x [T, size] of any size."""
-    missing = -x.shape[1] % VECTOR_STRIDE
-    return by_rows(torch.tanh, F.pad(x / cap, (0, missing)))[:, : x.shape[1]] * cap
+    return by_rows(torch.tanh, x / cap) * cap

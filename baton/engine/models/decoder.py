@@ -12,6 +12,7 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.adapters.low_rank import LowRanks
 from baton.engine.attention.base import Attention
+from baton.engine.attention.native import NativeAttention
 from baton.engine.core.batch import AdapterRows, ForwardBatch
 from baton.engine.core.device import instruction_set
 from baton.engine.core.model_errors import ModelError
@@ -47,20 +48,20 @@ class Model:
     ):  # fmt: skip
         """`make(weight, bias)` gives the kernel that applies a weight of any form; `make_router`, of a model with
         experts, the fp32 kernel of a router. `collectives`: of a rank that has a part of the model, for whose heads
-        `attention` is; raises ModelError where only torch could run the layers. `adapted`: adapters will be read."""
+        `attention` is; raises ModelError where that is not native. `adapted`: adapters will be read."""
         self.spec, self.dtype, self.attention, self.ropes, self._make = spec, dtype, attention, ropes, make
         self.device = attention.shape.device
         self._gated = make_gated(spec)
         self.reasons: dict[str, dict[str, str]] = {}  # attention | linear | layers -> backend -> why not
         vocab_size, hidden_size = spec.vocab_size, spec.hidden_size
         shard = WHOLE if collectives is None else collectives.shard
-        self.collectives, linears = collectives, Linears(source, make, shard)
+        self.collectives, linears = collectives, Linears(source, make, collectives)
         missing = -vocab_size % shard.degree  # outputs of the head that make every rank's part equal
         self.embedding = source.embedding(vocab_size, hidden_size)
         layers = range(spec.num_layers)
         self.layers = [read_layer(spec, index, source, linears, make_router, shard) for index in layers]
         if spec.sinks:
-            attention.set_sinks(read_sinks(spec, source))
+            attention.set_sinks(read_sinks(spec, source, shard))
         self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
         if spec.tied:
             table = source.tied_head(self.embedding, vocab_size, hidden_size)
@@ -73,13 +74,15 @@ class Model:
             self.embedding = VocabularyEmbedding(self.embedding, vocab_size, collectives)
             self.head = VocabularyHead(self.head, vocab_size, collectives)
         extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
-        source.check_all_read("model.layers.", tuple(f"model.layers.{index}." for index in extra))
+        not_here = (*(f"model.layers.{index}" for index in extra), *linears.left_out)
+        source.check_all_read("model.layers.", tuple(f"{module}." for module in not_here))
         source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
         self._adapted = adapted
-        if collectives is not None and self.fused is None:
-            why = self.reasons["layers"]["fused"]
-            raise ModelError(f"tensor_parallel {shard.degree}: needs the native layers, which do not fit: {why}")
+        if collectives is not None and attention.name != NativeAttention.name:
+            raise ModelError(
+                f"tensor_parallel {shard.degree}: needs native attention; what was chosen is {attention.name}"
+            )
 
     @property
     def numerics(self) -> tuple[str, ...]:
@@ -126,6 +129,14 @@ class Model:
         """
         return self.logits(self.hidden(batch, pool, on_layer)[batch.logit_rows])
 
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Return rows of the embedding, [T, hidden_size] of int64 [T], for drafts."""
+        return self.embedding(token_ids)
+
+    def scored(self, features: Tensor) -> Tensor:
+        """Return what the head says of rows [R, hidden_size] as they are, [R, vocab_size], for drafts."""
+        return self.head(features)
+
     def normed(self, hidden: Tensor) -> Tensor:
         """Return rows that `hidden` returned after the final norm."""
         if self.fused is not None and isinstance(self.norm, RMSNorm):
@@ -153,16 +164,17 @@ class Model:
         x = self._embed(F.pad(batch.token_ids, (0, missing)))
         tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
         plan = self.attention.plan(batch, pool)
-        mixed = x.new_zeros(x.shape[0], self.spec.num_heads, self.spec.head_dim)
+        mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)
         for index, layer in enumerate(self.layers):
             normed = x if layer.input_norm is None else layer.input_norm(x)
             apply = partial(self._apply, batch.adapters, index, layer)
             heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))
             q = self._write_kv(layer, index, heads, tables, batch.slots, pool)
-            if on_layer is not None:
-                on_layer(index)
             self.attention(plan, index, q, mixed[:num_tokens])
-            x = self._half_layers(layer, apply, x, normed, apply("output", mixed.flatten(1)))
+            attended = apply("output", mixed.flatten(1))
+            if on_layer is not None:  # not before: behind this sum every rank has written its heads
+                on_layer(index)
+            x = self._half_layers(layer, apply, x, normed, attended)
         return x
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -202,19 +214,29 @@ class Model:
     ) -> Tensor:
         """Norm and rotate `heads` [T, q, k and v, head_dim]; K and V go to the pool, the queries [T, num_heads, head_dim]
         are returned."""
-        spec = self.spec
-        num_values = heads.shape[1] - spec.num_heads - spec.num_kv_heads  # none where a row is key and value
-        qk, v = heads.split((spec.num_heads + spec.num_kv_heads, num_values), dim=1)
+        spec, counts = self.spec, (self.attention.shape.num_heads, self.attention.shape.num_kv_heads)
+        num_values = heads.shape[1] - sum(counts)  # none where a row is key and value
+        qk, v = heads.split((sum(counts), num_values), dim=1)
         if layer.q_norm is not None:
-            q, k = qk.split((spec.num_heads, spec.num_kv_heads), dim=1)
-            qk = torch.cat((self._norm_heads(layer.q_norm, q), self._norm_heads(layer.k_norm, k)), dim=1)
+            q, k = qk.split(counts, dim=1)
+            q = self._norm_heads(layer.q_norm, q, spec.num_heads)
+            qk = torch.cat((q, self._norm_heads(layer.k_norm, k, spec.num_kv_heads)), dim=1)
         num_tokens = slots.shape[0]
         rope = spec.layers[index].rope
         turned = qk if rope is None else self.ropes[rope](qk, *tables[rope])
-        q, k = turned[:num_tokens].split((spec.num_heads, spec.num_kv_heads), dim=1)
+        q, k = turned[:num_tokens].split(counts, dim=1)
         pool.write(index, slots, k, *([v[:num_tokens]] if num_values else ()))
         return q
 
-    def _norm_heads(self, norm, heads: Tensor) -> Tensor:
-        """Norm heads [T, heads, head_dim], each, or those of a token together."""
-        return norm(heads.flatten(1)).view(heads.shape) if self.spec.qk_norm == "all" else norm(heads)
+    def _norm_heads(self, norm, heads: Tensor, num_heads: int) -> Tensor:
+        """Norm heads [T, heads, head_dim] of the `num_heads` that there are, each, or those of a token together."""
+        if self.spec.qk_norm != "all":
+            return norm(heads)
+        if self.collectives is None:
+            return norm(heads.flatten(1)).view(heads.shape)
+        gathered = self.collectives.gather(heads)
+        assert gathered is not None
+        copies = len(gathered) * heads.shape[1] // num_heads  # ranks that have the same heads
+        normed = norm(gathered[::copies].transpose(0, 1).flatten(1)).view(-1, num_heads, heads.shape[2])
+        first = self.collectives.shard.rank // copies * heads.shape[1]
+        return normed[:, first : first + heads.shape[1]]

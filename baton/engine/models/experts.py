@@ -30,7 +30,7 @@ class Experts:
     ):  # fmt: skip
         """`prefix`: of the names of this layer's tensors. Raises ModelError for what is missing or differs."""
         self.spec, self._gated = experts, make_gated(spec)
-        hidden, size = spec.hidden_size, experts.intermediate_size
+        hidden = spec.hidden_size
         modules = [prefix + name for name in experts.names]
         scores = source.tensor(f"{modules[0]}.weight", experts.num_experts, hidden).float()
         self.shared_gate_up = self.shared_down = None
@@ -40,26 +40,48 @@ class Experts:
                 scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
             width = experts.shared_size
             pads = -width % VECTOR_STRIDE
-            self.shared_gate_up = linears.read(shared[1:3], [width, width], hidden, False, rows=pads)
+            self.shared_gate_up = linears.read(
+                shared[1:3], [width, width], hidden, False, rows=pads, column_parallel=True
+            )
             self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads, row_parallel=True)
         bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
         self.router = make_router(DenseWeight(scores), bias)
         self.correction: Tensor | None = None
         if experts.correction:
             self.correction = source.tensor(prefix + experts.correction, experts.num_experts).float()
+        self._collectives, shard = linears.collectives, linears.shard
+        # That this rank has, whole or a part of each; the others are None.
+        self.own = shard.share(experts.num_experts) if shard.whole_experts else range(experts.num_experts)
+        self.gate_up: list[LinearKernel | None] = [None] * experts.num_experts
+        self.down: list[LinearKernel | None] = [None] * experts.num_experts
+        if not experts.stacked:
+            others = (index for index in range(experts.num_experts) if index not in self.own)
+            linears.left_out += [name.format(index) for index in others for name in modules[1:]]
+        read = self._read_stacked if experts.stacked else self._read_apart
+        for index in self.own:
+            self.gate_up[index], self.down[index] = read(linears, modules[1:], index, hidden, not shard.whole_experts)
+
+    def _read_stacked(
+        self, linears: Linears, modules: list[str], index: int, hidden: int, cut: bool
+    ) -> tuple[LinearKernel, LinearKernel]:
+        spec, size = self.spec, self.spec.intermediate_size
         padding = -size % VECTOR_STRIDE
-        self.gate_up: list[LinearKernel] = []
-        self.down: list[LinearKernel] = []
-        for index in range(experts.num_experts):
-            if experts.stacked:
-                gate_up, down = modules[1:]
-                gates = dict(rows=padding, parts=2, interleaved=experts.interleaved)
-                self.gate_up.append(linears.expert(gate_up, index, experts, 2 * size, hidden, **gates))
-                self.down.append(linears.expert(down, index, experts, hidden, size, columns=padding, row_parallel=True))
-            else:
-                gate, up, down = (name.format(index) for name in modules[1:])
-                self.gate_up.append(linears.read([gate, up], [size, size], hidden, False, rows=padding))
-                self.down.append(linears.read([down], [hidden], size, False, columns=padding, row_parallel=True))
+        gates = dict(rows=padding, parts=2, interleaved=spec.interleaved, column_parallel=cut)
+        return (
+            linears.expert(modules[0], index, spec, 2 * size, hidden, **gates),
+            linears.expert(modules[1], index, spec, hidden, size, columns=padding, row_parallel=True, cut=cut),
+        )
+
+    def _read_apart(
+        self, linears: Linears, modules: list[str], index: int, hidden: int, cut: bool
+    ) -> tuple[LinearKernel, LinearKernel]:
+        size = self.spec.intermediate_size
+        padding = -size % VECTOR_STRIDE
+        gate, up, down = (name.format(index) for name in modules)
+        return (
+            linears.read([gate, up], [size, size], hidden, False, rows=padding, column_parallel=cut),
+            linears.read([down], [hidden], size, False, columns=padding, row_parallel=True, cut=cut),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, hidden_size], normed -> [T, hidden_size] in the same dtype."""
@@ -71,14 +93,14 @@ class Experts:
             total = total + spoken[:, slot] * weights[:, slot : slot + 1]
         if self.shared_gate_up is not None:
             shared = self.shared_down(self._gated(self.shared_gate_up(x))).float()
-            total = total + (shared * _sigmoid(scores[:, -1:]) if self.spec.shared_names[0] else shared)
+            total = total + (shared * by_rows(torch.sigmoid, scores[:, -1:]) if self.spec.shared_names[0] else shared)
         return total.to(x.dtype)
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """fp32 [T, num_experts] -> experts int64 and their weights fp32, [T, num_chosen], best first; of equal scores
         the lower index."""
         spec = self.spec
-        shares = F.softmax(scores, dim=1) if spec.scoring == "softmax" else _sigmoid(scores)
+        shares = F.softmax(scores, dim=1) if spec.scoring == "softmax" else by_rows(torch.sigmoid, scores)
         # A softmax is ranked before it: shares of scores that differ may be equal.
         ranked = scores if spec.scoring == "softmax" else shares
         if self.correction is not None:
@@ -106,15 +128,20 @@ class Experts:
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = flat.bincount(minlength=self.spec.num_experts).tolist()
-        spoken = x.new_empty(flat.shape[0], x.shape[1])
+        said = [x.new_empty(0, x.shape[1])]
         for expert, places in enumerate(order.split(counts)):
-            if len(places):
-                rows = x[places // self.spec.num_chosen]
-                spoken[places] = self.down[expert](self._gated(self.gate_up[expert](rows)))
+            gate_up, down = self.gate_up[expert], self.down[expert]
+            if len(places) and gate_up is not None and down is not None:
+                said.append(down(self._gated(gate_up(x[places // self.spec.num_chosen]))))
+        spoken = x.new_empty(flat.shape[0], x.shape[1])
+        spoken[order] = self._of_all(torch.cat(said), counts)
         return spoken
 
-
-def _sigmoid(scores: Tensor) -> Tensor:
-    """Of scores [T, size] of any size, in whole vectors: see by_rows."""
-    missing = -scores.shape[1] % VECTOR_STRIDE
-    return by_rows(torch.sigmoid, F.pad(scores, (0, missing)))[:, : scores.shape[1]]
+    def _of_all(self, said: Tensor, counts: list[int]) -> Tensor:
+        """Return what the experts of all ranks said, in their order; `counts`: of each expert's rows."""
+        if len(self.own) == len(counts) or self._collectives is None:
+            return said
+        sizes = [sum(counts[begin : begin + len(self.own)]) for begin in range(0, len(counts), len(self.own))]
+        gathered = self._collectives.gather(F.pad(said, (0, 0, 0, max(sizes) - len(said))))
+        assert gathered is not None
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])

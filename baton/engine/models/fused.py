@@ -20,10 +20,12 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear.packed import PackedLinear
 from baton.engine.layers.norm import Norm, RMSNorm
 from baton.engine.layers.rope import Rope
+from baton.engine.layers.row_parallel import RowParallelLinear
 from baton.engine.models.experts import Experts
 from baton.engine.models.gpu_layers import INTERPRETED, GpuLayers
 from baton.engine.models.layer import Layer
 from baton.engine.parallel.collectives import Collectives, check
+from baton.engine.parallel.shard import WHOLE, Shard
 
 ROW_MULTIPLE = 16  # a row of the residual stream is whole vectors
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -40,12 +42,20 @@ class _Norm(ctypes.Structure):
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("kind", _INT), ("is_layer_norm", _INT)]
 
 
+class _Shared(ctypes.Structure):
+    """`Shared` of native/layers/fused.h."""
+
+    _fields_ = [("bias", _POINTER), ("order", _POINTER)]
+
+
 class _Experts(ctypes.Structure):
     """`Experts` of native/layers/fused.h."""
 
     _fields_ = [
         *((name, _INT) for name in ("num_experts", "num_chosen", "renormalized", "intermediate_size", "shared_size")),
-        *((name, _POINTER) for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down")),
+        ("are_whole", _INT),
+        *((name, _POINTER) for name in ("router", "gate_up", "down", "shared_gate_up", "shared_down", "of_down")),
+        ("of_shared_down", _Shared),
     ]
 
 
@@ -54,7 +64,8 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, _Norm) for name in _NORMS),
-        *((name, _POINTER) for name in (*_LINEARS, "cos", "sin", "experts", "output_bias", "down_bias")),
+        *((name, _POINTER) for name in (*_LINEARS, "cos", "sin", "experts")),
+        *((name, _Shared) for name in ("of_output", "of_down")),
     ]
 
 
@@ -67,6 +78,7 @@ class _Model(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "shape")),
         *((name, ctypes.c_double) for name in ("eps", "residual_scale", "swiglu_alpha", "swiglu_limit")),
         ("ranks", _POINTER),
+        ("num_kv_heads", _INT),
     ]
 
 
@@ -109,16 +121,16 @@ class FusedLayers:
         collectives: Collectives | None = None,
     ):  # fmt: skip
         """All linear layers are PackedLinear; `unfit` has checked that. `collectives`: of ranks that have a part each."""
-        degree = 1 if collectives is None else collectives.shard.degree
+        shard = WHOLE if collectives is None else collectives.shard
         self._attention = attention
-        self._experts = [None if layer.experts is None else _experts(layer.experts) for layer in layers]
+        self._experts = [None if layer.experts is None else _experts(layer.experts, shard) for layer in layers]
         self._held = (layers, ropes, collectives)  # what the structs below point at
         own = zip(layers, spec.layers, self._experts)  # the layers of a draft may be fewer than its target's
         self._layers = (_Layer * len(layers))(*(_layer(layer, ropes, of.rope, experts) for layer, of, experts in own))
         self._model = _Model(
             kind=KINDS[attention.shape.dtype],
             hidden_size=spec.hidden_size,
-            intermediate_size=(spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE) // degree,
+            intermediate_size=_padded(spec.intermediate_size) // shard.degree,
             activation=_ACTIVATIONS.index(spec.activation),
             gated=spec.gated,
             parallel=spec.parallel,
@@ -130,6 +142,7 @@ class FusedLayers:
             swiglu_alpha=spec.swiglu_alpha,
             swiglu_limit=spec.swiglu_limit,
             ranks=None if collectives is None else collectives.address,
+            num_kv_heads=spec.num_kv_heads,
         )
         self._low_ranks: WeakKeyDictionary[Adapter, Array] = WeakKeyDictionary()
         library = native.library()
@@ -156,7 +169,7 @@ class FusedLayers:
             if layer.experts is not None and not layer.experts.spec.is_plain:
                 return "experts are chosen by more than the softmax of their scores"
             for part in _linears(layer):
-                if not isinstance(part, PackedLinear):
+                if not isinstance(_own(part), PackedLinear):
                     return f"a linear kernel is {part.name}"
         if spec.hidden_size % ROW_MULTIPLE:
             return f"hidden size {spec.hidden_size} is not a multiple of {ROW_MULTIPLE}"
@@ -234,7 +247,8 @@ def _linears(layer: Layer) -> list[LinearKernel]:
     if (experts := layer.experts) is None:
         return [*parts, layer.gate_up, layer.down]
     shared = [part for part in (experts.shared_gate_up, experts.shared_down) if part is not None]
-    return [*parts, experts.router, *experts.gate_up, *experts.down, *shared]
+    own = [kernel for kernel in (*experts.gate_up, *experts.down) if kernel is not None]
+    return [*parts, experts.router, *own, *shared]
 
 
 def _layer(layer: Layer, ropes: Sequence[Rope], rope: int | None, experts: _Experts | None) -> _Layer:
@@ -243,12 +257,14 @@ def _layer(layer: Layer, ropes: Sequence[Rope], rope: int | None, experts: _Expe
     return _Layer(
         **{name: _norm(getattr(layer, name)) for name in _NORMS}, **linears, cos=cos, sin=sin,
         experts=None if experts is None else ctypes.addressof(experts),
-        output_bias=_bias(layer.output), down_bias=_bias(layer.down),
+        of_output=_shared(layer.output), of_down=_shared(layer.down),
     )  # fmt: skip
 
 
-def _bias(part: LinearKernel | None) -> int | None:
-    return part.bias_address if isinstance(part, PackedLinear) else None
+def _shared(part: LinearKernel | None) -> _Shared:
+    if not isinstance(part, RowParallelLinear):
+        return _Shared()
+    return _Shared(*(None if value is None else value.data_ptr() for value in (part.bias, part.order)))
 
 
 def _norm(norm: Norm | None) -> _Norm:
@@ -260,20 +276,33 @@ def _norm(norm: Norm | None) -> _Norm:
     return _Norm(norm.weight.data_ptr(), bias, KINDS[norm.weight.dtype], norm.spec.kind == "layer")
 
 
-def _experts(experts: Experts) -> _Experts:
+def _experts(experts: Experts, shard: Shard) -> _Experts:
     """The struct, and with it the tables that it points at."""
     spec = experts.spec
     tables = [(_POINTER * spec.num_experts)(*map(_address, parts)) for parts in (experts.gate_up, experts.down)]
+    of_down = (_Shared * spec.num_experts)(*map(_shared, experts.down))
     made = _Experts(
         spec.num_experts, spec.num_chosen, spec.renormalized,
-        *(size + -size % VECTOR_STRIDE for size in (spec.intermediate_size, spec.shared_size)),
+        _padded(spec.intermediate_size) // (1 if shard.whole_experts else shard.degree),
+        _padded(spec.shared_size) // shard.degree, shard.whole_experts,
         _address(experts.router), *map(ctypes.addressof, tables), _address(experts.shared_gate_up),
-        _address(experts.shared_down),
+        _address(experts.shared_down), ctypes.addressof(of_down), _shared(experts.shared_down),
     )  # fmt: skip
-    made.tables = tables  # held as long as the struct
+    made.tables = [*tables, of_down]  # held as long as the struct
     return made
+
+
+def _padded(size: int) -> int:
+    """To whole vectors, as an activation needs rows."""
+    return size + -size % VECTOR_STRIDE
+
+
+def _own(part: LinearKernel | None) -> LinearKernel | None:
+    """The kernel that this process applies."""
+    return part.part if isinstance(part, RowParallelLinear) else part
 
 
 def _address(part: LinearKernel | None) -> int | None:
     """The address of a linear kernel's struct."""
-    return part.address if isinstance(part, PackedLinear) else None
+    own = _own(part)
+    return own.address if isinstance(own, PackedLinear) else None

@@ -59,28 +59,28 @@ class LatentOutput(LinearKernel):
 
 
 def read_latent(
-    spec: ModelSpec, prefix: str, order: Tensor | None, source: WeightSource, linears: Linears
+    spec: ModelSpec, prefix: str, order: Tensor | None, source: WeightSource, linears: Linears, own: range
 ) -> tuple[LatentProjection, LatentOutput]:
-    """Return the attention's products of one layer; `order`: of the elements of a row, so that a rope turns halves.
+    """Return the attention's products of one layer, for the heads `own`: the kept row is every rank's. `order`: of the elements of a row, so that a rope turns halves.
     Raises ModelError for a tensor that is missing or differs."""
     latent, num_heads, hidden = spec.latent, spec.num_heads, spec.hidden_size
     assert latent is not None
     turned = turning(latent, order)
     head = torch.cat((turned + latent.nope_dim, torch.arange(latent.nope_dim)))  # stored: nope, then rope
-    heads = (torch.arange(num_heads).unsqueeze(1) * len(head) + head).flatten()
+    heads, size = (torch.tensor(own).unsqueeze(1) * len(head) + head).flatten(), num_heads * len(head)
     row = torch.cat((turned + latent.rank, torch.arange(latent.rank)))
     if (rank := latent.query_rank) is None:
-        query = [linears.read([f"{prefix}q_proj"], [len(heads)], hidden, False, orders=[heads])]
+        query = [linears.read([f"{prefix}q_proj"], [size], hidden, False, orders=[heads])]
         query_norm = None
     else:
         query = [
             linears.read([f"{prefix}q_a_proj"], [rank], hidden, spec.qkv_bias),
-            linears.read([f"{prefix}q_b_proj"], [len(heads)], rank, False, orders=[heads]),
+            linears.read([f"{prefix}q_b_proj"], [size], rank, False, orders=[heads]),
         ]
         query_norm = make_norm(NORM, source.tensor(f"{prefix}q_a_layernorm.weight", rank))
     kept = linears.read([f"{prefix}kv_a_proj_with_mqa"], [len(row)], hidden, spec.qkv_bias, orders=[row])
     row_norm = make_norm(NORM, source.tensor(f"{prefix}kv_a_layernorm.weight", latent.rank))
-    keys, values = _read_absorbed(latent, num_heads, f"{prefix}kv_b_proj", source, linears)
+    keys, values = _read_absorbed(latent, num_heads, f"{prefix}kv_b_proj", source, linears, own)
     output = linears.read(
         [f"{prefix}o_proj"], [hidden], num_heads * latent.value_dim, spec.output_bias, row_parallel=True
     )
@@ -88,15 +88,16 @@ def read_latent(
 
 
 def _read_absorbed(
-    latent: LatentSpec, num_heads: int, module: str, source: WeightSource, linears: Linears
+    latent: LatentSpec, num_heads: int, module: str, source: WeightSource, linears: Linears, own: range
 ) -> tuple[list[LinearKernel], list[LinearKernel]]:
     """Return the kernels of each head's keys, turned around, and of its values. In floating point whatever the form:
     what was rounded by outputs cannot be turned around as it is."""
     weight = source.linear(module, num_heads * (latent.nope_dim + latent.value_dim), latent.rank)
     table = (weight.values if isinstance(weight, DenseWeight) else weight.dequantize()).unflatten(0, (num_heads, -1))
+    table = table[own.start : own.stop]
     keys, values = table.split((latent.nope_dim, latent.value_dim), dim=1)
     # Values meet a whole row, in whose rope part they have zeros.
-    values = in_order_of_rope(values.new_zeros(num_heads, latent.value_dim, latent.rope_dim), values)
+    values = in_order_of_rope(values.new_zeros(len(own), latent.value_dim, latent.rope_dim), values)
     return (
         [linears.make([DenseWeight(key.t().contiguous())]) for key in keys],
         [linears.make([DenseWeight(value.contiguous())]) for value in values],

@@ -11,10 +11,12 @@ from torch import Tensor
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ExpertsSpec
 from baton.engine.layers.linear import JoinedLinear, LinearKernel
-from baton.engine.parallel.shard import WHOLE, Shard
+from baton.engine.layers.row_parallel import RowParallelLinear
+from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.shard import WHOLE
 from baton.engine.weights.formats.base import WeightSource
 from baton.engine.weights.forms import Weight, form_name
-from baton.engine.weights.leaves import inputs_of, leaves_of
+from baton.engine.weights.leaves import inputs_of, leaves_of, order_of
 from baton.engine.weights.merge import merge, pad, split_rows, take_rows
 
 Make = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # (weight, bias, leaves, partial) -> kernel
@@ -39,9 +41,11 @@ class WeightReport:
 class Linears:
     """Makes kernels of the modules of one source, and keeps count."""
 
-    def __init__(self, source: WeightSource, make: Make, shard: Shard = WHOLE):
-        """`shard`: the part of every weight that is made here."""
-        self._source, self._make, self._shard = source, make, shard
+    def __init__(self, source: WeightSource, make: Make, collectives: Collectives | None = None):
+        """`collectives`: of a rank, whose part of every weight is made here."""
+        self._source, self._make, self.collectives = source, make, collectives
+        self.shard = WHOLE if collectives is None else collectives.shard
+        self.left_out: list[str] = []  # modules that only other ranks read
         self._forms: Counter[str] = Counter()
         self._kernels: Counter[str] = Counter()
         self._num_bytes, self._num_leaves = 0, 1
@@ -66,12 +70,13 @@ class Linears:
         parts: int = 1,
         row_parallel: bool = False,
         column_parallel: bool = False,
+        cut: bool = True,
     ) -> LinearKernel:
         """Return one kernel for modules that share their input, their outputs one after the other.
 
         `orders`: which outputs of each module, int64, None: all, as stored. A module is `parts` of equal size, one
-        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` as in `make`;
-        `column_parallel`: a rank has its share of the outputs of each part.
+        above the other; `rows` zeros follow the outputs of each part, `columns` its inputs. `row_parallel` and `cut` as
+        in `make`; `column_parallel`: a rank has its share of the outputs of each part.
         """
         weights, biases = [], []
         for module, size, order in zip(modules, sizes, orders or [None] * len(modules), strict=True):
@@ -82,14 +87,12 @@ class Linears:
                 weight, vector = take_rows(weight, order), vector[order]
             weights += [pad(part, rows, columns) for part in split_rows(weight, parts)]
             biases += [F.pad(part, (0, rows)) for part in vector.chunk(parts)]
-        if column_parallel:
-            weights = [self.share(part) for part in weights]
-            biases = [part[slice_of(self._shard.share(len(part)))] for part in biases]
-        return self.make(weights, torch.cat(biases) if bias else None, row_parallel)
+        return self._join(weights, biases if bias else [], row_parallel, column_parallel, cut)
 
     def expert(
         self, name: str, index: int, experts: ExpertsSpec, out_features: int, in_features: int, rows: int = 0,
         columns: int = 0, parts: int = 1, interleaved: bool = False, row_parallel: bool = False,
+        column_parallel: bool = False, cut: bool = True,
     ) -> LinearKernel:  # fmt: skip
         """Return the kernel of one of the experts that one tensor holds, [experts, out_features, in_features] or
         [experts, in_features, out_features]; `interleaved`: its parts take turns among its outputs. Else as `read`
@@ -100,18 +103,28 @@ class Linears:
         if interleaved:
             order = torch.arange(out_features, device=weight.values.device).view(-1, parts).t().flatten()
             weight, bias = take_rows(weight, order), None if bias is None else bias[order]
-        if bias is not None:
-            bias = torch.cat([F.pad(part, (0, rows)) for part in bias.chunk(parts)])
-        return self.make([pad(part, rows, columns) for part in split_rows(weight, parts)], bias, row_parallel)
+        biases = [] if bias is None else [F.pad(part, (0, rows)) for part in bias.chunk(parts)]
+        weights = [pad(part, rows, columns) for part in split_rows(weight, parts)]
+        return self._join(weights, biases, row_parallel, column_parallel, cut)
 
-    def make(self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False) -> LinearKernel:
+    def _join(
+        self, weights: list[Weight], biases: list[Tensor], row_parallel: bool, column_parallel: bool, cut: bool
+    ) -> LinearKernel:
+        if column_parallel:
+            weights = [self.share(part) for part in weights]
+            biases = [part[slice_of(self.shard.share(len(part)))] for part in biases]
+        return self.make(weights, torch.cat(biases) if biases else None, row_parallel, cut)
+
+    def make(
+        self, weights: Sequence[Weight], bias: Tensor | None = None, row_parallel: bool = False, cut: bool = True
+    ) -> LinearKernel:
         """Make a kernel for weights one above the other, [out, in] each; several behind one where their forms do not
         agree. `bias`: [sum of out]. `row_parallel`: where a model is divided, ranks have some of the inputs each, so that
-        their sum is a tree."""
+        their sum is a tree; not `cut`: this rank has all of them."""
         merged = merge(weights)
         biases = [None] * len(merged) if bias is None else bias.split([weight.shape[0] for weight in merged])
         leaves = [leaves_of(weight) if row_parallel else 1 for weight in merged]
-        make = self._make_part if row_parallel and self._shard.degree > 1 else self._make_whole
+        make = self._make_part if row_parallel and cut and self.collectives is not None else self._make_whole
         kernels = [make(*parts) for parts in zip(merged, biases, leaves, strict=True)]
         for weight, kernel, count in zip(merged, kernels, leaves, strict=True):
             num_values = weight.shape[0] * weight.shape[1]
@@ -123,22 +136,22 @@ class Linears:
 
     def share(self, weight: Weight) -> Weight:
         """Return this rank's outputs of a weight."""
-        if self._shard.degree == 1:
+        if self.shard.degree == 1:
             return weight
-        return take_rows(weight, torch.tensor(self._shard.share(weight.shape[0])))
+        return take_rows(weight, torch.tensor(self.shard.share(weight.shape[0])))
 
     def _make_whole(self, weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
         return self._make(weight, bias, leaves, False)
 
     def _make_part(self, weight: Weight, bias: Tensor | None, leaves: int) -> LinearKernel:
         """Make the kernel of this rank's inputs. Raises ModelError where they are no whole leaves."""
-        rank, degree = self._shard.rank, self._shard.degree
+        assert self.collectives is not None
+        rank, degree = self.shard.rank, self.shard.degree
         if leaves % degree:
             cut = f"{weight.shape[1]} inputs of a weight ({form_name(weight)}) are cut into {leaves} parts at most"
             raise ModelError(f"tensor_parallel {degree}: {cut}")
-        if getattr(weight, "order", None) is not None:
-            raise ModelError(f"tensor_parallel {degree}: weights in act-order ({form_name(weight)}) are not cut")
-        return self._make(inputs_of(weight, rank, degree), bias, leaves // degree, True)
+        part = self._make(inputs_of(weight, rank, degree), None, leaves // degree, True)
+        return RowParallelLinear(part, bias, order_of(weight, rank, degree), self.collectives)
 
 
 def slice_of(numbers: range) -> slice:

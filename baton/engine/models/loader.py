@@ -48,7 +48,7 @@ def load_model(
     compute = DTYPES[config.dtype]
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
     shard = WHOLE if collectives is None else collectives.shard
-    if why := refusal(spec, shard.degree) if shard.degree > 1 else "":
+    if why := refusal(spec, shard) if shard.degree > 1 else "":
         raise ModelError(f"tensor_parallel {shard.degree}: {spec.folder}: {why}")
     heads = (
         len(shard.share(spec.num_heads)), len(shard.kv_heads(spec.num_kv_heads)), spec.head_dim, spec.windows,

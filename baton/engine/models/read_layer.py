@@ -35,7 +35,7 @@ def read_layer(
         sizes = [hidden], spec.num_heads * spec.head_dim
         output = linears.read([prefix + OUTPUT], *sizes, spec.output_bias, row_parallel=True)
     else:
-        qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears)
+        qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears, heads)
     experts, gate_up, down = spec.layers[index].experts, None, None
     if experts is not None:
         experts = Experts(spec, experts, prefix, source, linears, make_router)
@@ -76,10 +76,13 @@ def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Nor
     return make_norm(spec, source.tensor(f"{name}.weight", size), bias)
 
 
-def read_sinks(spec: ModelSpec, source: WeightSource) -> torch.Tensor:
-    """Return the sinks of all layers, fp32 [layers, heads]."""
-    names = (f"model.layers.{index}.self_attn.sinks" for index in range(spec.num_layers))
-    return torch.stack([source.tensor(name, spec.num_heads).float() for name in names])
+def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard) -> torch.Tensor:
+    """Return the sinks of all layers, fp32 [layers, heads of this rank]."""
+    names, own = (
+        (f"model.layers.{index}.self_attn.sinks" for index in range(spec.num_layers)),
+        shard.share(spec.num_heads),
+    )
+    return torch.stack([source.tensor(name, spec.num_heads)[own.start : own.stop].float() for name in names])
 
 
 def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:

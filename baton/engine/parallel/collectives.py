@@ -55,14 +55,12 @@ class Collectives:
         """Return the address of the struct, for native code that sums."""
         return ctypes.addressof(self._ranks)
 
-    def sum(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Add the parts fp32 [T, size] of all ranks by the tree: [T, size], rounded once."""
+    def sum(self, part: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """Add the parts fp32 [T, size] of all ranks by the tree, then `bias`, fp32 [size]: [T, size], rounded once."""
         part, out = part.contiguous(), torch.empty(part.shape, dtype=dtype)
-        check(
-            self._sum(
-                self.address, part.data_ptr(), *part.shape, None, KINDS[dtype], out.data_ptr(), torch.get_num_threads()
-            )
-        )  # fmt: skip
+        added = None if bias is None else bias.data_ptr()
+        where = (added, KINDS[dtype], out.data_ptr(), torch.get_num_threads())
+        check(self._sum(self.address, part.data_ptr(), *part.shape, *where))
         return out
 
     def gather(self, own: Tensor, wanted: bool = True) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""What the first rank tells the others to compute: a step, or logits of rows. Told as int64 and as rows.
+"""What the first rank tells the others to compute: a step, or something of rows. Told as int64 and as rows.
 
 header   [kind, tokens or rows, logit rows, sequences, block ids of all sequences]
 step     token_ids, positions, slots, logit_rows; query_start, query_len, kv_len and number of blocks of each
@@ -20,7 +20,9 @@ class CommandKind(IntEnum):
     """What is told."""
 
     STEP = 1
-    LOGITS = 2
+    LOGITS = 2  # of rows [R, hidden_size] that a step left
+    EMBEDDED = 3  # rows of the embedding, of token ids [R]
+    SCORED = 4  # what the head says of rows [R, hidden_size]
 
 
 def tell_step(collectives: Collectives, batch: ForwardBatch) -> None:
@@ -33,21 +35,25 @@ def tell_step(collectives: Collectives, batch: ForwardBatch) -> None:
     collectives.tell(torch.cat(parts))
 
 
-def tell_logits(collectives: Collectives, hidden: Tensor) -> None:
-    """Tell all ranks rows [R, hidden_size] whose logits are wanted."""
-    collectives.tell(torch.tensor((CommandKind.LOGITS, len(hidden), 0, 0, 0)))
-    collectives.tell(hidden.contiguous())
+def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
+    """Tell all ranks the rows, or token ids, of which something is wanted."""
+    collectives.tell(torch.tensor((kind, len(rows), 0, 0, 0)))
+    collectives.tell(rows.contiguous())
 
 
-def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> ForwardBatch | Tensor:
-    """Wait for what is told: the inputs of a step, or rows [R, hidden_size] whose logits are wanted."""
+def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> tuple[CommandKind, ForwardBatch | Tensor]:
+    """Wait for what is told: a step with its inputs, or something else with its rows."""
     header = torch.empty(HEADER, dtype=torch.int64)
     collectives.tell(header)
-    kind, num_tokens, num_rows, num_seqs, num_blocks = header.tolist()
-    if kind == CommandKind.LOGITS:
-        hidden = torch.empty(num_tokens, hidden_size, dtype=dtype)
-        collectives.tell(hidden)
-        return hidden
+    number, num_tokens, num_rows, num_seqs, num_blocks = header.tolist()
+    kind = CommandKind(number)
+    if kind != CommandKind.STEP:
+        are_ids = kind == CommandKind.EMBEDDED
+        rows = (
+            torch.empty(num_tokens, dtype=torch.int64) if are_ids else torch.empty(num_tokens, hidden_size, dtype=dtype)
+        )
+        collectives.tell(rows)
+        return kind, rows
     sizes = (num_tokens, num_tokens, num_tokens, num_rows, 4 * num_seqs, num_blocks)
     told = torch.empty(sum(sizes), dtype=torch.int64)
     collectives.tell(told)
@@ -58,4 +64,4 @@ def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> Forw
         SeqSlice(query_start, query_len, kv_len, table)
         for (query_start, query_len, kv_len, _), table in zip(fields, tables, strict=True)
     ]
-    return ForwardBatch(token_ids, positions, slots, slices, logit_rows)
+    return kind, ForwardBatch(token_ids, positions, slots, slices, logit_rows)

@@ -11,6 +11,7 @@ class Shard:
 
     rank: int
     degree: int
+    whole_experts: bool = False  # of a mixture: a rank has some experts, not a part of each
 
     def share(self, size: int) -> range:
         """Return this rank's part of `size`, equal for all where `degree` divides it; the last one's may be shorter."""
@@ -27,18 +28,22 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
+VECTOR = 16  # elements of what is summed
 
 
-def refusal(spec: ModelSpec, degree: int) -> str:
-    """Return why a model cannot be cut for so many ranks; "" if it can."""
-    if spec.latent is not None:
-        return "latent attention is computed by one rank only"
+def refusal(spec: ModelSpec, shard: Shard) -> str:
+    """Return why a model cannot be cut as `shard` says; "" if it can."""
+    degree = shard.degree
     if spec.num_heads % degree:
         return f"{degree} ranks do not divide {spec.num_heads} heads of attention"
     if spec.num_kv_heads % degree and degree % spec.num_kv_heads:
         return f"{degree} ranks and {spec.num_kv_heads} KV heads: one must be a multiple of the other"
-    if any(layer.experts is not None for layer in spec.layers):
-        return "mixtures of experts are computed by one rank only"
-    if spec.qk_norm == "all":
-        return "q and k are normed over all heads of a token, of which a rank has some"
+    if spec.hidden_size % VECTOR:
+        return f"hidden size {spec.hidden_size} is not a multiple of {VECTOR}"
+    if shard.whole_experts:
+        counts = {layer.experts.num_experts for layer in spec.layers if layer.experts is not None}
+        if not counts:
+            return "expert_parallel has no effect on a model without experts; leave it out"
+        if undivided := [count for count in counts if count % degree]:
+            return f"expert_parallel: {degree} ranks do not divide {undivided[0]} experts"
     return ""

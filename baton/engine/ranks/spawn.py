@@ -82,14 +82,15 @@ class Ranks:
             raise ValueError(f"tensor_parallel {config.tensor_parallel}: needs the native kernels: {native.reason()}")
         degree = config.tensor_parallel
         self._memory = OwnMemory(num_bytes_for(degree))
-        self.collectives = Collectives(self._memory.memory, Shard(0, degree))
+        shards = [Shard(rank, degree, config.expert_parallel) for rank in range(degree)]
+        self.collectives = Collectives(self._memory.memory, shards[0])
         self.num_bytes: list[int] = []  # of weights, of each rank that was started
         self._closing, self._lock = threading.Event(), threading.Lock()
         self._reason, self._on_lost = "", lambda reason: None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._processes = []
-        for rank in range(1, degree):
-            given = Assignment(config, Shard(rank, degree), self._memory.fd, pool.fd, len(pool.memory))
+        for shard in shards[1:]:
+            given = Assignment(config, shard, self._memory.fd, pool.fd, len(pool.memory))
             self._processes.append(_start(given))
 
     @property

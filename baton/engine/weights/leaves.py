@@ -55,8 +55,8 @@ def combined(parts: Sequence[Tensor]) -> Tensor:
 
 def inputs_of(weight: Weight, rank: int, degree: int) -> Weight:
     """Return the inputs [rank * in / degree, (rank + 1) * in / degree) of a weight in its form, as stored: where that is
-    another order than the model's, the part takes its inputs as `weight.order` names them. `degree` divides the
-    leaves of the weight."""
+    another order than the model's, the part takes its inputs as `order_of` names them. `degree` divides the leaves of
+    the weight."""
     size = weight.shape[1] // degree
     begin = rank * size
     if isinstance(weight, IntWeight):
@@ -65,6 +65,14 @@ def inputs_of(weight: Weight, rank: int, degree: int) -> Weight:
     if isinstance(weight, DenseWeight):
         return DenseWeight(values)
     return _fp8_inputs(weight, values, begin, size)
+
+
+def order_of(weight: Weight, rank: int, degree: int) -> Tensor | None:
+    """Return which inputs, in the model's order, int64, the part that `inputs_of` returns multiplies; None: its own."""
+    if not isinstance(weight, IntWeight) or weight.order is None:
+        return None
+    size = weight.shape[1] // degree
+    return weight.order[rank * size : (rank + 1) * size].long().contiguous()
 
 
 def _fp8_inputs(weight: Fp8Weight, values: Tensor, begin: int, size: int) -> Fp8Weight:

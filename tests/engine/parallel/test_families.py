@@ -1,5 +1,7 @@
 """Families on 2 and 4 ranks: the logits of transformers within 1e-4, and in fp32 and bf16 the bits of one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from baton.engine import native
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import SMALL, Hand, make_folder, random_ids
+from tests.support.engine.published import dense_folder, write_gptq
 from tests.support.native.ranked import ranked
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
@@ -26,6 +29,12 @@ FAMILIES = {
     "glm4": {},
     "command-r": {},
     "starcoder2": {"hidden_size": 64},
+    "olmo2": {},
+    "mixtral": {},
+    "qwen2-moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    "gpt-oss": {},
+    "deepseek-v2": {"v_head_dim": 16},
+    "deepseek-v3": {"hidden_size": 64, "v_head_dim": 16},
 }
 
 
@@ -66,6 +75,33 @@ def test_ranks_have_the_bits_of_one(tmp_path, name):
             assert expected.shape[1] == SMALL["vocab_size"]
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mixtral", {"num_local_experts": 4, "hidden_size": 64}),
+        ("qwen2-moe", {"num_experts": 8, "shared_expert_intermediate_size": 64, "hidden_size": 64}),
+        ("gpt-oss", {"num_local_experts": 8, "hidden_size": 64}),
+        ("deepseek-v3", {"hidden_size": 64, "v_head_dim": 16}),
+    ],
+)
+def test_experts_of_which_each_rank_has_some_whole(tmp_path, name, changes):
+    """As above; a rank has room for no others."""
+    make_folder(tmp_path, name, **changes)
+    config, ids = EngineConfig(tmp_path, dtype="bf16"), random_ids(76, 1)
+    whole = Hand(load_model(config), form="bf16")
+    expected = logits_of(whole, ids)
+    for degree in (2, 4):
+        hand, options = Hand(whole.model, form="bf16"), {"tensor_parallel": degree, "expert_parallel": True}
+        with ranked(replace(config, **options), degree, hand.pool) as (hand.model, hand.pool):
+            assert torch.equal(logits_of(hand, ids), expected), f"{degree} ranks"
+        assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"
+        experts = hand.model.layers[-1].experts
+        assert [part is None for part in experts.down] == [
+            index not in experts.own for index in range(len(experts.down))
+        ]
+        assert len(experts.own) * degree == len(experts.down)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int8-weight-only", "fp8", "int4-g32"])
 def test_quantized_weights(tmp_path, quantization):
     make_folder(tmp_path, "llama3", hidden_size=256, head_dim=64, intermediate_size=512)
@@ -75,3 +111,30 @@ def test_quantized_weights(tmp_path, quantization):
     expected, hand = whole.step({"a": ids})["a"], Hand(whole.model, form="bf16")
     with ranked(config, 2, hand.pool) as (hand.model, hand.pool):
         assert torch.equal(hand.step({"a": ids})["a"], expected)
+
+
+def test_weights_whose_inputs_are_stored_in_another_order(tmp_path):
+    """A rank asks the others for the inputs that its part of the weight names."""
+    dense_folder(tmp_path, hidden_size=256, num_attention_heads=8, num_key_value_heads=4, intermediate_size=512)
+    write_gptq(tmp_path, act_order=True)
+    for options in ({"dtype": "bf16"}, {"dtype": "fp32", "linear": "dense"}):
+        config, ids = EngineConfig(tmp_path, **options), random_ids(40, 1)
+        whole = Hand(load_model(config), form=config.dtype)
+        expected = whole.step({"a": ids})["a"]
+        for degree in (2, 4):
+            hand = Hand(whole.model, form=config.dtype)
+            with ranked(config, degree, hand.pool) as (hand.model, hand.pool):
+                assert torch.equal(hand.step({"a": ids})["a"], expected)
+
+
+@pytest.mark.parametrize("name", ["llama-mqa-bias", "olmo2", "qwen3-moe"])
+def test_layers_that_torch_runs(tmp_path, name):
+    make_folder(tmp_path, name, **{"qwen3-moe": {"moe_intermediate_size": 64}}.get(name, {"head_dim": 16}))
+    config, ids = EngineConfig(tmp_path, dtype="fp32", linear="dense"), random_ids(76, 1)
+    whole = Hand(load_model(config), form="fp32")
+    expected = logits_of(whole, ids)
+    for degree in (2, 4):
+        hand = Hand(whole.model, form="fp32")
+        with ranked(config, degree, hand.pool) as (hand.model, hand.pool):
+            assert torch.equal(logits_of(hand, ids), expected), f"{degree} ranks"
+        assert torch.equal(hand.pool.bytes, whole.pool.bytes), "KV"

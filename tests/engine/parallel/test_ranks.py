@@ -12,6 +12,7 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import RankLost
+from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
 from tests.support.models import make_model
 
@@ -39,13 +40,27 @@ def answers(engine: Engine) -> dict:
     return {key: (record.answer(), record.logprobs) for key, record in records.items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"speculator": "ngram"}, {"dtype": "bf16", "kv_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"speculator": "ngram"},
+        {"speculator": "draft", "num_draft_tokens": 3},
+        {"dtype": "bf16", "kv_dtype": "int8"},
+    ],
+    ids=str,
+)
 def test_ranks_give_the_answers_of_one(folder, options):
+    """A draft model is the first rank's alone: here one that guesses right, the model itself."""
+    if options.get("speculator") == "draft":
+        options = options | {"draft_model": folder}
     alone = Engine.load(config_of(folder, 1, **options))
     expected = answers(alone)
     engine = Engine.load(config_of(folder, 2, **options))
     try:
         assert answers(engine) == expected
+        if options.get("speculator") == "draft":
+            assert sum(engine.speculator.counts["draft"].accepted) > 0
         assert torch.equal(engine.pool.bytes, alone.pool.bytes)
         assert engine.numerics_class == alone.numerics_class
         weights = engine.ranks.num_bytes[0], engine.runner.model.weights.num_bytes
@@ -77,6 +92,21 @@ def test_a_lost_rank_ends_every_wait(folder, how, said):
         engine.ranks.close()
 
 
+def test_ranks_that_have_some_experts_each(tmp_path):
+    """And only those in memory."""
+    sizes = dict(hidden_size=64, num_local_experts=4)
+    make_folder(tmp_path, "mixtral", **sizes)
+    alone, engine = (
+        Engine.load(config_of(tmp_path, degree, expert_parallel=degree > 1, dtype="bf16")) for degree in (1, 2)
+    )
+    try:
+        assert answers(engine) == answers(alone)
+        own, whole = engine.runner.model.weights.num_bytes, alone.runner.model.weights.num_bytes
+        assert engine.ranks.num_bytes == [own] and own < whole * 0.6
+    finally:
+        engine.ranks.close()
+
+
 def test_a_rank_that_ends_at_its_start(folder, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(ValueError, match="^rank 1 ended at its start with status 1: see its lines on stderr$"):
@@ -98,15 +128,19 @@ def test_a_rank_that_is_never_ready(folder, monkeypatch, tmp_path):
     [
         ({"tensor_parallel": 3}, "tensor_parallel 3: one of 1, 2, 4, 8"),
         ({"tensor_parallel": 8}, "tensor_parallel 8: 8 ranks do not divide 4 heads of attention"),
-        ({"tensor_parallel": 2, "attention": "reference"}, "tensor_parallel 2: needs the native layers"),
+        (
+            {"tensor_parallel": 2, "attention": "reference"},
+            "tensor_parallel 2: needs native attention; what was chosen is reference",
+        ),
         (
             {"tensor_parallel": 4, "quantization": "int4-g32"},
             "tensor_parallel 4: 64 inputs of a weight .int4-g32-asym.",
         ),
         ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel has no effect on a GPU"),
+        ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel; leave it out"),
         (
-            {"tensor_parallel": 2, "speculator": "draft", "draft_model": "x"},
-            "draft_model reads a model that one rank has",
+            {"tensor_parallel": 2, "expert_parallel": True},
+            "tensor_parallel 2: .*expert_parallel has no effect on a model without experts; leave it out",
         ),
     ],
     ids=str,

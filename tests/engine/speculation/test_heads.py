@@ -64,6 +64,20 @@ def test_answers_are_those_of_plain_decoding(kind, num_draft_tokens, model, head
         assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
 
 
+@pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_of_the_first_of_two_ranks(kind, model, heads):
+    """They ask all ranks for rows of the embedding and of the head."""
+    plain, options = bare.run(bare.load_engine(model), requests(model)), dict(speculator=kind, num_draft_tokens=4)
+    engine = bare.load_engine(model, draft_model=heads[kind], tensor_parallel=2, threads=1, **options)
+    try:
+        assert bare.run(engine, requests(model)) == plain
+    finally:
+        engine.ranks.close()
+    counts = engine.speculator.counts[kind]
+    assert counts.accepted[0] > 0.3 * counts.proposed[0], counts
+
+
 def test_hidden_states_are_followed_while_another_proposes(model, heads, monkeypatch):
     """Prompt lookup has its turns; what the layer has seen by then is not forgotten."""
     engine = bare.load_engine(model, speculator="auto", draft_model=heads["eagle"], num_draft_tokens=2)

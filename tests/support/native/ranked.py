@@ -14,16 +14,16 @@ from baton.engine.parallel.collectives import Collectives, RankLost, num_bytes_f
 from baton.engine.parallel.shard import Shard
 
 
-def collectives_of(degree: int) -> list[Collectives]:
+def collectives_of(degree: int, whole_experts: bool = False) -> list[Collectives]:
     """Return the ends of so many ranks."""
     memory = memoryview(mmap.mmap(-1, num_bytes_for(degree)))
-    return [Collectives(memory, Shard(rank, degree)) for rank in range(degree)]
+    return [Collectives(memory, Shard(rank, degree, whole_experts)) for rank in range(degree)]
 
 
 @contextmanager
 def ranked(config: EngineConfig, degree: int, whole: KVPool) -> Iterator[tuple[Model, KVPool]]:
     """The model of the first rank and its view of the pool `whole`, which the other ranks write too, until the end."""
-    ends = collectives_of(degree)
+    ends = collectives_of(degree, config.expert_parallel)
     models = [load_model(config, CPU, end) for end in ends]
     pools = [whole.part(end.shard.kv_heads(models[0].spec.num_kv_heads)) for end in ends]
 

@@ -59,8 +59,7 @@ class PackedLinear(LinearKernel):
     row_multiple = 1
 
     def __init__(self, weight: Weight, bias: Tensor | None, dtype: torch.dtype, leaves: int = 1, partial: bool = False):
-        """weight [out_features, in_features], bias [out_features]; dtype of x and y: fp32 or bf16. To a partial sum the bias is
-        not added: see `bias_address`."""
+        """weight [out_features, in_features], bias [out_features]; dtype of x and y: fp32 or bf16."""
         self._panels = panels = pack(weight, dtype, leaves)
         self._bias = None if bias is None else F.pad(bias.float(), (0, -bias.shape[0] % PANEL)).contiguous()
         self._num_out, self._dtype_of_y = panels.num_out, torch.float32 if partial else dtype
@@ -75,7 +74,7 @@ class PackedLinear(LinearKernel):
             values=address(panels.values),
             scales=address(panels.scales),
             offsets=address(panels.offsets),
-            bias=None if partial else address(self._bias),
+            bias=address(self._bias),
             order=address(panels.order),
             outlier_columns=address(panels.outlier_columns),
             outlier_values=address(panels.outlier_values),
@@ -100,11 +99,6 @@ class PackedLinear(LinearKernel):
     @property
     def num_bytes(self) -> int:
         return self._panels.num_bytes + (0 if self._bias is None else self._bias.nbytes)
-
-    @property
-    def bias_address(self) -> int | None:
-        """Return where the bias is that follows the sum of all parts, fp32; None: there is none."""
-        return None if self._bias is None else self._bias.data_ptr()
 
     @property
     def panels(self) -> Panels:

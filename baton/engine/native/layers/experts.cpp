@@ -64,18 +64,90 @@ void choose(const Experts& experts, const float* scores, int32_t* chosen, float*
     for (int64_t slot = 0; slot < count; slot++) weights[slot] /= of_chosen;
 }
 
-// An MLP on rows [step.num_tokens]; `between` holds them between its products.
-void run_mlp(const Model& model, const Step& step, const Linear* gate_up, const Linear* down, int64_t size,
-             const void* x, char* between, void* to) {
+// The rows between the products of an MLP on rows [step.num_tokens], in `between`.
+void* enter_mlp(const Model& model, const Step& step, const Linear* gate_up, int64_t size, const void* x, char* between) {
   char* activated = between + step.num_tokens * 2 * size * (model.kind == FP32 ? 4 : 2);
   baton_linear(gate_up, x, nullptr, between, step.num_tokens, step.num_threads);
   activate(model, step, size, between, activated);
-  baton_linear(down, activated, nullptr, to, step.num_tokens, step.num_threads);
+  return activated;
+}
+
+// Rows in order of their expert: those of expert e end at ends[e].
+struct Sorted {
+  const char* rows;
+  const int64_t* ends;
+  int64_t begin(int64_t e) const { return e ? ends[e - 1] : 0; }
+};
+
+// What experts [first, last) say of their rows: whole, to `spoken`; where ranks have parts of them, this rank's part to
+// `parts`. False: a rank is lost.
+bool ask_experts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, int64_t first,
+                 int64_t last, char* between, float* parts, char* spoken) {
+  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  Step own = step;
+  for (int64_t e = first; e < last; e++) {
+    const int64_t begin = sorted.begin(e);
+    if ((own.num_tokens = sorted.ends[e] - begin) == 0) continue;
+    const char* rows = sorted.rows + begin * bytes;
+    void* entered = enter_mlp(model, own, experts.gate_up[e], experts.intermediate_size, rows, between);
+    if (!parts)
+      baton_linear(experts.down[e], entered, nullptr, spoken + begin * bytes, own.num_tokens, own.num_threads);
+    else if (!part_of_sum(model, own, experts.down[e], experts.down_shared[e], entered, parts + begin * model.hidden_size))
+      return false;
+  }
+  return true;
+}
+
+// Parts of all ranks -> what experts say, in one turn for all of them: each row by itself, then the bias of its expert.
+bool sum_parts(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, float* parts,
+               char* spoken) {
+  const int64_t hidden = model.hidden_size, count = sorted.ends[experts.num_experts - 1];
+  if (baton_sum_ranks(model.ranks, parts, count, hidden, nullptr, FP32, parts, step.num_threads)) return false;
+  for (int64_t e = 0; e < experts.num_experts; e++)
+    for (int64_t row = sorted.begin(e); row < sorted.ends[e]; row++)
+      for (int64_t i = 0; i < hidden; i += 16) {
+        const V16 sum = load16(parts + row * hidden + i);
+        const float* bias = experts.down_shared[e].bias;
+        write16(model.kind, spoken, row * hidden + i, bias ? sum + load16(bias + i) : sum);
+      }
+  return true;
+}
+
+// What the experts of every rank said, on all of them: each has neighbouring rows of `spoken`.
+bool gather_spoken(const Model& model, const Experts& experts, const Sorted& sorted, char* spoken) {
+  thread_local std::vector<char> memory;
+  const int64_t degree = model.ranks->degree, each = experts.num_experts / degree;
+  const int64_t bytes = model.hidden_size * (model.kind == FP32 ? 4 : 2);
+  const auto begin = [&](int64_t rank) { return sorted.begin(rank * each) * bytes; };
+  const auto size = [&](int64_t rank) { return sorted.ends[(rank + 1) * each - 1] * bytes - begin(rank); };
+  int64_t most = 0;
+  for (int64_t rank = 0; rank < degree; rank++) most = std::max(most, size(rank));
+  char *own = scratch(memory, most * (1 + degree)), *all = own + most;
+  std::memcpy(own, spoken + begin(model.ranks->rank), size(model.ranks->rank));
+  if (baton_gather_ranks(model.ranks, own, most, all)) return false;
+  for (int64_t rank = 0; rank < degree; rank++) std::memcpy(spoken + begin(rank), all + rank * most, size(rank));
+  return true;
+}
+
+// What each row's experts say of it, on all ranks. False: a rank is lost.
+bool speak(const Model& model, const Step& step, const Experts& experts, const Sorted& sorted, char* between,
+           char* spoken) {
+  const int64_t count = experts.num_experts;
+  if (!model.ranks) return ask_experts(model, step, experts, sorted, 0, count, between, nullptr, spoken);
+  if (experts.are_whole) {
+    const int64_t each = count / model.ranks->degree, first = model.ranks->rank * each;
+    ask_experts(model, step, experts, sorted, first, first + each, between, nullptr, spoken);
+    return gather_spoken(model, experts, sorted, spoken);
+  }
+  thread_local std::vector<char> memory;
+  float* parts = (float*)scratch(memory, sorted.ends[count - 1] * model.hidden_size * 4);
+  return ask_experts(model, step, experts, sorted, 0, count, between, parts, nullptr) &&
+         sum_parts(model, step, experts, sorted, parts, spoken);
 }
 
 }  // namespace
 
-void mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to) {
+bool mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to) {
   static thread_local std::vector<char> memory;
   static thread_local std::vector<int64_t> starts, places;  // of an expert's rows; of a row's slot among all
   const int64_t rows = step.num_tokens, hidden = model.hidden_size, count = experts.num_chosen, kind = model.kind;
@@ -107,14 +179,11 @@ void mix_experts(const Model& model, const Step& step, const Experts& experts, c
     places[i] = starts[chosen[i]]++;  // from here on the end of the expert's rows
     std::memcpy(sorted + places[i] * bytes, (const char*)x + i / count * bytes, bytes);
   }
-  Step own = step;
-  for (int64_t e = 0, begin = 0; e < experts.num_experts; begin = starts[e++]) {
-    if ((own.num_tokens = starts[e] - begin) == 0) continue;
-    run_mlp(model, own, experts.gate_up[e], experts.down[e], experts.intermediate_size, sorted + begin * bytes, between,
-            spoken + begin * bytes);
+  if (!speak(model, step, experts, {sorted, starts.data()}, between, spoken)) return false;
+  if (experts.shared_gate_up) {
+    void* entered = enter_mlp(model, step, experts.shared_gate_up, experts.shared_size, x, between);
+    if (!sum_linear(model, step, experts.shared_down, experts.shared_down_shared, entered, shared)) return false;
   }
-  if (experts.shared_gate_up)
-    run_mlp(model, step, experts.shared_gate_up, experts.shared_down, experts.shared_size, x, between, shared);
   each_row(step, hidden, [&](int64_t t) {
     const float share = experts.shared_gate_up ? 1 / (1 + std::exp(-scores[t * num_scores + experts.num_experts])) : 0;
     for (int64_t i = 0; i < hidden; i += 16) {
@@ -125,6 +194,7 @@ void mix_experts(const Model& model, const Step& step, const Experts& experts, c
       write16(kind, to, t * hidden + i, sum);
     }
   });
+  return true;
 }
 
 }  // namespace baton

@@ -15,7 +15,9 @@ void norm(const float* from, const void* weight, int64_t kind, int64_t size, flo
   for (int64_t i = 0; i < size; i += 16) store16(to + i, load16(from + i) * scale * read16(kind, weight, i));
 }
 
-// As `norm`, of any kind: a mean taken away first, a bias added. `index`: of its first weight.
+}  // namespace
+
+// As `norm`, of any kind: a mean taken away first, a bias added.
 void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row) {
   if (of.is_layer_norm) {
     V16 sum{};
@@ -27,6 +29,8 @@ void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row) {
   if (of.bias)
     for (int64_t i = 0; i < size; i += 16) store16(row + i, load16(row + i) + load16(of.bias + index + i));
 }
+
+namespace {
 
 // x += delta (null: nothing), normed before by `of_delta` and scaled; normed = norm(x) (no weight: not wanted). normed
 // may be delta.
@@ -77,7 +81,7 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
     float* head = (float*)scratch(memory, size * 8);  // twice, one behind the other: a half and the other half
     const float *cos = layer.cos + step.positions[t] * size, *sin = layer.sin + step.positions[t] * size;
     const int64_t block_id = step.slots[t] / pool.block_size, offset = step.slots[t] % pool.block_size;
-    if (layer.q_norm.weight && model.norm_of_heads == OF_ALL_HEADS) {
+    if (layer.q_norm.weight && model.norm_of_heads == OF_ALL_HEADS && !model.ranks) {
       const int64_t at = t * (num_heads + 2 * num_kv_heads) * size;
       norm_heads(model, layer.q_norm, qkv, at, num_heads * size);
       norm_heads(model, layer.k_norm, qkv, at + num_heads * size, num_kv_heads * size);
@@ -111,41 +115,6 @@ void rotate_and_store(const Model& model, const Step& step, const Layer& layer, 
   });
 }
 
-// The largest magnitude of each row of which every rank has num_in inputs, outliers of the weight aside: what rows are
-// scaled by that have one scale each. Null: a rank is lost.
-const float* largest_of_rows(const Model& model, const Step& step, const Linear& linear, const void* x) {
-  thread_local std::vector<char> memory;
-  const int64_t rows = step.num_tokens, size = linear.num_in, degree = model.ranks->degree;
-  float* own = (float*)scratch(memory, (rows * (1 + degree) + size) * 4);
-  float *all = own + rows, *row = all + rows * degree;
-  for (int64_t t = 0; t < rows; t++) {
-    for (int64_t i = 0; i < size; i += 16) store16(row + i, read16(model.kind, x, t * size + i));
-    for (int64_t i = 0; i < linear.num_outliers; i++) row[linear.outlier_columns[i]] = 0;
-    V16 largest{};
-    for (int64_t i = 0; i < size; i += 16) largest = max16(largest, max16(load16(row + i), -load16(row + i)));
-    own[t] = max_of16(largest);
-  }
-  if (baton_gather_ranks(model.ranks, own, rows * 4, all)) return nullptr;
-  for (int64_t t = 0; t < rows; t++)
-    for (int64_t rank = 0; rank < degree; rank++) own[t] = std::max(own[t], all[rank * rows + t]);
-  return own;
-}
-
-// x times a weight of which every rank may have some inputs -> to, the whole sums. False: a rank is lost.
-bool sum_linear(const Model& model, const Step& step, const Linear* linear, const float* bias, const void* x, void* to) {
-  if (!model.ranks) {
-    baton_linear(linear, x, nullptr, to, step.num_tokens, step.num_threads);
-    return true;
-  }
-  thread_local std::vector<char> memory;
-  float* part = (float*)scratch(memory, step.num_tokens * model.hidden_size * 4);
-  const float* largest = nullptr;
-  if (linear->activations == INT8_PER_ROW || linear->activations == E4M3_PER_ROW)
-    if (!(largest = largest_of_rows(model, step, *linear, x))) return false;
-  baton_linear(linear, x, largest, part, step.num_tokens, step.num_threads);
-  return !baton_sum_ranks(model.ranks, part, step.num_tokens, model.hidden_size, bias, model.kind, to, step.num_threads);
-}
-
 // Adds to y, the rows of a layer's linear, what adapters say of x. Both without gaps between rows.
 void adapt(const Model& model, const Step& step, int64_t index, Adapted which, const void* x, void* y) {
   thread_local std::vector<char> memory;
@@ -172,11 +141,11 @@ void adapt(const Model& model, const Step& step, int64_t index, Adapted which, c
 // x -> to, which may be `from`: experts, or the products of one MLP by way of `wide` and `narrow`. False: a rank is lost.
 bool run_mlp(const Model& model, const Step& step, int64_t index, const void* x, char* wide, char* narrow, void* to) {
   const Layer& layer = model.layers[index];
-  if (layer.experts) return mix_experts(model, step, *layer.experts, x, to), true;
+  if (layer.experts) return mix_experts(model, step, *layer.experts, x, to);
   baton_linear(layer.gate_up, x, nullptr, wide, step.num_tokens, step.num_threads);
   adapt(model, step, index, GATE_UP, x, wide);
   activate(model, step, model.intermediate_size, wide, narrow);
-  if (!sum_linear(model, step, layer.down, layer.down_bias, narrow, to)) return false;
+  if (!sum_linear(model, step, layer.down, layer.down_shared, narrow, to)) return false;
   return adapt(model, step, index, DOWN, narrow, to), true;
 }
 
@@ -206,10 +175,12 @@ int64_t baton_layers(const Model* model, const Step* step, int64_t first, int64_
     const void* asked = normed(layer.input_norm);
     baton_linear(layer.qkv, asked, nullptr, a, rows, threads);
     adapt(*model, *step, index, QKV, asked, a);
+    if (layer.q_norm.weight && model->norm_of_heads == OF_ALL_HEADS && model->ranks)
+      if (!norm_heads_of_ranks(*model, *step, layer, a)) return 1;
     rotate_and_store(*model, *step, layer, index, a);
     baton_attention(step->pool, model->shape, step->seqs, step->num_seqs, index, a, qkv_size, b, threads);
     char* const attended = model->parallel ? d : c;
-    if (!sum_linear(*model, *step, layer.output, layer.output_bias, b, attended)) return 1;
+    if (!sum_linear(*model, *step, layer.output, layer.output_shared, b, attended)) return 1;
     adapt(*model, *step, index, OUTPUT, b, attended);
     if (model->parallel) {
       if (!run_mlp(*model, *step, index, asked, a, b, c)) return 1;

@@ -13,13 +13,23 @@ struct Norm {
   const float* bias;  // null: none
   int64_t kind, is_layer_norm;
 };
+// Of a product whose inputs ranks have parts of: what is added to their sum (null: nothing), and which of all inputs
+// are this rank's (null: its own, as they are).
+struct Shared {
+  const float* bias;
+  const int64_t* order;
+};
 enum Activation : int64_t { SILU = 0, GELU_TANH = 1, CLAMPED_SWIGLU = 2 };
-// Of a mixture. An expert's linears are those of an MLP; the router scores rows of fp32, the shared expert last.
+// Of a mixture. An expert's linears are those of an MLP; the router scores rows of fp32, the shared expert last. Ranks
+// have a part of every expert, or each the same number of whole ones, the first ranks the first ones.
 struct Experts {
   int64_t num_experts, num_chosen, renormalized;
-  int64_t intermediate_size, shared_size;  // padded to whole vectors
+  int64_t intermediate_size, shared_size;  // of this rank, padded to whole vectors
+  int64_t are_whole;
   const Linear *router, *const *gate_up, *const *down;
   const Linear *shared_gate_up, *shared_down;  // null: none
+  const Shared* down_shared;                   // of each expert
+  Shared shared_down_shared;
 };
 struct Layer {
   Norm input_norm, attention_out_norm, mlp_norm, mlp_out_norm;
@@ -28,7 +38,7 @@ struct Layer {
   const Linear *gate_up, *down;
   const float *cos, *sin;  // [positions][head_dim], the first half of sin negated; null: heads do not turn
   const Experts* experts;  // in place of gate_up and down; null: none
-  const float *output_bias, *down_bias;  // of sums that ranks share; null: none
+  Shared output_shared, down_shared;
 };
 // What one weight of q_norm and k_norm is for: a head, each head of its own, all heads of a token.
 enum NormOfHeads : int64_t { OF_A_HEAD = 0, OF_EACH_HEAD = 1, OF_ALL_HEADS = 2 };
@@ -39,7 +49,8 @@ struct Model {
   const Shape* shape;
   double eps, residual_scale;
   double swiglu_alpha, swiglu_limit;  // of CLAMPED_SWIGLU
-  Ranks* ranks;  // that have a part of every layer each; null: one has all
+  Ranks* ranks;          // that have a part of every layer each; null: one has all
+  int64_t num_kv_heads;  // of all ranks: with fewer than ranks, several have the same one
 };
 // What an adapter adds to a linear layer: up (down x). No `down`: nothing.
 struct LowRank {
@@ -74,8 +85,22 @@ void each_row(const Step& step, int64_t size, Row row) {
 // What activates `size` gates of a row, times what is beside them where gated: [num_tokens][size or 2 size] -> [][size].
 void activate(const Model& model, const Step& step, int64_t size, const void* from, void* to);
 
-// Of step's rows x, normed, [num_tokens][hidden_size] -> to, of the same kind.
-void mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to);
+// row, of a `size`, normed by the weights of `of` from `index` on.
+void norm(const Norm& of, int64_t index, int64_t size, float eps, float* row);
+
+// Norms all heads of q, and those of k, as one row that ranks have parts of, in qkv. False: a rank is lost.
+bool norm_heads_of_ranks(const Model& model, const Step& step, const Layer& layer, void* qkv);
+
+// Of x times a weight of which this rank has some inputs, the part [num_tokens][hidden_size]. False: a rank is lost.
+bool part_of_sum(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
+                 float* part);
+
+// x times a weight of which ranks may have some inputs each -> to, whole sums of the model's kind. False: a rank is lost.
+bool sum_linear(const Model& model, const Step& step, const Linear* linear, const Shared& shared, const void* x,
+                void* to);
+
+// Of step's rows x, normed, [num_tokens][hidden_size] -> to, of the same kind. False: a rank is lost.
+bool mix_experts(const Model& model, const Step& step, const Experts& experts, const void* x, void* to);
 
 }  // namespace baton
 

@@ -188,7 +188,7 @@ class Eagle(Proposer):
             draftees = [draftee for draftee, _, _ in active]
             lengths = [draftee.state.num_rows + len(draft) for draftee, draft, _ in active]
             features = self._finish(x, self._attend(q, [d.state.slot for d in draftees], lengths))
-            logits = self.model.head(features).float()
+            logits = self.model.scored(features).float()
             so_far = [draft for _, draft, _ in active]
             for draft, token_id in zip(so_far, draw(self._sampler, logits, draftees, so_far), strict=True):
                 draft.append(token_id)
@@ -249,7 +249,7 @@ class Eagle(Proposer):
     # ---- the layer ----
 
     def _enter(self, token_ids: Tensor, features: Tensor) -> Tensor:
-        embedded = self._embedding_norm(self.model.embedding(token_ids))
+        embedded = self._embedding_norm(self.model.embedded(token_ids))
         return self._project(torch.cat((embedded, self._features_norm(features)), dim=1))
 
     def _rotated(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,7 +68,7 @@ def target_mark(model: Model) -> Tensor:
     """fp32 [MARK_ROWS]: sums of embedding rows with alternating signs. Another storage form hardly moves it; another
     model of the same shape has nothing in common with it."""
     token_ids = torch.linspace(0, model.spec.vocab_size - 1, MARK_ROWS).long().to(model.device)
-    rows = model.embedding(token_ids).float().cpu()
+    rows = model.embedded(token_ids).float().cpu()
     signs = torch.ones(model.spec.hidden_size)
     signs[1::2] = -1
     return rows @ signs

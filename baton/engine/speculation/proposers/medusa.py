@@ -92,12 +92,12 @@ class Medusa(Proposer):
 
     def _logits(self, hidden: Tensor, drawn_ids: Tensor, num_heads: int) -> Tensor:
         """hidden [S, hidden_size], drawn_ids [S] -> fp32 [S, num_heads, vocab_size]."""
-        x, drawn = self._norm(self.model.norm(hidden)), self._norm(self.model.embedding(drawn_ids))
+        x, drawn = self._norm(self.model.norm(hidden)), self._norm(self.model.embedded(drawn_ids))
         skip, inner = self._enter(torch.cat((x, drawn), dim=1)).view(len(x), 2, self.num_heads, -1).unbind(1)
         inner = F.silu(inner[:, :num_heads]).transpose(0, 1).float()
         y = skip[:, :num_heads] + torch.bmm(inner, self._leave[:num_heads]).transpose(0, 1)
         outputs = self._scales[:num_heads] * self._norm(y).to(self.model.dtype)
-        return self.model.head(outputs.flatten(0, 1)).float().view(len(hidden), num_heads, -1)
+        return self.model.scored(outputs.flatten(0, 1)).float().view(len(hidden), num_heads, -1)
 
     def _norm(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], eps=self.model.spec.norm.eps)
