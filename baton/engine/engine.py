@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
-from baton.engine.adapters.adapters import Adapters
+from baton.engine.adapters.adapters import Adapter, Adapters
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Request, RequestEnded
 from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
@@ -118,7 +120,7 @@ class Engine:
             identity = model_identity(config.model)
         engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
         for name, folder in config.adapter_folders.items():
-            engine.adapters.add(name, folder)
+            engine.add_adapter(name, folder)
         return engine
 
     @property
@@ -170,6 +172,12 @@ class Engine:
         model = self.runner.model
         linear = "+".join(model.weights.kernels)
         return {"attention": self.attention_name, "linear": linear, "layers": model.layers_name}
+
+    def add_adapter(self, name: str, folder: Path) -> Adapter:
+        """Read an adapter that requests may name from now on. Raises ModelError."""
+        if name == self.model_name:
+            raise ModelError(f"{folder}: an adapter cannot have the name of the model, {name}")
+        return self.adapters.add(name, folder)
 
     # ---- for a program that runs the engine alone; workers ask `admission`, which offers more ----
 

@@ -40,6 +40,7 @@ from baton.worker.observe.roofline import Roofline, full_step_s, of_engine
 from baton.worker.observe.spans import Spans
 from baton.worker.observe.tables import Tables
 from baton.worker.registration import register
+from baton.worker.session.adapters import LiveAdapters
 from baton.worker.session.commands import Commands
 from baton.worker.session.drain import Drain
 from baton.worker.session.lifecycle import Lifecycle, Table
@@ -178,7 +179,8 @@ class Worker:
     def _add_services(self) -> None:
         settings = self._settings
         hello = make_hello(self.engine, self._role, self._identity, self._digest, self._transfer)
-        service = WorkerService(self.commands, self.sessions, self._drain, hello)
+        adapters = LiveAdapters(self.engine, self.sessions, hello)
+        service = WorkerService(self.commands, self.sessions, self._drain, adapters, hello)
         worker_pb2_grpc.add_WorkerServicer_to_server(service, self._bound.server)
         if settings.reflection or (settings.tls is None and is_loopback(settings.listen)):
             grpc_server.enable_reflection(self._bound.server, [SERVICE_NAME])

@@ -8,7 +8,7 @@ from gateway.fleet.router import Router
 from gateway.link.worker_link import WorkerLink
 from gateway.prefix.prefix_matches import Matches
 from gateway.request.request_record import RequestRecord
-from gateway.routing.routing import Decision, RoutingRequest
+from gateway.routing.routing import NEVER_HERE, Decision, RoutingRequest
 from kvtransfer.naming import SPAN_TOKENS
 
 _NONE: frozenset[bytes] = frozenset()
@@ -74,9 +74,9 @@ class RequestRouter:
         return self._router.has_other(role, self.request, avoid | self._too_short)
 
     def note_refusal(self, link: WorkerLink, refused: pb.Refused) -> None:
-        """`link` has no room for the request, or says that it is too long for it."""
+        """`link` has no room for the request, or says that it can never take it."""
         self._refused |= {link.worker_id}
-        if refused.reason == "too_long":
+        if refused.reason in NEVER_HERE:
             self._too_short |= {link.worker_id}
         self._record.note_retry(link.name, refused.reason)
 

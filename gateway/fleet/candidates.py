@@ -10,6 +10,7 @@ from typing import NamedTuple
 from baton.protocol import ROLES
 from baton.service.clock import now
 from baton.service.security.guard import DEFAULT_TENANT
+from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_breaker import BreakerState
 from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.prefix.prefix_matches import Matches
@@ -40,6 +41,7 @@ class _HelloFacts(NamedTuple):
     host_id: str
     kv_token_bytes: int
     max_sequences: int | None
+    hello: pb.Hello
 
 
 class Candidates:
@@ -66,8 +68,11 @@ class Candidates:
             self._draining = {worker_id: each for worker_id, each in self._draining.items() if each is not link}
             if link.state is LinkState.DRAINING:
                 self._draining[link.worker_id] = link
+        known = self._facts.get(link)
         if (link.serving and link.hello is not None) == (link in self._roles):
-            return
+            if known is None or known.hello is link.hello:
+                return
+            del self._facts[link]  # it has said anew what it is
         self._serving = {role: [each for each in self._links[role] if each.serving and each.hello] for role in ROLES}
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
@@ -205,4 +210,5 @@ def _facts_of(link: WorkerLink) -> _HelloFacts:
         host_id=hello.host_id,
         kv_token_bytes=hello.kv_token_bytes,
         max_sequences=hello.limits.max_num_seqs or None,
+        hello=hello,
     )

@@ -294,7 +294,9 @@ class WorkerLink:
             self._set_load(event.load)
         elif kind == "block_events":
             self._on_block_events(self, event.block_events)
-        elif kind not in (None, "hello"):
+        elif kind == "hello":
+            self._hear_again(event.hello)
+        elif kind is not None:
             message = getattr(event, kind)
             if leg := self.legs.get(key_from_proto(message.key)):
                 self._rate(leg, kind, message)
@@ -303,6 +305,16 @@ class WorkerLink:
                 leg.post(message)
             if kind in ("done", "ended"):
                 self._on_change(self)  # there may be room for a request that waits
+
+    def _hear_again(self, hello: pb.Hello) -> None:
+        """Take what a worker says anew of itself: its adapters."""
+        if self.hello is None or (hello.instance, hello.epoch) != (self.hello.instance, self.hello.epoch):
+            log.warning("worker said the Hello of another, which is ignored %s", fields(worker=self.name))
+        elif self._refusal(hello):
+            self.hang_up()
+        else:
+            self.note_hello(hello)
+            self._on_change(self)
 
     def _rate(self, leg: WorkerLeg, kind: str, message) -> None:
         if kind == "fetched":

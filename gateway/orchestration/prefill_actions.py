@@ -8,7 +8,7 @@ from baton.v1 import worker_pb2 as pb
 from gateway.link.worker_link import WorkerLink
 from gateway.orchestration.request_context import RequestContext
 from gateway.orchestration.states import Occurrence, RequestState
-from gateway.routing.routing import SHORT_TOKENS, needs
+from gateway.routing.routing import NEVER_HERE, SHORT_TOKENS, needs
 
 _WORKER_POLL_MS = 50  # while no worker serves that could take over
 
@@ -86,7 +86,7 @@ def await_prefill(request: RequestContext, occurred: Occurrence[pb.Refused]) -> 
     refused, router = occurred.message, request.router
     _note_refusal(request, request.attempt.prefill.link, refused)
     request.attempt.drop_prefill()
-    if refused.reason == "too_long" or router.has_untried("prefill"):
+    if refused.reason in NEVER_HERE or router.has_untried("prefill"):
         request.call_room()  # where no prefill worker can read it, the decode worker can
         return
     router.forget_refusals()

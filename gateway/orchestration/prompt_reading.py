@@ -18,7 +18,7 @@ from gateway.orchestration.retry_budget import RetryBudget, poison
 from gateway.queue.admission import QueuedRequest, WaitingQueues
 from gateway.queue.queue_place import QueuePlace
 from gateway.request.request_record import RequestRecord
-from gateway.routing.routing import RoutingRequest
+from gateway.routing.routing import NEVER_HERE, RoutingRequest
 
 MAX_AT_ONCE = 16  # prompts of one call that are on workers
 
@@ -111,7 +111,7 @@ class PromptReading:
 
     def _note_refusal(self, leg: WorkerLeg, refused: pb.Refused) -> None:
         self._refused.add(leg.worker_id)
-        if refused.reason == "too_long":
+        if refused.reason in NEVER_HERE:
             self._too_short.add(leg.worker_id)
         self._place.note_refusal(refused)
         self._parts.record.note_retry(leg.link.name, refused.reason)

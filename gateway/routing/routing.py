@@ -16,6 +16,8 @@ from gateway.routing.latency_model import LinearCost
 
 # Up to here the round trips of a split cost more than reading the prompt beside the running batch.
 SHORT_TOKENS = 64
+# Refusals of a worker that can never take the request, however long it waits there.
+NEVER_HERE = frozenset(("too_long", "no_adapter"))
 # Workers of a role that a request looks at: those that hold the longest prefixes, and some drawn by chance. Drawn ones
 # keep gateways that know nothing of each other from all choosing the same (Mitzenmacher, The Power of Two Choices).
 NUM_HOLDERS, NUM_DRAWN = 6, 10

@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from baton.engine.adapters.low_rank import LowRank
-from baton.engine.core.model_errors import ModelError
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -29,21 +29,27 @@ class Adapters:
         """`load(name, folder)` reads one. Raises ModelError."""
         self._load, self._lock = load, threading.Lock()
         self._by_name: dict[str, Adapter] = {}
+        # Of those without a name, the ones that requests still hold: a leg of such a request may yet come.
+        self._held: WeakValueDictionary[bytes, Adapter] = WeakValueDictionary()
 
     def add(self, name: str, folder: Path) -> Adapter:
-        """Read an adapter, and give it to requests from now on. Raises ModelError where it cannot be, or where the name
-        is taken."""
+        """Read an adapter, and give it to requests from now on: a name that is taken stands for this one. Raises ModelError,
+        and then nothing has changed."""
         made = self._load(name, folder)
         with self._lock:
-            if name in self._by_name:
-                raise ModelError(f"{folder}: there is an adapter {name} already")
-            self._by_name[name] = made
+            self._by_name[name] = self._held[made.identity] = made
         return made
+
+    def remove(self, name: str) -> bool:
+        """Take an adapter from new requests; return whether there was one."""
+        with self._lock:
+            return self._by_name.pop(name, None) is not None
 
     def find(self, identity: bytes) -> Adapter | None:
         """Return the adapter of this identity, or None."""
         with self._lock:
-            return next((each for each in self._by_name.values() if each.identity == identity), None)
+            named = (each for each in self._by_name.values() if each.identity == identity)
+            return next(named, None) or self._held.get(identity)
 
     @property
     def words(self) -> str:

@@ -81,6 +81,11 @@ class EngineConfig:
     adapter: tuple[str, ...] = _knob(
         "LoRA adapters that requests may name beside the model, folders as PEFT writes them", (), metavar="NAME=DIR,..."
     )
+    adapter_root: Path | None = _knob(
+        "folder below which operators may load adapters while the worker runs (default: none may be)",
+        None,
+        metavar="DIR",
+    )
     device: str = _knob("device to compute on; auto: a GPU if there is one", "auto", choices=DEVICES)
     # None: device.UTILIZATION
     gpu_memory_utilization: float | None = _knob("fraction of GPU memory for weights and KV; needs a GPU", None)
@@ -115,12 +120,18 @@ class EngineConfig:
         check_model_name(self.served_model_name, "served_model_name")
         self._check_speculation()
         self._check_ranks()
-        if self.adapter_folders and self.tensor_parallel > 1:
+        folders = self.adapter_folders  # checks them
+        if (folders or self.adapter_root) and self.tensor_parallel > 1:
             raise ValueError("adapter: adapters are not served on layers that ranks share; leave tensor_parallel at 1")
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:
             raise ValueError(f"max_num_batched_tokens {given}: must be at least max_num_seqs + {SPAN_TOKENS} = {least}")
+
+    @property
+    def may_adapt(self) -> bool:
+        """Return whether there may be adapters."""
+        return bool(self.adapter) or self.adapter_root is not None
 
     @property
     def adapter_folders(self) -> dict[str, Path]:

@@ -75,8 +75,7 @@ def load_model(
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
     kind = LeadingModel if collectives is not None and shard.rank == 0 else Model
-    adapted = bool(config.adapter)
-    model = kind(spec, compute, source, make, backend, ropes, make_router, collectives, adapted)
+    model = kind(spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model

@@ -46,6 +46,8 @@ METHODS: dict[str, frozenset[str]] = {
     "/baton.v1.Worker/Session": _FLEET,
     "/baton.v1.Worker/Describe": _FLEET,
     "/baton.v1.Worker/Drain": _FLEET,
+    "/baton.v1.Worker/LoadAdapter": _OPERATORS,
+    "/baton.v1.Worker/UnloadAdapter": _OPERATORS,
     "/baton.kv.Raw/Pull": _WORKERS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _CLIENTS | _WORKERS | _FLEET,
     "/grpc.health.v1.Health/Check": ANYONE,

@@ -8,10 +8,11 @@ import time
 from collections.abc import AsyncIterator
 
 from baton.protocol import KEEPER_VARIABLE, PROTOCOL, ROLES
-from baton.service.errors import FailedPrecondition, InvalidRequest, abort
+from baton.service.errors import BatonError, FailedPrecondition, InvalidRequest, abort
 from baton.service.logs import fields
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
+from baton.worker.session.adapters import LiveAdapters
 from baton.worker.session.commands import Commands
 from baton.worker.session.drain import Drain
 from baton.worker.session.sessions import Sessions
@@ -26,8 +27,9 @@ log = logging.getLogger(__name__)
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """Answers gateways, and operators who drain the worker."""
 
-    def __init__(self, commands: Commands, sessions: Sessions, drain: Drain, hello: pb.Hello):
+    def __init__(self, commands: Commands, sessions: Sessions, drain: Drain, adapters: LiveAdapters, hello: pb.Hello):
         """`hello`: what the worker says of itself."""
+        self._adapters = adapters
         self._commands = commands
         self._sessions = sessions
         self._drain = drain
@@ -53,6 +55,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await abort(context, error)
         keeper = os.environ.get(KEEPER_VARIABLE, "")
         return pb.DrainResponse(num_sequences=num_sequences, role=self._hello.roles[0], keeper=keeper)
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context) -> pb.LoadAdapterResponse:
+        """Read an adapter for requests to come."""
+        try:
+            return pb.LoadAdapterResponse(identity=await self._adapters.load(request.name, request.path))
+        except BatonError as error:
+            await abort(context, error)
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context) -> pb.UnloadAdapterResponse:
+        """Take an adapter from requests to come."""
+        try:
+            self._adapters.unload(request.name)
+        except BatonError as error:
+            await abort(context, error)
+        return pb.UnloadAdapterResponse()
 
     async def Session(self, commands: AsyncIterator[pb.Command], context) -> None:
         """Serve one session until the gateway hangs up or the worker closes it."""

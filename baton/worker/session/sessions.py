@@ -31,6 +31,13 @@ class Sessions:
         for outbox in list(self.outboxes):
             outbox.close()
 
+    def send_hello(self, hello: pb.Hello) -> None:
+        """Say on every session what has become of the worker."""
+        said = pb.Event()
+        said.hello.CopyFrom(hello)
+        for outbox in self.outboxes:
+            outbox.reply(said)
+
     def send_load(self, load: pb.Load) -> None:
         """Send it on every session."""
         for outbox in self.outboxes:

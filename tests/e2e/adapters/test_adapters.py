@@ -82,9 +82,9 @@ def test_read_here_as_split(run_stack, client, adapters):
 
 
 def test_a_worker_without_it_is_not_asked(run_stack, adapters):
-    """Two decode workers, of which one holds the adapter."""
+    """One of two decode workers holds the adapter, and no prefill worker does: the prompt is read where it is answered."""
     given = ("--adapter", f"x={adapters / 'a'}")
-    with run_stack("unlike", num_prefill=0, num_decode=1, unlike_decode=[given], gateway_options=()) as stack:
+    with run_stack("unlike", unlike_decode=[given], gateway_options=GATEWAY_OPTIONS) as stack:
         other = Client(stack.target)
         assert len({str(ask(other, "x", request_id=f"r{index}").outcome()) for index in range(6)}) == 1
         other.close()

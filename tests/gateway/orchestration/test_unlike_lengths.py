@@ -134,22 +134,24 @@ async def test_a_prompt_about_as_long_as_the_prefill_worker(cluster, split, num_
             assert c.decode[0].kinds() == ["admit", "fetch", "start"]
 
 
+@pytest.mark.parametrize("reason", ["too_long", "no_adapter"])
 @pytest.mark.parametrize("split", ["auto", "always"])
-async def test_a_prefill_worker_that_refuses_it_for_its_length_is_not_waited_for(cluster, split):
+async def test_a_prefill_worker_that_can_never_read_it_is_not_waited_for(cluster, split, reason):
     """Independent of the length that it reported: the decode worker reads the prompt alone, without waiting in line."""
     prompt = [10 + i % 300 for i in range(600)]
     async with cluster(2, 1, split=split) as c:
         for worker in c.prefill:
-            worker.refusals = ["too_long"] * 100
+            worker.refusals = [reason] * 100
         messages = await generate(c, prompt=prompt, max_tokens=20, ignore_eos=True)
         assert ids_of(messages) == tokens_of(prompt, 20, 400)
         assert all(worker.kinds().count("prefill") <= 1 for worker in c.prefill)
 
 
-async def test_a_decode_worker_that_refuses_it_for_its_length_is_asked_once(cluster):
+@pytest.mark.parametrize("reason", ["too_long", "no_adapter"])
+async def test_a_decode_worker_that_can_never_take_it_is_asked_once(cluster, reason):
     async with cluster(0, 2) as c:
         for worker in c.decode:
-            worker.refusals = ["too_long"] * 100
+            worker.refusals = [reason] * 100
         said = await refused(generate(c, **LONG))
         assert said.code == grpc.StatusCode.UNAVAILABLE and said.reason == "NO_WORKER"
         assert [worker.kinds() for worker in c.decode] == [["admit"]] * 2

@@ -142,6 +142,8 @@ SESSION = (
     Method("/baton.v1.Worker/Session", _HELLO.SerializeToString()),
     Method("/baton.v1.Worker/Describe"),
     Method("/baton.v1.Worker/Drain"),
+    Method("/baton.v1.Worker/LoadAdapter"),
+    Method("/baton.v1.Worker/UnloadAdapter"),
     *HEALTH,
     *REFLECTION,
 )
