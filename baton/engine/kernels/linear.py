@@ -6,6 +6,10 @@
     int4    two columns in a byte     values [out, in / 2]; of each BLOCK_K columns the first half in the low halves
     w8a8    int8, x int8 with a scale per row, a segment's (or group's) products summed as integers
 
+fp8 meets x as it is, or rounded to e4m3 (quantize.py), with a scale a row, or (X_GROUPED) for each group of the weight's
+inputs: both are multiplied as e4m3 then, and products of BLOCK_K inputs are added in fp32, since the matrix unit of
+compute capability 9.0 adds those of e4m3 in 14 bits.
+
 Scales (and offsets) are fp32 [out, groups], a group of inputs each, or one a row. They meet a group's sum, not its
 weights, so that 4 and 8-bit integers are multiplied as they are, exactly in bf16.
 
@@ -26,7 +30,7 @@ def multiply(
     x, w, scales, offsets, bias, x_scales, y, partials,
     num_rows, num_out, num_in, x_stride, w_stride, group, num_groups, segment_len, num_segments,
     KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, PARTIAL: tl.constexpr,
-    TREE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TREE: tl.constexpr, X_GROUPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, tiles of out, segments; 1 where not PARTIAL). Programs of one tile of the weight start next to
     each other: the later ones may find it in the cache. BLOCK_K divides `group` and `segment_len`.
@@ -48,11 +52,11 @@ def multiply(
     for segment in range(first, last):
         begin = segment * segment_len
         part = _segment(
-            x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask,
+            x_rows, w_rows, scales, offsets, scale_rows, x_scales, rows * num_groups, row_mask, out_mask,
             begin, tl.minimum(begin + segment_len, num_in), group,
-            KIND, GROUPED, OFFSETS, BLOCK_M, BLOCK_N, BLOCK_K,
+            KIND, GROUPED, OFFSETS, X_GROUPED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        part = _scaled(part, scales, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED)
+        part = _scaled(part, scales, x_scales, rows, outs, row_mask, out_mask, KIND, GROUPED, X_GROUPED)
         if TREE and not PARTIAL:
             total, one, two, four = _add_leaf(segment, part, one, two, four)
         else:
@@ -88,8 +92,8 @@ def _add_leaf(leaf, total, one, two, four):
 
 @triton.jit
 def _segment(
-    x_rows, w_rows, scales, offsets, scale_rows, row_mask, out_mask, begin, end, group,
-    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr,
+    x_rows, w_rows, scales, offsets, scale_rows, x_scales, x_scale_rows, row_mask, out_mask, begin, end, group,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, X_GROUPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """fp32 [BLOCK_M, BLOCK_N] of the inputs [begin, end)."""
@@ -114,7 +118,7 @@ def _segment(
             ins = k + tl.arange(0, BLOCK_K)
             x_tile = tl.load(x_rows + ins[None, :], mask=row_mask[:, None] & (ins < end)[None, :], other=0.0)
             w_tile = tl.load(w_rows + ins[:, None], mask=out_mask[None, :] & (ins < end)[:, None], other=0.0)
-            if KIND != "dense" and KIND != "w8a8":
+            if KIND != "dense" and x_tile.dtype != w_tile.dtype:
                 w_tile = narrow(w_tile.to(tl.float32), x_tile.dtype)
             if KIND == "w8a8":
                 if GROUPED:
@@ -123,6 +127,11 @@ def _segment(
                     acc = tl.dot(x_tile, w_tile, acc, out_dtype=tl.int32)
             elif GROUPED:
                 part = dot(x_tile, w_tile, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                if X_GROUPED:
+                    x_scale = tl.load(x_scales + x_scale_rows + k // group, mask=row_mask, other=0.0)
+                    part = part * x_scale[:, None]
+            elif KIND == "fp8" and x_tile.dtype == w_tile.dtype:
+                acc = acc + dot(x_tile, w_tile, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             else:
                 acc = dot(x_tile, w_tile, acc)
             if OFFSETS:
@@ -139,11 +148,12 @@ def _segment(
 @triton.jit
 def _scaled(
     total, scales, x_scales, rows, outs, row_mask, out_mask, KIND: tl.constexpr, GROUPED: tl.constexpr,
+    X_GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Apply the scales that all inputs of a segment share."""
     if KIND != "dense" and not GROUPED:
         total = total * tl.load(scales + outs, mask=out_mask, other=0.0)[None, :]
-    if KIND == "w8a8":
+    if x_scales is not None and not X_GROUPED:
         total = total * tl.load(x_scales + rows, mask=row_mask, other=0.0)[:, None]
     return total
 
@@ -174,8 +184,8 @@ def add_segments(
 
 @triton.jit
 def multiply_row(
-    x, w, scales, offsets, bias, y, num_out, num_in, w_stride, group, num_groups,
-    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr,
+    x, w, scales, offsets, bias, x_scales, y, num_out, num_in, w_stride, group, num_groups,
+    KIND: tl.constexpr, GROUPED: tl.constexpr, OFFSETS: tl.constexpr, BIAS: tl.constexpr, X_GROUPED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PACK_K: tl.constexpr,
 ):  # fmt: skip
     """One row, without the matrix unit: grid (tiles of out). PACK_K: the columns that int4 bytes are packed by.
@@ -203,6 +213,8 @@ def multiply_row(
             mask = ins < num_in
             w_tile = tl.load(w_rows + ins[None, :], mask=out_mask[:, None] & mask[None, :], other=0.0)
             x_tile = tl.load(x + ins, mask=mask, other=0.0).to(tl.float32)[None, :]
+            if X_GROUPED:
+                x_tile = x_tile * tl.load(x_scales + ins // group, mask=mask, other=0.0)[None, :]
             part = w_tile.to(tl.float32) * x_tile
             x_sum, first = x_tile, ins
         if GROUPED:
@@ -215,31 +227,26 @@ def multiply_row(
     total = tl.sum(acc, 1)
     if KIND != "dense" and not GROUPED:
         total = total * tl.load(scales + outs, mask=out_mask, other=0.0)
+    if x_scales is not None and not X_GROUPED:
+        total = total * tl.load(x_scales)
     if BIAS:
         total = total + tl.load(bias + outs, mask=out_mask, other=0.0)
     tl.store(y + outs, narrow(total, y.dtype.element_ty), mask=out_mask)
 
 
-@triton.jit
-def quantize_rows(x, given, values, scales, num_in, x_stride, BLOCK: tl.constexpr):
-    """int8 per row, symmetric: scale = max |x| / 127, half to even. Grid (rows); values [M, in] contiguous. `given`: the
-    largest magnitudes of rows of which x is a part, else None."""
-    row = tl.program_id(0).to(tl.int64)
-    if given is None:
-        all_largest = tl.zeros([BLOCK], tl.float32)
-        for k in range(0, num_in, BLOCK):
-            ins = k + tl.arange(0, BLOCK)
-            all_largest = tl.maximum(
-                all_largest, tl.abs(tl.load(x + row * x_stride + ins, mask=ins < num_in, other=0.0).to(tl.float32))
-            )
-        largest = tl.max(all_largest, 0)
-    else:
-        largest = tl.load(given + row)
-    scale = largest / 127.0
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    for k in range(0, num_in, BLOCK):
-        ins = k + tl.arange(0, BLOCK)
-        q = tl.load(x + row * x_stride + ins, mask=ins < num_in, other=0.0).to(tl.float32) / divisor
-        q = (q + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds half to even
-        tl.store(values + row * num_in + ins, q.to(tl.int8), mask=ins < num_in)
-    tl.store(scales + row, scale)
+@triton.jit(do_not_specialize=["num_rows"])
+def scale_products(
+    products, scales, x_scales, bias, y, num_rows, num_out, BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Integers [M, out] that a library multiplied, of a scale a row and one an output. Grid (tiles of rows, tiles of out)."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_mask, out_mask = rows < num_rows, outs < num_out
+    mask = row_mask[:, None] & out_mask[None, :]
+    places = rows.to(tl.int64)[:, None] * num_out + outs[None, :]
+    total = tl.load(products + places, mask=mask, other=0).to(tl.float32)
+    total = _scaled(total, scales, x_scales, rows, outs, row_mask, out_mask, "w8a8", False, False)
+    if BIAS:
+        total = total + tl.load(bias + outs, mask=out_mask, other=0.0)[None, :]
+    tl.store(y + places, narrow(total, y.dtype.element_ty), mask=mask)

@@ -1,37 +1,69 @@
-"""Compute on rows between two products: residual and RMSNorm in one pass, SiLU times up in another. A row is a
-program's own, so its bits do not depend on others. The torch twins are layers/norm.py and layers/activation.py."""
+"""Compute on rows between two products: residual and RMSNorm in one pass, SiLU times up in another; what the next
+product wants rounded is rounded there. A row is a program's own, so its bits do not depend on others. The torch twins are
+layers/norm.py and layers/activation.py."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.quantize import Rounded, Rounding, scale_of, store_rounded
 from baton.engine.kernels.tiles import narrow
 
-SWIGLU_BLOCK = 1024
+SWIGLU_BLOCK, SWIGLU_ROW_BLOCK = 1024, 4096
+NOT_ROUNDED = {"GROUP": 0, "STATIC": False}
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """x [T, size] += delta, in place; RMSNorm of that, in the dtype of x. All contiguous."""
     out = torch.empty_like(x)
+    _launch_norm(x, delta, weight, eps, out, None, 0.0, NOT_ROUNDED)
+    return out
+
+
+def add_norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: Rounding) -> Rounded:
+    """Do the same, and round what came out, in the dtype of x before."""
+    out = rounding.empty(*x.shape, x.device)
+    _launch_norm(x, delta, weight, eps, *out, rounding.scale, rounding.constants)
+    return out
+
+
+def _launch_norm(x, delta, weight, eps, out, scales, static_scale, constants) -> None:
     size = x.shape[1]
     _add_norm[(x.shape[0],)](
-        x, x if delta is None else delta, weight, out, size, eps, ADDS=delta is not None,
-        BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4,
+        x, x if delta is None else delta, weight, out, scales, size, eps, static_scale, ADDS=delta is not None,
+        **constants, BLOCK=triton.next_power_of_2(size), num_warps=8 if size > 2048 else 4,
     )  # fmt: skip
-    return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """[T, 2 * size], gates first, contiguous -> silu(gate) * up [T, size]."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
-    _swiglu[(num_rows, triton.cdiv(size, SWIGLU_BLOCK))](gate_up, out, size, BLOCK=SWIGLU_BLOCK)
+    _swiglu[(num_rows, triton.cdiv(size, SWIGLU_BLOCK))](
+        gate_up, out, None, size, 0.0, **NOT_ROUNDED, BLOCK=SWIGLU_BLOCK
+    )
     return out
 
 
-@triton.jit
-def _add_norm(x, delta, weight, out, size, eps, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_rounded(gate_up: Tensor, rounding: Rounding) -> Rounded:
+    """Do the same, and round what came out, in the dtype of gate_up before."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = rounding.empty(num_rows, size, gate_up.device)
+    block = SWIGLU_ROW_BLOCK if rounding.of_rows else SWIGLU_BLOCK
+    _swiglu[(num_rows, 1 if rounding.of_rows else triton.cdiv(size, block))](
+        gate_up, *out, size, rounding.scale, **rounding.constants, BLOCK=block,
+        num_warps=8 if rounding.of_rows else 4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["static_scale"])
+def _add_norm(
+    x, delta, weight, out, scales, size, eps, static_scale,
+    ADDS: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`scales`: of the rounded rows; None: they are not rounded."""
     places = tl.arange(0, BLOCK)
     mask = places < size
     begin = tl.program_id(0).to(tl.int64) * size
@@ -43,14 +75,44 @@ def _add_norm(x, delta, weight, out, size, eps, ADDS: tl.constexpr, BLOCK: tl.co
         row = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(row * row, 0) / size + eps)
     scaled = row * scale * tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + begin + places, narrow(scaled, out.dtype.element_ty), mask=mask)
+    normed = narrow(scaled, x.dtype.element_ty)
+    if scales is None:
+        tl.store(out + begin + places, normed, mask=mask)
+    else:
+        block, row_scale = normed.to(tl.float32), static_scale
+        if GROUP == 0 and not STATIC:
+            row_scale = scale_of(tl.max(tl.abs(block), 0), out.dtype.element_ty)
+        store_rounded(block, out, scales, tl.program_id(0).to(tl.int64), 0, size, row_scale, GROUP, BLOCK)
+
+
+@triton.jit(do_not_specialize=["static_scale"])
+def _swiglu(
+    gate_up, out, scales, size, static_scale, GROUP: tl.constexpr, STATIC: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid (rows, blocks; 1 where a row has a scale of its own). `scales`: of the rounded rows; None: not rounded."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * BLOCK
+    if scales is None:
+        places = first + tl.arange(0, BLOCK)
+        tl.store(out + row * size + places, _gated(gate_up, row, first, size, BLOCK), mask=places < size)
+    else:
+        scale = static_scale
+        if GROUP == 0 and not STATIC:
+            largest = tl.zeros([BLOCK], tl.float32)
+            for begin in range(0, size, BLOCK):
+                block = _gated(gate_up, row, begin, size, BLOCK).to(tl.float32)
+                largest = tl.maximum(largest, tl.abs(block))
+            scale = scale_of(tl.max(largest, 0), out.dtype.element_ty)
+        for begin in range(first, size, tl.num_programs(1) * BLOCK):
+            block = _gated(gate_up, row, begin, size, BLOCK).to(tl.float32)
+            store_rounded(block, out, scales, row, begin, size, scale, GROUP, BLOCK)
 
 
 @triton.jit
-def _swiglu(gate_up, out, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _gated(gate_up, row, begin, size, BLOCK: tl.constexpr):
+    """silu(gate) * up from `begin` on [BLOCK], in the dtype of gate_up, zeros behind the last."""
+    places = begin + tl.arange(0, BLOCK)
     mask = places < size
     gate = tl.load(gate_up + row * 2 * size + places, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * size + places, narrow(gate / (1.0 + tl.exp(-gate)) * up, out.dtype.element_ty), mask=mask)
+    return narrow(gate / (1.0 + tl.exp(-gate)) * up, gate_up.dtype.element_ty)

@@ -9,7 +9,7 @@ ENGINE = Path(__file__).parents[1]
 # Below baton/engine: the kernels whose sums end in KV, and what chooses their tiles, splits and segments.
 SOURCES = (
     "kernels/linear.py", "kernels/paged_attention.py", "kernels/rows.py", "kernels/kv_write.py", "kernels/tiles.py",
-    "attention/triton_paged.py", "layers/linear/triton.py", "models/gpu_layers.py",
+    "kernels/quantize.py", "attention/triton_paged.py", "layers/linear/triton.py", "models/gpu_layers.py",
 )  # fmt: skip
 
 

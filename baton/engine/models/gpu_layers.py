@@ -11,6 +11,7 @@ from baton.engine.attention.base import Attention
 from baton.engine.core.batch import ForwardBatch
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.kv.pool import KVPool
+from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.rope import Rope
 from baton.engine.models.layer import Layer
 
@@ -24,8 +25,9 @@ class GpuLayers:
 
     def __init__(self, spec: ModelSpec, layers: Sequence[Layer], attention: Attention, ropes: Sequence[Rope]):
         from baton.engine.kernels import kv_write, rows  # triton is an extra
+        from baton.engine.layers.linear.triton import GpuLinear
 
-        self._write_kv, self._rows = kv_write.write_kv, rows
+        self._write_kv, self._rows, self._gpu_linear = kv_write.write_kv, rows, GpuLinear
         self._spec, self._layers, self._attention, self._ropes = spec, layers, attention, ropes
 
     @staticmethod
@@ -48,24 +50,37 @@ class GpuLayers:
 
         `on_layer(layer)` is called when the write of that layer's KV is launched.
         """
-        spec, rows, last = self._spec, self._rows, len(self._layers) - 1
+        spec, last = self._spec, len(self._layers) - 1
         plan = self._attention.plan(batch, pool)
         tables = [rope.signed_tables for rope in self._ropes]
         mixed = x.new_empty(x.shape[0], spec.num_heads, spec.head_dim)
-        normed = self.norm(x, self._layers[0].input_norm.weight)
+        heads = self._after_norm(x, None, self._layers[0].input_norm.weight, self._layers[0].qkv)
         for index, layer in enumerate(self._layers):
             turns = tables[spec.layers[index].rope or 0]
-            heads = layer.qkv(normed).unflatten(1, (-1, spec.head_dim))
+            heads = heads.unflatten(1, (-1, spec.head_dim))
             norms = None if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight, spec.norm.eps)
             q = self._write_kv(heads, spec.num_heads, batch.positions, batch.slots, turns, norms, pool, index)
             if on_layer is not None:
                 on_layer(index)
             self._attention(plan, index, q, mixed)
-            normed = rows.add_norm(x, layer.output(mixed.flatten(1)), layer.mlp_norm.weight, spec.norm.eps)
-            moved = layer.down(rows.swiglu(layer.gate_up(normed)))
+            gate_up = self._after_norm(x, layer.output(mixed.flatten(1)), layer.mlp_norm.weight, layer.gate_up)
+            moved = self._after_swiglu(gate_up, layer.down)
             if index < last:
-                normed = rows.add_norm(x, moved, self._layers[index + 1].input_norm.weight, spec.norm.eps)
+                following = self._layers[index + 1]
+                heads = self._after_norm(x, moved, following.input_norm.weight, following.qkv)
         return torch.add(x, moved, out=x)
+
+    def _after_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, linear: LinearKernel) -> Tensor:
+        """x += delta; a product of RMSNorm of that, which is rounded in the same kernel where the product wants it."""
+        rows, eps = self._rows, self._spec.norm.eps
+        if isinstance(linear, self._gpu_linear) and linear.rounding is not None:
+            return linear.of_rounded(rows.add_norm_rounded(x, delta, weight, eps, linear.rounding))
+        return linear(rows.add_norm(x, delta, weight, eps))
+
+    def _after_swiglu(self, gate_up: Tensor, linear: LinearKernel) -> Tensor:
+        if isinstance(linear, self._gpu_linear) and linear.rounding is not None:
+            return linear.of_rounded(self._rows.swiglu_rounded(gate_up, linear.rounding))
+        return linear(self._rows.swiglu(gate_up))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm of rows x [R, hidden_size], contiguous."""

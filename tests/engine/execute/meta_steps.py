@@ -49,6 +49,7 @@ SHAPES = {
     "256 capped": (1, 2048, 4096, 8, 4, 256, 32000, False),
 }
 FORMS = (("bf16", "bf16"), ("int4", "int8"), ("fp8", "fp8_e4m3"), ("int8", "int4"))  # of weights and KV
+ACTIVATIONS = {"fp8": "dynamic", "fp8-block": "dynamic-block", "fp8-stored": "none"}
 
 
 class MetaSource(WeightSource):
@@ -71,10 +72,10 @@ class MetaSource(WeightSource):
         size = (out_features, in_features)
         if self._form == "bf16" or module == HEAD:
             return DenseWeight(self.tensor(module, *size))
-        if self._form == "fp8":
-            return Fp8Weight(
-                _empty(torch.float8_e4m3fn, *size), _empty(torch.float32, out_features, 1), (1, in_features)
-            )
+        if self._form in ACTIVATIONS:
+            block = (128, 128) if self._form == "fp8-block" else (1, in_features)
+            scales = _empty(torch.float32, -(-out_features // block[0]), -(-in_features // block[1]))
+            return Fp8Weight(_empty(torch.float8_e4m3fn, *size), scales, block, ACTIVATIONS[self._form])
         if self._form == "int8":
             scales = _empty(torch.float32, out_features, 1)
             return IntWeight(8, _empty(torch.int8, *size), scales, in_features, activations="dynamic")
@@ -214,6 +215,19 @@ class Setup:
         return self.run(recorder, warm_steps(NUM_TOKENS, NUM_SEQS, self.pool.num_blocks, BLOCK_SIZE))
 
 
+def launches_of_rounding(recorder: Recorder) -> dict[str, int]:
+    """Return the launches of a step of 2,048 tokens, two layers, by the form of weights: none of its sums is in segments."""
+    found = {}
+    for form in ("bf16", "fp8", "fp8-block", "int8"):
+        model = make_model("8B", form, "bf16", True)
+        pool = KVPool(KVLayout((model.kv_group("bf16", BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
+        inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, 256, CONTEXT // BLOCK_SIZE + 1))
+        recorder.launches = 0
+        model.forward(inputs.send(step_of([(8, 8)] * 256)), pool)
+        found[form] = recorder.launches
+    return found
+
+
 def launches_of_steps(recorder: Recorder) -> dict[str, int]:
     """Return the launches of steps of Llama-3.1-8B in bf16, exact, without the draw; and those of a draw."""
     model = make_model("8B", "bf16", "bf16", True, num_layers=32)
@@ -231,9 +245,17 @@ def launches_of_steps(recorder: Recorder) -> dict[str, int]:
     return found
 
 
+def forms_of(name: str) -> list[tuple[str, str]]:
+    """Blocks of e4m3, and e4m3 whose activations stay as they are, are of one model each."""
+    if name.endswith("capped"):
+        return [FORMS[0], FORMS[3]]
+    more = {"8B": ("fp8-block", "bf16"), "256": ("fp8-stored", "bf16")}.get(name)
+    return [*FORMS, *([more] if more else [])]
+
+
 def setups() -> Iterator[tuple[str, Setup]]:
     for name in SHAPES:
-        for form, kv_form in FORMS[::3] if name.endswith("capped") else FORMS:
+        for form, kv_form in forms_of(name):
             for exact in (True, False):
                 model = make_model(name, form, kv_form, exact)
                 pool = KVPool(KVLayout((model.kv_group(kv_form, BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
@@ -269,8 +291,8 @@ def main() -> None:
                 "launches": recorder.launches, "warm": sorted(map(row_name, warmed.values())),
                 "cold": sorted(served.keys() - warmed.keys()),
             }  # fmt: skip
-        steps = launches_of_steps(recorder)
-    json.dump({"models": found, "steps": steps}, sys.stdout)
+        steps, rounding = launches_of_steps(recorder), launches_of_rounding(recorder)
+    json.dump({"models": found, "steps": steps, "rounding": rounding}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def check(found: dict[str, list]) -> set[str]:
 
 
 def test_8b_fits_twice_on_48_gb_and_70b_not_on_24():
-    found = planned("8B bf16,70B int4", "48") | planned("70B int4", "24")
+    found = planned("8B bf16", "48") | planned("70B int4", "24")
     fits = {"8B bf16 on 48 GB: " + roles for roles in ("prefill", "decode", "prefill + decode")}
     assert check(found) == fits
     assert all("a smaller model is needed" in line for line in found["70B int4 on 24 GB: prefill + decode"])

@@ -4,11 +4,12 @@ does. Run with TRITON_INTERPRET=0."""
 import json
 import sys
 
-from baton.engine.kernels import linear, rows
+from baton.engine.kernels import linear, quantize, rows
 from tests.engine.kernels.compile_kernels import compiled
 
 # kind -> dtype of the weight, and of x where it is not bf16
-KINDS = {"dense": ("bf16", "bf16"), "int8": ("int8", "bf16"), "fp8": ("fp8_e4m3", "bf16"), "int4": ("int4", "bf16"),
+KINDS = {"dense": ("bf16", "bf16"), "int8": ("int8", "bf16"), "fp8": ("fp8_e4m3", "bf16"),
+         "e4m3": ("fp8_e4m3", "fp8_e4m3"), "int4": ("int4", "bf16"),
          "w8a8": ("int8", "int8")}  # fmt: skip
 
 
@@ -16,10 +17,13 @@ def form(kind: str, grouped: bool, offsets: bool) -> tuple[dict, dict]:
     """Pointers and constants that the kernels share; what a form has not is None."""
     stored, x = KINDS[kind]
     pointers = {"x": x, "w": stored, "y": "bf16", "bias": "fp32"}
-    given = {"scales": kind != "dense", "offsets": offsets, "x_scales": kind == "w8a8"}
+    given = {"scales": kind != "dense", "offsets": offsets, "x_scales": x != "bf16"}
     pointers |= {name: "fp32" for name, is_given in given.items() if is_given}
     constants = {name: None for name, is_given in given.items() if not is_given}
-    return pointers, constants | {"KIND": kind, "GROUPED": grouped, "OFFSETS": offsets, "BIAS": True}
+    return pointers, constants | {
+        "KIND": "fp8" if kind == "e4m3" else kind, "GROUPED": grouped, "OFFSETS": offsets, "BIAS": True,
+        "X_GROUPED": kind == "e4m3" and grouped,
+    }  # fmt: skip
 
 
 def only(kernel, pointers: dict, constants: dict) -> tuple[dict, dict]:
@@ -49,11 +53,33 @@ def multiply_row(kind, capability, grouped=False, offsets=False):
     return compiled(kernel, *only(kernel, pointers, constants), capability, 4, True)
 
 
+def made_between_products(capability: int) -> dict:
+    """RMSNorm and SiLU x up, whose result stays as it is, or is rounded; and the rounding alone."""
+    made = {}
+    ways = {"bf16": (0, False), "int8": (0, False), "fp8_e4m3": (0, False), "fp8_e4m3 blocks": (128, False)}
+    for name, (group, static) in ways.items():
+        stored = name.split()[0]
+        if stored == "fp8_e4m3" and capability < 89:
+            continue
+        none = {"scales": None} if stored == "bf16" else {}
+        shared = none | {"GROUP": group, "STATIC": static}
+        pointers = {"out": stored} | ({} if none else {"scales": "fp32"})
+        inputs = dict.fromkeys(("x", "delta", "weight", "gate_up"), "bf16")
+        for kernel, constants in ((rows._add_norm, {"ADDS": True, "BLOCK": 4096}), (rows._swiglu, {"BLOCK": 1024})):
+            kinds, given = only(kernel, pointers | inputs, shared | constants)
+            made[f"{capability} {kernel.__name__} {name}"] = compiled(kernel, kinds, given, capability, 8)
+        if not none:
+            pointers = {"x": "bf16", "values": stored, "scales": "fp32"}
+            constants = {"given": None, "GROUP": group, "STATIC": static, "BLOCK": 1024}
+            made[f"{capability} round {name}"] = compiled(quantize._round_rows, pointers, constants, capability, 4)
+    return made
+
+
 def main() -> None:
     made = {}
     for capability in (80, 90):
         for kind in KINDS:
-            if kind == "fp8" and capability < 89:
+            if kind in ("fp8", "e4m3") and capability < 89:
                 continue
             block_k = 64 if kind == "dense" else 128
             for partial in (True, False):
@@ -76,12 +102,7 @@ def main() -> None:
                 name = f"{capability} {kind} g{group}-asym"
                 made[name] = multiply(kind, capability, 64, True, True, True, group)
                 made[f"{name} row"] = multiply_row(kind, capability, True, True)
-        pointers = {"x": "bf16", "values": "int8", "scales": "fp32"}
-        made[f"{capability} quantize"] = compiled(linear.quantize_rows, pointers, {"BLOCK": 1024}, capability, 4)
-        pointers = dict.fromkeys(("x", "delta", "weight", "out"), "bf16")
-        made[f"{capability} norm"] = compiled(rows._add_norm, pointers, {"ADDS": True, "BLOCK": 4096}, capability, 8)
-        pointers = dict.fromkeys(("gate_up", "out"), "bf16")
-        made[f"{capability} swiglu"] = compiled(rows._swiglu, pointers, {"BLOCK": 1024}, capability, 4)
+        made |= made_between_products(capability)
     json.dump(made, sys.stdout)
 
 

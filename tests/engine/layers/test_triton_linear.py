@@ -167,6 +167,24 @@ def test_programs_run_along_the_rows_first(monkeypatch):
     assert [grid[:2] for grid in grids] == [(4, 2), (13, 2)]  # sums are added 16 rows at a time
 
 
+def test_products_of_libraries(monkeypatch):
+    """What _int_mm and _scaled_mm are given, and what becomes of theirs; torch's own for CPUs in their place."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch, "_int_mm", lambda a, b: a.int() @ b.int())
+
+        def scaled_mm(a, b, *, scale_a, scale_b, bias, out_dtype):
+            assert a.dtype == b.dtype == torch.float8_e4m3fn and scale_a.shape == (len(a), 1)
+            assert scale_a.is_contiguous() and scale_b.is_contiguous() and scale_b.shape == (1, b.shape[1])
+            return ((a.double() @ b.double()) * scale_a * scale_b + bias).to(out_dtype)
+
+        monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for path, name in (("int_mm", "int8-dynamic"), ("scaled_mm", "fp8-row-dynamic")):
+        weight, x, bias = FORMS[name]((48, 256)), torch.randn(19, 256).to(BF16), torch.randn(48).to(BF16)
+        kernel = GpuLinear(on_device(weight), bias.to(DEVICE), BF16, False)
+        kernel.use([(math.inf, path)])
+        assert error(kernel(x.to(DEVICE)), reference(weight, x, bias)) < TOLERANCE[rounding(name)], path
+
+
 def test_int4_packing_keeps_every_column():
     q = torch.randint(-8, 8, (3, 96), dtype=torch.int8)
     packed = packed_by(pack_int4(q), 96, 64)

@@ -15,6 +15,7 @@ from baton.engine import kernels
 from baton.engine.core.config import EngineConfig
 from baton.engine.models.loader import load_model
 from tests.support.engine.folders import Hand, make_folder, random_ids
+from tests.support.engine.weight_forms import FORMS
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 pytestmark = pytest.mark.skipif(
@@ -41,6 +42,56 @@ def test_rows(size, dtype):
     gate, up = gate_up.double().chunk(2, dim=1)
     found = swiglu(gate_up.to(DEVICE)).cpu().double()
     torch.testing.assert_close(found, F.silu(gate) * up, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+ROUNDINGS = {
+    "int8": (torch.int8, 0, 0.0), "e4m3": (torch.float8_e4m3fn, 0, 0.0), "blocks": (torch.float8_e4m3fn, 128, 0.0),
+    "static": (torch.float8_e4m3fn, 0, 0.013),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROUNDINGS)
+@pytest.mark.parametrize("size", [128, 1280])
+def test_rows_rounded_where_they_are_made(name, size):
+    """To the bits of a kernel of its own, which are those of the torch twin."""
+    from baton.engine.kernels import quantize, rows
+    from baton.engine.layers.linear.rounding import rounded_to_e4m3
+
+    rounding = quantize.Rounding(*ROUNDINGS[name])
+    torch.manual_seed(size)
+    x, delta, weight = (torch.randn(n, size).bfloat16().to(DEVICE) for n in (5, 5, 1))
+    x[3], delta[3] = 0, 0  # a row of zeros has a scale too
+    gate_up = torch.randn(5, 2 * size).bfloat16().to(DEVICE)
+    for made, plain in (
+        (rows.add_norm_rounded(x.clone(), delta, weight[0], 1e-5, rounding), rows.add_norm(x, delta, weight[0], 1e-5)),
+        (rows.swiglu_rounded(gate_up, rounding), rows.swiglu(gate_up)),
+    ):
+        alone = quantize.round_rows(plain, rounding, None)
+        assert torch.equal(made.values.view(torch.uint8), alone.values.view(torch.uint8))
+        assert torch.equal(made.scales, alone.scales)
+        spread = alone.scales.repeat_interleave(size // alone.scales.shape[1], 1)
+        found = (alone.values.float() * spread).cpu()
+        if name == "int8":
+            scales = plain.float().abs().amax(1, keepdim=True) / 127
+            wanted = torch.round(plain.float() / scales.clamp(min=1e-30)) * scales
+        else:
+            kind = {"e4m3": "dynamic", "blocks": "dynamic-block", "static": "static"}[name]
+            wanted = rounded_to_e4m3(plain.float(), kind, 128, 0.013)
+        torch.testing.assert_close(found, wanted.cpu(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", ["int8-dynamic", "fp8-row-dynamic", "fp8-32x32-dynamic-block", "fp8-tensor-static"])
+def test_products_of_rounded_rows(form):
+    """Rows rounded by the kernel before have the bits of those that the linear kernel rounds itself."""
+    from baton.engine.kernels.quantize import round_rows
+    from baton.engine.layers.linear.triton import GpuLinear
+    from baton.engine.weights.formats.placed import placed
+
+    torch.manual_seed(1)
+    linear = GpuLinear(placed(FORMS[form]((70, 256)), DEVICE), None, torch.bfloat16, True)
+    x = torch.randn(6, 256).bfloat16().to(DEVICE)
+    assert linear.rounding is not None
+    assert torch.equal(linear.of_rounded(round_rows(x, linear.rounding, None)), linear(x))
 
 
 @pytest.mark.parametrize(

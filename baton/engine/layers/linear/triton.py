@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import linear as kernels
+from baton.engine.kernels.quantize import MAX_GROUP, Rounded, Rounding, round_rows
 from baton.engine.layers.linear import tinygemm
 from baton.engine.layers.linear.base import LinearKernel
-from baton.engine.layers.linear.rounding import E4M3_MAX, rounded_to_e4m3
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 
 # Rows of a tile. 64: the least that a warp group multiplies on Hopper; more of them are multiplied by the same
@@ -31,7 +31,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8_CAPABILITY = (8, 9)
 LIBRARY_PATHS = ("cublas", "int_mm", "scaled_mm", "tinygemm")  # of torch and what it calls
 
-Path = Callable[..., Tensor]  # x, largest -> y
+Path = Callable[..., Tensor]  # x (as it is, or rounded), largest -> y
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,13 @@ class GpuLinear(LinearKernel):
         self._dense_bias = bias
         self._dtype, self._order, self._outliers = dtype, None, None
         self._dtype_of_y = torch.float32 if partial else dtype
-        self._activations, self._input_scale = getattr(weight, "activations", "none"), 1.0
-        self._block_in = weight.block[1] if isinstance(weight, Fp8Weight) else 0
-        if isinstance(weight, Fp8Weight) and weight.input_scale is not None:
-            self._input_scale = weight.input_scale
+        self._rounding = rounding_of(weight)
         if isinstance(weight, IntWeight):
             self._order = weight.order
             if weight.outliers is not None and weight.outliers.columns.numel():
                 self._columns = weight.outliers.columns
                 self._outliers = GpuLinear(DenseWeight(weight.outliers.values), None, dtype, exact)
-        self.scaled_by_row = self._activations == "dynamic"
+        self.scaled_by_row = self._rounding is not None and self._rounding.of_rows
         self._leaves = leaves if exact else 1
         wanted = round(SEGMENTED_PROGRAMS / -(-stored.num_out // BLOCK_N))
         num_segments = max(1, min(wanted, stored.num_in // MIN_SEGMENT))
@@ -110,8 +107,11 @@ class GpuLinear(LinearKernel):
         """Return the name under which a measured table is kept."""
         weight, grouped = self._weight, f"g{self._weight.group}" if self._weight.is_grouped else ""
         offsets = "" if weight.offsets is None else "asym"
+        rounded = "" if self._rounding is None else "rounded"
         dtype = str(self._dtype).removeprefix("torch.")
-        return "-".join(filter(None, (weight.kind, grouped, offsets, dtype, f"{weight.num_out}x{weight.num_in}")))
+        return "-".join(
+            filter(None, (weight.kind, grouped, offsets, rounded, dtype, f"{weight.num_out}x{weight.num_in}"))
+        )
 
     @property
     def copying(self) -> frozenset[str]:
@@ -129,11 +129,22 @@ class GpuLinear(LinearKernel):
         taken = any(name in self.copying for _, name in by_rows)
         self._tiny = (self._tiny or self._packed()) if taken else None
 
+    @property
+    def rounding(self) -> Rounding | None:
+        """Return how `of_rounded` wants its rows; None: this weight is not multiplied with rounded ones, or must see them
+        first, to put their inputs in order or for outliers."""
+        return self._rounding if self._order is None and self._outliers is None else None
+
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
-        num_rows = x.shape[0]
-        path = next(name for most, name in self._by_rows if num_rows <= most)
-        y = self.paths[path](self._ordered(x), largest)
+        y = self._path(x.shape[0])(self._ordered(x), largest)
         return y if self._outliers is None else y + self._outliers(x[:, self._columns])
+
+    def of_rounded(self, x: Rounded) -> Tensor:
+        """Return the product with rows that were rounded as `rounding` says."""
+        return self._path(x.values.shape[0])(x, None)
+
+    def _path(self, num_rows: int) -> Path:
+        return self.paths[next(name for most, name in self._by_rows if num_rows <= most)]
 
     def _ordered(self, x: Tensor) -> Tensor:
         x = x if self._order is None else x[:, self._order]
@@ -158,7 +169,7 @@ class GpuLinear(LinearKernel):
         aligned = self._weight.num_out % 16 == 0 and self._weight.num_in % 16 == 0
         if kind == "w8a8" and not self._weight.is_grouped and aligned:
             paths["int_mm"] = self._int_mm
-        whole = not self._weight.is_grouped and self._activations in ("dynamic", "static")
+        whole = not self._weight.is_grouped and self._rounding is not None
         if kind == "fp8" and whole and aligned and self._dtype == torch.bfloat16:
             paths["scaled_mm"] = self._scaled_mm
         return paths
@@ -179,29 +190,40 @@ class GpuLinear(LinearKernel):
         return {"row": num_rows == 1, "int_mm": num_rows > 16}.get(path, True)
 
     def _columns_of(self, tile: int) -> int:
-        """Outputs of a tile. int4 would spill 304 bytes of registers in larger ones; a tree keeps four sums of each: 72."""
-        if tile == 128 and self._weight.kind == "int4" and self._leaves > 1:
-            return BLOCK_N // 2
-        return LARGE_BLOCK_N if tile == 128 and self._weight.kind != "int4" and self._leaves == 1 else BLOCK_N
+        """Outputs of a tile. Of 128, int4 would spill 304 bytes of registers, and e4m3 with e4m3, which adds to a sum of its
+        own, up to 336; a tree keeps four sums of each: of 64, 72 and 96."""
+        if tile < 128:
+            return BLOCK_N
+        crowded = self._weight.kind == "int4" or self._of_e4m3
+        if self._leaves > 1:
+            return BLOCK_N // 2 if crowded else BLOCK_N
+        return BLOCK_N if crowded else LARGE_BLOCK_N
 
-    def _tiled(self, x: Tensor, tile: int, largest: Tensor | None) -> Tensor:
-        stored, num_rows, num_columns = self._weight, x.shape[0], self._columns_of(tile)
+    @property
+    def _of_e4m3(self) -> bool:
+        return self._rounding is not None and self._weight.kind == "fp8"
+
+    def _tiled(self, x: Tensor | Rounded, tile: int, largest: Tensor | None) -> Tensor:
+        stored, num_columns = self._weight, self._columns_of(tile)
         x, x_scales = self._activated(x, largest)
+        num_rows = x.shape[0]
         y = x.new_empty(num_rows, stored.num_out, dtype=self._dtype_of_y)
         grid = (-(-num_rows // tile), -(-stored.num_out // num_columns))
         split = self._num_segments > 1 and grid[0] * grid[1] < SEGMENTED_PROGRAMS
         num_partials = self._num_segments if split else 0
         partials = x.new_empty(num_partials, num_rows, stored.num_out, dtype=torch.float32)
         sums = dict(BIAS=self._bias is not None, TREE=self._leaves > 1)
-        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16.
-        wide = tile > 64 or (tile == 16 and stored.kind == "fp8") or (stored.kind == "int4" and self._leaves > 1)
+        # Of e4m3 in tiles of 16 rows four warps spill 8 bytes a thread on compute capability 9.0, of a tree of int4 16, of
+        # one of e4m3 with e4m3 40.
+        crowded = self._leaves > 1 and (stored.kind == "int4" or self._of_e4m3)
+        wide = tile > 64 or crowded or (tile == 16 and stored.kind == "fp8")
         launch = dict(num_warps=8 if wide else 4, enable_fp_fusion=not self.batch_invariant)
         kernels.multiply[(*grid, max(num_partials, 1))](
             x, stored.values, stored.scales, stored.offsets, self._bias, x_scales, y, partials,
             num_rows, stored.num_out, stored.num_in, x.stride(0), stored.values.stride(0),
             stored.group, stored.num_in // stored.group, self._segment_len, self._num_segments,
             KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None, PARTIAL=split,
-            BLOCK_M=tile, BLOCK_N=num_columns, BLOCK_K=stored.block_k, **sums, **launch,
+            X_GROUPED=self._x_grouped, BLOCK_M=tile, BLOCK_N=num_columns, BLOCK_K=stored.block_k, **sums, **launch,
         )  # fmt: skip
         if split:
             kernels.add_segments[(-(-num_rows // ADD_ROWS), -(-stored.num_out // BLOCK_N))](
@@ -213,15 +235,15 @@ class GpuLinear(LinearKernel):
     def _cublas(self, x: Tensor, largest: Tensor | None) -> Tensor:
         return F.linear(x, self._weight.values, self._dense_bias).to(self._dtype_of_y)
 
-    def _row(self, x: Tensor, largest: Tensor | None) -> Tensor:
+    def _row(self, x: Tensor | Rounded, largest: Tensor | None) -> Tensor:
         stored = self._weight
-        x, _ = self._activated(x, largest)
+        x, x_scales = self._activated(x, largest)
         y = x.new_empty(1, stored.num_out, dtype=self._dtype_of_y)
         kernels.multiply_row[(-(-stored.num_out // ROW_BLOCK_N),)](
-            x, stored.values, stored.scales, stored.offsets, self._bias, y, stored.num_out, stored.num_in,
+            x, stored.values, stored.scales, stored.offsets, self._bias, x_scales, y, stored.num_out, stored.num_in,
             stored.values.stride(0), stored.group, stored.num_in // stored.group,
             KIND=stored.kind, GROUPED=stored.is_grouped, OFFSETS=stored.offsets is not None,
-            BIAS=self._bias is not None, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, PACK_K=stored.block_k,
+            BIAS=self._bias is not None, X_GROUPED=self._x_grouped, BLOCK_N=ROW_BLOCK_N, BLOCK_K=ROW_BLOCK_K, PACK_K=stored.block_k,
         )  # fmt: skip
         return y
 
@@ -235,36 +257,46 @@ class GpuLinear(LinearKernel):
         levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
         return tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
 
-    def _int_mm(self, x: Tensor, largest: Tensor | None) -> Tensor:
+    def _int_mm(self, x: Tensor | Rounded, largest: Tensor | None) -> Tensor:
         values, x_scales = self._activated(x, largest)
-        y = torch._int_mm(values, self._weight.values.t()).float() * x_scales.unsqueeze(1) * self._weight.scales.t()
-        return (y if self._bias is None else y + self._bias).to(self._dtype_of_y)
+        products = torch._int_mm(values, self._weight.values.t())
+        y = torch.empty_like(products, dtype=self._dtype_of_y)
+        num_rows, num_out = y.shape
+        kernels.scale_products[(-(-num_rows // ADD_ROWS), -(-num_out // BLOCK_N))](
+            products, self._weight.scales, x_scales, self._bias, y, num_rows, num_out,
+            BIAS=self._bias is not None, BLOCK_M=ADD_ROWS, BLOCK_N=BLOCK_N,
+        )  # fmt: skip
+        return y
 
-    def _scaled_mm(self, x: Tensor, largest: Tensor | None) -> Tensor:
-        x = x.float()
-        if self._activations == "static":
-            x_scales = x.new_full((x.shape[0], 1), self._input_scale)
-        else:
-            largest = x.abs().amax(dim=1, keepdim=True) if largest is None else largest.unsqueeze(1)
-            x_scales = (largest / E4M3_MAX).clamp_(min=1e-12)
-        values = (x / x_scales).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    def _scaled_mm(self, x: Tensor | Rounded, largest: Tensor | None) -> Tensor:
+        values, x_scales = self._activated(x, largest)
         weight = self._weight
         return torch._scaled_mm(
             values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t().contiguous(), bias=self._dense_bias,
             out_dtype=self._dtype,
         ).to(self._dtype_of_y)  # fmt: skip
 
-    def _activated(self, x: Tensor, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the input as the weight is multiplied with it: x as it is; int8 and its scales; or rounded to e4m3 and
-        back."""
-        if self._weight.kind == "w8a8":
-            values = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-            scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-            kernels.quantize_rows[(x.shape[0],)](x, largest, values, scales, x.shape[1], x.stride(0), BLOCK=1024)
-            return values, scales
-        if self._weight.kind != "fp8" or self._activations == "none":
-            return x, None
-        return rounded_to_e4m3(x, self._activations, self._block_in, self._input_scale, largest), None
+    @property
+    def _x_grouped(self) -> bool:
+        return self._rounding is not None and self._rounding.group > 0
+
+    def _activated(self, x: Tensor | Rounded, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the input as the weight is multiplied with it, and its scales where it is rounded."""
+        if not isinstance(x, Tensor):
+            return x
+        return (x, None) if self._rounding is None else round_rows(x, self._rounding, largest)
+
+
+def rounding_of(weight: Weight) -> Rounding | None:
+    """Return how a weight's form says that its input is rounded."""
+    if isinstance(weight, DenseWeight) or weight.activations == "none":
+        return None
+    if isinstance(weight, IntWeight):
+        return Rounding(torch.int8)
+    if weight.activations == "static" and weight.input_scale is not None:
+        return Rounding(torch.float8_e4m3fn, scale=weight.input_scale)
+    groups = weight.activations == "dynamic-block" and weight.block[1] < weight.shape[1]
+    return Rounding(torch.float8_e4m3fn, group=weight.block[1] if groups else 0)
 
 
 def refusal(weight: Weight, dtype: torch.dtype) -> str:
@@ -279,6 +311,8 @@ def refusal(weight: Weight, dtype: torch.dtype) -> str:
     num_in = weight.shape[1]
     if group < num_in and (group % MIN_BLOCK_K or num_in % group):
         return f"groups of {group} inputs"
+    if weight.activations == "dynamic-block" and group < num_in and (group & (group - 1) or group > MAX_GROUP):
+        return f"activations rounded by blocks of {group} inputs"
     if (
         isinstance(weight, IntWeight)
         and weight.activations == "dynamic"
