@@ -33,20 +33,20 @@ class Rounding:
         """Return whether a row's scale is known when all of the row is."""
         return self.group == 0 and self.scale == 0.0
 
-    def empty(self, num_rows: int, num_in: int, device: torch.device) -> "Rounded":
+    def empty(self, num_rows: int, num_in: int, device: torch.device) -> "RoundedRows":
         """Return room for rounded rows."""
         scales = torch.empty(num_rows, num_in // (self.group or num_in), dtype=torch.float32, device=device)
-        return Rounded(torch.empty(num_rows, num_in, dtype=self.dtype, device=device), scales)
+        return RoundedRows(torch.empty(num_rows, num_in, dtype=self.dtype, device=device), scales)
 
 
-class Rounded(NamedTuple):
-    """Rounded rows: values * scales, each scale for as many inputs."""
+class RoundedRows(NamedTuple):
+    """Rows as values * scales, each scale for as many inputs."""
 
     values: Tensor  # [T, in], contiguous
     scales: Tensor  # fp32 [T, groups]
 
 
-def round_rows(x: Tensor, rounding: Rounding, largest: Tensor | None) -> Rounded:
+def round_rows(x: Tensor, rounding: Rounding, largest: Tensor | None) -> RoundedRows:
     """x [T, in], its inputs neighbours; `largest` [T]: magnitudes of the rows where x is a part of them."""
     num_rows, num_in = x.shape
     made = rounding.empty(num_rows, num_in, x.device)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.quantize import Rounded, Rounding, scale_of, store_rounded
+from baton.engine.kernels.quantize import RoundedRows, Rounding, scale_of, store_rounded
 from baton.engine.kernels.tiles import narrow
 
 SWIGLU_BLOCK, SWIGLU_ROW_BLOCK = 1024, 4096
@@ -21,7 +21,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Ten
     return out
 
 
-def add_norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: Rounding) -> Rounded:
+def add_norm_rounded(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, rounding: Rounding) -> RoundedRows:
     """Do the same, and round what came out, in the dtype of x before."""
     out = rounding.empty(*x.shape, x.device)
     _launch_norm(x, delta, weight, eps, *out, rounding.scale, rounding.constants)
@@ -46,7 +46,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_rounded(gate_up: Tensor, rounding: Rounding) -> Rounded:
+def swiglu_rounded(gate_up: Tensor, rounding: Rounding) -> RoundedRows:
     """Do the same, and round what came out, in the dtype of gate_up before."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = rounding.empty(num_rows, size, gate_up.device)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import linear as kernels
-from baton.engine.kernels.quantize import MAX_GROUP, Rounded, Rounding, round_rows
+from baton.engine.kernels.quantize import MAX_GROUP, RoundedRows, Rounding, round_rows
 from baton.engine.layers.linear import tinygemm
 from baton.engine.layers.linear.base import LinearKernel
 from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
@@ -139,7 +139,7 @@ class GpuLinear(LinearKernel):
         y = self._path(x.shape[0])(self._ordered(x), largest)
         return y if self._outliers is None else y + self._outliers(x[:, self._columns])
 
-    def of_rounded(self, x: Rounded) -> Tensor:
+    def of_rounded(self, x: RoundedRows) -> Tensor:
         """Return the product with rows that were rounded as `rounding` says."""
         return self._path(x.values.shape[0])(x, None)
 
@@ -203,7 +203,7 @@ class GpuLinear(LinearKernel):
     def _of_e4m3(self) -> bool:
         return self._rounding is not None and self._weight.kind == "fp8"
 
-    def _tiled(self, x: Tensor | Rounded, tile: int, largest: Tensor | None) -> Tensor:
+    def _tiled(self, x: Tensor | RoundedRows, tile: int, largest: Tensor | None) -> Tensor:
         stored, num_columns = self._weight, self._columns_of(tile)
         x, x_scales = self._activated(x, largest)
         num_rows = x.shape[0]
@@ -235,7 +235,7 @@ class GpuLinear(LinearKernel):
     def _cublas(self, x: Tensor, largest: Tensor | None) -> Tensor:
         return F.linear(x, self._weight.values, self._dense_bias).to(self._dtype_of_y)
 
-    def _row(self, x: Tensor | Rounded, largest: Tensor | None) -> Tensor:
+    def _row(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
         stored = self._weight
         x, x_scales = self._activated(x, largest)
         y = x.new_empty(1, stored.num_out, dtype=self._dtype_of_y)
@@ -257,7 +257,7 @@ class GpuLinear(LinearKernel):
         levels = levels_of(stored.values, stored.block_k)[:, : stored.num_in]
         return tinygemm.TinyGemm(levels, stored.scales, stored.offsets, stored.group)
 
-    def _int_mm(self, x: Tensor | Rounded, largest: Tensor | None) -> Tensor:
+    def _int_mm(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
         values, x_scales = self._activated(x, largest)
         products = torch._int_mm(values, self._weight.values.t())
         y = torch.empty_like(products, dtype=self._dtype_of_y)
@@ -268,7 +268,7 @@ class GpuLinear(LinearKernel):
         )  # fmt: skip
         return y
 
-    def _scaled_mm(self, x: Tensor | Rounded, largest: Tensor | None) -> Tensor:
+    def _scaled_mm(self, x: Tensor | RoundedRows, largest: Tensor | None) -> Tensor:
         values, x_scales = self._activated(x, largest)
         weight = self._weight
         return torch._scaled_mm(
@@ -280,7 +280,7 @@ class GpuLinear(LinearKernel):
     def _x_grouped(self) -> bool:
         return self._rounding is not None and self._rounding.group > 0
 
-    def _activated(self, x: Tensor | Rounded, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _activated(self, x: Tensor | RoundedRows, largest: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return the input as the weight is multiplied with it, and its scales where it is rounded."""
         if not isinstance(x, Tensor):
             return x
