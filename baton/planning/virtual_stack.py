@@ -105,7 +105,7 @@ class VirtualStack:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._queues = WaitingQueues(_MAX_WAITING, clock=lambda: self.now)
-        fleet = WorkerRates()
+        fleet = self._fleet_rates = WorkerRates()
         counts = {"prefill": shape.num_prefill, "decode": shape.num_decode}
         configs = {"prefill": shape.prefill, "decode": shape.decode}
         self.workers = [
@@ -146,6 +146,12 @@ class VirtualStack:
 
     def _come(self, request: ServedRequest) -> None:
         request.entry = replace(request.entry, at_s=self.now)
+        try:
+            alone_s = self._fleet_rates.pace(self.now).prefill_s(request.entry.num_prompt)
+            self._queues.check(self._queued(request), alone_s)
+        except Overloaded as error:
+            self._refuse(request, error.reason)
+            return
         self._at(self.now + self._host.request_s, lambda: self._admit(request))
 
     def _admit(self, request: ServedRequest) -> None:
@@ -203,12 +209,27 @@ class VirtualStack:
             request.queue_entry = queue.join(
                 self._queued(request), lambda: self._at(self.now, lambda: self._again(request, again))
             )
+            entry = request.queue_entry
+            self._at(self.now + entry.queued.max_wait_s, lambda: self._waited(queue, request, entry))
         else:
             queue.refused(request.queue_entry)
 
     def _again(self, request: ServedRequest, again: Callable[[], None]) -> None:
         if request.queue_entry is not None and request.queue_entry.is_open:
             again()
+
+    def _waited(self, queue: WaitingQueue, request: ServedRequest, entry: QueueEntry) -> None:
+        """It has waited as long as it may; one with credit gives that back."""
+        if not entry.is_open:
+            return
+        request.refused, request.queue_entry = "QUEUE_WAIT", None
+        queue.leave(entry, served=False)
+        if request.decision is None:
+            self._next_in_loop()
+            return
+        taker = self._named[request.decision.decode]
+        taker.engine.admission.cancel(Key(str(request.number)))
+        self._wake(taker)
 
     def _leave(self, queue: WaitingQueue, request: ServedRequest) -> None:
         if (entry := request.queue_entry) is not None:
@@ -340,7 +361,8 @@ class VirtualStack:
         if worker.name != request.decision.decode:
             return
         worker.num_legs -= 1
-        self._mean_output += _AVERAGE_WEIGHT * (request.num_output - self._mean_output)
+        if not request.refused:
+            self._mean_output += _AVERAGE_WEIGHT * (request.num_output - self._mean_output)
         self._queues.credit.call_first()
         self._next_in_loop()
 

@@ -50,7 +50,7 @@ class Machine(NamedTuple):
     max_sequences: int = 128
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     entry: TraceEntry
     at_s: float

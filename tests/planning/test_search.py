@@ -20,8 +20,8 @@ SHAPES = Path(__file__).resolve().parents[2] / "baton" / "planning" / "shapes"
 SLO = Slo(ttft_s=1.0, tpot_s=0.03)
 
 
-def ask(rate, slo=SLO, num=60, **options) -> search.Ask:
-    return search.Ask(drawn_entries(rate, Shape(1000, 40), num), rate, slo, 0.95, ("none",), ("auto",), **options)
+def ask(rate, slo=SLO, num=30, **options) -> search.Ask:
+    return search.Ask(drawn_entries(rate, Shape(1000, 20), num), rate, slo, 0.95, ("none",), ("auto",), **options)
 
 
 def found(rate, device="H100", **options):

@@ -89,6 +89,13 @@ def test_a_class_that_cannot_be_kept_is_refused():
     assert refused and refused <= {"TTFT_BUDGET", "TPOT_BUDGET", "QUEUE_FULL"}
 
 
+def test_who_waits_too_long_is_refused_and_gives_its_credit_back():
+    stack = make_stack(1, 1, max_num_seqs=4, num_blocks=200)
+    served = stack.run([TraceEntry(0.001 * number, 1200, 400) for number in range(200)])
+    check(stack, served)
+    assert "QUEUE_WAIT" in {request.refused for request in served}
+
+
 def test_prefixes_that_a_trace_shares_are_not_read_again():
     shared = [TraceEntry(0.5 * number, 1100, 8, (1, 2)) for number in range(6)]
     stack = make_stack(1, 1)

@@ -1,0 +1,1 @@
+"""Fleets that are served in simulated time."""

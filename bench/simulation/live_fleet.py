@@ -1,0 +1,500 @@
+"""The fleet of routing_fleet.py behind many gateways, while nodes die, Redis fails over, a rollout goes bad and the scaler works.
+
+Each gateway runs its own admission, queues and breakers, unchanged, and knows of workers what they reported up to REPORT_S ago and
+what it has sent them since; rates that it learns are those of all. Modelled beside what routing_fleet.py does: workers that die, and
+whose requests others continue once that is noticed; a version that fails every request; an index that is gone and comes back
+empty; workers that are added and drained. Not modelled: the network between gateways and workers.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.loadgen.summary import percentile
+from baton.loadgen.trace import TraceEntry
+from baton.planning.scaling.counters import FleetCounters
+from baton.planning.scaling.scaler import DECIDE_S, Scaler
+from baton.protocol import ROLES
+from baton.service.errors import Overloaded
+from baton.service.slo import Slo
+from bench.arms.routing_fleet import DecodeWorker, Fleet, Machine, PrefillWorker, Request, Worker
+from gateway.fleet.candidates import NUM_SEEN
+from gateway.link.worker_breaker import BreakerState, WorkerBreaker
+from gateway.prefix.prefix_matches import Matches, WorkerBits
+from gateway.queue.admission import AdmissionControl, QueuedRequest, QueueEntry, WaitingQueues, rank
+from gateway.queue.quotas import Reservation
+from gateway.routing.routing import Candidate, RoutingRequest, choose, shortlist
+
+REPORT_S = 0.5  # between two reports of a worker's load
+NOTICED_S = 2.0  # until a dead worker's silence is noticed
+FAILED_S = 0.05  # until a worker of the bad version has failed a request
+ANNOUNCE_S = 10.0  # in which all workers have told a new Redis what they hold
+RETRY_S, ASK_S = 0.25, 0.01
+MAX_REQUESTS = 100_000  # open in one gateway
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A user's request, and what became of it."""
+
+    entry: TraceEntry
+    number: int
+    gateway: int
+    first_s: float = 0.0
+    last_s: float = 0.0
+    num_done: int = 0  # tokens that the user has
+    num_attempts: int = 0
+    num_cached: int = 0  # of its last attempt
+    refused: str = ""
+    queue_entry: QueueEntry | None = None
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.refused or self.last_s)
+
+    def met(self, slo: Slo) -> bool:
+        at_s, num = self.entry.at_s, self.entry.num_output
+        tpot_s = (self.last_s - self.first_s) / (num - 1) if num > 1 else None
+        return not self.refused and slo.met(self.first_s - at_s, tpot_s, self.last_s - at_s)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt(Request):
+    """One try of it, on one or two workers; a dead one's events mean nothing any more."""
+
+    asked: Asked = field(kw_only=True)
+    names: tuple[str, ...] = ()
+    is_dead: bool = False
+
+
+class SimulatedGateway:
+    """What one gateway keeps."""
+
+    def __init__(self, number: int, clock):
+        self.number = number
+        self.admission = AdmissionControl(MAX_REQUESTS)
+        self.queues = WaitingQueues(MAX_REQUESTS, clock=clock)
+        self.breakers: dict[str, WorkerBreaker] = {}
+        self.sent: dict[str, tuple[float, int, int]] = {}  # worker -> the report since when, sequences, tokens
+        self.has_timer = False  # it asks again soon, for who waits
+
+    def breaker(self, name: str) -> WorkerBreaker:
+        if name not in self.breakers:
+            self.breakers[name] = WorkerBreaker()
+            self.breakers[name].note_work(0.0)
+        return self.breakers[name]
+
+
+class LiveFleet(Fleet):
+    """`serve(entries)`; what is to happen meanwhile is scheduled before."""
+
+    def __init__(self, num_workers: int, num_gateways: int, machine: Machine, slo: Slo, prefill_share: float = 0.5):
+        super().__init__(num_workers, machine, "auto", slo, prefill_share)
+        self.now = 0.0
+        self._index.masks = defaultdict(int)
+        self._gateways = [SimulatedGateway(number, lambda: self.now) for number in range(num_gateways)]
+        self._waiting_at: set[SimulatedGateway] = set()
+        self._attempts: dict[str, set[Attempt]] = defaultdict(set)
+        self._reports: dict[str, tuple[float, int, int]] = {}
+        self._dead: set[str] = set()
+        self._bad: set[str] = set()
+        self._starting: Counter[str] = Counter()
+        self._numbers = itertools.count(num_workers)
+        self._index_is_down = False
+        self._minute: list[Asked] = []
+        self._ended: list[Asked] = []
+        self.num_failures = Counter[str]()  # attempts that failed, by what of
+        self.worker_s = 0.0
+        self.sizes: list[tuple[float, int, int]] = []  # time, workers of each role
+        self._num_open, self._asked_s = 0, 0.0
+        self._reservations: dict[int, Reservation] = {}
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    # ---- what happens ----
+
+    def serve(self, entries: Sequence[TraceEntry]) -> list[Asked]:
+        """Serve all requests, each through a gateway drawn by chance."""
+        asked = [Asked(entry, number, self._rng.randrange(len(self._gateways))) for number, entry in enumerate(entries)]
+        self._num_open = len(asked)
+        arrivals = iter(asked)
+
+        def come(now: float, one: Asked) -> None:
+            self._arrive_next(arrivals, come)
+            self._come(one)
+
+        self._arrive_next(arrivals, come)
+        while self._events and self._num_open:
+            self.now, _, event = heapq.heappop(self._events)
+            event(self.now)
+        return asked
+
+    def _arrive_next(self, arrivals, arrive) -> None:
+        if (one := next(arrivals, None)) is not None:
+            self._at(one.entry.at_s, lambda now: arrive(now, one))
+
+    def kill_at(self, at_s: float, num: int) -> None:
+        """As many workers die at once, with all that runs there."""
+        self._at(at_s, lambda now: [self._die(worker) for worker in self._rng.sample(self._workers, num)])
+
+    def lose_redis_at(self, at_s: float, for_s: float) -> None:
+        """The index is gone, and comes back empty."""
+        self._at(at_s, lambda now: setattr(self, "_index_is_down", True))
+        self._at(at_s + for_s, lambda now: self._redis_is_back())
+
+    def roll_out_at(self, at_s: float, num: int, until_s: float) -> None:
+        """As many workers are replaced by a version that fails whatever it is asked, until that is rolled back."""
+
+        def begin(now: float) -> None:
+            self._bad = {worker.name for worker in self._rng.sample(self._workers, num)}
+
+        self._at(at_s, begin)
+        self._at(until_s, lambda now: self._bad.clear())
+
+    def scale_by(self, scaler: Scaler, start_s: float) -> None:
+        """Let the scaler decide each minute, and carry it out."""
+        self._at(DECIDE_S, lambda now: self._scale(scaler, start_s))
+
+    # ---- a gateway ----
+
+    def _come(self, one: Asked) -> None:
+        gateway = self._gateways[one.gateway]
+        self._minute.append(one)
+        self._reservations[one.number] = gateway.admission.enter(str(one.number), "")
+        try:
+            alone_s = self._workers[0].rates._fleet.pace(self.now).prefill_s(one.entry.num_prompt)
+            gateway.queues.check(self._queued(one), alone_s)
+        except Overloaded as error:
+            one.refused = error.reason
+            self._over(one)
+            return
+        self._try(one)
+
+    def _try(self, one: Asked) -> None:
+        """Route, and send; wait in the gateway's queue where the chosen worker is full."""
+        gateway, entry = self._gateways[one.gateway], one.entry
+        is_waiting = one.queue_entry is not None
+        if not is_waiting and not gateway.queues.credit.is_open_to(""):
+            self._wait(gateway, one)
+            return
+        left = TraceEntry(
+            self.now, entry.num_prompt + one.num_done, max(1, entry.num_output - one.num_done), entry.hash_ids
+        )
+        attempt = Attempt(left, self.now, one.number, asked=one)
+        decision = attempt.decision = self._route_by(gateway, attempt)
+        if not is_waiting and not one.num_attempts:
+            try:
+                self._queued(one).check(decision, gateway.queues.prefill.wait_s(self._queued(one)))
+            except Overloaded as error:
+                one.refused = error.reason
+                self._over(one)
+                return
+        taker = self._named[decision.decode]
+        if taker.num_sequences >= self._machine.max_sequences and decision.decode not in self._dead | self._bad:
+            self._wait(gateway, one)
+            return
+        self._leave(gateway, one)
+        self._send(gateway, attempt)
+
+    def _send(self, gateway: SimulatedGateway, attempt: Attempt) -> None:
+        one, decision = attempt.asked, attempt.decision
+        one.num_attempts += 1
+        names = attempt.names = tuple(name for name in (decision.prefill, decision.decode) if name)
+        if failing := [name for name in names if name in self._dead or name in self._bad]:
+            took_s = NOTICED_S if failing[0] in self._dead else FAILED_S
+            self._at(self.now + took_s, lambda now: self._failed(gateway, attempt, failing[0]))
+            return
+        for name in names:
+            self._attempts[name].add(attempt)
+            self._count_sent(gateway, name, attempt)
+        taker = self._named[decision.decode]
+        taker.num_sequences += 1
+        taker.recent.add(decision.write_s, self.now)
+        attempt.is_local = decision.local
+        if decision.local:
+            self._read_here(attempt, taker, self.now)
+        else:
+            self._read_there(attempt, self._named[decision.prefill], taker, self.now)
+
+    def _failed(self, gateway: SimulatedGateway, attempt: Attempt, name: str) -> None:
+        gateway.breaker(name).note_failure(self.now)
+        self.num_failures["rollout" if name in self._bad else "death"] += 1
+        self._try(attempt.asked)
+
+    def _wait(self, gateway: SimulatedGateway, one: Asked) -> None:
+        self._waiting_at.add(gateway)
+        if one.queue_entry is None:
+            one.queue_entry = gateway.queues.credit.join(
+                self._queued(one), lambda: self._at(self.now + 0.001, lambda now: self._again(one))
+            )
+            self._at(
+                self.now + QueuedRequest(0.0).max_wait_s, lambda now, entry=one.queue_entry: self._waited(one, entry)
+            )
+        else:
+            gateway.queues.credit.refused(one.queue_entry)
+        if not gateway.has_timer:
+            gateway.has_timer = True
+            self._at(self.now + RETRY_S, lambda now: self._retry(gateway))
+
+    def _retry(self, gateway: SimulatedGateway) -> None:
+        gateway.has_timer = False
+        gateway.queues.credit.call_first()
+
+    def _again(self, one: Asked) -> None:
+        if one.queue_entry is not None and one.queue_entry.is_open:
+            self._try(one)
+
+    def _waited(self, one: Asked, entry: QueueEntry) -> None:
+        """It has waited as long as it may."""
+        if entry.is_open:
+            one.refused = "QUEUE_WAIT"
+            self._over(one)
+
+    def _leave(self, gateway: SimulatedGateway, one: Asked) -> None:
+        if one.queue_entry is not None:
+            entry, one.queue_entry = one.queue_entry, None
+            gateway.queues.credit.leave(entry)
+            if not len(gateway.queues):
+                self._waiting_at.discard(gateway)
+
+    def _queued(self, one: Asked) -> QueuedRequest:
+        order = rank(one.entry.at_s, self._slo, 0)
+        return QueuedRequest(order, one.entry.num_prompt, self._slo, tenant="", num_expected=self._mean_output)
+
+    def _over(self, one: Asked) -> None:
+        gateway = self._gateways[one.gateway]
+        self._leave(gateway, one)
+        gateway.admission.leave(str(one.number), self._reservations.pop(one.number), 0)
+        self._ended.append(one)
+        self._num_open -= 1
+
+    def _serve_waiting(self, now: float) -> None:
+        """A worker may have room: whoever waits may ask, but not at every step of every worker."""
+        if self._waiting_at and now - self._asked_s >= ASK_S:
+            self._asked_s = now
+            for gateway in sorted(self._waiting_at, key=lambda gateway: gateway.number):
+                gateway.queues.credit.call_first()
+
+    # ---- what a gateway knows ----
+
+    def _route_by(self, gateway: SimulatedGateway, attempt: Attempt):
+        entry = attempt.entry
+        matches = Matches() if self._index_is_down else self._index.lookup(entry.hash_ids)
+
+        def side(workers: list, kind: type) -> list[Candidate]:
+            holders = (worker for worker in itertools.islice(matches, NUM_SEEN) if isinstance(worker, kind))
+            usable = shortlist(holders, workers, lambda worker: self._takes(gateway, worker), self._rng) or workers[:1]
+            return [self._seen(gateway, worker, worker.in_tokens(matches.get(worker), entry)) for worker in usable]
+
+        ask = RoutingRequest(entry.num_prompt, entry.num_prompt + 1, self._mean_output, self._slo)
+        return choose(ask, side(self.prefill, PrefillWorker), side(self.decode, DecodeWorker), self._split)
+
+    def _takes(self, gateway: SimulatedGateway, worker: Worker) -> bool:
+        breaker = gateway.breakers.get(worker.name)
+        return breaker is None or breaker.state is BreakerState.CLOSED or breaker.takes(self.now, 0, True)
+
+    def _seen(self, gateway: SimulatedGateway, worker: Worker, num_matched: int) -> Candidate:
+        at, num_sequences, num_tokens = self._report(worker)
+        since, own, own_tokens = gateway.sent.get(worker.name, (at, 0, 0))
+        if since < at:
+            own = own_tokens = 0
+        return worker.candidate(num_matched, self.now)._replace(
+            num_sequences=num_sequences + own, num_waiting_tokens=num_tokens + own_tokens
+        )
+
+    def _report(self, worker: Worker) -> tuple[float, int, int]:
+        found = self._reports.get(worker.name)
+        if found is None or self.now - found[0] >= REPORT_S:
+            found = self._reports[worker.name] = self.now, worker.num_sequences, worker.num_waiting_tokens
+        return found
+
+    def _count_sent(self, gateway: SimulatedGateway, name: str, attempt: Attempt) -> None:
+        at = self._reports.get(name, (self.now, 0, 0))[0]
+        since, num, num_tokens = gateway.sent.get(name, (at, 0, 0))
+        if since < at:
+            num = num_tokens = 0
+        gateway.sent[name] = at, num + 1, num_tokens + attempt.entry.num_prompt
+
+    # ---- a worker ----
+
+    def _join(self, request: Attempt, worker: DecodeWorker, now: float) -> None:
+        if not request.is_dead:
+            super()._join(request, worker, now)
+
+    def _end(self, request: Attempt, worker: DecodeWorker, now: float) -> None:
+        if request.is_dead:
+            return
+        super()._end(request, worker, now)
+        one = request.asked
+        self._forget(request)
+        one.first_s = one.first_s or request.first_s
+        one.num_cached = request.num_cached
+        one.last_s, one.num_done = max(now, one.first_s), one.entry.num_output
+        for name in request.names:
+            if (breaker := self._gateways[one.gateway].breakers.get(name)) is not None:
+                breaker.note_success(request.at_s)
+        self._over(one)
+
+    def _forget(self, attempt: Attempt) -> None:
+        for name in attempt.names:
+            self._attempts[name].discard(attempt)
+
+    def _die(self, worker: Worker) -> None:
+        self._dead.add(worker.name)
+        worker.keep = lambda hash_ids: None  # nothing more is written there
+        if isinstance(worker, DecodeWorker):
+            worker.advance(self.now)
+            left = {request: steps - worker.steps for steps, _, request in worker.ends}
+            worker.version += 1  # its next event means nothing
+        else:
+            left = {}
+            worker.queue.clear()
+        lost = sorted(self._attempts.pop(worker.name, ()), key=lambda attempt: attempt.number)
+        for attempt in lost:
+            attempt.is_dead = True
+            self._give_back(attempt, worker)
+            one = attempt.asked
+            if attempt.first_s and attempt.first_s <= self.now:
+                one.first_s = one.first_s or attempt.first_s
+                done = attempt.entry.num_output - math.ceil(left.get(attempt, attempt.entry.num_output - 1))
+                one.num_done = min(one.num_done + max(1, done), one.entry.num_output - 1)
+        self._at(self.now + NOTICED_S, lambda now: self._notice(worker, lost))
+
+    def _give_back(self, attempt: Attempt, dead: Worker) -> None:
+        """What the attempt has on the worker that lives."""
+        self._forget(attempt)
+        for name in attempt.names:
+            worker = self._named[name]
+            if worker is dead or name in self._dead:
+                continue
+            if isinstance(worker, DecodeWorker):
+                worker.num_sequences -= 1
+                worker.advance(self.now)
+                worker.ends = [entry for entry in worker.ends if entry[2] is not attempt]
+                heapq.heapify(worker.ends)
+                self._plan(worker, self.now)
+
+    def _notice(self, worker: Worker, lost: Sequence[Attempt]) -> None:
+        self._remove(worker)
+        for attempt in lost:
+            self.num_failures["death"] += 1
+            self._try(attempt.asked)
+
+    def _remove(self, worker: Worker) -> None:
+        """It is routed to no more."""
+        for workers in (self.prefill, self.decode, self._workers):
+            if worker in workers:
+                workers.remove(worker)
+        self._place()
+
+    def _place(self) -> None:
+        self._index.places = WorkerBits.of({worker.number: worker for worker in self._workers})
+
+    def _redis_is_back(self) -> None:
+        self._index_is_down = False
+        self._index.masks = masks = defaultdict(int)
+
+        def announce(worker: Worker) -> None:
+            for hash_id in worker._blocks:
+                masks[hash_id] |= 1 << worker.number
+
+        for worker in self._workers:
+            worker._index.masks = masks
+            self._at(self.now + self._rng.uniform(0, ANNOUNCE_S), lambda now, worker=worker: announce(worker))
+
+    # ---- the scaler ----
+
+    def _scale(self, scaler: Scaler, start_s: float) -> None:
+        serving = {"prefill": len(self.prefill), "decode": len(self.decode)}
+        self.sizes.append((self.now, *serving.values()))
+        self.worker_s += DECIDE_S * (sum(serving.values()) + self._starting.total())
+        came, self._minute = self._minute, []
+        ended, self._ended = self._ended, []
+        read = [one.entry.num_prompt for one in came]
+        written = [one.entry.num_output for one in came]
+        seen = FleetCounters(
+            self.now, len(came) / DECIDE_S, sum(read) / len(read) if read else math.nan,
+            sum(written) / len(written) if written else math.nan,
+            sum(len(gateway.queues) for gateway in self._gateways),
+            percentile([one.first_s - one.entry.at_s for one in ended if not one.refused], 95),
+            serving=serving, starting={role: self._starting[role] for role in ROLES},
+        )  # fmt: skip
+        decision = scaler.decide(seen)
+        for change in decision.changes(seen.serving, seen.starting) if decision is not None else ():
+            role = change.next_role or change.role
+            if change.kind != "start":
+                self._drain(change.role, change.number)
+            if change.kind != "drain":
+                self._start(role, change.number, start_s)
+        self._at(self.now + DECIDE_S, lambda now: self._scale(scaler, start_s))
+
+    def _start(self, role: str, num: int, start_s: float) -> None:
+        self._starting[role] += num
+        self._at(self.now + start_s, lambda now: self._join_fleet(role, num))
+
+    def _join_fleet(self, role: str, num: int) -> None:
+        self._starting[role] -= num
+        kind, workers = (PrefillWorker, self.prefill) if role == "prefill" else (DecodeWorker, self.decode)
+        for _ in range(num):
+            number = next(self._numbers)
+            worker = kind(number, f"{role[0]}{number:04}", self._machine, self._index, self._workers[0].rates._fleet)
+            workers.append(worker)
+            self._workers.append(worker)
+            self._named[worker.name] = worker
+            if isinstance(worker, DecodeWorker):
+                worker.at_s = self.now
+        self._place()
+        self._serve_waiting(self.now)
+
+    def _drain(self, role: str, num: int) -> None:
+        """The least loaded go; what runs there ends there."""
+        workers = sorted(getattr(self, role), key=lambda worker: worker.num_sequences + worker.num_waiting_tokens)
+        for worker in workers[:num]:
+            self._remove(worker)
+
+
+class MachineModel:
+    """The load model of a Machine, for the scaler."""
+
+    def __init__(self, machine: Machine, slo: Slo):
+        self._machine = machine
+        step_s, each_s = machine.step_s, machine.sequence_s
+        most = machine.max_sequences if slo.tpot_s is None else int((slo.tpot_s - step_s) / each_s)
+        self._num = max(1, min(most, machine.max_sequences))
+
+    def read_s(self, prompt_tokens: float) -> float:
+        return self._machine.prompt_s + prompt_tokens * self._machine.token_s
+
+    def write_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        return output_tokens * self.token_s(self._num, prompt_tokens) / self._num
+
+    def token_s(self, num_streams: float, context: float) -> float:
+        return self._machine.step_s + self._machine.sequence_s * num_streams
+
+
+def met_between(asked: Sequence[Asked], slo: Slo, begin_s: float, end_s: float) -> float:
+    """Return the share of requests that came in this time and met the SLO; nan of none."""
+    found = [one.met(slo) for one in asked if begin_s <= one.entry.at_s < end_s]
+    return sum(found) / len(found) if found else math.nan
+
+
+def drawn_load(
+    rate_at, until_s: float, shape: tuple[int, int], seed: int = 0, num_prefixes: int = 40
+) -> list[TraceEntry]:
+    """Return requests at a rate that changes over time (a function of the second), whose prompts share prefixes."""
+    rng, at_s, found = random.Random(seed), 0.0, []
+    prompt, output = shape
+    while True:
+        at_s += rng.expovariate(max(1e-6, rate_at(at_s)))
+        if at_s >= until_s:
+            return found
+        num = max(1, round(prompt * rng.uniform(0.5, 1.5)))
+        group = rng.randrange(num_prefixes)
+        ids = (group, *(1_000_000 + len(found) * 1000 + place for place in range(max(0, num // 512 - 1))))
+        found.append(TraceEntry(at_s, num, max(1, round(output * rng.uniform(0.5, 1.5))), ids))
