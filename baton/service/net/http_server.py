@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from baton import tasks
 from baton.service.net.host_names import HostNames
 from baton.service.net.server import HANDSHAKE_S, MAX_METADATA_BYTES, listening_socket, num_descriptors
 from baton.service.security.guard import MAX_METADATA_PAIRS
@@ -189,7 +190,7 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections. Not as uvicorn would: connections count here from before their TLS handshake on."""
         self.servers = []
-        self._accepting = asyncio.create_task(self._accept(), name="http accept")
+        self._accepting = tasks.start("http accept", self._accept)
         self.started = True
 
     async def main_loop(self) -> None:
