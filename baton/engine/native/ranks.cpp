@@ -5,6 +5,8 @@
 // a rank is lost; nobody measures time here: a thread of every process watches the others (baton/engine/ranks).
 #include "ranks.h"
 
+#include <chrono>
+
 #ifdef __linux__
 #include <climits>
 #include <ctime>
@@ -25,6 +27,8 @@ using Word = std::atomic<uint32_t>;
 struct Own {
   Word turn;
   Word sleepers;
+  uint64_t beats;      // collectives.py counts them
+  uint64_t waited_ns;  // for others, since the start; this rank alone writes it
 };
 
 Word& lost(const Ranks& ranks) { return *reinterpret_cast<Word*>(ranks.memory); }
@@ -81,8 +85,10 @@ bool meet(Ranks& ranks, const void* own, int64_t num_bytes) {
   Own& mine = own_of(ranks, ranks.rank);
   mine.turn.store(uint32_t(ranks.turn));
   if (mine.sleepers.load()) wake_all(mine.turn);
+  const auto begun = std::chrono::steady_clock::now();
   for (int64_t rank = 0; rank < ranks.degree; ++rank)
     if (rank != ranks.rank && !wait_for(ranks, own_of(ranks, rank))) return false;
+  mine.waited_ns += (std::chrono::steady_clock::now() - begun).count();
   return true;
 }
 

@@ -13,7 +13,7 @@ CAPACITY = (
     1 << 20
 )  # bytes that a rank says in one turn: with those of a second rank they stay in the second-level cache
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # of native/vector.h
-LOST, BEAT = 0, 8  # bytes into the first line, and into a rank's
+LOST, BEAT, WAITED = 0, 8, 16  # bytes into the first line, and into a rank's
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -81,6 +81,11 @@ class Collectives:
     def beat_of(self, rank: int) -> int:
         """Return how often a rank has said so."""
         return int(self._beat(rank))
+
+    def waited_s(self, rank: int) -> float:
+        """Return for how long a rank has waited for the others in all its turns."""
+        words = self._words.view(torch.int64)
+        return int(words[(LINE * (1 + rank) + WAITED) // 8]) / 1e9
 
     def lose(self) -> None:
         """Let every wait of every rank end."""

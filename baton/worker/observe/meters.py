@@ -58,6 +58,7 @@ class WorkerMeters:
             Gauge("baton_utilisation", "achieved rate over the device's limit", self._utilisation, "limit"),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
+            Count("baton_rank_wait_seconds", "time that a rank has waited for others", self._waits, "rank"),
             Count("baton_denied", "denied calls", lambda: num_denied, "method", "reason"),
         )
 
@@ -100,6 +101,13 @@ class WorkerMeters:
             "bandwidth": self._cost.bytes_per_s(rates) / self._roofline.bytes_per_s,
             "flops": self._cost.flops_per_s(rates) / self._roofline.flops_per_s,
         }
+
+    def _waits(self) -> dict[str, float]:
+        """The rank that others wait for is the one that waits least."""
+        if (ranks := self._engine.ranks) is None:
+            return {}
+        ends = ranks.collectives
+        return {str(rank): ends.waited_s(rank) for rank in range(ends.shard.degree)}
 
     def _memory(self) -> dict[str, float]:
         mirror = self._pool.num_mirror_bytes

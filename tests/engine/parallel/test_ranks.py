@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from baton.engine.parallel.collectives import RankLost
 from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
 from tests.support.models import make_model
+from tests.support.native.ranked import collectives_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
 NUM_TOKENS = 24
@@ -105,6 +107,19 @@ def test_ranks_that_have_some_experts_each(tmp_path):
         assert engine.ranks.num_bytes == [own] and own < whole * 0.6
     finally:
         engine.ranks.close()
+
+
+def test_the_rank_that_is_late_has_not_waited():
+    """The other has, for as long."""
+    first, second = collectives_of(2)
+    part = torch.ones(1, 16)
+    early = threading.Thread(target=lambda: first.sum(part, torch.float32))
+    early.start()
+    time.sleep(0.2)  # it has come and waits
+    assert second.sum(part, torch.float32).eq(2).all()
+    early.join()
+    for end in (first, second):
+        assert end.waited_s(0) > end.waited_s(1) > 0
 
 
 def test_a_rank_that_ends_at_its_start(folder, monkeypatch):
