@@ -5,8 +5,8 @@ import torch
 from baton.engine.core.batch import ForwardBatch, SeqSlice
 
 # The least of each number of rows for which linear kernels have tiles of their own, or (257 of 4,096 outputs, 513 of
-# 2,048) add up leaves in one go; the most follow.
-CHUNKS = (1, 2, 17, 33, 65, 129, 257, 513)
+# 2,048, 1,025 of 1,024, and so on) add up leaves in one go; the most follow.
+CHUNKS = (1, 2, 17, 33, 65, 129, 257, 513, 1025, 2049, 4097)
 SPLIT_CONTEXT = 1024  # positions, of which every form of attention makes several splits
 
 

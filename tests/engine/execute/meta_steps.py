@@ -36,7 +36,7 @@ from baton.engine.weights.forms import DenseWeight, Fp8Weight, IntWeight, Weight
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import KVLayout
 
-META, BLOCK_SIZE, NUM_TOKENS, NUM_SEQS, CONTEXT = torch.device("meta"), 32, 2048, 64, 8192
+META, BLOCK_SIZE, NUM_TOKENS, NUM_SEQS, CONTEXT = torch.device("meta"), 32, 8192, 64, 8192
 PARAMS = (
     SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1),
 )  # fmt: skip
@@ -183,7 +183,7 @@ def step_of(chunks: list[tuple[int, int]]) -> ForwardBatch:
 
 def trace(seed: int) -> list[ForwardBatch]:
     """Return steps as serving has them: decode of some sequences, chunks of any length alone, both together, and
-    proposals that are verified."""
+    proposals that are verified; a chunk of each size that tiles are chosen by."""
     draw, steps = random.Random(seed), []
     for _ in range(16):
         decode = [(1, draw.randrange(2, CONTEXT)) for _ in range(draw.randrange(0, NUM_SEQS))]
@@ -192,7 +192,8 @@ def trace(seed: int) -> list[ForwardBatch]:
         if decode or chunk:
             steps.append(step_of([*decode, *chunk]))
     verified = [[(width, draw.randrange(width, CONTEXT))] * count for width in (2, 5) for count in (1, 16)]
-    return [*steps, *map(step_of, verified)]
+    chunks = [[(size, size)] for size in (100, 200, 400, 700, 1300, 2500, 5000)]
+    return [*steps, *map(step_of, [*verified, *chunks])]
 
 
 @dataclass(frozen=True)
