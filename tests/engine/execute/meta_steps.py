@@ -22,7 +22,7 @@ from baton.engine import kernels
 from baton.engine.attention import triton_paged
 from baton.engine.attention.base import AttentionShape
 from baton.engine.core.batch import ForwardBatch, SeqSlice
-from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from baton.engine.core.model_spec import LatentSpec, LayerSpec, ModelSpec, NormSpec, RopeSpec
 from baton.engine.execute.inputs import StepInputs, StepShape
 from baton.engine.execute.warm_up import warm_steps
 from baton.engine.kv.pool import KVPool
@@ -216,6 +216,38 @@ class Setup:
         return self.run(recorder, warm_steps(NUM_TOKENS, NUM_SEQS, self.pool.num_blocks, BLOCK_SIZE))
 
 
+def torch_layers(recorder: Recorder) -> dict[str, dict]:
+    """Steps of what torch runs between Triton's products and attention: latent rows (of DeepSeek V3's sizes, 16 heads), and
+    attention sinks. Experts are counted on the host, and so not here."""
+    rope, found = RopeSpec("default", 1e4, CONTEXT, CONTEXT), {}
+    latent = dict(
+        latent=LatentSpec(512, 64, 128, 128, 1536), num_heads=16, num_kv_heads=1, head_dim=576, attention_scale=0.07,
+        ropes=(replace(rope, rotary_dim=64),),
+    )  # fmt: skip
+    sinks = dict(
+        sinks=True, num_heads=64, num_kv_heads=8, head_dim=64, activation="clamped_swiglu", swiglu_alpha=1.7,
+        swiglu_limit=7.0, qkv_bias=True, output_bias=True, ropes=(rope,),
+    )  # fmt: skip
+    for name, given in (("latent", latent), ("sinks", sinks)):
+        spec = replace(make_spec("256", CONTEXT), **given)
+        for exact in (True, False):
+            backend = triton_paged.TritonAttention if exact else triton_paged.FastTritonAttention
+            shape = AttentionShape(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16, META, "bf16",
+                BLOCK_SIZE, given_scale=spec.attention_scale, sinks=spec.sinks,
+            )  # fmt: skip
+            make = GpuChoice("auto", exact, torch.bfloat16, META)
+            ropes = [Rope(spec.ropes[0], spec.head_dim, CONTEXT).to(META)]
+            model = Model(spec, torch.bfloat16, MetaSource("bf16"), make, backend(shape), ropes)
+            pool = KVPool(KVLayout((model.kv_group("bf16", BLOCK_SIZE),)), CONTEXT // BLOCK_SIZE, device=META)
+            inputs = StepInputs(META, StepShape(NUM_TOKENS, NUM_TOKENS, NUM_SEQS, CONTEXT // BLOCK_SIZE + 1))
+            setup = Setup(model, pool, inputs)
+            warmed = setup.warm_up(recorder).keys()
+            cold = sorted(setup.run(recorder, trace(exact)).keys() - warmed)
+            found[f"{name} {exact}"] = {"layers": model.layers_name, "warm": len(warmed), "cold": cold}
+    return found
+
+
 def launches_of_rounding(recorder: Recorder) -> dict[str, int]:
     """Return the launches of a step of 2,048 tokens, two layers, by the form of weights: none of its sums is in segments."""
     found = {}
@@ -293,7 +325,8 @@ def main() -> None:
                 "cold": sorted(served.keys() - warmed.keys()),
             }  # fmt: skip
         steps, rounding = launches_of_steps(recorder), launches_of_rounding(recorder)
-    json.dump({"models": found, "steps": steps, "rounding": rounding}, sys.stdout)
+        others = torch_layers(recorder)
+    json.dump({"models": found, "steps": steps, "rounding": rounding, "torch": others}, sys.stdout)
 
 
 if __name__ == "__main__":

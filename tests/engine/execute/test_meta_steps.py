@@ -52,6 +52,12 @@ def test_the_warm_up_covers_what_a_serving_trace_asks_for(found):
     assert not cold, f"{sum(map(len, cold.values()))} variants: {next(iter(cold.items()))}"
 
 
+def test_latent_attention_and_sinks_are_launched_and_warmed_as_well(made):
+    found = made["torch"]
+    assert len(found) == 4 and all(each["layers"] == "torch" and each["warm"] >= 8 for each in found.values()), found
+    assert not {name: each["cold"] for name, each in found.items() if each["cold"]}
+
+
 AGAIN = "run TRITON_INTERPRET=0 python -m tests.engine.kernels.kernel_resources, and look at what has changed"
 
 
