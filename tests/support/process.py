@@ -144,6 +144,12 @@ class Process:
         return self.popen.returncode
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started and that live."""
+    lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [int(each) for text in lists for each in text.split()]
+
+
 def node() -> str:
     """Path of node, with the pinned packages of the clients in tests/clients/node installed beside them."""
     node, npm = shutil.which("node"), shutil.which("npm")

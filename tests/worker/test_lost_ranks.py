@@ -11,7 +11,7 @@ import pytest
 from baton.engine import native
 from tests.support.models import make_model
 from tests.support.pace import patience
-from tests.support.process import Process
+from tests.support.process import Process, children
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
 OPTIONS = ("--num-blocks", "64", "--threads", "1", "--tensor-parallel", "2")
@@ -20,12 +20,6 @@ OPTIONS = ("--num-blocks", "64", "--threads", "1", "--tensor-parallel", "2")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def children(pid: int) -> list[int]:
-    return [
-        int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
-    ]
 
 
 def is_gone(pid: int) -> bool:

@@ -1,5 +1,8 @@
 """Prefill and decode workers that keep KV in other blocks, in another form, or in other numbers of ranks."""
 
+import itertools
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -7,8 +10,9 @@ import pytest
 
 from tests.e2e.conftest import GATEWAY_OPTIONS, OPTIONS
 from tests.support import bare
-from tests.support.client import Client
-from tests.support.process import Process
+from tests.support.client import Client, gather
+from tests.support.process import Process, children
+from tests.support.stack import SLOW_STEPS
 
 MAX_TOKENS = 10
 EOS = (0, 4)
@@ -56,6 +60,31 @@ def test_other_numbers_of_ranks_are_token_for_token_the_whole_run(run_stack, mod
             for choice, wanted in whole.items():
                 assert reply.choices[choice].token_ids == wanted.token_ids
         client.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_lost_rank_go_on_in_another_number_of_ranks(run_stack, model, prompts, how):
+    """Two ranks lose one in mid stream: a worker of one process, of the same class, goes on with every token."""
+    engine = bare.load_engine(model, num_blocks=160, threads=1)
+    workers = {"decode_options": ("--tensor-parallel", "2"), "unlike_decode": [()]}
+    options = {"options": (*OPTIONS, "--strict-numerics"), **workers}
+    asked = [(prompts(40 + index), {"seed": index, "temperature": 0.9, "max_tokens": 60}) for index in range(4)]
+    with run_stack(f"lost{how}", gateway_options=GATEWAY_OPTIONS, **options) as stack:
+        client, lost = Client(stack.target), stack.decode[0]
+        with stack.armed(SLOW_STEPS):
+            streams = [client.stream(prompt_ids, **fields) for prompt_ids, fields in asked]
+            begun = [list(itertools.islice(stream, 5)) for stream in streams]
+            (rank,) = children(lost.pid)
+            os.kill(rank, how)
+            replies = [gather(itertools.chain(*both)) for both in zip(begun, streams, strict=True)]
+        assert lost.wait() == 1 and "so this worker ends with all its ranks" in lost.text()
+        lost.killed = True
+        client.close()
+    assert "num_attempts=2" in stack.gateways[0].text()
+    for index, ((prompt_ids, fields), reply) in enumerate(zip(asked, replies, strict=True)):
+        whole = bare.run(engine, [bare.make_request(str(index), prompt_ids, eos_ids=EOS, **fields)])[str(index)]
+        assert reply.token_ids == whole[0].token_ids
 
 
 def test_up_with_unlike_roles_answers(model, prompts, tmp_path):
