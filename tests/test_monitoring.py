@@ -1,5 +1,6 @@
 """deploy/prometheus and deploy/grafana: every query names metrics and labels that the code has, none is forgotten."""
 
+import asyncio
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from starlette.requests import Request
 
 from baton.loadgen import plot
 from baton.service.observe import bound
@@ -80,7 +82,8 @@ def test_a_phase_has_one_name_and_colour_everywhere():
     spent = dict.fromkeys(PHASES, 1.0)
     drawn = re.findall(r'fill="(#\w+)"><title>(\w+) ', plot.stack(spent, "ms", COLORS))
     assert {name: color for color, name in drawn} == COLORS
-    gateway_page = pages(SimpleNamespace())["/"]({}).body.decode()
+    request = Request({"type": "http", "headers": []})
+    gateway_page = asyncio.run(pages(SimpleNamespace())["/"](request)).body.decode()
     (inside,) = re.findall(r"^const PHASE_COLORS = (.*);$", gateway_page, re.MULTILINE)
     assert json.loads(inside) == COLORS
 

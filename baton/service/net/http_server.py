@@ -1,7 +1,6 @@
 """A port of HTTP: uvicorn, in this process and its event loop, with bounds on connections and heads."""
 
 import asyncio
-import contextlib
 import ctypes
 import logging
 import socket
@@ -28,7 +27,7 @@ _FLUSH_S = 5.0  # for a client to read the end of its last answer
 _IDLE_S = 75  # of a connection between two requests: longer than clients keep one, so that they close it first
 _STOP_S = 1
 _PORT_SHARE = 6  # of the descriptors; gRPC's ports take a third each
-_TICK_S = 1.0  # between two looks at the clock, for the Date header
+_DATE_S = 1.0  # between two looks at the clock
 _BACKLOG = 2048
 _ACCEPT_PAUSE_S = 0.05  # where there are no descriptors left
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 128 << 10  # glibc's default, before it adapts
@@ -165,46 +164,33 @@ class HttpServer(uvicorn.Server):
         self.refuse_head = refuse_head
         self.waiting: dict[HttpConnection, None] = {}  # between requests or amid a head; the longest first
         self._max_connections = max_connections or num_descriptors() // _PORT_SHARE
-        self._stopping = asyncio.Event()
         self._opening: set[asyncio.Task] = set()  # connections, TLS handshakes among them
-        self._running: asyncio.Task | None = None
+        self._running: list[asyncio.Task] = []
 
     def start(self) -> None:
         """Begin to serve."""
         if self._tls:
             _map_buffers()
-        self._running = asyncio.create_task(self.serve(), name="http")
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        self.servers = []
+        # uvicorn's own task could fail unseen, wakes ten times a second, and counts a connection only after its
+        # TLS handshake.
+        self._running = [tasks.start("http accept", self._accept), tasks.start("http date", self._date)]
 
     async def stop(self) -> None:
         """End what still runs, and the port with it."""
         self._listener.close()
-        if self._running is not None:
-            self.should_exit = True
-            self._stopping.set()
-            await self._running
-
-    def capture_signals(self) -> contextlib.AbstractContextManager:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Leave signals to the process."""
-        return contextlib.nullcontext()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections. Not as uvicorn would: connections count here from before their TLS handshake on."""
-        self.servers = []
-        self._accepting = tasks.start("http accept", self._accept)
-        self.started = True
-
-    async def main_loop(self) -> None:
-        """Wait for the end. uvicorn's own loop wakes ten times a second."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
-                    await self._stopping.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._accepting.cancel()
-        for task in self._opening:
+        for task in (*self._running, *self._opening):
             task.cancel()
-        await super().shutdown(sockets)
+        if self._running:
+            await self.shutdown()
+
+    async def _date(self) -> None:
+        """Keep the Date header right."""
+        while True:
+            await self.on_tick(0)
+            await asyncio.sleep(_DATE_S)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,9 @@ from tests.support.killing import Killed, kill, our_tasks, waits_for_children
 from tests.support.models import make_model
 from tests.support.worker.scripted import Pair, Session, make_spec, run, run_worker
 
-SUPERVISED = {"loads", "index events", "ledger watch", "registration", "KV accepting", "lease reaper", "http accept"}
+SUPERVISED = {
+    "loads", "index events", "ledger watch", "registration", "KV accepting", "lease reaper", "http accept", "http date",
+}  # fmt: skip
 GROUPS = {"reports", "registrations"}  # wait for supervised tasks, and do nothing else
 REPLACED = {"session reader", "session writer"}  # their session ends, and its gateway opens another
 _names = itertools.count()
