@@ -35,7 +35,7 @@ def compiled(kernel, pointers: dict[str, str], constants: dict, capability: int,
     made = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "enable_fp_fusion": fusion}
     )
-    found = set(re.findall(r"wgmma\.mma_async\S*|mma\.sync\S*", made.asm["ptx"]))
+    found = set(re.findall(r"wgmma\.mma_async\S*|mma\.sync\S*|tcgen05\.mma\.\S*", made.asm["ptx"]))
     return {"products": sorted(found), "shared": made.metadata.shared, "bytes": len(made.asm["cubin"])}
 
 
@@ -97,7 +97,7 @@ def draw(kernel, capability: int, warps: int, constants: dict):
 
 def main() -> None:
     made = {}
-    for capability in (80, 90):
+    for capability in (80, 90, 100):
         forms = [
             form for form in ("bf16", "fp8_e5m2", "int8", "int4", "fp8_e4m3") if capability >= 89 or form != "fp8_e4m3"
         ]

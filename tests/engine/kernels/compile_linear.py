@@ -77,7 +77,7 @@ def made_between_products(capability: int) -> dict:
 
 def main() -> None:
     made = {}
-    for capability in (80, 90):
+    for capability in (80, 90, 100):
         for kind in KINDS:
             if kind in ("fp8", "e4m3") and capability < 89:
                 continue

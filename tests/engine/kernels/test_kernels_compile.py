@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.kernels.sources import read_table
 
-SHARED_MEMORY = {"80": 166912, "90": 232448}  # bytes that a block may have on an A100, on an H100
+SHARED_MEMORY = {"80": 166912, "90": 232448, "100": 232448}  # bytes that a block may have: A100, H100, B200
 
 
 def compiled(module: str, cache) -> dict[str, dict]:
@@ -27,7 +27,7 @@ def compiled(module: str, cache) -> dict[str, dict]:
 
 
 @pytest.mark.long
-def test_linear_kernels_compile_for_ampere_and_hopper(tmp_path):
+def test_linear_kernels_compile_for_ampere_hopper_and_blackwell(tmp_path):
     made = compiled("compile_linear", tmp_path)
     for capability, kind in (name.split()[:2] for name in made if name.endswith(" whole")):
         # The two ways of the exact form add products in the same instructions.
@@ -40,7 +40,7 @@ def test_linear_kernels_compile_for_ampere_and_hopper(tmp_path):
 
 
 @pytest.mark.long
-def test_compiled_for_ampere_and_hopper(tmp_path):
+def test_compiled_for_ampere_hopper_and_blackwell(tmp_path):
     made = compiled("compile_kernels", tmp_path)
     for form in ("bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int4"):
         # The ways of the fixed form add products in the same instructions.
