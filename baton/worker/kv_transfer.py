@@ -1,7 +1,5 @@
 """Both ends of the KV transfer of one worker, over one pool: a source that gives and a fetcher that takes."""
 
-import logging
-
 from baton.engine.engine import Engine
 from baton.service.security.guard import Guard
 from baton.service.security.tls import WORKER_NAME
@@ -9,7 +7,7 @@ from baton.worker.kv.convert import convert_rows
 from baton.worker.kv.handoff import Handoff, Leaseholders
 from baton.worker.kv.intake import Intake
 from baton.worker.kv.native_digests import memory_kernels
-from baton.worker.kv.pool_memory import GIB, PoolMemory
+from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.settings import WorkerSettings
 from kvtransfer.compatible import gives, takes
 from kvtransfer.transfer.fetcher import Fetcher
@@ -18,8 +16,6 @@ from kvtransfer.transports.endpoints import Address
 from kvtransfer.transports.grpc_stream import Security
 from kvtransfer.transports.socket_folder import default_parent
 from kvtransfer.transports.transport import allowed, local_host_id
-
-log = logging.getLogger(__name__)
 
 
 class KVTransfer:
@@ -31,7 +27,7 @@ class KVTransfer:
     ):
         """`guard` protects KV over gRPC. Raises LayoutMismatch for a layout that cannot be moved."""
         host_id = local_host_id(settings.kv_socket_dir)
-        transports = _transports(settings, memory)
+        transports = [name for name in allowed(settings.transports) if name not in settings.refused_transports]
         security = _security(settings, guard)
         self.host_id = host_id
         numerics = (engine.layout, identity.numerics_class)
@@ -66,21 +62,6 @@ class KVTransfer:
             await self.source.stop()
         finally:
             self._fetcher.close()
-
-
-def _transports(settings: WorkerSettings, memory: PoolMemory) -> list[str]:
-    """Return those that the worker may use. nixl registers all of a mirror, which takes its pages for good. Raises
-    ValueError where nothing else was asked for."""
-    refused = settings.refused_transports
-    names = [name for name in allowed(settings.transports) if name not in refused]
-    if memory.room is None or memory.room.holds_all or "nixl" not in names:
-        return names
-    names.remove("nixl")
-    needed = f"nixl needs host memory for the whole pool: --kv-mirror-gib {len(memory.region.memory) / GIB:.1f}"
-    if not names:
-        raise ValueError(f"--transports nixl: {needed}, or another transport")
-    log.info("nixl is not used: %s", needed)
-    return names
 
 
 def _security(settings: WorkerSettings, guard: Guard) -> Security:

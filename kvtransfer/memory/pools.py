@@ -3,7 +3,7 @@ same blocks at the same places, copied only as they cross to or from another wor
 
     transports    source                                     taker
     of the host   device ─ refresh ─► mirror ─ digest ─►     mirror ─ digest ─ flush ─► device
-    of the GPU    device ─ digest ─►                         device (copied by the GPU) ─ digest
+    of the GPU    device ─ digest ─►                         device (copied by the GPU or the network) ─ digest
 
 The source's watermark is announced when the step that wrote has passed, so what is copied or digested here is written.
 """
@@ -105,4 +105,4 @@ class Pools(NamedTuple):
 
     def used_by(self, transport: str) -> BlockMemory:
         """Return the memory that a transport moves."""
-        return self.host if HOST in CAPABILITIES[transport].memory else self.device
+        return self.device if self.device and DEVICE in CAPABILITIES[transport].memory else self.host

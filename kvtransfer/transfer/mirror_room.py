@@ -34,7 +34,6 @@ class MirrorRoom:
         """`most`: blocks with pages, at least one; a single range that has more enters all the same, alone on its side.
         `drop(first block, how many)` gives their pages back; it is called in a thread."""
         self.most = most
-        self.holds_all = most >= num_blocks
         self._drop = drop
         self._num_users = np.zeros(num_blocks, np.int32)
         self._used_at = np.zeros(num_blocks, np.int64)  # by _clock; 0: it has no pages

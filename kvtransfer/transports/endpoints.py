@@ -1,7 +1,6 @@
 """Address a source, and open a line to it: one place that knows every transport by name."""
 
 import asyncio
-import functools
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from kvtransfer.memory.device_memory import DeviceRegion
 from kvtransfer.memory.region import Region
 from kvtransfer.transports import cuda_ipc, grpc_stream, inproc, nixl, shm, tcp
 from kvtransfer.transports import socket_folder as folder
-from kvtransfer.transports.nixl_engine import NixlAgent
+from kvtransfer.transports.nixl_engine import NixlAgent, Segment
 from kvtransfer.transports.transport import Line
 
 _WILDCARDS = ("0.0.0.0", "::")
@@ -97,9 +96,12 @@ class Listeners:
                 return listener, address.of(*listener.sock.getsockname()[:2])
             case "nixl":
                 try:
-                    agent = await _agent(pool.host)
+                    agent = await _agent(pool.host, pool.device)
                 except TransferFailed as exc:
-                    raise OSError(str(exc)) from exc
+                    if pool.device is None:
+                        raise OSError(str(exc)) from exc
+                    log.warning("nixl is not offered, the network cannot read this GPU's memory: %s", exc)
+                    return None
                 listener = await nixl.listen(address.listen_host, agent, block_bytes, on_line)
                 return listener, address.of(*listener.sock.getsockname()[:2])
             case "grpc":
@@ -155,7 +157,7 @@ class Dialer:
         async with self._making_agent:
             if self._agent is None:
                 try:
-                    self._agent = await _agent(self._memory)
+                    self._agent = await _agent(self._memory, self._device)
                 except TransferFailed as exc:
                     raise PeerLost(str(exc)) from exc
             return self._agent
@@ -171,7 +173,13 @@ class Dialer:
             self._agent = None
 
 
-async def _agent(memory: BlockMemory) -> NixlAgent:
-    """In a thread: it takes most of a second. Raises TransferFailed."""
-    make = functools.partial(NixlAgent, memory.blocks.ctypes.data, memory.blocks.nbytes)
-    return await asyncio.get_running_loop().run_in_executor(None, make)
+async def _agent(host: BlockMemory, device: DeviceRegion | None) -> NixlAgent:
+    """Over a pool where it is: on a GPU, or in host memory. Raises TransferFailed."""
+    return await asyncio.get_running_loop().run_in_executor(None, _make_agent, host, device)  # most of a second
+
+
+def _make_agent(host: BlockMemory, device: DeviceRegion | None) -> NixlAgent:
+    if device is None:
+        return NixlAgent(Segment(host.blocks.ctypes.data, host.blocks.nbytes))
+    device.runtime.set_device(device.device)
+    return NixlAgent(Segment(device.address, device.num_bytes, "VRAM", device.device))

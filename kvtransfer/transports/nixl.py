@@ -10,13 +10,12 @@ from baton.v1 import kv_pb2
 from kvtransfer.errors import ProtocolError
 from kvtransfer.memory.byte_runs import check_within
 from kvtransfer.transports.mapped_line import MappedLine
-from kvtransfer.transports.nixl_engine import NixlAgent
+from kvtransfer.transports.nixl_engine import NixlAgent, Segment
 from kvtransfer.transports.socket_line import SILENCE_S, SocketLine, SocketListener
 from kvtransfer.transports.tcp import connected, listening
 from kvtransfer.wire import MAX_TAKER_FRAME_BYTES
 
 _PROGRESS_S = 0.0005
-_KINDS = (b"DRAM", b"VRAM")
 
 
 class NixlListener:
@@ -61,10 +60,10 @@ class _NixlSourceLine(SocketLine):
         self._lines = lines
 
     async def share_memory(self) -> None:
-        agent = self._agent
+        pool = self._agent.segment
         mapping = kv_pb2.Mapping(
-            num_bytes=agent.num_bytes, block_bytes=self._block_bytes, access=agent.metadata, base=agent.base,
-            device=agent.kind.encode(),
+            num_bytes=pool.num_bytes, block_bytes=self._block_bytes, access=self._agent.metadata, base=pool.base,
+            device=pool.memory,
         )  # fmt: skip
         await self.send(kv_pb2.KVFrame(mapping=mapping))
 
@@ -79,21 +78,24 @@ class _NixlTakerLine(MappedLine):
         self._agent = agent
         self._block_bytes = block_bytes
         self._peer: str | None = None
-        self._mapping = kv_pb2.Mapping()
+        self._pool: Segment | None = None
 
     async def _map(self, mapping: kv_pb2.Mapping) -> None:
-        if self._peer is not None or mapping.device not in _KINDS or mapping.block_bytes != self._block_bytes:
+        if self._pool is not None or mapping.block_bytes != self._block_bytes:
             raise ProtocolError("a second Mapping, or one of another pool than its handle speaks of")
-        self._peer, self._mapping = self._agent.open_peer(mapping.access), mapping
+        try:
+            pool = Segment.of(mapping.base, mapping.num_bytes, mapping.device)
+        except ValueError as exc:
+            raise ProtocolError(str(exc)) from exc
+        self._peer, self._pool = self._agent.open_peer(mapping.access), pool
 
     async def read(self, runs: np.ndarray) -> None:
         """Read `runs`, int64 [n, 5] of byte_runs.merged_runs. Raises ProtocolError before the source has shared its
         memory or for runs beyond it, PeerLost as NixlAgent.read."""
-        if self._peer is None:
+        if self._peer is None or self._pool is None:
             raise ProtocolError("Ready before the source has shared its memory")
-        mapping = self._mapping
-        check_within(runs, mapping.num_bytes)
-        await self._agent.read(self._peer, mapping.base, mapping.device.decode(), runs, self._silence_s)
+        check_within(runs, self._pool.num_bytes)
+        await self._agent.read(self._peer, self._pool, runs, self._silence_s)
 
     def close(self) -> None:
         super().close()

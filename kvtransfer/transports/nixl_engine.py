@@ -1,12 +1,14 @@
-"""NIXL as it is installed here, or not, and one agent of it over one pool."""
+"""NIXL as it is installed here, or not, and one agent of it over one pool, in host or GPU memory."""
 
 import asyncio
 import importlib
 import importlib.util
+import re
 import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ _RDMA_DEVICES = Path("/sys/class/infiniband")
 _BUSY_S = 0.002  # so long a transfer is polled at every turn of the loop, then every _PAUSE_S
 _PAUSE_S = 0.0002
 _MAX_IDLE = 16
+_MEMORY = re.compile(rb"DRAM|VRAM:(?P<device>[0-9]{1,3})")
 
 
 def find_package() -> str | None:
@@ -33,6 +36,28 @@ def has_rdma() -> bool:
         return False
 
 
+class Segment(NamedTuple):
+    """Memory that NIXL reads or writes: `device` is the GPU's number in its own process, 0 in host memory."""
+
+    base: int
+    num_bytes: int
+    kind: str = "DRAM"  # | VRAM
+    device: int = 0
+
+    @property
+    def memory(self) -> bytes:
+        """Return what a Mapping says of it: DRAM, or VRAM and the GPU's number."""
+        return b"DRAM" if self.kind == "DRAM" else b"VRAM:%d" % self.device
+
+    @classmethod
+    def of(cls, base: int, num_bytes: int, memory: bytes) -> "Segment":
+        """Raises ValueError for a `memory` that is none."""
+        found = _MEMORY.fullmatch(memory)
+        if not found:
+            raise ValueError(f"no memory of NIXL: {memory[:40]!r}")
+        return cls(base, num_bytes, memory[:4].decode(), int(found["device"] or 0))
+
+
 @dataclass(slots=True)
 class _Peer:
     name: str
@@ -40,15 +65,15 @@ class _Peer:
 
 
 class NixlAgent:
-    """`base`: address of the pool's first byte; `kind`: DRAM | VRAM. No thread of its own: NIXL's progress thread takes
-    most of a core while it has nothing to do, so a source polls while it is read and a taker while it reads."""
+    """`segment`: the pool. No thread of its own: NIXL's progress thread takes most of a core while it has nothing to do,
+    so a source polls while it is read and a taker while it reads."""
 
-    def __init__(self, base: int, num_bytes: int, kind: str = "DRAM"):
-        """Takes most of a second. Raises TransferFailed, one line."""
+    def __init__(self, segment: Segment):
+        """Takes most of a second; a segment on a GPU must be on the thread's device. Raises TransferFailed, one line."""
         package = find_package()
         if package is None:
             raise TransferFailed("NIXL is not installed: pip install 'baton-llm[nixl]', or choose other --transports")
-        self.base, self.num_bytes, self.kind = base, num_bytes, kind
+        self.segment = segment
         self._peers: dict[bytes, _Peer] = {}  # by metadata
         try:
             api = importlib.import_module(f"{package}._api")
@@ -57,10 +82,11 @@ class NixlAgent:
                 secrets.token_hex(16), api.nixl_agent_config(enable_prog_thread=False, backends=[])
             )
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-            self._registered = self._agent.register_memory([(base, num_bytes, 0, "")], kind)
+            whole = (segment.base, segment.num_bytes, segment.device, "")
+            self._registered = self._agent.register_memory([whole], segment.kind)
             self.metadata: bytes = self._agent.get_agent_metadata()
         except Exception as exc:  # its bindings raise classes of their own
-            raise TransferFailed(f"NIXL cannot use this pool: {type(exc).__name__}: {exc}") from exc
+            raise TransferFailed(f"NIXL cannot use this pool in {segment.kind}: {type(exc).__name__}: {exc}") from exc
 
     def close(self) -> None:
         """No transfer may be under way. Idempotent."""
@@ -104,11 +130,11 @@ class NixlAgent:
         except Exception:
             pass  # it has gone already
 
-    async def read(self, peer: str, peer_base: int, peer_kind: str, runs: np.ndarray, within_s: float) -> None:
-        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, from a peer. Raises PeerLost. When it is cancelled the
+    async def read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
+        """Read `runs`, int64 [n, 5] of byte_runs.merged_runs, from a peer's segment. Raises PeerLost. When it is cancelled the
         transfer is still awaited: no byte arrives once it has raised, unless the peer had to be dropped, whose
         connection then ends with it."""
-        moving = asyncio.ensure_future(self._read(peer, peer_base, peer_kind, runs, within_s))
+        moving = asyncio.ensure_future(self._read(peer, theirs, runs, within_s))
         try:
             await asyncio.shield(moving)
         except asyncio.CancelledError:
@@ -121,12 +147,10 @@ class NixlAgent:
                 moving.exception()  # seen: the cancellation is what counts
             raise
 
-    async def _read(self, peer: str, peer_base: int, peer_kind: str, runs: np.ndarray, within_s: float) -> None:
+    async def _read(self, peer: str, theirs: Segment, runs: np.ndarray, within_s: float) -> None:
         try:
-            ours, theirs = self._described(runs, OWN, self.base), self._described(runs, SOURCE, peer_base)
-            handle = self._agent.initialize_xfer(
-                "READ", self._agent.get_xfer_descs(ours, self.kind), self._agent.get_xfer_descs(theirs, peer_kind), peer
-            )
+            to, out_of = self._described(runs, OWN, self.segment), self._described(runs, SOURCE, theirs)
+            handle = self._agent.initialize_xfer("READ", to, out_of, peer)
             state, began = self._agent.transfer(handle), time.monotonic()
             while state == "PROC" and (elapsed_s := time.monotonic() - began) < within_s:
                 await asyncio.sleep(0 if elapsed_s < _BUSY_S else _PAUSE_S)
@@ -140,7 +164,7 @@ class NixlAgent:
         if state != "DONE":
             raise PeerLost("NIXL: the transfer failed" if state == "ERR" else f"NIXL: not done within {within_s:g} s")
 
-    @staticmethod
-    def _described(runs: np.ndarray, column: int, base: int) -> np.ndarray:
+    def _described(self, runs: np.ndarray, column: int, segment: Segment):
         rows = single_rows(runs)
-        return np.stack([rows[:, column] + base, rows[:, 2], np.zeros(len(rows), np.int64)], 1).astype(np.uint64)
+        places = np.stack([rows[:, column] + segment.base, rows[:, 2], np.full(len(rows), segment.device)], 1)
+        return self._agent.get_xfer_descs(places.astype(np.uint64), segment.kind)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ class FaultyLine:
 
 
 class FaultySource(Source):
-    fault = None
+    fault: Callable | None = None
 
     async def serve(self, line, transport):
         await super().serve(FaultyLine(line, self.fault) if self.fault else line, transport)
@@ -192,7 +193,7 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def running(transport: str, shape: KVLayout | None = None, **options):
+async def running(transport: str | tuple[str, ...], shape: KVLayout | None = None, **options):
     """A rig; behind it the source must be able to serve one more request and every lease must have ended once."""
     rig = Rig(transport, shape or layout(), **options)
     await rig.source.start(rig.address)

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton.worker import kv_transfer
 from baton.worker.kv import pool_memory
 from baton.worker.kv.pool_memory import GIB, PoolMemory, available_bytes, mirror_bytes
-from kvtransfer.transfer.mirror_room import MirrorRoom, Side
+from kvtransfer.transfer.mirror_room import Side
 
 
 @pytest.mark.parametrize("limit, wanted", [("max", 8 * GIB), (str(2 * GIB), 2 * GIB), (None, 8 * GIB)])
@@ -53,19 +52,3 @@ def test_the_bound_is_told_and_pages_are_given_back(monkeypatch, caplog):
     assert [memory.region.memory[block * mmap.PAGESIZE] for block in range(4)] == [0, 0, 1, 1]
     assert memory.num_mirror_bytes == 2 * mmap.PAGESIZE
     memory.close()
-
-
-@pytest.mark.parametrize("named", [("nixl", "tcp"), ("nixl",)])
-def test_nixl_takes_a_mirror_for_good(named):
-    """It registers all of it: where the mirror is bounded another transport is used, or one line says what it needs."""
-    memory = SimpleNamespace(
-        room=MirrorRoom(8, 4, lambda *given: None), region=SimpleNamespace(memory=bytes(GIB // 512))
-    )
-    settings = SimpleNamespace(transports=named, refused_transports=())
-    if "tcp" in named:
-        assert kv_transfer._transports(settings, memory) == ["tcp"]
-    else:
-        with pytest.raises(ValueError, match=r"^--transports nixl: .* --kv-mirror-gib 0.0, or another transport$"):
-            kv_transfer._transports(settings, memory)
-    memory.room = MirrorRoom(8, 8, lambda *given: None)
-    assert kv_transfer._transports(settings, memory) == list(named)

@@ -1,5 +1,7 @@
-"""Folders of sockets: none stays behind for ever, whatever killed its owner."""
+"""Folders of sockets: none stays behind for ever, whatever killed its owner. A connection that cannot be accepted does not
+block others."""
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,6 +13,7 @@ import pytest
 
 from kvtransfer.transports import socket_folder
 from kvtransfer.transports.socket_folder import SocketFolder, socket_path, sweep
+from kvtransfer.transports.socket_line import SocketLine, SocketListener
 
 HOLD = """
 import sys, pathlib, time
@@ -78,3 +81,24 @@ def test_an_address_never_leads_out_of_the_folder(tmp_path):
     for bad in ("/etc/passwd", "../baton-kv-a/kv", "baton-kv-a/../../kv", "baton-kv-a/kv\0", "baton-kv-a", ""):
         with pytest.raises(ValueError, match="names no socket"):
             socket_path(tmp_path, bad)
+
+
+@pytest.mark.parametrize("refusal", [MemoryError, OSError])
+async def test_the_next_one_is_accepted(refusal):
+    lines, refusals = asyncio.Queue(), [refusal()]
+
+    def make_line(sock: socket.socket) -> SocketLine:
+        if refusals:
+            raise refusals.pop()
+        return SocketLine(sock)
+
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.bind(("127.0.0.1", 0))
+    listener = SocketListener(server, make_line, lines.put_nowait)
+    takers = [socket.create_connection(server.getsockname()) for _ in range(2)]
+    line = await asyncio.wait_for(lines.get(), 10)
+    assert not refusals and lines.empty()
+    line.close()
+    await listener.close()
+    for taker in takers:
+        taker.close()
