@@ -114,6 +114,8 @@ def _on_gpu(
     wait_for_memory(partial(Memory.of, device), memory_share(config))
     model = load_model(widest, device)
     proposers = make(widest, model)
+    for proposer in proposers:
+        proposer.use_launcher(_draft_launcher)
     with torch.inference_mode():
         if config.num_blocks is None:
             config = replace(config, num_blocks=_num_blocks(widest, model, bool(proposers)))
@@ -122,6 +124,14 @@ def _on_gpu(
         launcher = GpuLauncher(model, pool, config, bool(proposers))
         launcher.warm_up(config)
     return EngineParts(config, model, pool, sampler_on(device), proposers, launcher)
+
+
+@torch.inference_mode()
+def _draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLauncher:
+    """Its graphs are of one token a sequence, and of those that it lacks."""
+    launcher = GpuLauncher(model, pool, config, True)
+    launcher.warm_up(config)
+    return launcher
 
 
 def _num_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:

@@ -26,7 +26,7 @@ from baton.engine.models.registry import read_spec
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.draft_sampling import draw, is_argmax
 from baton.engine.speculation.proposers.native_draft import Lack, Passes
-from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, Proposer
+from baton.engine.speculation.proposers.proposer import Draftee, DraftRequest, MakeLauncher, PassLauncher, Proposer
 from baton.protocol import MAX_DRAFT_TOKENS
 from kvtransfer.layout import KVLayout
 
@@ -34,6 +34,7 @@ BLOCK_SIZE = 32
 WINDOW_TOKENS = 1_024
 CHUNK_TOKENS = 128  # read ahead at most in one step: the sequences of its batch wait for it
 LAG_TOKENS = 64  # what a sequence may lack and still be served in this step
+USUAL_LACK = 2  # at most, of a sequence that was served in the step before
 
 
 class Reading:
@@ -69,9 +70,11 @@ class DraftModel(Proposer):
 
     name = "draft"
 
-    def __init__(self, model: Model, pool: KVPool, context: int, num_weight_bytes: int):
-        """`pool` is the model's own; `context`: positions that it may use."""
-        self.model, self.pool, self.context = model, pool, context
+    def __init__(self, model: Model, pool: KVPool, config: EngineConfig, num_weight_bytes: int):
+        """`pool` and `config` are the model's own; it reads at most config.max_num_batched_tokens in a pass."""
+        self.model, self.pool, self.config = model, pool, config
+        self.context = config.max_model_len
+        self._launcher: PassLauncher | None = None
         self._free = list(range(pool.num_blocks - 1, -1, -1))
         self._sampler = Sampler()
         fits = Passes.fit(model, model.fused)
@@ -85,6 +88,9 @@ class DraftModel(Proposer):
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
+
+    def use_launcher(self, make: MakeLauncher) -> None:
+        self._launcher = make(self.model, self.pool, self.config)
 
     def open(self, draftee: Draftee) -> None:
         draftee.state = self._begin(draftee.token_ids)
@@ -119,12 +125,13 @@ class DraftModel(Proposer):
     def propose(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in asks]
         width = max(ask.num_tokens for ask in asks)
-        served, chunks = [], []
+        served, chunks, left = [], [], self.config.max_num_batched_tokens
         for index, (draftee, _) in enumerate(asks):
             lack, reading = self._lack(draftee), draftee.state
-            if lack <= LAG_TOKENS and self._take(reading, reading.num_computed + lack + width - 1):
+            if lack <= min(LAG_TOKENS, left) and self._take(reading, reading.num_computed + lack + width - 1):
                 served.append(index)
                 chunks.append((draftee, lack))
+                left -= lack
         if not served:
             return drafts
         if self._passes is not None and all(is_argmax(draftee.request) for draftee, _ in chunks):
@@ -149,7 +156,7 @@ class DraftModel(Proposer):
 
     def _draw(self, asks: Sequence[DraftRequest], drafts: list[list[int]], served: list[int], chunks: list) -> None:
         """Pass by pass."""
-        logits = self._read(chunks, want_logits=True)
+        logits = self._read(_of_one_width(chunks) if self._launcher else chunks, want_logits=True)
         while True:
             draftees = [asks[index].draftee for index in served]
             drawn = draw(self._sampler, logits, draftees, [drafts[index] for index in served])
@@ -180,7 +187,7 @@ class DraftModel(Proposer):
             return False
         if missing > 0:
             reading.block_ids += [self._free.pop() for _ in range(missing)]
-            reading.table = torch.tensor(reading.block_ids, device=self.model.device)
+            reading.table = torch.tensor(reading.block_ids, device="cpu")
         return True
 
     def _give_back(self, reading: Reading) -> None:
@@ -204,6 +211,8 @@ class DraftModel(Proposer):
             positions += range(first, end)
             slots += [_slot(reading, position) for position in range(first, end)]
         rows = [seq.query_start + seq.query_len - 1 for seq in seqs] if want_logits else []
+        if self._launcher and rows and {size for _, size in chunks} == {USUAL_LACK}:  # its graph has all logits
+            return self._forward(token_ids, positions, slots, seqs, list(range(len(token_ids))))[rows]
         return self._forward(token_ids, positions, slots, seqs, rows)
 
     def _read_guesses(self, guesses: list[tuple[Reading, int]]) -> Tensor:
@@ -218,15 +227,26 @@ class DraftModel(Proposer):
         return self._forward([token_id for _, token_id in guesses], positions, slots, seqs, list(range(len(guesses))))
 
     def _forward(self, token_ids, positions, slots, seqs, rows) -> Tensor:
-        device = self.model.device
         batch = ForwardBatch(
-            token_ids=torch.tensor(token_ids, device=device),
-            positions=torch.tensor(positions, device=device),
-            slots=torch.tensor(slots, device=device),
+            token_ids=torch.tensor(token_ids, device="cpu"),
+            positions=torch.tensor(positions, device="cpu"),
+            slots=torch.tensor(slots, device="cpu"),
             seqs=seqs,
-            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            logit_rows=torch.tensor(rows, dtype=torch.int64, device="cpu"),
         )
-        return self.model.forward(batch, self.pool)
+        if self._launcher is None:
+            return self.model.forward(batch, self.pool)
+        return self._launcher.run(batch, False, None)[1]
+
+
+def _of_one_width(chunks: list[tuple[Draftee, int]]) -> list[tuple[Draftee, int]]:
+    """Where some lack one token and others two, let all read two: a pass of one width runs as a graph."""
+    lacks = {lack for _, lack in chunks}
+    if lacks != {1, USUAL_LACK} or any(lack == 1 and not draftee.state.num_computed for draftee, lack in chunks):
+        return chunks
+    for draftee, lack in chunks:
+        draftee.state.num_computed -= USUAL_LACK - lack
+    return [(draftee, USUAL_LACK) for draftee, _ in chunks]
 
 
 def _slot(reading: Reading, position: int) -> int:
@@ -241,14 +261,16 @@ def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
     spec = read_spec(folder)
     check_fit(folder, spec, config.model, model.spec)
     context = min(spec.context, config.max_model_len, 2 * WINDOW_TOKENS)
+    num_tokens = CHUNK_TOKENS + USUAL_LACK * config.max_num_seqs
     own = EngineConfig(
         folder, dtype=config.dtype, kv_dtype=config.dtype, block_size=BLOCK_SIZE, max_model_len=context,
-        batch_invariant=config.batch_invariant,
+        batch_invariant=config.batch_invariant, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=num_tokens,
+        cuda_graphs=config.cuda_graphs, sm_share=config.sm_share,
     )  # fmt: skip
     draft = load_model(own, model.device)
     layout = KVLayout((draft.kv_group(own.kv_dtype, own.block_size),))
     pool = KVPool(layout, default_num_blocks(layout, config.max_num_seqs, context), device=model.device)
-    return DraftModel(draft, pool, context, sum(file.stat().st_size for file in weight_files(folder)))
+    return DraftModel(draft, pool, own, sum(file.stat().st_size for file in weight_files(folder)))
 
 
 def check_fit(folder: Path, draft: ModelSpec, target_folder: Path, target: ModelSpec) -> None:

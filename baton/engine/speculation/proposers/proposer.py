@@ -21,13 +21,17 @@ config.json `"speculator": "medusa" | "eagle"`; a folder without that key is a d
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Request
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.decoder import Model
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +64,18 @@ class Advance(NamedTuple):
     first_row: int
 
 
+class PassLauncher(Protocol):
+    """Runs a model's passes on a GPU, as graphs where there are any; execute/launcher.py has it."""
+
+    def run(self, batch: ForwardBatch, keeps_hidden: bool, on_layer: None) -> tuple[Tensor | None, Tensor]:
+        """Run `batch`, made on the host, and return the logits fp32 [R, vocab_size] second; they last until the next
+        run."""
+        ...
+
+
+MakeLauncher = Callable[[Model, KVPool, EngineConfig], PassLauncher]
+
+
 class Proposer(ABC):
     """See the module. An exception of any method fails the step, and with it its requests."""
 
@@ -71,6 +87,9 @@ class Proposer(ABC):
     @abstractmethod
     def num_bytes(self) -> int:
         """Memory that it holds for itself: weights, KV, what is kept of sequences (at most)."""
+
+    def use_launcher(self, make: MakeLauncher) -> None:
+        """Run passes of a model of its own by what `make` returns. Called once, on a GPU, before serving."""
 
     def open(self, draftee: Draftee) -> None:
         """A sequence begins to decode here. Its prompt may be long: leave work in proportion to it to `prepare`."""
