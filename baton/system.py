@@ -8,12 +8,14 @@ choose the alternatives on Linux, as far as it has them.
 import _posixshmem  # pyright: ignore[reportMissingImports]
 import ctypes
 import fcntl
+import glob
 import os
 import resource
 import secrets
 import socket
 import struct
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -75,6 +77,16 @@ def user_behind(sock: socket.socket) -> int:
     return struct.unpack_from("2I", sock.getsockopt(0, 1, 76))[1]
 
 
+def run_and_wait_ns(thread_id: int | None = None) -> tuple[int, int]:
+    """Nanoseconds for which a thread of this process, or all that there are now, have run, and have waited for a core.
+    Elsewhere, and where the kernel does not count them, waits are 0."""
+    found = f"/proc/self/task/{'*' if thread_id is None else thread_id}/schedstat"
+    rows = [row.split() for path in glob.glob(found) if (row := _text_of(path))]
+    if not LINUX or not rows:
+        return time.process_time_ns() if thread_id is None else time.thread_time_ns(), 0
+    return sum(int(ran) for ran, _, _ in rows), sum(int(waited) for _, waited, _ in rows)
+
+
 def memory_bytes() -> int:
     """The address space of this process; elsewhere the most that it has held. Raises OSError."""
     if LINUX:
@@ -90,6 +102,13 @@ def boot_id() -> str:
     if ctypes.CDLL(None, use_errno=True).sysctlbyname(b"kern.bootsessionuuid", value, ctypes.byref(size), None, 0):
         raise OSError(ctypes.get_errno(), "kern.bootsessionuuid cannot be read")
     return str(uuid.UUID(value.value.decode()))
+
+
+def _text_of(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:  # the thread has ended
+        return ""
 
 
 def _posix_memory(num_bytes: int) -> tuple[int, int]:

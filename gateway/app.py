@@ -93,7 +93,7 @@ class Gateway:
         secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
         self.registry = Registry(settings, folder, self.index, secret, self._on_fleet_change)
         self.names = PrefixHashes(self.registry)
-        self.recent = RecentRequests()
+        self.recent = RecentRequests(self.registry.worker_started_at)
         slo_classes = read_classes(settings.slo_classes)
         gauges = request_gauges(self.recent, self.queues) + fleet_gauges(self.registry, self.index)
         self.meters = GatewayMeters(folder.name, slo_classes, [*gauges, denied_count(ports.guard.num_denied)])

@@ -139,10 +139,9 @@ def test_the_first_dashboard_ends_with_what_bounds_it():
     panel = panels(DASHBOARDS[-1])[-1]
     query, lowest = panel["targets"][0]["expr"], max(each["gridPos"]["y"] for each in panels(DASHBOARDS[-1]))
     assert panel["title"] == "What bounds it" and panel["gridPos"]["y"] == lowest
-    for name, phases in bound.PHASES.items():
-        told = re.search(rf'phase=~"([^"]*)"[^"]*"sentence", "Bound by {name}: (.*?)\. Try this: (.*?)\."', query)
-        assert told and tuple(told[1].split("|")) == phases and told[3] == bound.LEVERS[name]
-        assert told[2] in bound.bound_of({phases[0]: 1.0}).sentence
+    for name in bound.BOUNDS:
+        told = re.search(rf'bound="{name}"[^"]*"sentence", "Bound by {name}: (.*?)\. Try this: (.*?)\."', query)
+        assert told and told[1] == bound.EVIDENCE[name] and told[2] == bound.LEVERS[name], name
     assert bound.MORE_LOAD in query and f">= {bound.LEAST_AT_ONCE}" in query
 
 

@@ -1,10 +1,10 @@
-"""Name the bottleneck of a run as its client saw it: the sender itself, or where answered requests spent their time."""
+"""Name the bottleneck of a run as its client saw it: the sender itself, or what answered requests waited for."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 
 from baton.loadgen.outcome import Outcome
-from baton.service.observe.bound import LEVERS, Bound, bound_of, worded
+from baton.service.observe.bound import SENDER_LEVER, Bound, PromptFacts, bound_of, worded
 
 BUSY_SENDER = 0.9  # of a core: the sender is as fast as it can be
 FREE_SENDER = 0.5  # with less it is not its own work that makes it late
@@ -16,16 +16,14 @@ def name_bound(answered: Sequence[Outcome], sender_cpu_share: float, lag_p99_s: 
         late = f", {1e3 * lag_p99_s:.0f} ms late at p99" if lag_p99_s else ""
         what = "is the limit" if sender_cpu_share > FREE_SENDER else "does not get a core when it wants one"
         evidence = f"the load generator itself {what} (it took {sender_cpu_share:.0%} of a core{late})"
-        return worded("client", evidence, LEVERS["client"])
-    spent_s: dict[str, float] = defaultdict(float)
+        return worded("client", evidence, SENDER_LEVER)
+    spent_s = Counter[str]()
     for outcome in answered:
-        if outcome.phases_s:
-            for phase, value in outcome.phases_s.items():
-                if phase != "transfer":
-                    spent_s[phase] += value
-            spent_s["decode"] += outcome.decode_s
+        spent_s.update(outcome.bound_s)
     if answered and not spent_s:  # a server of OpenAI's API
         share = sum(outcome.ttft_s for outcome in answered) / sum(outcome.e2e_s for outcome in answered)
         told = f"{share:.0%} of the answered requests' time was before the first token; the server tells no phases."
         return Bound("nothing", told)
-    return bound_of(spent_s)
+    num_prompt, num_cached = (sum(getattr(each, name) for each in answered) for name in ("num_prompt", "num_cached"))
+    facts = PromptFacts((num_prompt - num_cached) / max(1, len(answered)), num_cached / max(1, num_prompt))
+    return bound_of(spent_s, facts)

@@ -61,6 +61,7 @@ class GrpcBackend:
             if message is not None and message.HasField("timing"):
                 outcome.num_cached = message.usage.cached_tokens
                 timing = message.timing
+                outcome.bound_s = dict(timing.bound_s)
                 outcome.phases_s = {phase: getattr(timing, field) for phase, field in _TIMING_FIELDS}
 
 

@@ -30,6 +30,7 @@ class Outcome:
     reason: str = ""
     token_ids: list[int] = field(default_factory=list)  # where they are kept
     phases_s: dict[str, float] = field(default_factory=dict)  # as the reply's timing says; PHASES and transfer
+    bound_s: dict[str, float] = field(default_factory=dict)  # likewise: seconds by what was waited for
 
     @property
     def ok(self) -> bool:

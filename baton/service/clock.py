@@ -67,6 +67,11 @@ class ClockComparison:
         """The best that is known; None before the first exchange."""
         return min((each.aged(now_ns) for each in self._exchanges), key=lambda each: each.error_s, default=None)
 
+    @property
+    def delay_s(self) -> float:
+        """Return the mean seconds of the way there and back; 0 before the first exchange."""
+        return 2 * sum(each.found.error_s for each in self._exchanges) / max(1, len(self._exchanges))
+
     def is_due(self, at: float) -> bool:
         """Return whether another exchange should begin at `at` (monotonic); True begins it."""
         interval_s = BEAT_INTERVAL_S if len(self._exchanges) == _KEPT else FIRST_INTERVAL_S

@@ -245,7 +245,14 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("tokenize_s", "route_s", "admit_s", "prefill_queue_s", "prefill_s", "first_delivery_s", "ttft_s", "kv_wait_s", "decode_queue_s", "first_step_s", "second_delivery_s", "total_s", "tpot_s", "transfer_s", "transfer_hidden_s")
+    __slots__ = ("tokenize_s", "route_s", "admit_s", "prefill_queue_s", "prefill_s", "first_delivery_s", "ttft_s", "kv_wait_s", "decode_queue_s", "first_step_s", "second_delivery_s", "total_s", "tpot_s", "transfer_s", "transfer_hidden_s", "bound_s")
+    class BoundSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     TOKENIZE_S_FIELD_NUMBER: _ClassVar[int]
     ROUTE_S_FIELD_NUMBER: _ClassVar[int]
     ADMIT_S_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +268,7 @@ class Timing(_message.Message):
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_HIDDEN_S_FIELD_NUMBER: _ClassVar[int]
+    BOUND_S_FIELD_NUMBER: _ClassVar[int]
     tokenize_s: float
     route_s: float
     admit_s: float
@@ -276,7 +284,8 @@ class Timing(_message.Message):
     tpot_s: float
     transfer_s: float
     transfer_hidden_s: float
-    def __init__(self, tokenize_s: _Optional[float] = ..., route_s: _Optional[float] = ..., admit_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_delivery_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., second_delivery_s: _Optional[float] = ..., total_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_hidden_s: _Optional[float] = ...) -> None: ...
+    bound_s: _containers.ScalarMap[str, float]
+    def __init__(self, tokenize_s: _Optional[float] = ..., route_s: _Optional[float] = ..., admit_s: _Optional[float] = ..., prefill_queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_delivery_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., kv_wait_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., first_step_s: _Optional[float] = ..., second_delivery_s: _Optional[float] = ..., total_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_hidden_s: _Optional[float] = ..., bound_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class EchoedPrompt(_message.Message):
     __slots__ = ("text", "token_ids")

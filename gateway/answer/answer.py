@@ -8,8 +8,11 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer_reader import ReaderForm
 from gateway.answer.choice import LENGTH, Choice
 from gateway.answer.stop_strings import StopStrings
+from gateway.request.bounds import bound_seconds
 from gateway.request.timing import Measured, Stamps, timing
 from gateway.request.validation import Checked
+
+SLOW_WRITE_S = 0.05  # what lasts longer waits for the client, whose HTTP/2 window is full, or for this event loop
 
 Emit = Callable[[pb.GenerateResponse], Awaitable[None]]
 
@@ -37,6 +40,7 @@ class Answer:
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
         self._num_flushes = 0
         self._num_sent = 0
+        self.slow_writes_s: list[float] = []
         self.prompt: pb.EchoedPrompt | None = None  # for the first message
         self._prompt_logprobs: Sequence[pb.Logprobs] = ()  # for that too
         stops = StopStrings(checked.stops) if checked.stops else None
@@ -148,7 +152,9 @@ class Answer:
             draft_tokens=sum(measured.decode.proposed_by_position),
             accepted_tokens=sum(measured.decode.accepted_by_position),
         )
-        await self._send(last, usage, timing(self._stamps, measured, self.num_longest))
+        durations = timing(self._stamps, measured, self.num_longest)
+        durations.bound_s.update(bound_seconds(self._stamps, measured))
+        await self._send(last, usage, durations)
 
     def _add_prompt(self, message: pb.GenerateResponse) -> None:
         """Add what was asked of the prompt, and forget it."""
@@ -180,4 +186,7 @@ class Answer:
         if choice.sent_at is not None and at is not None and num_tokens:
             self._on_gap((at - choice.sent_at) / num_tokens)
         choice.sent_at = at
+        begun_at = now()
         await self._emit(message)
+        if (took_s := now() - begun_at) > SLOW_WRITE_S:
+            self.slow_writes_s.append(took_s)

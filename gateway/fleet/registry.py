@@ -10,6 +10,7 @@ from baton import tasks
 from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, INSTANCE_BYTES, PROMPT_LOGPROBS, ROLES, check_model_name
 from baton.service.clock import now
 from baton.service.errors import InvalidRequest, Unavailable
+from baton.service.observe.core_wait import EventLoopWatch
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
 from gateway.config.adapter_tenants import read_adapter_tenants
@@ -64,6 +65,7 @@ class Registry:
         self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
         self._rates = WorkerRates()  # of all workers
         self._batching = TokenBatching()
+        self.loop_watch = EventLoopWatch()
         self._links: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
         self._names: list[DnsWorkers] = []
         self._add_configured("prefill", settings.prefill_workers)
@@ -87,6 +89,10 @@ class Registry:
     def links(self) -> list[WorkerLink]:
         """All workers, whatever their state."""
         return self.prefill + self.decode
+
+    def worker_started_at(self) -> float:
+        """Return when the youngest worker said its first Hello (time.monotonic()); 0 before the first."""
+        return max((link.started_at for link in self.links), default=0.0)
 
     @property
     def identity(self) -> ModelIdentity | None:
@@ -144,6 +150,7 @@ class Registry:
                 tasks.start("registered workers", following, group=group)
                 if self._identities.is_file:
                     tasks.start("model identities", self._follow_identities, group=group)
+                tasks.start("event loop watch", self.loop_watch.run, group=group)
                 tasks.start("silence", partial(follow_process_time, self._listen), group=group)
         finally:
             await self.registered.close()

@@ -88,6 +88,7 @@ class WorkerLink:
         self.breaker = WorkerBreaker()
         self.num_asked = 0  # legs that were asked to take a request
         self._known_id = b""
+        self.started_at = 0.0  # its first Hello
         self._turns = MessageTurns(batching or TokenBatching())
         self._clocks = ClockComparison()
         self._instance = instance
@@ -124,6 +125,11 @@ class WorkerLink:
         return self._clocks.offset(CLOCK.wall_ns(now()))
 
     @property
+    def round_trip_s(self) -> float:
+        """Return the mean seconds that a message takes there and back, lately."""
+        return self._clocks.delay_s
+
+    @property
     def name(self) -> str:
         """A short name for logs."""
         return self.hello.instance.hex()[:8] if self.hello else self.address
@@ -145,7 +151,7 @@ class WorkerLink:
         held = (adapter_feature(adapter.identity) for adapter in hello.adapters)
         self.hello, self.limits = hello, WorkerLimits(*sizes, frozenset((*hello.features, *held)))
         if self.worker_id != self._known_id:
-            self._known_id, self.breaker = self.worker_id, WorkerBreaker()
+            self._known_id, self.breaker, self.started_at = self.worker_id, WorkerBreaker(), now()
 
     def note_worked(self, asked_at: float) -> None:
         """Tell the breaker of work on a request that was asked for at `asked_at` (time.monotonic())."""

@@ -35,7 +35,16 @@ def fleet_gauges(registry: Registry, index: PrefixIndex) -> list[Gauge]:
     def clock_errors() -> dict[str, float]:
         return {link.address: clock.error_s for link in registry.links if (clock := link.clock)}
 
+    def loop_delays() -> dict[str, float]:
+        return dict(zip(("core", "busy"), registry.loop_watch.delay, strict=True))
+
     return [
+        Gauge(
+            "baton_event_loop_delay_seconds",
+            "mean delay of the event loop, for want of a core and for its own work",
+            loop_delays,
+            "cause",
+        ),
         Gauge("baton_index_up", "1 while the prefix index answers", lambda: int(not index.down)),
         Gauge("baton_workers", "workers as this gateway sees them", workers, "state"),
         Gauge("baton_worker_breakers", "workers by the state of their circuit breaker", breakers, "state"),

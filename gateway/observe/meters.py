@@ -19,6 +19,7 @@ from baton.service.observe.metrics import (
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.observe.predictions import predictions
+from gateway.request.bounds import bound_seconds
 from gateway.request.request_record import RequestRecord
 from gateway.request.timing import breakdown, timing
 
@@ -51,6 +52,9 @@ class GatewayMeters:
             "baton_e2e_seconds", "time from arrival to the end, for answered requests", DURATION_BUCKETS
         )()
         self._phase = metrics.histogram("baton_phase_seconds", "one phase of a request", PHASE_BUCKETS, "phase")
+        self._bound = metrics.counter(
+            "baton_bound_seconds", "seconds of answered requests by what they waited for", "bound"
+        )
         self._requests = metrics.counter("baton_requests", "ended requests", "outcome", "reason")
         self._tokens = metrics.counter("baton_tokens", "tokens of answered requests", "kind")
         self._tenant_seconds = metrics.counter(
@@ -125,6 +129,8 @@ class GatewayMeters:
         if measured.tpot_s:
             self._tpot.observe(measured.tpot_s, exemplar)
         if error is None:
+            for bound, spent_s in bound_seconds(stamps, record.measured).items():
+                self._bound(bound).inc(spent_s)
             self._e2e.observe((stamps.last_sent or now()) - stamps.received, exemplar)
 
     def _count_slo(self, record: RequestRecord, error: BaseException | None) -> None:

@@ -1,14 +1,16 @@
 """The requests of this gateway, those that run and the last that have ended, for operators. No content."""
 
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 from baton.service.clock import now
-from baton.service.observe.bound import aware_of_host, bound_of_stack
+from baton.service.observe.bound import PromptFacts, aware_of_host, bound_of_stack
 from baton.service.observe.cpu_usage import CpuUsage
 from baton.v1 import fleet_pb2 as pb
 from gateway.observe.meters import outcome
+from gateway.request.bounds import bound_seconds
 from gateway.request.request_record import RequestRecord
-from gateway.request.timing import breakdown, timing
+from gateway.request.timing import timing
 
 NUM_KEPT = 500  # ended requests, about 1 KB each
 _DEFAULT_RUNNING, _DEFAULT_RECENT = 20, 200
@@ -24,7 +26,9 @@ PHASE_OF = {
 class RecentRequests:
     """Belongs to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker_started_at: Callable[[], float] = lambda: 0.0) -> None:
+        """`worker_started_at`: when the youngest worker joined first (time.monotonic())."""
+        self._worker_started_at = worker_started_at
         self._running: dict[int, RequestRecord] = {}
         self._ended: deque[tuple[RequestRecord, tuple[str, str], float]] = deque(maxlen=NUM_KEPT)
         self._since = now()
@@ -73,9 +77,29 @@ class RecentRequests:
         last = [record for record, how, at in self._ended if how[0] == "ok" and until - at < _BOUND_WINDOW_S]
         spent_s: Counter[str] = Counter()
         for record in last:
-            spent_s.update(breakdown(record.stamps, record.measured))
+            spent_s.update(bound_seconds(record.stamps, record.measured))
         window_s = until - min((each.stamps.received for each in last), default=until)
-        return aware_of_host(bound_of_stack(spent_s, window_s), self._cpu.num_cores, self._cpu.busy()).sentence
+        return aware_of_host(
+            bound_of_stack(spent_s, window_s, self._facts(last)), self._cpu.num_cores, self._cpu.busy()
+        ).sentence
+
+    def _facts(self, last: Sequence[RequestRecord]) -> PromptFacts:
+        """Return what the prompts of `last` were like, beside those from before a worker started."""
+        started_at = self._worker_started_at()
+        before = [record for record, how, _ in self._ended if how[0] == "ok" and record.stamps.received < started_at]
+        since = [record for record in last if record.stamps.received >= started_at] or last
+        num_prompt, num_cached = _prompt_tokens(last)
+        return PromptFacts((num_prompt - num_cached) / max(1, len(last)), _cached_share(since), _cached_share(before))
+
+
+def _prompt_tokens(records: Sequence[RequestRecord]) -> tuple[int, int]:
+    """Return the tokens of all prompts, and how many of them were found in caches."""
+    return sum(each.num_prompt_tokens or 0 for each in records), sum(each.num_cached_tokens for each in records)
+
+
+def _cached_share(records: Sequence[RequestRecord]) -> float:
+    num_prompt, num_cached = _prompt_tokens(records)
+    return num_cached / num_prompt if num_prompt else 0.0
 
 
 def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -> pb.RequestView:

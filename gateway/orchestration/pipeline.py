@@ -10,7 +10,9 @@ from functools import partial
 from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS, adapter_feature
 from baton.service.clock import now
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
+from baton.service.observe.core_wait import LoopDelay, PathDelay
 from baton.service.observe.telemetry import format_traceparent
+from baton.service.security.exposure import is_loopback
 from baton.service.slo import Slo
 from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
@@ -42,6 +44,7 @@ from gateway.text.text_work import TextWork
 
 _UNREAD_S = 0.1  # beyond a deadline, for waits that notice it themselves
 _SUPERSEDE_S, _POLL_S = 1.0, 0.005
+_LOOP_TURNS = 3  # of the event loop, that a write to a client takes which reads at once
 _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
 
 
@@ -156,6 +159,7 @@ class Pipeline:
             # holds its writes.
             async with asyncio.timeout(max(0.0, request.deadline - now()) + _UNREAD_S):
                 await machine.run()
+                _note_waits(request, self.registry.loop_watch.delay)
                 await request.answer.finish(record.num_cached_tokens, record.measured)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
@@ -284,3 +288,14 @@ def _features(checked: Checked) -> frozenset[str]:
     asked = {CONSTRAINTS: checked.constraint is not None, PROMPT_LOGPROBS: checked.asks_for_prompt_logprobs}
     features = frozenset(feature for feature, is_asked in asked.items() if is_asked)
     return features | {adapter_feature(checked.adapter)} if checked.adapter else features
+
+
+def _note_waits(request: RequestContext, loop: LoopDelay) -> None:
+    """Record what the request waited for, as its workers, this event loop and the way between them are now."""
+    measured, link = request.record.measured, request.attempt.decode.link
+    is_here = is_loopback(link.address)
+    network_s = 0.0 if is_here else max(0.0, link.round_trip_s / 2 - sum(loop))
+    measured.path = PathDelay(loop, network_s)
+    measured.decode_core_wait = link.load.core_wait
+    writes = request.answer.slow_writes_s
+    measured.unread_s = max(0.0, sum(writes) - _LOOP_TURNS * len(writes) * sum(loop))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from baton.protocol import KV_FULL
 from baton.service.clock import now
 from baton.service.errors import Overloaded, Unavailable
 from baton.v1 import worker_pb2 as pb
@@ -152,6 +153,7 @@ def _record_prefill(request: RequestContext, done: pb.Done) -> None:
     num_cached_tokens = min(done.num_cached_tokens, len(attempt.spec.token_ids))
     if not request.answer.begun:
         record.measured.queue_s, record.measured.prefill_s = done.queue_s, done.prefill_s
+        record.measured.prefill_core_wait = attempt.reader.link.load.core_wait
         record.num_cached_tokens = num_cached_tokens
         attempt.reader.link.note_prefill(record.num_prompt_tokens - num_cached_tokens, done.prefill_s)
         record.batch_size = attempt.decode.link.load.num_running + 1
@@ -171,6 +173,9 @@ def _await_worker(request: RequestContext, error: Unavailable) -> RequestState:
 def _note_refusal(request: RequestContext, link: WorkerLink, refused: pb.Refused) -> None:
     request.router.note_refusal(link, refused)
     request.place.note_refusal(refused)
+    if refused.reason == KV_FULL:
+        is_prefill = link is not request.attempt.decode.link
+        request.record.measured.full_pools.add("prefill queue" if is_prefill else "decode queue")
 
 
 def _is_rest_short(request: RequestContext) -> bool:

@@ -6,6 +6,7 @@ in, so that what passes between processes falls into the delivery phases and is 
 
 from dataclasses import dataclass, field
 
+from baton.service.observe.core_wait import PathDelay
 from baton.service.observe.phases import DECODE
 from baton.service.observe.phases import PHASES as TIMED
 from baton.v1 import inference_pb2 as pb
@@ -39,6 +40,13 @@ class Measured:
     transfer_s: float = 0.0
     after_last_ready_s: float = 0.0
     decode: worker_pb2.DecodeReport = field(default_factory=worker_pb2.DecodeReport)
+    # What the phases were spent waiting for (gateway/request/bounds.py): shares of the workers' time in which they waited for
+    # a core, seconds in which messages waited for the client, and the queues that it stood in since a KV pool was full.
+    prefill_core_wait: float = 0.0
+    decode_core_wait: float = 0.0
+    unread_s: float = 0.0
+    path: PathDelay = PathDelay()
+    full_pools: set[str] = field(default_factory=set)
 
 
 def timing(stamps: Stamps, measured: Measured, num_output_tokens: int) -> pb.Timing:

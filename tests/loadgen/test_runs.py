@@ -8,13 +8,14 @@ import time
 
 import pytest
 
-from baton.loadgen.bound import LEVERS, name_bound
+from baton.loadgen.bound import name_bound
 from baton.loadgen.outcome import Outcome
 from baton.loadgen.plan import RunPlan
 from baton.loadgen.report import page
 from baton.loadgen.run import Ran, run_jobs
 from baton.loadgen.summary import percentile, summarize, table
 from baton.loadgen.workload import Job
+from baton.service.observe.bound import BOUNDS, LEVERS
 from baton.service.slo import Slo
 from tests.support.gateway.gateway_stub import StubGateway, serving
 
@@ -84,28 +85,24 @@ def outcome(index: int = 0, ttft_s: float = 0.1, num_output: int = 11, step_s: f
     )  # fmt: skip
 
 
-BOUNDS = {
-    "queue": dict(ttft_s=2.0, num_output=2, prefill_queue=1.9),
-    "prefill compute": dict(ttft_s=2.0, num_output=2, prefill=1.9),
-    "transfer": dict(ttft_s=0.1, num_output=2, step_s=1.0, kv_wait=0.95, prefill=0.1),
-    "decode bandwidth": dict(num_output=200, prefill=0.05),
-}
-
-
 @pytest.mark.parametrize("name", BOUNDS)
 def test_the_sentence_names_what_bounds_the_run(name):
-    bound = name_bound([outcome(**BOUNDS[name])] * 5, 0.2, 0.0)
-    assert bound.name == name and LEVERS[name] in bound.sentence and "%" in bound.sentence
+    least = outcome()
+    least.bound_s = {each: 2.0 if each == name else 1.0 for each in BOUNDS}
+    bound = name_bound([least] * 5, 0.2, 0.0)
+    assert bound.name == name and LEVERS[name] in bound.sentence and "18%" in bound.sentence
+
+
+def test_long_prompts_are_named():
+    one = outcome()
+    one.num_prompt, one.num_cached, one.bound_s = 3000, 500, {"prefill compute": 1.0}
+    assert "2,500 tokens each are in no cache" in name_bound([one], 0.2, 0.0).sentence
 
 
 def test_the_sentence_names_the_client():
     for arguments in ((0.97, 0.0), (0.2, 0.05)):
         assert name_bound([outcome()], *arguments).name == "client"
     assert name_bound([], 0.1, 0.0).name == "nothing"
-
-
-def test_which_queue():
-    assert "decode worker" in name_bound([outcome(ttft_s=2.0, num_output=2, admit=1.9)], 0, 0).sentence
 
 
 def test_percentiles():

@@ -19,6 +19,7 @@ from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.sequence import Group, Sequence
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.tenant_shares import Shares
+from baton.protocol import KV_FULL
 from baton.sampling_params import SamplingParams
 from kvtransfer.layout import BlockRef, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
@@ -226,9 +227,9 @@ class Admission:
     def _kv_full(self, request: Request, num_blocks: int) -> Refusal:
         """Return the refusal for a full pool. A tenant to whom blocks are owed may retry after 20 ms."""
         if not self.shares.refused(request, num_blocks):
-            return Refusal("kv_full")
+            return Refusal(KV_FULL)
         self.lifecycle.inbox.ring()
-        return Refusal("kv_full", retry_after_s=0.02)
+        return Refusal(KV_FULL, retry_after_s=0.02)
 
     def _find(self, trunk: Sequence) -> list[int]:
         """Return the blocks of the cached prefix, where the request may read one."""

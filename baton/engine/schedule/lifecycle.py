@@ -15,6 +15,7 @@ from baton.engine.schedule.inbox import Enter, Inbox, Start, Stop
 from baton.engine.schedule.scheduler import Scheduler
 from baton.engine.schedule.sequence import Group
 from baton.engine.schedule.states import GroupEvent, GroupState
+from baton.protocol import KV_FULL
 from kvtransfer.layout import KVLayout
 
 
@@ -112,7 +113,7 @@ class GroupLifecycle:
         if (missing := self.layout.num_blocks(upto_token) - len(trunk.block_ids)) > 0:
             block_ids = self.ledger.allocate(missing, Holder.FETCHING, reserved=min(missing, trunk.reserve))
             if block_ids is None:
-                raise Refusal("kv_full")
+                raise Refusal(KV_FULL)
             trunk.reserve -= min(missing, trunk.reserve)
             trunk.block_ids += block_ids
             group.fetch_settled = False
@@ -231,7 +232,7 @@ class GroupLifecycle:
         num_missing = len(trunk.block_ids) - group.num_owned
         self._give_back_fetching(group)
         if not self.ledger.reserve(num_missing):
-            raise Refusal("kv_full")
+            raise Refusal(KV_FULL)
         trunk.reserve += num_missing
         trunk.num_computed = min(trunk.num_computed, trunk.num_tokens - 1)
 

@@ -1,60 +1,85 @@
-"""Name what bounds a run, in one sentence: where requests spent their time, and the one lever to try."""
+"""Name what bounds a run, in one sentence: what requests waited for, and the one lever to try.
+
+A request's time is divided among BOUNDS without a rest (gateway/request/bounds.py), so that shares of many add up.
+"""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 LEVERS = {
-    "client": "give the load generator more --processes, or a machine of its own",
-    "queue": "add a worker of the role that requests queue for, or lower the rate",
+    "client": "read the answers faster, or ask for fewer logprobs",
+    "cores": "give the host more cores or its containers a higher CPU limit, or run fewer workers on it",
+    "gateway": "add a gateway, or send fewer and larger messages",
+    "network": "bring gateway and workers closer together, or mend the network between them",
+    "prefill queue": "add a prefill worker, or lower the rate",
+    "decode queue": "add a decode worker, or lower the rate",
+    "kv pool": "give workers more KV blocks, store KV in int8, or add a decode worker",
     "prefill compute": "add prefill workers, or let prompts share more of their prefix",
     "transfer": "move the workers to one host (shm, cuda_ipc) or a faster network, or store KV in int8",
     "decode bandwidth": "quantize weights (int8, int4) or turn speculation on; for more streams add decode workers",
 }
+BOUNDS = tuple(LEVERS)
+SENDER_LEVER = "give the load generator more --processes, or a machine of its own"
 MORE_LOAD = "send more requests, or more at once: the stack has room"  # the client's lever, as the stack sees it
-QUEUES = {"admit": "decode", "prefill_queue": "prefill", "decode_queue": "decode"}
-PHASES = {
-    "queue": tuple(QUEUES),
-    "prefill compute": ("prefill",),
-    "transfer": ("kv_wait",),
-    "decode bandwidth": ("first_step", "decode"),
-}
 FULL_HOST = 0.9  # busy: one more worker would only share its cores
-_MORE_WORKERS = ("queue", "prefill compute", "decode bandwidth")  # whose lever is another worker
 LEAST_AT_ONCE = 0.5  # requests in the stack, in the mean: with fewer it waits for its clients
-_EVIDENCE = {
-    "queue": "requests wait in queues ({share})",
-    "prefill compute": "reading prompts takes the most ({share})",
-    "transfer": "decoding waits for KV that is still on its way ({share})",
-    "decode bandwidth": "writing tokens takes the most ({share})",
+LONG_PROMPT = 1024  # tokens to read of a prompt, in the mean: the sentence names them
+COLD_SHARE = 0.5  # of what was found in caches before a worker started: with less they are cold
+EVIDENCE = {
+    "client": "answers wait for their clients to read them",
+    "cores": "processes wait for a core",
+    "gateway": "requests and tokens wait for the gateway's event loop",
+    "network": "messages between gateway and workers are on their way",
+    "prefill queue": "requests wait in queues, mostly for a prefill worker",
+    "decode queue": "requests wait in queues, mostly for a decode worker",
+    "kv pool": "requests wait for KV blocks that others hold",
+    "prefill compute": "reading prompts takes the most",
+    "transfer": "decoding waits for KV that is still on its way",
+    "decode bandwidth": "writing tokens takes the most",
 }
+_MORE_WORKERS = (
+    "prefill queue",
+    "decode queue",
+    "prefill compute",
+    "decode bandwidth",
+)  # whose lever is another worker
 
 
 class Bound(NamedTuple):
-    name: str  # one of LEVERS, or "nothing" where nothing was answered
+    name: str  # one of BOUNDS, or "nothing" where nothing was answered
     sentence: str
 
 
-def bound_of(spent_s: Mapping[str, float]) -> Bound:
-    """`spent_s`: seconds of answered requests by phase of a request; delivery and the gateway's own phases bound no run,
-    and are part of the time that the share is of."""
-    by_bound = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in PHASES.items()}
-    if not any(by_bound.values()):
+class PromptFacts(NamedTuple):
+    """What the prompts of a run were like, for the sentence where reading them takes the most."""
+
+    mean_read: float = 0.0  # tokens of a prompt that no cache held
+    cached_share: float = 0.0  # of all tokens of prompts
+    cached_before: float = 0.0  # the same before a worker started, 0 where none did
+
+
+NO_FACTS = PromptFacts()
+
+
+def bound_of(spent_s: Mapping[str, float], facts: PromptFacts = NO_FACTS) -> Bound:
+    """`spent_s`: seconds of answered requests by what they waited for, one of BOUNDS."""
+    total_s = sum(spent_s.values())
+    if total_s <= 0:
         return Bound("nothing", "No request was answered, so it is unknown what limits the run.")
-    name = max(by_bound, key=lambda each: by_bound[each])
-    share = by_bound[name] / sum(spent_s.values())
-    evidence = _EVIDENCE[name].format(share=f"{share:.0%} of the answered requests' time")
-    if name == "queue":
-        evidence += f", mostly for a {QUEUES[max(QUEUES, key=lambda phase: spent_s.get(phase, 0.0))]} worker"
+    name = max(BOUNDS, key=lambda each: spent_s.get(each, 0.0))
+    evidence = f"{EVIDENCE[name]} ({spent_s[name] / total_s:.0%} of the answered requests' time)"
+    if name == "prefill compute":
+        evidence += _told(facts)
     return worded(name, evidence, LEVERS[name])
 
 
-def bound_of_stack(spent_s: Mapping[str, float], window_s: float) -> Bound:
+def bound_of_stack(spent_s: Mapping[str, float], window_s: float, facts: PromptFacts = NO_FACTS) -> Bound:
     """As the stack itself sees it: `spent_s` by those that ended in the last `window_s`. Their sum over it is how many
     it has had at once, in the mean (Little's law)."""
     at_once = sum(spent_s.values()) / max(window_s, 1e-9)
     if spent_s and at_once < LEAST_AT_ONCE:
         return worded("client", f"the stack waits for requests ({at_once:.2f} at a time in the mean)", MORE_LOAD)
-    return bound_of(spent_s)
+    return bound_of(spent_s, facts)
 
 
 def aware_of_host(bound: Bound, num_cores: int, busy: float) -> Bound:
@@ -67,3 +92,12 @@ def aware_of_host(bound: Bound, num_cores: int, busy: float) -> Bound:
 
 def worded(name: str, evidence: str, lever: str) -> Bound:
     return Bound(name, f"Bound by {name}: {evidence}. Try this: {lever}.")
+
+
+def _told(facts: PromptFacts) -> str:
+    if facts.cached_share < COLD_SHARE * facts.cached_before:
+        was, now = facts.cached_before, facts.cached_share
+        return f", since a worker has started with a cold cache: {now:.0%} of the prompts was found, {was:.0%} before"
+    if facts.mean_read >= LONG_PROMPT:
+        return f", since prompts are long: {facts.mean_read:,.0f} tokens each are in no cache"
+    return ""

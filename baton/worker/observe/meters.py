@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from baton.engine.engine import Engine
 from baton.service import logs
+from baton.service.observe.core_wait import CoreWait
 from baton.service.observe.metrics import PHASE_BUCKETS, RATIO_BUCKETS, Count, Gauge, Metrics, num_tasks
 from baton.worker.kv.pool_memory import PoolMemory
 from baton.worker.legs.leg import Leg
@@ -56,6 +57,11 @@ class WorkerMeters:
             Gauge("baton_kv_blocks", "KV blocks, by holder", lambda: engine.load_report().blocks_by_holder, "holder"),
             Gauge("baton_memory_bytes", "memory, by use", self._memory, "kind"),
             Gauge("baton_utilisation", "achieved rate over the device's limit", self._utilisation, "limit"),
+            Gauge(
+                "baton_core_wait_ratio",
+                "of the time in which threads want a core, the share that they wait for one",
+                CoreWait().share,
+            ),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
             Gauge("baton_tasks", "tasks of the event loop", num_tasks),
             Count("baton_rank_wait_seconds", "time that a rank has waited for others", self._waits, "rank"),

@@ -9,6 +9,7 @@ from baton.engine.engine import Engine
 from baton.engine.loop import EngineLoop
 from baton.service.logs import fields
 from baton.service.net.server import Health
+from baton.service.observe.core_wait import CoreWait
 from baton.service.out_of_memory import leave_for_hung_device, leave_if_exhausted
 from baton.worker.observe.tables import Tables
 from baton.worker.session.commands import Commands
@@ -48,6 +49,7 @@ class Reports:
         self._changed = changed
         self._checked_at = time.monotonic()
         self._checked_step = -1
+        self._core_wait = CoreWait()
 
     @property
     def state(self) -> str:
@@ -91,9 +93,8 @@ class Reports:
             except TimeoutError:
                 pass
             self._changed.clear()
-            self._sessions.send_load(
-                messages.load_to_proto(self._engine.load_report(), self.state, self._tables.counts())
-            )
+            report, core_wait = self._engine.load_report(), self._core_wait.share()
+            self._sessions.send_load(messages.load_to_proto(report, self.state, self._tables.counts(), core_wait))
             self._set_health()
             self.leave_if_hung()
             await asyncio.sleep(LOAD_GAP_S)

@@ -271,7 +271,7 @@ def refused(key: Key, reason: str, retry_after_s: float) -> pb.Event:
     )
 
 
-def load_to_proto(report: LoadReport, state: str, tables: Mapping[str, int]) -> pb.Load:
+def load_to_proto(report: LoadReport, state: str, tables: Mapping[str, int], core_wait: float) -> pb.Load:
     blocks = [report.blocks_by_holder[holder] for holder in HOLDERS]
     return pb.Load(
         step=report.step,
@@ -286,4 +286,5 @@ def load_to_proto(report: LoadReport, state: str, tables: Mapping[str, int]) -> 
         tables=tables,
         num_draft_tokens=report.num_draft_tokens,
         num_accepted_tokens=report.num_accepted_tokens,
+        core_wait=core_wait,
     )

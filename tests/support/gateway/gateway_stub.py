@@ -10,6 +10,8 @@ import grpc
 from baton.v1 import inference_pb2 as pb
 from baton.v1 import inference_pb2_grpc
 
+BOUND_OF = {"prefill": "prefill compute", "prefill_queue": "prefill queue", "kv_wait": "transfer"}
+
 
 class StubGateway(inference_pb2_grpc.InferenceServicer):
     """`delay_s` before the first token, `step_s` before each other; every `refuse_every`-th request is refused. The delay
@@ -32,7 +34,9 @@ class StubGateway(inference_pb2_grpc.InferenceServicer):
             message = pb.GenerateResponse(token_ids=[7])
             if index == num - 1:
                 message.usage.CopyFrom(pb.Usage(prompt_tokens=len(request.token_ids.ids), cached_tokens=8))
+                decode_s = num * self.step_s
                 message.timing.CopyFrom(pb.Timing(**{f"{self.phase}_s": self.delay_s}))
+                message.timing.bound_s.update({BOUND_OF[self.phase]: self.delay_s, "decode bandwidth": decode_s})
             await context.write(message)
 
 
