@@ -1,4 +1,5 @@
-"""Compare two ranks of one thread with one process of two threads on this CPU: python bench/parallel.py [--quick] [--json FILE].
+"""Compare two ranks, or two stages, of one thread with one process of two threads on this CPU: python bench/parallel.py
+[--quick] [--json FILE].
 
 The same bare engine, model and prompts, in turn; then a sum of both ranks alone, beside a turn in which nothing is said.
 """
@@ -36,10 +37,8 @@ NUM_SUMS = 200
 class Arm:
     """One engine, and prompts that were never sent before."""
 
-    def __init__(self, num_ranks: int, num_threads: int):
-        self.engine: Engine = bare.load_engine(
-            MODEL, tensor_parallel=num_ranks, threads=num_threads, num_blocks=512
-        )  # fmt: skip
+    def __init__(self, num_threads: int, **degree: int):
+        self.engine: Engine = bare.load_engine(MODEL, threads=num_threads, num_blocks=512, **degree)
         self._num_threads = num_threads
         self._rng = random.Random(0)
         self._request_ids = map(str, itertools.count())
@@ -56,8 +55,9 @@ class Arm:
 
 
 def compare_engines(report: Report, num_rounds: int) -> None:
-    """Goals: prompts at least 0.85 of one process, decode 0.8."""
-    ranks, alone = Arm(2, 1), Arm(1, 2)
+    """Goals of ranks that share layers: prompts at least 0.85 of one process, decode 0.8. Of stages one waits for the other
+    in decode."""
+    ranks, stages, alone = Arm(1, tensor_parallel=2), Arm(1, pipeline_parallel=2), Arm(2)
     try:
         for name, batch_size, num_prompt, num_output, goal in (
             (f"prompt of {LONG_PROMPT}", 1, LONG_PROMPT, 1, "ratio >= 0.85"),
@@ -68,13 +68,15 @@ def compare_engines(report: Report, num_rounds: int) -> None:
             def arm(engine: Arm) -> Callable[[], float]:
                 return lambda: engine.tokens_per_s(batch_size, num_prompt, num_output)
 
-            arms = {"ranks": arm(ranks), "alone": arm(alone), "alone again": arm(alone)}
+            arms = {"ranks": arm(ranks), "stages": arm(stages), "alone": arm(alone), "alone again": arm(alone)}
             interleave(arms, 1)  # warm
             found = medians(interleave(arms, num_rounds))
             report.add(f"{name}: two ranks over one", found["ranks"], "tokens/s", against=found["alone"], goal=goal)
+            report.add(f"{name}: two stages over one", found["stages"], "tokens/s", against=found["alone"])
             report.add(f"{name}: A/A, one over one", found["alone again"], "tokens/s", against=found["alone"])
     finally:
-        ranks.engine.ranks.close()
+        for engine in (ranks, stages):
+            engine.engine.ranks.close()
 
 
 def compare_sums(report: Report, num_rounds: int) -> None:

@@ -14,7 +14,7 @@ from tests.support.pace import patience
 from tests.support.process import Process, children
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
-OPTIONS = ("--num-blocks", "64", "--threads", "1", "--tensor-parallel", "2")
+OPTIONS = ("--num-blocks", "64", "--threads", "1")
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,16 @@ def is_gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
+    "degree", [("--tensor-parallel", "2"), ("--pipeline-parallel", "2")], ids=lambda degree: degree[0]
+)
+@pytest.mark.parametrize(
     ("how", "reason"),
     [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s"), (signal.SIGTERM, None)],
 )
-def test_a_worker_and_its_ranks_end_together(model, tmp_path, how, reason):
+def test_a_worker_and_its_ranks_end_together(model, tmp_path, degree, how, reason):
     """SIGTERM is for the worker, which drains."""
-    worker = Process("worker", [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS], tmp_path)
+    program = [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS, *degree]
+    worker = Process("worker", program, tmp_path)
     try:
         worker.ready()
         (rank,) = children(worker.pid)
@@ -51,8 +55,12 @@ def test_a_worker_and_its_ranks_end_together(model, tmp_path, how, reason):
         worker.wait()
 
 
-def test_ranks_end_with_a_worker_that_is_killed(model, tmp_path):
-    worker = Process("worker", [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS], tmp_path)
+@pytest.mark.parametrize(
+    "degree", [("--tensor-parallel", "2"), ("--pipeline-parallel", "2")], ids=lambda degree: degree[0]
+)
+def test_ranks_end_with_a_worker_that_is_killed(model, tmp_path, degree):
+    program = [sys.executable, "-m", "decode_worker", "--model", str(model), *OPTIONS, *degree]
+    worker = Process("worker", program, tmp_path)
     try:
         worker.ready()
         (rank,) = children(worker.pid)

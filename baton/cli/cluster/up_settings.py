@@ -231,7 +231,7 @@ def _worker_values(
     values = {role: {**files[role], **name, **both, **own[role]} for role in ROLES}
     settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
     engines = {role: settings[role].engine for role in ROLES}
-    num_ranks = {role: num_workers[role] * engines[role].tensor_parallel for role in ROLES}
+    num_ranks = {role: num_workers[role] * engines[role].num_ranks for role in ROLES}
     threads = divide_cores(num_ranks, {role: engines[role].threads for role in ROLES})
     cpu_roles = [role for role in ROLES if engines[role].device == "cpu"]
     return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles

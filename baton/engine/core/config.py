@@ -65,6 +65,9 @@ class EngineConfig:
     tensor_parallel: int = _knob(
         "processes that share each layer of the model, 1, 2, 4 or 8, with --threads each; on a CPU", 1, metavar="N"
     )
+    pipeline_parallel: int = _knob(
+        "processes that have some layers of the model each, with --threads each; on a CPU", 1, metavar="M"
+    )
     expert_parallel: bool = _knob(
         "with --tensor-parallel: each process has some experts of a mixture whole, in place of a part of each", False
     )
@@ -121,8 +124,8 @@ class EngineConfig:
         self._check_speculation()
         self._check_ranks()
         folders = self.adapter_folders  # checks them
-        if (folders or self.adapter_root) and self.tensor_parallel > 1:
-            raise ValueError("adapter: adapters are not served on layers that ranks share; leave tensor_parallel at 1")
+        if (folders or self.adapter_root) and self.num_ranks > 1:
+            raise ValueError(f"adapter: adapters are not served on several ranks; leave {self.ranks_option} at 1")
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:
@@ -164,14 +167,26 @@ class EngineConfig:
     def _check_ranks(self) -> None:
         if self.tensor_parallel not in DEGREES:
             raise ValueError(f"tensor_parallel {self.tensor_parallel}: one of {', '.join(map(str, DEGREES))}")
-        if self.tensor_parallel == 1:
-            if self.expert_parallel:
-                raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
-            return
-        if self.device == "cuda":
+        if self.pipeline_parallel < 1:
+            raise ValueError(f"pipeline_parallel {self.pipeline_parallel}: must be at least 1")
+        if self.tensor_parallel == 1 and self.expert_parallel:
+            raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
+        if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
+            raise ValueError("pipeline_parallel: stages of several ranks are not served; leave tensor_parallel at 1")
+        if self.device == "cuda" and self.num_ranks > 1:
             raise ValueError(
-                "tensor_parallel has no effect on a GPU: one rank has the model; leave it out, or give cpu"
+                f"{self.ranks_option} has no effect on a GPU: one rank has the model; leave it out, or give cpu"
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the processes of the engine."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def ranks_option(self) -> str:
+        """Return the name of the option that asks for several."""
+        return "pipeline_parallel" if self.pipeline_parallel > 1 else "tensor_parallel"
 
 
 def resolve_dtypes(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

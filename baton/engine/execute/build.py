@@ -14,12 +14,14 @@ from baton.engine.core.device import GIB, Memory, find_device, memory_share, poo
 from baton.engine.core.model_spec import ModelSpec
 from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
-from baton.engine.kv.pool import CPU, KVPool
+from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.shard import Shard, refusal
-from baton.engine.ranks.spawn import OwnMemory, Ranks, SharedMemory
+from baton.engine.parallel.stage import cut_layers
+from baton.engine.ranks.process import Ready
+from baton.engine.ranks.spawn import OwnMemory, Ranks, SharedMemory, start_shards, start_stages
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
@@ -63,14 +65,14 @@ def load_parts(
             fix_order_of_sums()
         dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
         config = resolve(replace(config, dtype=dtype), spec)
-        if config.tensor_parallel > 1:
+        if config.num_ranks > 1:
             return _of_ranks(config, spec, memory_for or OwnMemory, make)
         model = load_model(config, device)
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
-    if config.tensor_parallel > 1:
+    if config.num_ranks > 1:
         raise ValueError(
-            "tensor_parallel has no effect on a GPU: one rank has the model; leave it out, or give --device cpu"
+            f"{config.ranks_option} has no effect on a GPU: one rank has the model; leave it out, or give --device cpu"
         )
     try:
         return _on_gpu(config, spec, device, gpu_memory_for, make)
@@ -84,24 +86,32 @@ def load_parts(
 
 
 def _of_ranks(config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers) -> EngineParts:
-    """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads:
-    whoever takes KV from here, or brings it, meets a worker like any other."""
+    """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads or
+    its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
     degree = config.tensor_parallel
-    if why := refusal(spec, Shard(0, degree, config.expert_parallel)):
+    if why := refusal(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
         raise ValueError(f"tensor_parallel {degree}: {why}")
-    config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // degree))
+    stages = cut_layers(spec, config.pipeline_parallel)
+    config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks))
     torch.set_num_threads(config.threads)
     layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
     memory = memory_for(config.num_blocks * layout.block_bytes)
-    ranks = Ranks(config, memory)
+    pool = KVPool(layout, config.num_blocks, memory.memory)
+    own = pool.part(Shard(0, degree).kv_heads(spec.num_kv_heads))
+    if len(stages) > 1:
+        ranks, pipeline = start_stages(config, memory, stages, spec.hidden_size, DTYPES[config.dtype])
+        load = partial(load_model, config, stage=stages[0], pipeline=pipeline)
+    else:
+        ranks, collectives = start_shards(config, memory)
+        load = partial(load_model, config, CPU, collectives)
     try:
-        model = load_model(config, CPU, ranks.collectives)
-        ranks.wait()
+        model = load()
+        ranks.wait(Ready(model.weights, model.layers_name))
     except BaseException:
         ranks.close()
         raise
-    pool = KVPool(layout, config.num_blocks, memory.memory)
-    own = pool.part(ranks.collectives.shard.kv_heads(spec.num_kv_heads))
+    if len(stages) > 1:
+        model.weights = model.weights.beside(ranks.reports[1:])
     return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, own), ranks)
 
 

@@ -31,6 +31,7 @@ from baton.engine.models.linears import Linears, Make
 from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm, read_sinks
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.shard import WHOLE
+from baton.engine.parallel.stage import PipelineStage
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.merge import pad
 from kvtransfer.layout import KVGroup
@@ -44,11 +45,12 @@ class Model:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, source: WeightSource, make: Make, attention: Attention,
         ropes: Sequence[Rope], make_router: MakeRouter | None = None, collectives: Collectives | None = None,
-        adapted: bool = False,
+        adapted: bool = False, stage: PipelineStage | None = None,
     ):  # fmt: skip
         """`make(weight, bias)` gives the kernel that applies a weight of any form; `make_router`, of a model with
         experts, the fp32 kernel of a router. `collectives`: of a rank that has a part of the model, for whose heads
-        `attention` is; raises ModelError where that is not native. `adapted`: adapters will be read."""
+        `attention` is; raises ModelError where that is not native. `adapted`: adapters will be read.
+        `stage`: whose layers alone are here."""
         self.spec, self.dtype, self.attention, self.ropes, self._make = spec, dtype, attention, ropes, make
         self.device = attention.shape.device
         self._gated = make_gated(spec)
@@ -57,24 +59,31 @@ class Model:
         shard = WHOLE if collectives is None else collectives.shard
         self.collectives, linears = collectives, Linears(source, make, collectives)
         missing = -vocab_size % shard.degree  # outputs of the head that make every rank's part equal
-        self.embedding = source.embedding(vocab_size, hidden_size)
-        layers = range(spec.num_layers)
-        self.layers = [read_layer(spec, index, source, linears, make_router, shard) for index in layers]
+        stage = PipelineStage(0, range(spec.num_layers)) if stage is None else stage
+        self.own_layers, has_ends = stage.layers, stage.index == 0
+        if has_ends:
+            self.embedding = source.embedding(vocab_size, hidden_size)
+        self.layers = [
+            read_layer(spec, index, source, linears, make_router, shard) if index in stage.layers else None
+            for index in range(spec.num_layers)
+        ]
         if spec.sinks:
-            attention.set_sinks(read_sinks(spec, source, shard))
-        self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
-        if spec.tied:
+            attention.set_sinks(read_sinks(spec, source, shard, stage.layers))
+        if has_ends:
+            self.norm = read_norm(spec.norm, source, "model.norm", hidden_size)
+        if has_ends and spec.tied:
             table = source.tied_head(self.embedding, vocab_size, hidden_size)
             self.head = linears.make([linears.share(pad(table, rows=missing))])
             self.embedding = tied(self.embedding, self.head)
-        else:
+        elif has_ends:
             self.head = linears.read([HEAD], [vocab_size], hidden_size, bias=False, rows=missing, column_parallel=True)
+        self._row_multiple = (self.head if has_ends else self.layers[stage.layers.start].qkv).row_multiple
         self.weights = linears.report()
         if collectives is not None:
             self.embedding = VocabularyEmbedding(self.embedding, vocab_size, collectives)
             self.head = VocabularyHead(self.head, vocab_size, collectives)
-        extra = range(spec.num_layers, spec.num_layers + spec.num_extra_layers)
-        not_here = (*(f"model.layers.{index}" for index in extra), *linears.left_out)
+        others = (index for index in range(spec.num_layers + spec.num_extra_layers) if index not in stage.layers)
+        not_here = (*(f"model.layers.{index}" for index in others), *linears.left_out)
         source.check_all_read("model.layers.", tuple(f"{module}." for module in not_here))
         source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
@@ -116,7 +125,9 @@ class Model:
     def capturable(self) -> bool:
         """Return whether decode steps may be captured in CUDA graphs: experts are counted on the host, and so are the rows of
         adapters."""
-        return self.attention.capturable and not self._adapted and all(layer.experts is None for layer in self.layers)
+        return (
+            self.attention.capturable and not self._adapted and all(layer.experts is None for layer in self.spec.layers)
+        )
 
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
@@ -156,16 +167,24 @@ class Model:
     def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the KV of all tokens and return what the last layer leaves, before the final norm: [>= T, hidden_size],
         the rows of the batch first."""
+        return self.run_layers(self._embed(batch.token_ids), batch, pool, on_layer)
+
+    def run_layers(
+        self, x: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """As `hidden`, of the layers that are here; x: rows [T, hidden_size] as the layer before them left them, which may
+        be changed."""
         if self.fused is not None:
-            return self.fused(self._embed(batch.token_ids), batch, pool, on_layer)
-        num_tokens = batch.token_ids.shape[0]
-        missing = -num_tokens % self.head.row_multiple
+            return self.fused(x, batch, pool, on_layer)
+        num_tokens = x.shape[0]
+        missing = -num_tokens % self._row_multiple
         positions = F.pad(batch.positions, (0, missing))
-        x = self._embed(F.pad(batch.token_ids, (0, missing)))
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
         tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
         plan = self.attention.plan(batch, pool)
         mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)
-        for index, layer in enumerate(self.layers):
+        for index in self.own_layers:
+            layer = self.layers[index]
             normed = x if layer.input_norm is None else layer.input_norm(x)
             apply = partial(self._apply, batch.adapters, index, layer)
             heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))

@@ -117,13 +117,16 @@ class FusedLayers:
     name = "fused"
 
     def __init__(
-        self, spec: ModelSpec, layers: Sequence[Layer], attention: NativeAttention, ropes: Sequence[Rope],
+        self, spec: ModelSpec, layers: Sequence[Layer | None], attention: NativeAttention, ropes: Sequence[Rope],
         collectives: Collectives | None = None,
     ):  # fmt: skip
-        """All linear layers are PackedLinear; `unfit` has checked that. `collectives`: of ranks that have a part each."""
+        """All linear layers are PackedLinear; `unfit` has checked that. `collectives`: of ranks that have a part each.
+        Layers of other stages are None."""
         shard = WHOLE if collectives is None else collectives.shard
         self._attention = attention
-        self._experts = [None if layer.experts is None else _experts(layer.experts, shard) for layer in layers]
+        here = [index for index, layer in enumerate(layers) if layer is not None]
+        self._own = range(here[0], here[-1] + 1)
+        self._experts = [layer and layer.experts and _experts(layer.experts, shard) for layer in layers]
         self._held = (layers, ropes, collectives)  # what the structs below point at
         own = zip(layers, spec.layers, self._experts)  # the layers of a draft may be fewer than its target's
         self._layers = (_Layer * len(layers))(*(_layer(layer, ropes, of.rope, experts) for layer, of, experts in own))
@@ -159,15 +162,15 @@ class FusedLayers:
         return len(self._layers)
 
     @staticmethod
-    def unfit(spec: ModelSpec, layers: Sequence[Layer], attention: Attention) -> str:
+    def unfit(spec: ModelSpec, layers: Sequence[Layer | None], attention: Attention) -> str:
         """Return why a model's layers cannot be run this way; "" if they can."""
         if not isinstance(attention, NativeAttention):
             return f"attention is {attention.name}"
         if spec.latent is not None:
             return "attention is latent"
-        for layer in layers:
-            if layer.experts is not None and not layer.experts.spec.is_plain:
-                return "experts are chosen by more than the softmax of their scores"
+        if any(layer.experts is not None and not layer.experts.is_plain for layer in spec.layers):
+            return "experts are chosen by more than the softmax of their scores"
+        for layer in filter(None, layers):
             for part in _linears(layer):
                 if not isinstance(_own(part), PackedLinear):
                     return f"a linear kernel is {part.name}"
@@ -178,7 +181,7 @@ class FusedLayers:
     def __call__(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        """x [T, hidden_size], embedded, is changed in place and returned; KV of all layers is written.
+        """x [T, hidden_size] is changed in place and returned; KV of all layers that are here is written.
 
         `on_layer(layer)` is called as each layer's KV is there, at the end of that layer.
         """
@@ -198,11 +201,11 @@ class FusedLayers:
             adapters=ctypes.addressof(adapters),
             num_adapters=len(adapters),
         )
-        model, where, num_layers = ctypes.addressof(self._model), ctypes.addressof(step), len(self._layers)
+        model, where = ctypes.addressof(self._model), ctypes.addressof(step)
         if on_layer is None:
-            check(self._run(model, where, 0, num_layers))
+            check(self._run(model, where, self._own.start, self._own.stop))
             return x
-        for layer in range(num_layers):
+        for layer in self._own:
             check(self._run(model, where, layer, layer + 1))
             on_layer(layer)
         return x
@@ -224,7 +227,7 @@ class FusedLayers:
 
 def fuse(
     spec: ModelSpec,
-    layers: Sequence[Layer],
+    layers: Sequence[Layer | None],
     attention: Attention,
     ropes: Sequence[Rope],
     collectives: Collectives | None = None,
@@ -251,7 +254,9 @@ def _linears(layer: Layer) -> list[LinearKernel]:
     return [*parts, experts.router, *own, *shared]
 
 
-def _layer(layer: Layer, ropes: Sequence[Rope], rope: int | None, experts: _Experts | None) -> _Layer:
+def _layer(layer: Layer | None, ropes: Sequence[Rope], rope: int | None, experts: _Experts | None) -> _Layer:
+    if layer is None:
+        return _Layer()
     linears = {name: _address(getattr(layer, name)) for name in _LINEARS}
     cos, sin = (None, None) if rope is None else (table.data_ptr() for table in ropes[rope].signed_tables)
     return _Layer(

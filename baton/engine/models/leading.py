@@ -1,4 +1,5 @@
-"""The model of the first of several ranks: what it is asked, it tells the others before it computes its part."""
+"""The model of the first of several ranks: what it is asked, it tells the others before it computes its part, or it gives
+them a step in parts behind its own layers; and what the others do with that."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
+from baton.engine.parallel.pipeline import PipelineFollower, PipelineLeader
+from baton.engine.parallel.stage import micro_batches
 
 
 class LeadingModel(Model):
@@ -43,6 +46,45 @@ class LeadingModel(Model):
         except BaseException:
             self.collectives.lose()
             raise
+
+
+class FirstStage(Model):
+    """The model of the first of several stages. `hidden` returns rows that the next step overwrites."""
+
+    def __init__(self, pipeline: PipelineLeader, *arguments):
+        super().__init__(*arguments)
+        self.pipeline = pipeline
+
+    def hidden(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        pipeline = self.pipeline
+        try:
+            parts = micro_batches(batch, pipeline.degree)
+            for number, (first_row, part) in enumerate(parts):
+                rows = pipeline.rows[first_row : first_row + len(part.token_ids)]
+                rows.copy_(self.run_layers(self._embed(part.token_ids), part, pool)[: len(rows)])
+                pipeline.send(number, first_row, part)
+            _tell(on_layer, self.own_layers)
+            for _ in parts:
+                pipeline.receive()
+        except BaseException:  # the stages are in different places of the step
+            pipeline.lose()
+            raise
+        _tell(on_layer, range(self.own_layers.stop, self.spec.num_layers))
+        return pipeline.rows[: len(batch.token_ids)]
+
+
+def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
+    if on_layer is not None:
+        for layer in layers:
+            on_layer(layer)
+
+
+def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
+    """Put rows through the layers of a stage that is not the first, until a rank is lost: raises RankLost."""
+    while True:
+        part, rows = follower.receive()
+        rows.copy_(model.run_layers(rows, part, pool)[: len(rows)])
+        follower.send(rows)
 
 
 def follow(model: Model, collectives: Collectives, pool: KVPool) -> None:

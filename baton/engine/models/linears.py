@@ -1,8 +1,8 @@
 """The linear layers of a model as they are built: read, merged, given a kernel; and a record of what came of it."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,43 @@ Make = Callable[[Weight, Tensor | None, int, bool], LinearKernel]  # (weight, bi
 
 @dataclass(frozen=True, slots=True)
 class WeightReport:
-    """The forms, kernels and sizes of a loaded model's linear weights."""
+    """The forms, kernels and sizes of the linear weights that a process has of a model."""
 
-    form: str  # of all that differ, the one of most weights first: "int4-g32-asym+int8-g16"
-    kernels: tuple[str, ...]  # names, the one of most weights first
+    weights_by_form: Mapping[str, int]
+    weights_by_kernel: Mapping[str, int]
     num_bytes: int  # of the kernels, resident or mapped
     file_bytes: int
+    read_bytes: int  # of the files
     notes: tuple[str, ...]  # what was not read as it is stored
     num_leaves: int  # at most, of exact sums that ranks can share
+
+    @property
+    def form(self) -> str:
+        """Return all forms, the one of most weights first: "int4-g32-asym+int8-g16"."""
+        return "+".join(_by_count(self.weights_by_form))
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Return the names of all kernels, the one of most weights first."""
+        return tuple(_by_count(self.weights_by_kernel))
+
+    def beside(self, others: Sequence["WeightReport"]) -> "WeightReport":
+        """Return this process's sizes, with the forms and kernels of the others too, which have other layers."""
+        all_ = (self, *others)
+        return replace(
+            self,
+            weights_by_form=sum((Counter(each.weights_by_form) for each in all_), Counter()),
+            weights_by_kernel=sum((Counter(each.weights_by_kernel) for each in all_), Counter()),
+            num_leaves=max(each.num_leaves for each in all_),
+        )
 
     def __str__(self) -> str:
         sizes = f"{self.num_bytes / (1 << 20):.1f} MiB in kernels, {self.file_bytes / (1 << 20):.1f} MiB in files"
         return f"{self.form} ({'; '.join((sizes, *self.notes))})"
+
+
+def _by_count(counts: Mapping[str, int]) -> list[str]:
+    return [name for name, _ in Counter(counts).most_common()]
 
 
 class Linears:
@@ -52,11 +77,9 @@ class Linears:
 
     def report(self) -> WeightReport:
         """Return the report of all linear layers made so far."""
-        forms, kernels = ([name for name, _ in counter.most_common()] for counter in (self._forms, self._kernels))
         notes = tuple(f"{count} x {what}" for what, count in self._source.notes.items())
-        return WeightReport(
-            "+".join(forms), tuple(kernels), self._num_bytes, self._source.file_bytes, notes, self._num_leaves
-        )
+        sizes = self._num_bytes, self._source.file_bytes, self._source.read_bytes
+        return WeightReport(dict(self._forms), dict(self._kernels), *sizes, notes, self._num_leaves)
 
     def read(
         self,

@@ -18,10 +18,12 @@ from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.linear import choose as choose_linear
 from baton.engine.layers.rope import Rope
 from baton.engine.models.decoder import Model
-from baton.engine.models.leading import LeadingModel
+from baton.engine.models.leading import FirstStage, LeadingModel
 from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives
+from baton.engine.parallel.pipeline import PipelineLeader
 from baton.engine.parallel.shard import WHOLE, refusal
+from baton.engine.parallel.stage import PipelineStage
 from baton.engine.weights.formats.base import DenseFormat
 from baton.engine.weights.formats.placed import PlacedSource
 from baton.engine.weights.formats.registry import open_source
@@ -35,10 +37,11 @@ __all__ = ["Weights", "load_model", "model_identity", "weight_files"]
 
 
 def load_model(
-    config: EngineConfig, device: torch.device = CPU, collectives: Collectives | None = None
+    config: EngineConfig, device: torch.device = CPU, collectives: Collectives | None = None,
+    stage: PipelineStage | None = None, pipeline: PipelineLeader | None = None,
 ) -> Model:  # fmt: skip
     """Read the model that `config` names, onto `device`, for KV in the blocks and stored form that it names; with
-    `collectives` the part of it that this rank has.
+    `collectives` the part of it that this rank has, with `stage` its layers. `pipeline`: to the others, of the first stage.
 
     Raises ModelError naming the file that is at fault, ValueError for a backend that may not be used and for weights
     that the GPU has no room for.
@@ -74,8 +77,12 @@ def load_model(
         return make_linear(weight, bias, leaves, partial)
 
     make_router, _ = choose_linear("auto", config.batch_invariant, torch.float32, device)
-    kind = LeadingModel if collectives is not None and shard.rank == 0 else Model
-    model = kind(spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt)
+    arguments = spec, compute, source, make, backend, ropes, make_router, collectives, config.may_adapt, stage
+    if pipeline is not None:
+        model = FirstStage(pipeline, *arguments)
+    else:
+        kind = LeadingModel if collectives is not None and shard.rank == 0 else Model
+        model = kind(*arguments)
     model.reasons |= {"attention": attention_reasons, "linear": linear_reasons}
     _trim()
     return model

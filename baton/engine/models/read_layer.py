@@ -76,13 +76,13 @@ def read_norm(spec: NormSpec, source: WeightSource, name: str, size: int) -> Nor
     return make_norm(spec, source.tensor(f"{name}.weight", size), bias)
 
 
-def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard) -> torch.Tensor:
-    """Return the sinks of all layers, fp32 [layers, heads of this rank]."""
-    names, own = (
-        (f"model.layers.{index}.self_attn.sinks" for index in range(spec.num_layers)),
-        shard.share(spec.num_heads),
-    )
-    return torch.stack([source.tensor(name, spec.num_heads)[own.start : own.stop].float() for name in names])
+def read_sinks(spec: ModelSpec, source: WeightSource, shard: Shard, layers: range) -> torch.Tensor:
+    """Return the sinks of all layers, fp32 [layers, heads of this rank]; zeros of those that are not in `layers`."""
+    own = shard.share(spec.num_heads)
+    found = torch.zeros(spec.num_layers, len(own))
+    for index in layers:
+        found[index] = source.tensor(f"model.layers.{index}.self_attn.sinks", spec.num_heads)[own.start : own.stop]
+    return found
 
 
 def _order(spec: ModelSpec, index: int) -> torch.Tensor | None:

@@ -51,6 +51,10 @@ class Collectives:
         self._tell = library.function("baton_tell_ranks", *pointers, _INT, **returns)
 
     @property
+    def degree(self) -> int:
+        return self.shard.degree
+
+    @property
     def address(self) -> int:
         """Return the address of the struct, for native code that sums."""
         return ctypes.addressof(self._ranks)

@@ -25,14 +25,38 @@ class CommandKind(IntEnum):
     SCORED = 4  # what the head says of rows [R, hidden_size]
 
 
-def tell_step(collectives: Collectives, batch: ForwardBatch) -> None:
-    """Tell all ranks the inputs of a step."""
+def packed(batch: ForwardBatch) -> Tensor:
+    """Return a step as int64: header, then its parts."""
     seqs = [number for seq in batch.seqs for number in (seq.query_start, seq.query_len, seq.kv_len, len(seq.block_ids))]
     block_ids = torch.cat([seq.block_ids for seq in batch.seqs])
     parts = (batch.token_ids, batch.positions, batch.slots, batch.logit_rows, torch.tensor(seqs), block_ids)
     counts = (len(batch.token_ids), len(batch.logit_rows), len(batch.seqs), len(block_ids))
-    collectives.tell(torch.tensor((CommandKind.STEP, *counts)))
-    collectives.tell(torch.cat(parts))
+    return torch.cat((torch.tensor((CommandKind.STEP, *counts)), *parts))
+
+
+def sizes_of(header: list[int]) -> tuple[int, ...]:
+    """Return the numbers in each part of the step that has this header."""
+    _, num_tokens, num_rows, num_seqs, num_blocks = header
+    return num_tokens, num_tokens, num_tokens, num_rows, 4 * num_seqs, num_blocks
+
+
+def unpacked(header: list[int], told: Tensor) -> ForwardBatch:
+    """Return the step of which `told` is what follows the header."""
+    token_ids, positions, slots, logit_rows, seqs, block_ids = told.split(sizes_of(header))
+    fields = seqs.view(-1, 4).tolist()
+    tables = block_ids.split([field[3] for field in fields])
+    slices = [
+        SeqSlice(query_start, query_len, kv_len, table)
+        for (query_start, query_len, kv_len, _), table in zip(fields, tables, strict=True)
+    ]
+    return ForwardBatch(token_ids, positions, slots, slices, logit_rows)
+
+
+def tell_step(collectives: Collectives, batch: ForwardBatch) -> None:
+    """Tell all ranks the inputs of a step."""
+    told = packed(batch)
+    collectives.tell(told[:HEADER])
+    collectives.tell(told[HEADER:])
 
 
 def tell_rows(collectives: Collectives, kind: CommandKind, rows: Tensor) -> None:
@@ -45,23 +69,13 @@ def hear(collectives: Collectives, hidden_size: int, dtype: torch.dtype) -> tupl
     """Wait for what is told: a step with its inputs, or something else with its rows."""
     header = torch.empty(HEADER, dtype=torch.int64)
     collectives.tell(header)
-    number, num_tokens, num_rows, num_seqs, num_blocks = header.tolist()
-    kind = CommandKind(number)
-    if kind != CommandKind.STEP:
-        are_ids = kind == CommandKind.EMBEDDED
-        rows = (
-            torch.empty(num_tokens, dtype=torch.int64) if are_ids else torch.empty(num_tokens, hidden_size, dtype=dtype)
-        )
-        collectives.tell(rows)
-        return kind, rows
-    sizes = (num_tokens, num_tokens, num_tokens, num_rows, 4 * num_seqs, num_blocks)
-    told = torch.empty(sum(sizes), dtype=torch.int64)
-    collectives.tell(told)
-    token_ids, positions, slots, logit_rows, seqs, block_ids = told.split(sizes)
-    fields = seqs.view(-1, 4).tolist()
-    tables = block_ids.split([field[3] for field in fields])
-    slices = [
-        SeqSlice(query_start, query_len, kv_len, table)
-        for (query_start, query_len, kv_len, _), table in zip(fields, tables, strict=True)
-    ]
-    return kind, ForwardBatch(token_ids, positions, slots, slices, logit_rows)
+    numbers = header.tolist()
+    kind, num_rows = CommandKind(numbers[0]), numbers[1]
+    if kind == CommandKind.STEP:
+        told = torch.empty(sum(sizes_of(numbers)), dtype=torch.int64)
+        collectives.tell(told)
+        return kind, unpacked(numbers, told)
+    are_ids = kind == CommandKind.EMBEDDED
+    rows = torch.empty(num_rows, dtype=torch.int64) if are_ids else torch.empty(num_rows, hidden_size, dtype=dtype)
+    collectives.tell(rows)
+    return kind, rows

@@ -1,21 +1,29 @@
-"""One rank of a model, started by the first one (ranks/spawn.py): reads its part, then computes what it is told."""
+"""One rank of a model, started by the first one (ranks/process.py): reads its part, then computes what it is told."""
 
 import json
 import mmap
 import os
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 
+from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.reproducible import fix_order_of_sums
-from baton.engine.kv.pool import CPU, KVPool
-from baton.engine.models.leading import follow
+from baton.engine.kv.pool import CPU, DTYPES, KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.models.leading import follow, follow_stage
 from baton.engine.models.loader import load_model
-from baton.engine.parallel.collectives import Collectives, RankLost, num_bytes_for
-from baton.engine.ranks.spawn import BEAT_S, Assignment
+from baton.engine.models.registry import read_spec
+from baton.engine.parallel.collectives import Collectives, RankLost
+from baton.engine.parallel.pipeline import PipelineFollower, rows_over
+from baton.engine.parallel.stream import SocketStream
+from baton.engine.ranks.process import Assignment, Ready
+from baton.engine.ranks.spawn import BEAT_S
 from kvtransfer.layout import KVLayout
 
 
@@ -23,41 +31,74 @@ def main() -> None:
     """Serve until the first rank closes stdin or ends, or a rank is lost."""
     given = Assignment.parse(sys.stdin.readline())
     threading.Thread(target=_leave_with_leader, daemon=True).start()
-    config, shard = given.config, given.shard
-    assert config.threads is not None and config.num_blocks is not None
-    collectives = Collectives(_map(given.collectives_fd, num_bytes_for(shard.degree)), shard)
-    threading.Thread(target=_beat, args=(collectives,), daemon=True).start()
-    torch.set_num_threads(config.threads)
-    if config.batch_invariant:
+    assert given.config.threads is not None
+    torch.set_num_threads(given.config.threads)
+    if given.config.batch_invariant:
         fix_order_of_sums()
+    serve = _serve_stage if given.stage is not None else _serve_shard
     try:
-        model = load_model(config, CPU, collectives)
-    except (ModelError, ValueError) as error:
-        _say(error=str(error))
-        sys.exit(1)
-    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
-    pool = KVPool(layout, config.num_blocks, _map(given.pool_fd, given.pool_bytes))
-    _say(num_bytes=model.weights.num_bytes)
-    try:
-        with torch.inference_mode():
-            follow(model, collectives, pool.part(shard.kv_heads(model.spec.num_kv_heads)))
+        serve(given)
     except RankLost:
         pass
+
+
+def _serve_shard(given: Assignment) -> None:
+    collectives = Collectives(_map(given.memory_fd, given.memory_bytes), given.shard)
+    _beat(collectives.beat)
+    model = _ready(lambda: load_model(given.config, CPU, collectives))
+    heads = given.shard.kv_heads(model.spec.num_kv_heads)
+    with torch.inference_mode():
+        follow(model, collectives, _pool(given, model).part(heads))
+
+
+def _serve_stage(given: Assignment) -> None:
+    spec, dtype = read_spec(given.config.model), DTYPES[given.config.dtype]
+    rows = rows_over(_map(given.memory_fd, given.memory_bytes), spec.hidden_size, dtype)
+    follower = PipelineFollower(SocketStream(socket.socket(fileno=given.stream_fd)), rows)
+    _beat(follower.beat)
+    model = _ready(lambda: load_model(given.config, stage=given.stage))
+    with torch.inference_mode():
+        follow_stage(model, follower, _pool(given, model))
+
+
+def _ready(load: Callable[[], Model]) -> Model:
+    try:
+        model = load()
+    except (ModelError, ValueError) as error:
+        _say(json.dumps({"error": str(error)}))
+        sys.exit(1)
+    _say(Ready(model.weights, model.layers_name).line())
+    return model
+
+
+def _pool(given: Assignment, model: Model) -> KVPool:
+    config: EngineConfig = given.config
+    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    assert config.num_blocks is not None
+    return KVPool(layout, config.num_blocks, _map(given.pool_fd, given.pool_bytes))
 
 
 def _map(fd: int, num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(fd, num_bytes))
 
 
-def _say(**fields) -> None:
-    sys.stdout.write(json.dumps(fields) + "\n")
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def _beat(collectives: Collectives) -> None:
-    while True:
-        collectives.beat()
-        time.sleep(BEAT_S / 2)
+def _beat(beat: Callable[[], None]) -> None:
+    """Say often that this process runs."""
+
+    def repeat() -> None:
+        while True:
+            try:
+                beat()
+            except RankLost:
+                return
+            time.sleep(BEAT_S / 2)
+
+    threading.Thread(target=repeat, daemon=True).start()
 
 
 def _leave_with_leader() -> None:

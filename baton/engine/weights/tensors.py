@@ -17,13 +17,14 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights:
-    """Tensors of one file or of several shards."""
+    """Tensors of one file or of several shards; `read_bytes`: of those that were read."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._source = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
         self._files: dict[str, tuple[Path, Any]] = {}
         self._read: set[str] = set()
+        self.read_bytes = 0
         for path in weight_files(folder):
             file = _open(path)
             for name in file.keys():
@@ -82,6 +83,7 @@ class Weights:
                 f"({', '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)})"
             )
         self._read.add(name)
+        self.read_bytes += tensor.nbytes
         return tensor
 
     def _check_index(self) -> None:

@@ -112,8 +112,7 @@ class WorkerMeters:
         """The rank that others wait for is the one that waits least."""
         if (ranks := self._engine.ranks) is None:
             return {}
-        ends = ranks.collectives
-        return {str(rank): ends.waited_s(rank) for rank in range(ends.shard.degree)}
+        return {str(rank): ranks.group.waited_s(rank) for rank in range(ranks.group.degree)}
 
     def _memory(self) -> dict[str, float]:
         mirror = self._pool.num_mirror_bytes

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.engine import Engine
 from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.stage import cut_layers
 from tests.support.engine.folders import make_folder
 from tests.support.engine.toys import make_request, run
-from tests.support.models import make_model
+from tests.support.models import TINY, make_model
 from tests.support.native.ranked import collectives_of
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.reason() or "there")
@@ -28,8 +30,17 @@ def folder(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("deep"), replace(TINY, num_layers=4))
+
+
 def config_of(folder, degree: int, **options) -> EngineConfig:
     return EngineConfig(folder, threads=1, num_blocks=64, tensor_parallel=degree, **options)
+
+
+def stages_of(folder, num_stages: int, **options) -> EngineConfig:
+    return EngineConfig(folder, threads=1, num_blocks=64, pipeline_parallel=num_stages, **options)
 
 
 def requests() -> list:
@@ -69,14 +80,36 @@ def test_ranks_give_the_answers_of_one(folder, options):
         assert weights[0] == weights[1] < alone.runner.model.weights.num_bytes * 0.6
     finally:
         engine.ranks.close()
-    assert all(process.poll() is not None for process in engine.ranks._processes)
+    assert all(process.ended() for process in engine.ranks._processes)
 
 
+@pytest.mark.parametrize("options", [{}, {"speculator": "draft", "num_draft_tokens": 3}], ids=str)
+def test_stages_give_the_answers_of_one_process(deep, options):
+    """Of 4 layers; a draft model is on the first stage alone. Each stage reads its own layers' tensors, once."""
+    options = options | ({"draft_model": deep} if options else {})
+    alone = Engine.load(config_of(deep, 1, **options))
+    expected = answers(alone)
+    for num_stages in (2, 3):
+        engine = Engine.load(stages_of(deep, num_stages, **options))
+        try:
+            assert answers(engine) == expected, f"{num_stages} stages"
+            assert torch.equal(engine.pool.bytes, alone.pool.bytes)
+            assert engine.numerics_class == alone.numerics_class
+            read = [report.read_bytes for report in engine.ranks.reports]
+            assert sum(read) == alone.runner.model.weights.read_bytes
+            layers = [len(stage.layers) for stage in cut_layers(engine.spec, num_stages)]
+            of_a_layer = {num_bytes / count for num_bytes, count in zip(read[1:], layers[1:], strict=True)}
+            assert len(of_a_layer) == 1 and read[0] > layers[0] * of_a_layer.pop()
+        finally:
+            engine.ranks.close()
+
+
+@pytest.mark.parametrize("config", [config_of, stages_of])
 @pytest.mark.parametrize(
     ("how", "said"), [(signal.SIGKILL, "was killed by signal 9"), (signal.SIGSTOP, "stands still for 1.5 s")]
 )
-def test_a_lost_rank_ends_every_wait(folder, how, said):
-    engine = Engine.load(config_of(folder, 2))
+def test_a_lost_rank_ends_every_wait(folder, config, how, said):
+    engine = Engine.load(config(folder, 2))
     reasons = []
     try:
         engine.ranks.when_lost(reasons.append)
@@ -122,20 +155,22 @@ def test_the_rank_that_is_late_has_not_waited():
         assert end.waited_s(0) > end.waited_s(1) > 0
 
 
-def test_a_rank_that_ends_at_its_start(folder, monkeypatch):
+@pytest.mark.parametrize("config", [config_of, stages_of])
+def test_a_rank_that_ends_at_its_start(folder, config, monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(ValueError, match="^rank 1 ended at its start with status 1: see its lines on stderr$"):
-        Engine.load(config_of(folder, 2))
+        Engine.load(config(folder, 2))
 
 
-def test_a_rank_that_is_never_ready(folder, monkeypatch, tmp_path):
+@pytest.mark.parametrize("config", [config_of, stages_of])
+def test_a_rank_that_is_never_ready(folder, config, monkeypatch, tmp_path):
     program = tmp_path / "silent"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setattr("baton.engine.ranks.spawn.START_S", 0.2)
     with pytest.raises(ValueError, match="^rank 1 was not ready 0 s after its start$"):
-        Engine.load(config_of(folder, 2))
+        Engine.load(config(folder, 2))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +187,14 @@ def test_a_rank_that_is_never_ready(folder, monkeypatch, tmp_path):
             "tensor_parallel 4: 64 inputs of a weight .int4-g32-asym.",
         ),
         ({"tensor_parallel": 2, "device": "cuda"}, "tensor_parallel has no effect on a GPU"),
+        ({"pipeline_parallel": 2, "device": "cuda"}, "pipeline_parallel has no effect on a GPU"),
+        ({"pipeline_parallel": 0}, "pipeline_parallel 0: must be at least 1"),
+        ({"pipeline_parallel": 3}, "pipeline_parallel 3: the model has 2 layers"),
+        (
+            {"pipeline_parallel": 2, "tensor_parallel": 2},
+            "pipeline_parallel: stages of several ranks are not served; leave tensor_parallel at 1",
+        ),
+        ({"pipeline_parallel": 2, "adapter": ("a=b",)}, "several ranks; leave pipeline_parallel at 1"),
         ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel; leave it out"),
         (
             {"tensor_parallel": 2, "expert_parallel": True},

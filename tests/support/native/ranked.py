@@ -1,17 +1,24 @@
-"""The ranks of one model as threads of this process, over memory that they share as processes do."""
+"""The ranks or stages of one model as threads of this process, over memory that they share as processes do."""
 
 import mmap
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import torch
 
 from baton.engine.core.config import EngineConfig
-from baton.engine.kv.pool import CPU, KVPool
+from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.models.decoder import Model
-from baton.engine.models.leading import follow
+from baton.engine.models.leading import follow, follow_stage
 from baton.engine.models.loader import load_model
+from baton.engine.models.registry import read_spec
 from baton.engine.parallel.collectives import Collectives, RankLost, num_bytes_for
+from baton.engine.parallel.pipeline import PipelineFollower, PipelineLeader
 from baton.engine.parallel.shard import Shard
+from baton.engine.parallel.stage import PipelineStage, cut_layers
+from baton.engine.parallel.stream import SocketStream
 
 
 def collectives_of(degree: int, whole_experts: bool = False) -> list[Collectives]:
@@ -42,3 +49,33 @@ def ranked(config: EngineConfig, degree: int, whole: KVPool) -> Iterator[tuple[M
         ends[0].lose()
         for thread in threads:
             thread.join(10)
+
+
+@contextmanager
+def staged(config: EngineConfig, num_stages: int, whole: KVPool) -> Iterator[Model]:
+    """The model of the first of so many stages, which write the pool `whole` together, until the end."""
+    spec, dtype = read_spec(config.model), DTYPES[config.dtype]
+    first, *others = cut_layers(spec, num_stages)
+    rows = torch.zeros(config.max_num_batched_tokens, spec.hidden_size, dtype=dtype)
+    pairs = [socket.socketpair() for _ in others]
+    pipeline = PipelineLeader([SocketStream(own) for own, _ in pairs], rows)
+    model = load_model(config, stage=first, pipeline=pipeline)
+
+    def run(stage: PipelineStage, theirs: socket.socket) -> None:
+        with suppress(RankLost), torch.inference_mode():
+            follow_stage(load_model(config, stage=stage), PipelineFollower(SocketStream(theirs), rows), whole)
+
+    threads = [
+        threading.Thread(target=run, args=(stage, theirs)) for stage, (_, theirs) in zip(others, pairs, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield model
+    finally:
+        pipeline.lose()
+        for thread in threads:
+            thread.join(10)
+        for pair in pairs:
+            for end in pair:
+                end.close()

@@ -30,6 +30,11 @@ class WeightSource(ABC):
     def file_bytes(self) -> int:
         """Bytes of the files that hold the weights."""
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of them that were read so far: of a source that does not count, all."""
+        return self.file_bytes
+
     @abstractmethod
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         """Return the weight [out_features, in_features] of a linear module. Raises ModelError with file and tensor
@@ -80,6 +85,10 @@ class DenseFormat(WeightSource):
     @property
     def file_bytes(self) -> int:
         return sum(path.stat().st_size for path in weight_files(self.tensors.folder))
+
+    @property
+    def read_bytes(self) -> int:
+        return self.tensors.read_bytes
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return DenseWeight(self.tensor(f"{module}.weight", out_features, in_features))

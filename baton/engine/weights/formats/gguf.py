@@ -43,10 +43,15 @@ class GGUFFormat(WeightSource):
         # llama.cpp rotates neighbours: only its llama converter permutes the rows of q and k to suit.
         permuted = file.metadata("general.architecture", TEXT) == "llama"
         self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if permuted else {}
+        self._read_bytes = 0
 
     @property
     def file_bytes(self) -> int:
         return self._file.path.stat().st_size
+
+    @property
+    def read_bytes(self) -> int:
+        return self._read_bytes
 
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         """Return the weight [out_features, in_features]. Raises ModelError where it is missing, has another shape, or
@@ -108,6 +113,7 @@ class GGUFFormat(WeightSource):
         if (found := self._file.tensors[stored].shape) != shape:
             wanted = f"the metadata ask for {list(shape)}"
             raise ModelError(f"{self._file.path}: tensor {stored} has shape {list(found)}, {wanted}")
+        self._read_bytes += self._file.tensors[stored].data.nbytes
         return stored
 
     def _rows(self, name: str, num_rows: int) -> Tensor | None:

@@ -27,6 +27,10 @@ class PlacedSource(WeightSource):
     def file_bytes(self) -> int:
         return self._source.file_bytes
 
+    @property
+    def read_bytes(self) -> int:
+        return self._source.read_bytes
+
     def linear(self, module: str, out_features: int, in_features: int) -> Weight:
         return placed(self._source.linear(module, out_features, in_features), self._device)
 

@@ -1,0 +1,151 @@
+"""Both ends of a pipeline: the first stage's, which gives the parts of a step to the stages in turn, and another stage's.
+
+    first stage   [STEP, number of the part, its first row] and the part as of commands.py ──► stage 1
+                  ◄── [DONE, number, ns that the stage has waited so far]; the part goes on to stage 2, and so on
+    every stage   [BEAT], often: it runs
+
+The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each end
+has its own, and rows follow the message.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch
+from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.commands import HEADER, packed, sizes_of, unpacked
+from baton.engine.parallel.stream import RankStream
+
+STEP, DONE, BEAT = range(3)
+PREFIX = 3  # int64 in front of every message
+Part = tuple[int, int, Tensor]  # number, first row, the part as int64
+
+
+class PipelineLeader:
+    """The first stage's end. `send` and `receive` from one thread."""
+
+    def __init__(self, streams: Sequence[RankStream], rows: Tensor):
+        """`streams`: to the other stages, in order; `rows`: [tokens of the largest step, hidden_size]."""
+        self.rows, self.degree = rows, 1 + len(streams)
+        self._streams = list(streams)
+        self._parts: list[deque[Part]] = [deque() for _ in streams]  # that it has not done
+        self._done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._heard, self._waited_ns = [0] * len(streams), [0] * self.degree
+        self._is_lost = False
+        for index in range(len(streams)):
+            threading.Thread(target=self._read, args=(index,), name=f"stage {index + 1}", daemon=True).start()
+
+    def send(self, number: int, first_row: int, batch: ForwardBatch) -> None:
+        """Give a part of a step, whose rows are in `rows` from `first_row` on, to the second stage."""
+        self._give(0, (number, first_row, packed(batch)))
+
+    def receive(self) -> None:
+        """Wait until one more part has left the last stage. Raises RankLost."""
+        begun = time.monotonic_ns()
+        done = self._done.get()
+        self._waited_ns[0] += time.monotonic_ns() - begun
+        if done is None:
+            raise RankLost("a rank is lost")
+
+    def beat_of(self, rank: int) -> int:
+        """Return how many messages a stage has sent."""
+        return self._heard[rank - 1]
+
+    def waited_s(self, rank: int) -> float:
+        """Return for how long a stage has waited for parts of steps."""
+        return self._waited_ns[rank] / 1e9
+
+    def lose(self) -> None:
+        """Let every wait of every stage end."""
+        self._is_lost = True
+        for stream in self._streams:
+            stream.close()
+        self._done.put(None)
+
+    def _give(self, index: int, part: Part) -> None:
+        if self._is_lost:
+            raise RankLost("a rank is lost")
+        number, first_row, told = part
+        self._parts[index].append(part)
+        stream = self._streams[index]
+        rows = () if stream.shares_memory else (_bytes(self._rows_of(part)),)
+        stream.send(_bytes(torch.tensor((STEP, number, first_row))), _bytes(told), *rows)
+
+    def _rows_of(self, part: Part) -> Tensor:
+        _, first_row, told = part
+        return self.rows[first_row : first_row + int(told[1])]
+
+    def _read(self, index: int) -> None:
+        stream = self._streams[index]
+        try:
+            while True:
+                message = stream.receive()
+                self._heard[index] += 1
+                kind, number, waited_ns = _numbers(message, PREFIX).tolist()
+                if kind == BEAT:
+                    continue
+                self._waited_ns[index + 1] = waited_ns
+                part = self._parts[index].popleft()
+                if not stream.shares_memory:
+                    _copy(message[8 * PREFIX :], self._rows_of(part))
+                if index + 1 < len(self._streams):
+                    self._give(index + 1, part)
+                else:
+                    self._done.put(number)
+        except RankLost:
+            self.lose()
+
+
+class PipelineFollower:
+    """Another stage's end. `receive` and `send` from one thread, `beat` from any."""
+
+    def __init__(self, stream: RankStream, rows: Tensor):
+        """`rows`: [tokens of the largest step, hidden_size], the first stage's where the stream shares memory."""
+        self._stream, self._rows = stream, rows
+        self._waited_ns = self._number = 0
+
+    def receive(self) -> tuple[ForwardBatch, Tensor]:
+        """Wait for a part of a step, and return it with its rows as the stage before left them. Raises RankLost."""
+        begun = time.monotonic_ns()
+        message = self._stream.receive()
+        self._waited_ns += time.monotonic_ns() - begun
+        _, self._number, first_row, *header = _numbers(message, PREFIX + HEADER).tolist()
+        begin, count = 8 * (PREFIX + HEADER), sum(sizes_of(header))
+        part = unpacked(header, _numbers(message[begin:], count))
+        rows = self._rows[first_row : first_row + len(part.token_ids)]
+        if not self._stream.shares_memory:
+            _copy(message[begin + 8 * count :], rows)
+        return part, rows
+
+    def send(self, rows: Tensor) -> None:
+        """Say that these rows, which `receive` returned last, are as this stage leaves them."""
+        told = () if self._stream.shares_memory else (_bytes(rows),)
+        self._stream.send(_bytes(torch.tensor((DONE, self._number, self._waited_ns))), *told)
+
+    def beat(self) -> None:
+        """Say that this process runs."""
+        self._stream.send(_bytes(torch.tensor((BEAT, 0, 0))))
+
+
+def rows_over(memory: memoryview, hidden_size: int, dtype: torch.dtype) -> Tensor:
+    """Return rows of a step [tokens, hidden_size] over the memory that they share, writable."""
+    return torch.frombuffer(memory, dtype=dtype).view(-1, hidden_size)
+
+
+def _numbers(message: memoryview, count: int) -> Tensor:
+    """The first int64 of a message."""
+    return torch.frombuffer(message, dtype=torch.int64, count=count) if count else torch.empty(0, dtype=torch.int64)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
+
+
+def _copy(message: memoryview, rows: Tensor) -> None:
+    rows.copy_(torch.frombuffer(message, dtype=rows.dtype).view(rows.shape))

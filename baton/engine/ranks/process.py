@@ -1,0 +1,124 @@
+"""One rank as a process of this host: how it is started, what it is told on its stdin, and what it says on its stdout, once:
+that it has its part of the model, or why not. The end of stdin tells it to go."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from baton.engine.core.config import EngineConfig
+from baton.engine.models.linears import WeightReport
+from baton.engine.parallel.shard import WHOLE, Shard
+from baton.engine.parallel.stage import PipelineStage
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a rank is told. Descriptors are inherited."""
+
+    config: EngineConfig  # resolved
+    pool_fd: int
+    pool_bytes: int
+    memory_fd: int  # of collectives, or the rows of a step
+    memory_bytes: int
+    shard: Shard = WHOLE
+    stage: PipelineStage | None = None
+    stream_fd: int = -1  # of a stage: a socket to the first one
+
+    def line(self) -> str:
+        """Return it as one line of JSON."""
+        stage = self.stage and {"index": self.stage.index, "layers": [self.stage.layers.start, self.stage.layers.stop]}
+        return json.dumps(asdict(replace(self, stage=None)) | {"stage": stage}, default=str)
+
+    @classmethod
+    def parse(cls, line: str) -> "Assignment":
+        """Return what `line` gives."""
+        fields = json.loads(line)
+        config = fields["config"] | {"model": Path(fields["config"]["model"])}
+        if (stage := fields["stage"]) is not None:
+            fields["stage"] = PipelineStage(stage["index"], range(*stage["layers"]))
+        return cls(**fields | {"config": EngineConfig(**config), "shard": Shard(**fields["shard"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a rank has read."""
+
+    weights: WeightReport
+    layers_name: str  # what runs its layers
+
+    def line(self) -> str:
+        """Return it as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, fields: dict) -> "Ready":
+        """Return what a line's object gives."""
+        weights = fields["weights"] | {"notes": tuple(fields["weights"]["notes"])}
+        return cls(WeightReport(**weights), fields["layers_name"])
+
+
+class RankProcess:
+    """See the module."""
+
+    def __init__(self, given: Assignment):
+        fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.stream_fd) if fd >= 0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "baton.engine.ranks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            pass_fds=fds, start_new_session=True,  # Ctrl-C is the leader's, which drains
+        )  # fmt: skip
+        with suppress(BrokenPipeError):  # it has ended: `said` tells so
+            os.write(self._stdin.fileno(), f"{given.line()}\n".encode())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def said(self, deadline: float) -> dict | str:
+        """Wait for what it says, at most until time.monotonic() is `deadline`; or return why it says nothing. It writes
+        whole lines."""
+        ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return "was not ready"
+        if line := self._stdout.readline():
+            return json.loads(line)
+        return f"ended at its start with status {self._process.wait()}: see its lines on stderr"
+
+    def ended(self) -> str:
+        """Return how it ended; "" while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return ""
+        return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def ask_to_end(self) -> None:
+        with suppress(BrokenPipeError):  # it has ended before it was told what it is
+            self._stdin.close()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self, deadline: float) -> None:
+        """Wait until it has ended; kill it when time.monotonic() is `deadline`."""
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+
+    @property
+    def _stdin(self) -> IO[str]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def _stdout(self) -> IO[str]:
+        assert self._process.stdout is not None
+        return self._process.stdout
