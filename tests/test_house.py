@@ -213,10 +213,12 @@ FOLDERS = {
         ".": "",
         "client": "",
         "models": "",
-        "launch": "",
+        "launch.placing": "",
+        "launch.cluster": "launch.placing",
+        "launch": "launch.placing launch.cluster",
         "gpu": "launch",
-        "planning": "launch",
-        "cluster": "launch gpu",
+        "planning": "launch launch.placing",
+        "cluster": "launch launch.placing gpu",
     },
 }
 

@@ -17,7 +17,7 @@ COMMANDS = {  # and where each is below baton.cli
     "up": "cluster.up", "config": "cluster.config", "certs": "cluster.certs",
     "generate": "client.generate", "chat": "client.chat", "batch": "client.batch", "quantize": "models.quantize",
     "eval": "models.eval", "bench": "client.bench", "top": "cluster.top", "doctor": "cluster.doctor",
-    "drain": "cluster.drain", "plan": "planning.plan", "scaler": "planning.scaler", "train-demo": "models.train_demo", "train-draft": "models.train_draft",
+    "drain": "cluster.drain", "scale": "cluster.scale", "plan": "planning.plan", "scaler": "planning.scaler", "train-demo": "models.train_demo", "train-draft": "models.train_draft",
 }  # fmt: skip
 
 

@@ -140,3 +140,166 @@ class Fleet(object):
             timeout,
             metadata,
             _registered_method=True)
+
+
+class LauncherStub(object):
+    """Served by `baton up`: the workers that it places, here or on a cluster. The calls begin what they say; Watch tells what becomes of it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.StartWorkers = channel.unary_unary(
+                '/baton.v1.Launcher/StartWorkers',
+                request_serializer=baton_dot_v1_dot_fleet__pb2.StartWorkersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_fleet__pb2.StartWorkersResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/baton.v1.Launcher/DrainWorker',
+                request_serializer=baton_dot_v1_dot_fleet__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_fleet__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
+        self.WatchWorkers = channel.unary_stream(
+                '/baton.v1.Launcher/WatchWorkers',
+                request_serializer=baton_dot_v1_dot_fleet__pb2.WatchWorkersRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_fleet__pb2.WatchWorkersResponse.FromString,
+                _registered_method=True)
+
+
+class LauncherServicer(object):
+    """Served by `baton up`: the workers that it places, here or on a cluster. The calls begin what they say; Watch tells what becomes of it.
+    """
+
+    def StartWorkers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """What runs on the worker ends or moves to others; then its process is stopped, and stays away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchWorkers(self, request, context):
+        """All workers now, and again after each change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LauncherServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'StartWorkers': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartWorkers,
+                    request_deserializer=baton_dot_v1_dot_fleet__pb2.StartWorkersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_fleet__pb2.StartWorkersResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=baton_dot_v1_dot_fleet__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_fleet__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'WatchWorkers': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchWorkers,
+                    request_deserializer=baton_dot_v1_dot_fleet__pb2.WatchWorkersRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_fleet__pb2.WatchWorkersResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.Launcher', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.Launcher', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Launcher(object):
+    """Served by `baton up`: the workers that it places, here or on a cluster. The calls begin what they say; Watch tells what becomes of it.
+    """
+
+    @staticmethod
+    def StartWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Launcher/StartWorkers',
+            baton_dot_v1_dot_fleet__pb2.StartWorkersRequest.SerializeToString,
+            baton_dot_v1_dot_fleet__pb2.StartWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Launcher/DrainWorker',
+            baton_dot_v1_dot_fleet__pb2.DrainWorkerRequest.SerializeToString,
+            baton_dot_v1_dot_fleet__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchWorkers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Launcher/WatchWorkers',
+            baton_dot_v1_dot_fleet__pb2.WatchWorkersRequest.SerializeToString,
+            baton_dot_v1_dot_fleet__pb2.WatchWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

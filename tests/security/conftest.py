@@ -74,6 +74,7 @@ def guarded(installation):
         server = grpc_server.make_server(interceptors=[guard])
         inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet_pb2_grpc.FleetServicer(), server)
+        fleet_pb2_grpc.add_LauncherServicer_to_server(fleet_pb2_grpc.LauncherServicer(), server)
         worker_pb2_grpc.add_WorkerServicer_to_server(worker_pb2_grpc.WorkerServicer(), server)
         worker_pb2_grpc.add_RegistrationServicer_to_server(worker_pb2_grpc.RegistrationServicer(), server)
         server.add_generic_rpc_handlers((_Empty(),))

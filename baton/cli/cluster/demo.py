@@ -11,8 +11,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from baton.cli.launch.keeper import StartError
-from baton.cli.launch.stack import SHIPPED_MODEL, PortError, Stack, StackPlan, divide_cores
+from baton.cli.launch.placing.keeper import StartError
+from baton.cli.launch.placing.ports import PortError
+from baton.cli.launch.stack import SHIPPED_MODEL, Stack, StackPlan, divide_cores
 from baton.client import AsyncClient, CallError, GenerateOptions, make_request
 from baton.protocol import ROLES
 from baton.service.settings import make_parser, to_argv

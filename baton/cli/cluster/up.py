@@ -1,4 +1,4 @@
-"""`baton up`: gateway and workers on this machine, until SIGINT or SIGTERM."""
+"""`baton up`: gateways on this machine and workers here or on a cluster, until SIGINT or SIGTERM."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import signal
 import sys
 
 from baton.cli.cluster.up_settings import add_up_flags, make_plan
-from baton.cli.launch.keeper import StartError
-from baton.cli.launch.stack import PortError, Stack
+from baton.cli.launch.placing.keeper import StartError
+from baton.cli.launch.placing.launcher import LaunchError
+from baton.cli.launch.placing.ports import PortError
+from baton.cli.launch.stack import Stack
 from baton.service.arguments import add_command
+from baton.service.net.server import ListenError
 from baton.service.settings import SettingsError
 
 _EXAMPLES = """
@@ -19,6 +22,7 @@ baton up --model ./Llama-3.2-1B                       serve a folder of the Hugg
 baton up --model m.gguf --decode 2 --speculator auto
 baton up --certs certs --listen 0.0.0.0:50051         with TLS and keys, after `baton certs --out certs`
 baton generate "def f(x):"                            ask it, from another terminal
+baton up --launcher ray --listen 10.0.0.1:50051 --certs certs --decode 3
 """
 
 
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_serve(Stack(make_plan(args))))
     except SettingsError as error:
         return _fail(error, 2)
-    except PortError as error:
+    except (LaunchError, ListenError, PortError) as error:
         return _fail(error, 1)
     except StartError as error:
         return _fail(error, error.status)

@@ -10,10 +10,13 @@ from pathlib import Path
 
 from baton.cli.cluster.certs import CA_CERT, CREDENTIALS, SECRET
 from baton.cli.launch.hub import find_model, name_on_hub
-from baton.cli.launch.keeper import StartError
+from baton.cli.launch.placing.keeper import StartError
+from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
 from baton.protocol import ROLES
+from baton.service.security.access import Access
+from baton.service.security.exposure import is_loopback
 from baton.service.settings import (
     SettingsError,
     Sourced,
@@ -45,7 +48,8 @@ _NOT_GATEWAY_OPTIONS = (
 )
 _SHIPPED_NAME = "baton-demo"
 # The help of one screen has these; --help-all the rest.
-_SHORT = ("model", "listen", "http", "prefill", "decode", "redis", "certs", "quantization", "speculator")
+_SHORT = ("model", "listen", "http", "prefill", "decode", "launcher", "redis", "certs", "quantization", "speculator")
+LAUNCHERS = ("local", "ray")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,17 @@ class UpSettings:
     served_model_name: str | None = option(
         "name of the model for clients (default: its folder's)", None, metavar="NAME"
     )
+    launcher: str = option("where workers are placed: on this machine, or on a Ray cluster", "local", choices=LAUNCHERS)
+    address: str | None = option(
+        "address of the Ray cluster, as ray.init takes it (default: auto, the one that this machine is part of)",
+        None,
+        metavar="auto|HOST:PORT",
+    )
+    control: str | None = option(
+        "address for operators who scale the stack (default: 127.0.0.1:50050, or another port where that is taken)",
+        None,
+        metavar="HOST:PORT",
+    )
     redis: str | None = option("prefix index in Redis (default: embedded)", None, metavar="URL")
     admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
     certs: Path | None = option("TLS and credentials of this folder, which `baton certs` wrote", None, metavar="DIR")
@@ -80,6 +95,10 @@ class UpSettings:
             raise ValueError(f"--decode {self.decode}: at least one decode worker is needed")
         if self.gateways < 1:
             raise ValueError(f"--gateways {self.gateways}: at least one is needed")
+        if self.address is not None and self.launcher != "ray":
+            raise ValueError("--address has no effect without --launcher ray")
+        if self.control is not None and self.certs is None and not is_loopback(self.control):
+            raise ValueError(f"--control {self.control}: beyond loopback this needs --certs")
 
 
 # Tables of the file, the prefix of the flags that say the same, and what they set.
@@ -93,7 +112,8 @@ _TABLES = {
 @dataclass(frozen=True)
 class Resolved:
     """`workers`: values by role that were set, checked as the worker would; `gateway`: those of the gateway; `sources`:
-    where a value was set that is no flag's, by the flag's name; `cpu_roles` compute on the CPU."""
+    where a value was set that is no flag's, by the flag's name; `cpu_roles` compute on the CPU; `resources`: by role, of a
+    worker."""
 
     up: UpSettings
     model: Path
@@ -101,6 +121,7 @@ class Resolved:
     workers: dict[str, dict[str, object]]
     gateway: dict[str, object]
     cpu_roles: list[str]
+    resources: dict[str, Resources]
     sources: dict[str, str]
 
 
@@ -129,20 +150,27 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
     """Check all that can be checked before a process is started, and download a model that is on a hub. Raises
     SettingsError or StartError."""
     found = resolve(args)
-    model = find_model(found.model)
+    up, model = found.up, find_model(found.model)
     wanted = model if is_gguf(model) else model / "config.json"
     if not wanted.is_file():
         what = "give --model DIR" if found.up.model is None else "is it a model folder?"
         raise StartError(f"{wanted} does not exist; {what}", 1)
+    gateway = dict(found.gateway)
+    fleet_listen = gateway.pop("fleet_listen", None)
     return StackPlan(
         model,
-        found.up.listen,
+        up.listen,
         found.num_workers,
         {role: to_argv(WorkerSettings, values) for role, values in found.workers.items()},
-        to_argv(GatewaySettings, found.gateway),
-        found.up.gateways,
+        to_argv(GatewaySettings, gateway),
+        up.gateways,
         found.cpu_roles,
-        found.up.http,
+        up.http,
+        None if fleet_listen is None else str(fleet_listen),
+        up.control,
+        Access(**_tls_files(up.certs, "gateway")) if up.certs else Access(),
+        (up.address or "auto") if up.launcher == "ray" else None,
+        found.resources,
     )
 
 
@@ -162,16 +190,16 @@ def resolve(args: argparse.Namespace) -> Resolved:
             name: value for name in ("redis", "admin", "served_model_name") if (value := getattr(settings, name))
         }
         if settings.certs:
-            gateway = {**_gateway_files(settings.certs), **gateway}
+            gateway = {**_gateway_files(settings.certs, settings), **gateway}
         gateway |= given(GatewaySettings, flags, "gateway.")
         num_workers = {role: getattr(settings, role) for role in ROLES}
-        workers, cpu_roles = _worker_values(flags, num_workers, model, settings)
+        workers, cpu_roles, resources = _worker_values(flags, num_workers, model, settings)
     except SettingsError as error:
         raise SettingsError(
             name_sources(str(error), {name.rpartition(".")[2]: each for name, each in from_file.items()})
         ) from None
     sources = {name: each.source for name, each in from_file.items() if name not in vars(args)}
-    return Resolved(settings, model, num_workers, workers, gateway, cpu_roles, sources)
+    return Resolved(settings, model, num_workers, workers, gateway, cpu_roles, resources, sources)
 
 
 def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
@@ -196,8 +224,10 @@ def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
     return {name: each for name, each in found.items() if not is_overridden(name)}
 
 
-def _gateway_files(certs: Path) -> dict[str, object]:
-    files = {"credentials": certs / CREDENTIALS, "cluster_secret": certs / SECRET, "fleet_listen": "127.0.0.1:0"}
+def _gateway_files(certs: Path, up: UpSettings) -> dict[str, object]:
+    # Workers on other nodes register there.
+    fleet_host = up.listen.rpartition(":")[0] if up.launcher == "ray" else "127.0.0.1"
+    files = {"credentials": certs / CREDENTIALS, "cluster_secret": certs / SECRET, "fleet_listen": f"{fleet_host}:0"}
     return {**_tls_files(certs, "gateway"), **files}
 
 
@@ -214,9 +244,9 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
 
 def _worker_values(
     flags: Mapping[str, object], num_workers: dict[str, int], model: Path, up: UpSettings
-) -> tuple[dict[str, dict[str, object]], list[str]]:
+) -> tuple[dict[str, dict[str, object]], list[str], dict[str, Resources]]:
     """Return the worker options that were given, by role, with its threads, each role's checked as its worker would;
-    and the roles that compute on the CPU. Raises SettingsError."""
+    the roles that compute on the CPU; and what a worker of each role takes. Raises SettingsError."""
     both = given(WorkerSettings, {name: value for name, value in flags.items() if name not in _NOT_OPTIONS})
     own = {role: given(WorkerSettings, flags, f"{role}.") for role in ROLES}
     for role in ROLES:
@@ -232,6 +262,12 @@ def _worker_values(
     settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
     engines = {role: settings[role].engine for role in ROLES}
     num_ranks = {role: num_workers[role] * engines[role].num_ranks for role in ROLES}
-    threads = divide_cores(num_ranks, {role: engines[role].threads for role in ROLES})
+    threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}
     cpu_roles = [role for role in ROLES if engines[role].device == "cpu"]
-    return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles
+    resources = {
+        role: Resources((threads[role] or 1) * each.num_ranks, 0 if role in cpu_roles else each.num_ranks)
+        for role, each in engines.items()
+    }
+    if up.launcher == "local":  # on a cluster a worker has the cores that are set aside for it
+        threads = divide_cores(num_ranks, threads)
+    return {role: {**values[role], "threads": threads[role]} for role in ROLES}, cpu_roles, resources

@@ -1,1 +1,1 @@
-"""Start a stack as child processes of this one, deal GPUs and cores out to them, and keep them running."""
+"""Start a stack: gateways here, workers where a launcher places them, and a port where operators scale it."""

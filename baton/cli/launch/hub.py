@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from baton.cli.launch.keeper import StartError
 from baton.cli.launch.object_store import download, url_of
+from baton.cli.launch.placing.keeper import StartError
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+?)(@(?P<revision>[\w./-]+?))?(:(?P<file>[\w./-]+\.gguf))?")
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]

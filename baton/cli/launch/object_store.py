@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from baton.cli.launch.keeper import StartError
+from baton.cli.launch.placing.keeper import StartError
 
 # A path has one slash where the URL had two.
 _URL = re.compile(r"(?P<scheme>s3|gs|https?):/{1,2}(?P<rest>[^/].*?)/?")

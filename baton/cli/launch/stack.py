@@ -1,21 +1,27 @@
-"""A gateway and its workers on this machine, each a child process that is kept running."""
+"""Gateways on this machine, and their workers where a launcher places them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from baton import system
-from baton.cli.launch.gpus import GpuShare, deal_gpus, visible_gpus
-from baton.cli.launch.keeper import Keeper
+from baton.cli.launch.control import DEFAULT_ADDRESS, ControlServer
+from baton.cli.launch.placing.keeper import Keeper, StartError
+from baton.cli.launch.placing.launcher import Resources, WorkerLauncher, WorkerProgram
+from baton.cli.launch.placing.local import LocalLauncher
+from baton.cli.launch.placing.ports import HeldPorts
 from baton.protocol import ROLES
+from baton.service.net.server import AddressInUse
+from baton.service.security.access import Access
+from baton.service.security.tls import Tls
 
-GATEWAY_DRAIN_S, WORKER_DRAIN_S = 40.0, 15.0  # longer than they give themselves: only what hangs is killed
+GATEWAY_DRAIN_S = 40.0  # longer than it gives itself: only what hangs is killed
 _BATON = Path(__file__).resolve().parents[2]
 _IN_WHEEL, _IN_CHECKOUT = _BATON / "shipped" / "target", _BATON.parent / "demo" / "target"
 SHIPPED_MODEL = _IN_WHEEL if _IN_WHEEL.is_dir() else _IN_CHECKOUT
@@ -34,10 +40,6 @@ def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | Non
     return {role: each or share for role, each in threads.items()}
 
 
-class PortError(Exception):
-    """One line: why the address cannot be listened on."""
-
-
 @dataclass(frozen=True)
 class StackPlan:
     """Describe a stack to run. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles`
@@ -51,6 +53,25 @@ class StackPlan:
     num_gateways: int = 1
     cpu_roles: Collection[str] = ()
     http: str | None = None  # of the first gateway; others at ports that the system chooses
+    fleet_listen: str | None = None  # likewise; with certificates workers register there, else at `listen`
+    control: str | None = None  # where operators scale it; None: at control.DEFAULT_ADDRESS if that is free
+    access: Access = Access()  # by which calls reach workers, and the certificate of the control port
+    ray_address: str | None = None  # of a cluster whose nodes have the workers; None: this machine
+    resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, for a cluster
+
+
+class PlacingLauncher(WorkerLauncher, Protocol):
+    """A launcher whose workers end with this process."""
+
+    networks: Sequence[str]  # of the workers beyond this host
+
+    async def close(self) -> bool:
+        """Drain all; return whether none had to be killed."""
+        ...
+
+    async def kill(self) -> None:
+        """End all at once."""
+        ...
 
 
 class Stack:
@@ -58,109 +79,128 @@ class Stack:
 
     def __init__(self, plan: StackPlan):
         self._plan = plan
-        self._ports: list[socket.socket] = []
+        self._ports = HeldPorts()
         self._gateways: list[Keeper] = []
-        self._workers: list[Keeper] = []
+        self._launcher: PlacingLauncher | None = None
+        self._control: ControlServer | None = None
 
     async def start(self) -> dict[str, str]:
         """All processes in parallel; returns the fields of the first gateway's ready line once all serve, and
-        `gateways`, the addresses of all where there are several, and `gpus`, used of those there are. Raises PortError, or keeper.StartError when a process
-        ends before it was ready."""
+        `gateways`, the addresses of all where there are several, `control`, and `gpus`, used of those there are. Raises PortError,
+        ListenError, or keeper.StartError when a process ends before it was ready."""
         plan = self._plan
-        listens = self._reserve_each(plan.listen)
-        https = self._reserve_each(plan.http) if plan.http else [None] * plan.num_gateways
-        addresses = {role: [self._reserve("127.0.0.1:0") for _ in range(plan.num_workers[role])] for role in ROLES}
-        gpus = visible_gpus()
-        shares = deal_gpus(gpus, sum(plan.num_workers[role] for role in ROLES if role not in plan.cpu_roles))
-        self._workers = [Keeper(*program) for program in self._worker_programs(addresses, iter(shares))]
+        listens = self._hold_each(plan.listen)
+        https = self._hold_each(plan.http) if plan.http else [None] * plan.num_gateways
+        fleets = self._hold_each(plan.fleet_listen) if plan.fleet_listen else [None] * plan.num_gateways
+        gateways = [fleet or listen for fleet, listen in zip(fleets, listens, strict=True)]
+        launcher = self._launcher = self._make_launcher(gateways)
+        for role in ROLES:
+            await launcher.start(role, plan.num_workers[role])
+        named = {
+            role: [each.address for each in await launcher.list() if each.role == role and each.address]
+            for role in ROLES
+        }
         self._gateways = [
-            Keeper(*self._gateway_program(n, *ports, addresses))
-            for n, ports in enumerate(zip(listens, https, strict=True))
+            Keeper(*self._gateway_program(n, *ports, named))
+            for n, ports in enumerate(zip(listens, https, fleets, strict=True))
         ]
-        await self._all_or_first_failure()
-        fields = dict(self._gateways[0].started.result())
-        if shares:
-            fields["gpus"] = f"{min(len(gpus), len(shares))}/{len(gpus)}"
+        control = await self._serve_control(launcher)
+        await self._all_or_first_failure(launcher)
+        fields = {**self._gateways[0].started.result(), "control": control}
+        if isinstance(launcher, LocalLauncher) and launcher.gpus.num_used:
+            fields["gpus"] = f"{launcher.gpus.num_used}/{launcher.gpus.num_gpus}"
         if len(listens) > 1:
             fields["gateways"] = ",".join(listens)
         return fields
 
     async def drain(self) -> bool:
         """Gateways first, so that running streams end well, then the workers. False when one had to be killed."""
+        await self._stop_control()
         well = list(await asyncio.gather(*(gateway.stop(GATEWAY_DRAIN_S) for gateway in self._gateways)))
-        well += await asyncio.gather(*(worker.stop(WORKER_DRAIN_S) for worker in self._workers))
-        self._release_ports()
+        well.append(self._launcher is None or await self._launcher.close())
+        self._ports.release_all()
         return all(well)
 
     async def kill(self) -> None:
         """SIGKILL to all, at once."""
-        for keeper in self._keepers():
-            keeper.kill()
-        await asyncio.gather(*(keeper.stop(WORKER_DRAIN_S) for keeper in self._keepers()))
-        self._release_ports()
+        await self._stop_control()
+        for gateway in self._gateways:
+            gateway.kill()
+        if self._launcher is not None:
+            await self._launcher.kill()
+        await asyncio.gather(*(gateway.stop(GATEWAY_DRAIN_S) for gateway in self._gateways))
+        self._ports.release_all()
 
-    def _keepers(self) -> list[Keeper]:
-        return [*self._gateways, *self._workers]
+    def _make_launcher(self, gateways: list[str]) -> PlacingLauncher:
+        plan = self._plan
+        program = WorkerProgram(plan.model, plan.worker_options)
+        if plan.ray_address is None:
+            num_on_gpus = sum(number for role, number in plan.num_workers.items() if role not in plan.cpu_roles)
+            return LocalLauncher(program, gateways, sum(plan.num_workers.values()), plan.cpu_roles, num_on_gpus)
+        try:  # here: it takes a second
+            from baton.cli.launch.cluster.ray_launcher import RayLauncher
+        except ModuleNotFoundError:
+            raise StartError("--launcher ray needs Ray: pip install 'baton-llm[ray]'", 2) from None
+        return RayLauncher(program, gateways, plan.ray_address, plan.resources, plan.access)
 
-    async def _all_or_first_failure(self) -> None:
-        starts = [keeper.started for keeper in self._keepers()]
-        done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-        for start in done:
-            if error := start.exception():
-                await self.kill()
-                raise error
+    async def _serve_control(self, launcher: WorkerLauncher) -> str:
+        """Return the address. Raises ListenError."""
+        cert, key, ca = self._plan.access.tls_cert, self._plan.access.tls_key, self._plan.access.tls_ca
+        self._control = ControlServer(launcher, Tls(cert, key, ca) if cert and key and ca else None)
+        address = self._plan.control or DEFAULT_ADDRESS
+        try:
+            port = await self._control.start(address)
+        except AddressInUse:
+            if self._plan.control:
+                raise
+            port = await self._control.start("127.0.0.1:0")  # another stack was here first
+        return f"{address.rpartition(':')[0]}:{port}"
 
-    def _worker_programs(
-        self, addresses: Mapping[str, list[str]], shares: Iterator[GpuShare]
-    ) -> Iterator[tuple[str, list[str], dict[str, str]]]:
-        for role in ROLES:
-            options = self._plan.worker_options.get(role, ())
-            for index, address in enumerate(addresses[role]):
-                # --admin: BATON_ADMIN is the gateway's
-                argv = [sys.executable, "-m", f"{role}_worker", "--model", str(self._plan.model), "--listen", address]
-                argv += ["--admin", "127.0.0.1:0"]
-                share = None if role in self._plan.cpu_roles else next(shares, None)
-                if share is not None and share.num_workers > 1:
-                    argv += ["--workers-per-gpu", str(share.num_workers)]
-                yield f"{role} worker {index}", [*argv, *options], share.env if share else {}
+    async def _stop_control(self) -> None:
+        if self._control is not None:
+            await self._control.stop()
+
+    async def _all_or_first_failure(self, launcher: WorkerLauncher) -> None:
+        workers = asyncio.ensure_future(_all_serve(launcher))
+        starts = [workers, *(gateway.started for gateway in self._gateways)]
+        try:
+            done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+            for start in done:
+                if error := start.exception():
+                    await self.kill()
+                    raise error
+        finally:
+            workers.cancel()
 
     def _gateway_program(
-        self, number: int, listen: str, http: str | None, addresses: Mapping[str, list[str]]
+        self, number: int, listen: str, http: str | None, fleet: str | None, named: Mapping[str, list[str]]
     ) -> tuple[str, list[str]]:
         argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]
         argv += ["--http", http] if http else []
+        argv += ["--fleet-listen", fleet] if fleet else []
         for role in ROLES:
-            if addresses[role]:
-                argv += [f"--{role}-workers", ",".join(addresses[role])]
+            if named[role]:
+                argv += [f"--{role}-workers", ",".join(named[role])]
+        assert self._launcher is not None
+        if networks := self._launcher.networks:
+            argv += ["--worker-networks", ",".join(networks)]
         argv += self._plan.gateway_options
         return (f"gateway {number}", [*argv, "--admin", "127.0.0.1:0"]) if number else ("gateway", argv)
 
-    def _reserve_each(self, address: str) -> list[str]:
+    def _hold_each(self, address: str) -> list[str]:
         """Return an address for each gateway: this one, and of its host."""
         others = [f"{address.rpartition(':')[0]}:0"] * (self._plan.num_gateways - 1)
-        return [self._reserve(each) for each in (address, *others)]
+        return [self._ports.hold(each) for each in (address, *others)]
 
-    def _reserve(self, address: str) -> str:
-        """A bound socket that never listens keeps the port ours between two lives of a process, and still lets the
-        process itself listen on it. Returns the address with its port number."""
-        host, colon, port = address.rpartition(":")
-        if not colon or not host or not port.isdecimal() or int(port) > 65535:
-            raise PortError(f"{address!r} is not HOST:PORT")
-        try:
-            family, kind, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
-                probe.listen(1)
-                where = probe.getsockname()
-            keep = socket.socket(family, kind)
-            self._ports.append(keep)
-            keep.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            keep.bind(where)
-        except OSError as error:
-            raise PortError(f"cannot listen on {address}: {error.strerror}") from None
-        return f"{host}:{where[1]}"
 
-    def _release_ports(self) -> None:
-        for held in self._ports:
-            held.close()
+async def _all_serve(launcher: WorkerLauncher) -> None:
+    """Wait until all workers have served. Raises StartError once one has failed."""
+    waiting = {worker.name for worker in await launcher.list()}
+    async for workers in launcher.watch():
+        for worker in workers:
+            if worker.state == "failed":
+                raise StartError(worker.reason, worker.exit_status)
+            if worker.state == "serving":
+                waiting.discard(worker.name)
+        if not waiting:
+            return

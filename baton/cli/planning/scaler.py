@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from baton.cli.launch.choice import add_launcher_flags, make_launcher
+from baton.cli.launch.placing.launcher import LaunchError
 from baton.cli.planning.model_flags import FORMS, add_model_flags, read_model
+from baton.cli.planning.performer import FleetPerformer
 from baton.loadgen.trace import TraceError, read_trace
 from baton.protocol import ROLES
 from baton.service.arguments import add_command, positive, whole
 from baton.service.net.client import open_channel
 from baton.service.security.access import Access, add_access_flags, read_access
-from baton.service.security.tls import WORKER_NAME
 from baton.service.settings import SettingsError
 from baton.service.slo import parse_slo
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import fleet_pb2, fleet_pb2_grpc
 
 if TYPE_CHECKING:
     from baton.planning.scaling.day import DayResult, LoadMinute
@@ -29,9 +31,10 @@ if TYPE_CHECKING:
     from baton.planning.scaling.load_model import StepModel
     from baton.planning.scaling.scaler import Scaler, ScalerBounds
 
-_LOOK_S, _DRAIN_S = 5.0, 10.0  # calls take no longer
+_LOOK_S = 5.0  # calls take no longer
 _EXAMPLES = """
 baton scaler --target gateway-0:50071 --target gateway-1:50071 --model DIR --device H100 --slo ttft=1s,tpot=30ms
+baton scaler --target 127.0.0.1:50051 --apply --launcher 127.0.0.1:50050 --decode 1-4
 baton scaler --dry-run --model llama-3.1-8b --device H100 --load 200,2000,200 --picture day.svg
 """
 
@@ -43,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "scaler",
         summary="say each minute how many workers a running fleet should have",
         description="Read the gateways' counters as an operator, and decide once a minute by the model of `baton plan`, held against "
-        "what the fleet showed. Changes are told; with --apply workers are drained and change roles.",
+        "what the fleet showed. Changes are told; with --apply workers are drained and change roles, with --launcher also started.",
         examples=_EXAMPLES,
         usage="baton scaler --target HOST:PORT [--target ...] [OPTIONS], or baton scaler --dry-run [OPTIONS]",
     )
@@ -59,7 +62,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--start-s", type=positive, default=90.0, metavar="S", help="until a new worker serves (default: 90)"
     )
-    parser.add_argument("--apply", action="store_true", help="drain workers and change roles")
+    parser.add_argument(
+        "--apply", action="store_true", help="drain workers and change roles; with --launcher also start workers"
+    )
     parser.add_argument("--redis", metavar="URL", help="of several scalers the one with the lease there decides")
     dry = parser.add_argument_group("a dry run")
     dry.add_argument("--dry-run", action="store_true", help="decide over a day of load, and compare with an oracle")
@@ -70,6 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="its most requests a second, mean tokens of prompt and output (default: %(default)s)",
     )  # fmt: skip
     dry.add_argument("--picture", type=Path, metavar="FILE", help="write workers over the day as SVG")
+    add_launcher_flags(parser, None)
     add_access_flags(parser)
     parser.set_defaults(run=run)
 
@@ -89,9 +95,12 @@ def run(args: argparse.Namespace) -> int:
         asyncio.run(_serve(args, access, model, scaler))
     except KeyboardInterrupt:
         pass
-    except ValueError as error:  # of --redis
-        print(f"baton scaler: --redis: {error}", file=sys.stderr)
+    except ValueError as error:  # of --redis, of flags beside --launcher
+        print(f"baton scaler: {error}", file=sys.stderr)
         return 2
+    except LaunchError as error:
+        print(f"baton scaler: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -99,6 +108,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that do not go together."""
     if args.dry_run and (args.target or args.apply):
         raise ValueError("--dry-run asks no gateway: leave --target and --apply out")
+    if args.launcher and not args.apply:
+        raise ValueError("--launcher has no effect without --apply")
     if not args.dry_run and not args.target:
         raise ValueError("--target HOST:PORT is needed: a gateway's fleet port; or --dry-run")
     if not args.dry_run and (args.trace or args.picture):
@@ -180,32 +191,18 @@ def _table(found: DayResult) -> str:
 # ---- a running fleet ----
 
 
-class _DrainPerformer:
-    """Drains workers and changes their roles by their own call. What starts workers is not here: it is told."""
-
-    def __init__(self, access: Access):
-        self._access = access
-
-    async def start(self, role: str, number: int) -> None:
-        print(
-            f"start {number} {role} worker{'s' if number > 1 else ''}: nothing here can; they join by themselves",
-            flush=True,
-        )
-
-    async def drain(self, address: str, next_role: str) -> None:
-        async with open_channel(address, self._access, WORKER_NAME) as channel:
-            request = worker_pb2.DrainRequest(next_role=next_role, stay_away=not next_role)
-            await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=_DRAIN_S)
-
-
 async def _serve(args: argparse.Namespace, access: Access, model: StepModel, scaler: Scaler) -> None:
     from baton.planning.scaling.lease import LeaderLease
     from baton.planning.scaling.live import FleetWatch
     from baton.planning.scaling.loop import ScalerLoop
 
     owner = f"{socket.gethostname()}:{os.getpid()}"
-    lease = None if args.redis is None else LeaderLease(args.redis, owner)
-    performer = _DrainPerformer(access) if args.apply else None
+    try:
+        lease = None if args.redis is None else LeaderLease(args.redis, owner)
+    except ValueError as error:
+        raise ValueError(f"--redis: {error}") from None
+    launcher = None if args.launcher is None else make_launcher(args, access)
+    performer = FleetPerformer(access, launcher) if args.apply else None
 
     async def look() -> dict[str, GatewayLook]:
         found = await asyncio.gather(*(_look(target, access) for target in args.target))

@@ -1,5 +1,6 @@
 """Counters of a running fleet, from what its gateways say of workers and requests."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from baton.protocol import ROLES
 from baton.v1 import fleet_pb2 as pb
 
 WARM_S = 120.0  # for so long a new worker's latencies are those of its start
+STARTS_S = 600.0  # no start takes longer: an address where nobody has answered for so long starts no worker
 _MEASURED_TOKENS = 128  # of a prompt: a shorter one says more of the round trips than of the rate
 
 
@@ -36,6 +38,7 @@ class FleetWatch:
         self._before: dict[str, pb.ListRequestsResponse] = {}
         self._at_s = NAN
         self._since: dict[str, float] = {}  # when a worker was first seen to serve
+        self._absent: dict[str, float] = {}  # since when an address of a worker has no session
         self.workers: dict[str, list[WorkerLoad]] = {role: [] for role in ROLES}
 
     def note(self, looks: Mapping[str, GatewayLook], at_s: float) -> FleetCounters | None:
@@ -80,9 +83,12 @@ class FleetWatch:
         starting: dict[str, int] = dict.fromkeys(ROLES, 0)
         self.workers = {role: [] for role in ROLES}
         known, self._since = self._since, {}
+        absent, self._absent = self._absent, {}
         for address, view in found.items():
             if view.state == "connecting":
-                starting[view.role] += bool(is_first is False and address not in known)
+                # One that was there before is gone, or starts again; either way it is none that was added.
+                since = self._absent[address] = absent.get(address, -math.inf if is_first or address in known else at_s)
+                starting[view.role] += at_s - since < STARTS_S
             elif view.state == "serving":
                 since = self._since[address] = known.get(address, at_s - WARM_S * is_first)
                 is_warm = at_s - since >= WARM_S and view.load.state != "compiling"

@@ -15,47 +15,16 @@ import psutil
 import pytest
 
 from baton.cli.cluster import up
-from baton.cli.launch.keeper import StartError
+from baton.cli.launch.placing.keeper import StartError
 from baton.service.settings import SettingsError, make_parser
+from tests.support.launch.stand_ins import make_stand_ins
 from tests.support.pace import patience
 from tests.support.process import ROOT
-
-WORKER = """
-import os, signal, socket, sys, time
-argv = sys.argv[1:]
-name = sys.argv[0].split("/")[-2]
-def drain(*_):
-    open("drained", "a").write(name + "\\n")
-    while os.path.exists(f"{name}.hangs"):
-        time.sleep(0.05)
-    sys.exit(0)
-signal.signal(signal.SIGTERM, drain)
-open(f"{name}.argv", "a").write("\\n".join(argv) + "\\n--\\n")
-if os.path.exists(f"{name}.fails"):
-    print(f"{name}: /m/model.safetensors is truncated", file=sys.stderr)
-    sys.exit(1)
-listen = argv[argv.index("--listen") + 1]
-host, port = listen.split(":")
-server = socket.socket()
-server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-server.bind((host, int(port)))
-server.listen()
-print(f"ready grpc={listen} admin=h:2 pid={os.getpid()}", flush=True)
-while True:
-    time.sleep(1)
-"""
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for name in ("gateway", "prefill_worker", "decode_worker"):
-        package = tmp_path / name
-        package.mkdir()
-        (package / "__init__.py").write_text(f"__path__.append({str(ROOT / name)!r})\n")  # only __main__ is another
-        (package / "__main__.py").write_text(WORKER)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    return tmp_path
+    return make_stand_ins(tmp_path)
 
 
 def start(folder: Path, *options: str) -> subprocess.Popen:
@@ -124,6 +93,50 @@ def test_a_dead_worker_listens_at_its_address_again(folder):
     assert first == second
     process.send_signal(signal.SIGINT)
     assert finish(process)[0] == 0
+
+
+def scale(folder: Path, control: str, *wanted: str) -> subprocess.CompletedProcess:
+    argv = [sys.executable, "-m", "baton.cli", "scale", *wanted, "--launcher", control]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=patience(60))
+
+
+def test_scaled_up_and_down(folder):
+    """Later workers register with the gateways; a worker that goes is drained first, and stays away."""
+    process = start(folder, "--gateways", "2")
+    ready = dict(field.split("=") for field in process.stdout.readline().split()[1:])
+    done = scale(folder, ready["control"], "decode=3")
+    assert done.returncode == 0 and done.stdout.count(" serving ") == 4, done.stderr
+    first, *later = argvs(folder, "decode_worker")
+    assert "--gateways" not in first
+    assert {argv[argv.index("--gateways") + 1] for argv in later} == {ready["gateways"]} and len(later) == 2
+    done = scale(folder, ready["control"], "decode=1", "prefill=0")
+    assert done.returncode == 0 and [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
+        ["decode", "worker", "0"]
+    ]
+    assert sorted((folder / "drained").read_text().split()) == ["decode_worker", "decode_worker", "prefill_worker"]
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0 and len(argvs(folder, "decode_worker")) == 3, (
+        "what was drained was not started again"
+    )
+
+
+def test_a_worker_that_does_not_start_is_told_to_who_scales(folder):
+    process = start(folder)
+    ready = dict(field.split("=") for field in process.stdout.readline().split()[1:])
+    (folder / "decode_worker.fails").touch()
+    done = scale(folder, ready["control"], "decode=2")
+    assert done.returncode == 1 and "model.safetensors is truncated" in done.stderr
+    (folder / "decode_worker.fails").unlink()
+    assert scale(folder, ready["control"], "decode=2").returncode == 0
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 0
+
+
+@pytest.mark.parametrize("wanted", ["decode=0", "decode", "encode=1", "decode=x", "decode=-1", "decode=5000"])
+def test_what_no_stack_can_have_is_refused(folder, wanted):
+    done = scale(folder, "127.0.0.1:1", wanted)
+    assert done.returncode == 2 and wanted.split("=")[0] in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_second_signal_kills(folder):

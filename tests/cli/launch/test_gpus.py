@@ -2,11 +2,12 @@
 
 import pytest
 
-from baton.cli.launch import stack as stacks
-from baton.cli.launch.gpus import VISIBLE, deal_gpus, visible_gpus
-from baton.cli.launch.stack import Stack, StackPlan
+from baton.cli.launch.placing import local
+from baton.cli.launch.placing.gpus import VISIBLE, deal_gpus, visible_gpus
+from baton.cli.launch.placing.launcher import WorkerProgram
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.device import UTILIZATION, memory_share
+from baton.protocol import ROLES
 
 
 @pytest.mark.parametrize(
@@ -45,31 +46,34 @@ def test_workers_of_one_gpu_divide_its_memory(tmp_path):
     assert memory_share(EngineConfig(model=tmp_path, workers_per_gpu=2, gpu_memory_utilization=0.3)) == 0.3
 
 
-def programs(monkeypatch, tmp_path, gpus: str, **plan) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Arguments and variables of the workers that a stack would start."""
+async def programs(monkeypatch, tmp_path, gpus: str, *cpu_roles: str) -> list[tuple[list[str], dict[str, str]]]:
+    """Arguments and variables of a prefill and a decode worker, as a stack would start them."""
+    started = []
     monkeypatch.setenv(VISIBLE, gpus)
-    stack = Stack(StackPlan(tmp_path, **plan))
-    addresses = {role: [f"{role}:{n}" for n in range(stack._plan.num_workers[role])] for role in stacks.ROLES}
-    shares = deal_gpus(visible_gpus(), sum(map(len, addresses.values())) - len(plan.get("cpu_roles", ())))
-    return {name: (argv, env) for name, argv, env in stack._worker_programs(addresses, iter(shares))}
+    monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append((argv, env)))
+    launcher = local.LocalLauncher(WorkerProgram(tmp_path, {}), (), 2, cpu_roles, 2 - len(cpu_roles))
+    for role in ROLES:
+        await launcher.start(role, 1)
+    launcher._ports.release_all()
+    return started
 
 
-def test_two_workers_on_one_gpu(monkeypatch, tmp_path):
-    for argv, env in programs(monkeypatch, tmp_path, "0").values():
+async def test_two_workers_on_one_gpu(monkeypatch, tmp_path):
+    for argv, env in await programs(monkeypatch, tmp_path, "0"):
         assert env == {VISIBLE: "0"} and argv[-2:] == ["--workers-per-gpu", "2"]
 
 
-def test_two_workers_on_two_gpus(monkeypatch, tmp_path):
-    found = programs(monkeypatch, tmp_path, "0,1")
-    assert [env[VISIBLE] for _, env in found.values()] == ["0,1", "1,0"]
-    assert not any("--workers-per-gpu" in argv for argv, _ in found.values())
+async def test_two_workers_on_two_gpus(monkeypatch, tmp_path):
+    found = await programs(monkeypatch, tmp_path, "0,1")
+    assert [env[VISIBLE] for _, env in found] == ["0,1", "1,0"]
+    assert not any("--workers-per-gpu" in argv for argv, _ in found)
 
 
-def test_a_role_on_the_cpu_takes_none(monkeypatch, tmp_path):
-    found = programs(monkeypatch, tmp_path, "0", cpu_roles=["prefill"])
-    assert [env for _, env in found.values()] == [{}, {VISIBLE: "0"}]
-    assert not any("--workers-per-gpu" in argv for argv, _ in found.values())
+async def test_a_role_on_the_cpu_takes_none(monkeypatch, tmp_path):
+    found = await programs(monkeypatch, tmp_path, "0", "prefill")
+    assert [env for _, env in found] == [{}, {VISIBLE: "0"}]
+    assert not any("--workers-per-gpu" in argv for argv, _ in found)
 
 
-def test_without_a_gpu_nothing_is_said(monkeypatch, tmp_path):
-    assert all(env == {} for _, env in programs(monkeypatch, tmp_path, "").values())
+async def test_without_a_gpu_nothing_is_said(monkeypatch, tmp_path):
+    assert all(env == {} for _, env in await programs(monkeypatch, tmp_path, ""))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.launch import keeper as keeper_module
-from baton.cli.launch.keeper import Keeper, StartError
+from baton.cli.launch.placing import keeper as keeper_module
+from baton.cli.launch.placing.keeper import Keeper, StartError
 from tests.support.pace import patience
 
 IMPORTS = "import os, signal, sys, time\n"
@@ -160,7 +160,7 @@ async def test_silent_failed_start():
 
 
 async def test_a_slow_start_can_be_watched(capfd, monkeypatch):
-    monkeypatch.setattr("baton.cli.launch.keeper._HOLD_S", 0.05)
+    monkeypatch.setattr("baton.cli.launch.placing.keeper._HOLD_S", 0.05)
     keeper = Keeper("gateway", program(IMPORTS + "print('no worker yet', file=sys.stderr); time.sleep(60)"))
     seen = ""
 
@@ -192,7 +192,7 @@ async def test_its_children_go_with_it():
 def test_it_does_not_outlive_us():
     ours = f"""
 import asyncio, sys
-from baton.cli.launch.keeper import Keeper
+from baton.cli.launch.placing.keeper import Keeper
 async def main():
     keeper = Keeper("x", [sys.executable, "-c", {READY + "time.sleep(60)"!r}])
     print((await keeper.started)["pid"], flush=True)

@@ -12,7 +12,7 @@ from moto.server import ThreadedMotoServer
 
 from baton.cli.launch import object_store
 from baton.cli.launch.hub import find_model
-from baton.cli.launch.keeper import StartError
+from baton.cli.launch.placing.keeper import StartError
 from tests.support.process import ROOT
 
 DEMO = ROOT / "demo" / "target"

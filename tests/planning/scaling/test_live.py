@@ -57,6 +57,15 @@ def test_gateways_are_added_up_and_workers_count_once():
     assert seen.requests_per_s == 1.0 and seen.serving["decode"] == 2
 
 
+def test_a_worker_that_was_drained_does_not_start_for_ever():
+    """Gateways go on dialling an address that they were given."""
+    watch = FleetWatch(FlatModel())
+    gone, new = worker(1, state="connecting"), worker(3, state="connecting")
+    watch.note({"a": look([worker(1), worker(2)])}, 0)
+    starting = [watch.note({"a": look([gone, worker(2), new])}, 60 * n).starting["decode"] for n in range(1, 14)]
+    assert starting == [1] * 10 + [0] * 3, "the new one alone, and not for ever"
+
+
 def test_a_gateway_that_began_again_counts_from_its_start():
     watch = FleetWatch(FlatModel())
     watch.note({"a": look(ended=1000, running=50, prompt=10**6, uptime=5000)}, 0)

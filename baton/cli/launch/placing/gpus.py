@@ -1,6 +1,7 @@
 """Deal the GPUs of this machine out to the workers of one `baton up`."""
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,3 +46,19 @@ def deal_gpus(gpus: Sequence[str], num_workers: int) -> list[GpuShare]:
         sharing = len(range(own, num_workers, len(gpus)))
         shares.append(GpuShare((*gpus[own:], *gpus[:own]), sharing))
     return shares
+
+
+class GpuSlots:
+    """Places of workers on the GPUs: of the first ones as `deal_gpus` has them, and one on each GPU that they leave free."""
+
+    def __init__(self, gpus: Sequence[str], num_first: int):
+        self._free = deque(deal_gpus(gpus, max(num_first, len(gpus))))
+        self.num_gpus, self.num_used = len(gpus), min(len(gpus), num_first)
+
+    def take(self) -> GpuShare | None:
+        """Return the place of one more worker; None where there is no GPU at all. Raises IndexError where all are taken."""
+        return self._free.popleft() if self.num_gpus else None
+
+    def give_back(self, share: GpuShare | None) -> None:
+        if share is not None:
+            self._free.append(share)

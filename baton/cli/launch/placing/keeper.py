@@ -12,7 +12,8 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from baton import system
 from baton.protocol import KEEPER_VARIABLE, STAYS_AWAY
@@ -31,6 +32,16 @@ class StartError(Exception):
         self.status = status
 
 
+class Life(NamedTuple):
+    """How a program is. `state`: starting, serving, lost (it starts again), gone (it stays away), failed (at its first start).
+    `fields` are those of its ready line; `status` is that of StartError."""
+
+    state: str
+    fields: Mapping[str, str] = {}
+    reason: str = ""
+    status: int = 0
+
+
 class Keeper:
     """One program. `await started` gives the fields of its first `ready key=value ...` line, or raises StartError."""
 
@@ -39,6 +50,7 @@ class Keeper:
         name: str,
         argv: list[str],
         env: Mapping[str, str] | None = None,
+        on_change: Callable[[Life], None] = lambda life: None,
         *,
         pause_s: float = 0.5,
         max_pause_s: float = 30.0,
@@ -47,6 +59,7 @@ class Keeper:
         """A program that ran for `settled_s` is started again after `pause_s`; each earlier death doubles the pause.
         `env`: variables beside those of this process."""
         self.name, self.argv, self.env = name, argv, dict(env or {})
+        self._on_change = on_change
         self._pause_s, self._max_pause_s, self._settled_s = pause_s, max_pause_s, settled_s
         self.started: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         self.started.add_done_callback(lambda future: future.cancelled() or future.exception())  # may go unread
@@ -78,14 +91,16 @@ class Keeper:
             except OSError as error:  # no process or descriptor was left
                 ended = f"could not be started: {error.strerror}"
                 if not self.started.done():
-                    self.started.set_exception(StartError(f"{self.name} {ended}", 1))
+                    self._fail(StartError(f"{self.name} {ended}", 1))
             if self._stopping.is_set() or not self.started.done() or self.started.exception():
                 break
             if self._child and self._child.status == STAYS_AWAY:
                 _say(f"baton: {self.name} was drained and stays away until `baton up` is started again")
+                self._on_change(Life("gone", reason=ended))
                 break
             pause_s = self._pause_s if time.monotonic() - begin >= self._settled_s else pause_s
             _say(f"baton: {self.name} {ended}; it starts again in {pause_s:g} s")
+            self._on_change(Life("lost", reason=ended))
             await _wait(self._stopping, pause_s)
             pause_s = min(2 * pause_s, self._max_pause_s)
         if not self.started.done():
@@ -94,6 +109,7 @@ class Keeper:
     async def _run(self) -> str:
         """Run the process once and return how it ended, in words. Raises OSError when it cannot be started."""
         self._child = await _Child.spawn(self.argv, self.env)
+        self._on_change(Life("starting"))
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)
         return await self._live(self._child)
@@ -103,14 +119,19 @@ class Keeper:
         async for fields in child.readies():
             if not self.started.done():
                 self.started.set_result(fields)
+            self._on_change(Life("serving", fields))
         ended = await child.ended()
         if self.started.done():
             child.release()
             return ended
         reason = child.last_words()
         if not self._stopping.is_set():  # else another's failure, or a signal, is what the user hears of
-            self.started.set_exception(StartError(reason or f"{self.name} {ended}", 2 if child.status == 2 else 1))
+            self._fail(StartError(reason or f"{self.name} {ended}", 2 if child.status == 2 else 1))
         return ended
+
+    def _fail(self, error: StartError) -> None:
+        self.started.set_exception(error)
+        self._on_change(Life("failed", reason=str(error), status=error.status))
 
     def _signal(self, number: int) -> None:
         if self._child is not None:

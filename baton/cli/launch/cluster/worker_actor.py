@@ -1,0 +1,66 @@
+"""An actor of Ray that owns the process of one worker on its node: started again there when it dies, drained at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import ray
+
+from baton.cli.launch.placing.keeper import Keeper, Life
+from baton.cli.launch.placing.launcher import WorkerProgram
+from baton.cli.launch.placing.ports import HeldPorts
+from baton.service.settings import variable
+
+
+class Where(NamedTuple):
+    node_id: str
+    host: str
+    address: str  # of the worker
+
+
+class WorkerActor:
+    """Only small values pass: what to start, and how it is. The process is a child of the actor's and dies with it, and that one
+    dies with its node's raylet."""
+
+    def __init__(self) -> None:
+        self._life, self._num_lives = Life("starting"), 0
+        self._changed = asyncio.Event()
+        self._keeper: Keeper | None = None
+
+    async def begin(
+        self, name: str, role: str, program: WorkerProgram, gateways: Sequence[str], env: Mapping[str, str]
+    ) -> Where:
+        """Start the worker at a port of this node that stays its own. `env`: variables beside those of Ray's."""
+        host = ray.util.get_node_ip_address()
+        address = HeldPorts().hold(f"[{host}]:0" if ":" in host else f"{host}:0")  # until this process ends
+        argv = [sys.executable, *program.argv(role, address, gateways)]
+        self._keeper = Keeper(name, argv, env, self._note)
+        return Where(ray.get_runtime_context().get_node_id(), host, address)
+
+    async def life_after(self, num_seen: int) -> tuple[int, Life]:
+        """Return how the worker is, and the number of that, once it is another than the one that was seen."""
+        while self._num_lives == num_seen:
+            await self._changed.wait()
+        return self._num_lives, self._life
+
+    async def ping(self) -> None:
+        """Return at once."""
+
+    async def drain(self, most_s: float) -> bool:
+        """SIGTERM, and SIGKILL after `most_s`; return whether it went by itself."""
+        return self._keeper is None or await self._keeper.stop(most_s)
+
+    def _note(self, life: Life) -> None:
+        self._life, self._num_lives = life, self._num_lives + 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def settings_env() -> dict[str, str]:
+    """Return the variables of this process that are settings of Baton's."""
+    prefix = variable("")
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}

@@ -1,0 +1,141 @@
+"""The seam between a fleet and what places its workers: processes of this machine, actors of Ray, pods of Kubernetes.
+
+No token and no byte of KV passes here, and nothing of it is needed to serve a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+MAX_WORKERS = 4096  # as many as a gateway takes registrations of
+
+
+class LaunchError(Exception):
+    """Raised, with one line, for what a launcher cannot do."""
+
+
+class PlacedWorker(NamedTuple):
+    """A worker as its launcher knows it. `state`: starting, serving, lost (its place is filled again), draining, or failed: it
+    ended at its first start, for `reason` and with `exit_status`, and is not tried again."""
+
+    name: str
+    role: str
+    state: str
+    address: str = ""  # of its gRPC port; empty before it is known
+    where: str = ""  # host, node or pod
+    reason: str = ""
+    exit_status: int = 0
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is one of the workers that its role is to have."""
+        return self.state not in ("draining", "failed")
+
+
+class WorkerLauncher(Protocol):
+    """What places workers, keeps each place filled, and empties it. Raises LaunchError."""
+
+    keeps_roles: bool  # a place is of one role: its worker cannot change into the other
+
+    async def start(self, role: str, number: int) -> None:
+        """Begin to start so many workers more."""
+        ...
+
+    async def drain(self, name: str) -> None:
+        """Begin to empty a worker: what runs there ends or moves to others, then its process is stopped, and stays away."""
+        ...
+
+    async def list(self) -> list[PlacedWorker]: ...
+
+    def watch(self) -> AsyncIterator[list[PlacedWorker]]:
+        """Yield the list now, and after each change."""
+        ...
+
+
+async def scale(launcher: WorkerLauncher, role: str, number: int) -> None:
+    """Begin what gives `role` so many workers. Where some are too many those go that do not serve, then the youngest."""
+    staying = [worker for worker in await launcher.list() if worker.role == role and worker.stays]
+    if number > len(staying):
+        await launcher.start(role, number - len(staying))
+    staying.reverse()
+    staying.sort(key=lambda worker: worker.state == "serving")
+    for worker in staying[: max(0, len(staying) - number)]:
+        await launcher.drain(worker.name)
+
+
+class Resources(NamedTuple):
+    """What a cluster sets aside for a worker, its ranks together."""
+
+    num_cpus: int = 1
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True)
+class WorkerProgram:
+    """The command line of a worker, the same wherever it is placed. `options` are flags by role."""
+
+    model: Path
+    options: Mapping[str, Sequence[str]]
+
+    def argv(self, role: str, listen: str, gateways: Sequence[str], own: Sequence[str] = ()) -> list[str]:
+        """Return the arguments of Python. The worker registers with `gateways`; `own` are flags of its place."""
+        # --admin: BATON_ADMIN is the gateway's
+        argv = ["-m", f"{role}_worker", "--model", str(self.model), "--listen", listen, "--admin", "127.0.0.1:0"]
+        return [*argv, *(["--gateways", ",".join(gateways)] if gateways else []), *own, *self.options.get(role, ())]
+
+
+class WorkerBoard:
+    """The workers of a launcher by name, in the order in which they came, and those who wait for changes. Belongs to the event
+    loop."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, PlacedWorker] = {}
+        self._changed = asyncio.Event()
+        self._num_named: dict[str, int] = {}
+
+    def new_name(self, role: str) -> str:
+        """Return a name that no worker has had here."""
+        number = self._num_named[role] = self._num_named.get(role, -1) + 1
+        return f"{role} worker {number}"
+
+    def add(self, worker: PlacedWorker) -> None:
+        """Take in a worker; those of its role that failed are forgotten."""
+        for name in [
+            name for name, each in self._workers.items() if each.state == "failed" and each.role == worker.role
+        ]:
+            del self._workers[name]
+        self._workers[worker.name] = worker
+        self._tell()
+
+    def change(self, name: str, **fields) -> None:
+        """Set fields of a worker that is here."""
+        if name in self._workers:
+            self._workers[name] = self._workers[name]._replace(**fields)
+            self._tell()
+
+    def remove(self, name: str) -> None:
+        if self._workers.pop(name, None):
+            self._tell()
+
+    def get(self, name: str) -> PlacedWorker:
+        """Raises LaunchError."""
+        if name not in self._workers:
+            raise LaunchError(f"there is no worker {name!r}")
+        return self._workers[name]
+
+    def list(self) -> list[PlacedWorker]:
+        return [*self._workers.values()]
+
+    async def watch(self) -> AsyncIterator[list[PlacedWorker]]:
+        while True:
+            changed = self._changed
+            yield [*self._workers.values()]
+            await changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

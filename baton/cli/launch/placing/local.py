@@ -1,0 +1,108 @@
+"""Places workers on this machine: each is a child process, kept by a keeper."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Collection, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from baton.cli.launch.placing.gpus import GpuShare, GpuSlots, visible_gpus
+from baton.cli.launch.placing.keeper import Keeper, Life
+from baton.cli.launch.placing.launcher import LaunchError, PlacedWorker, WorkerBoard, WorkerProgram
+from baton.cli.launch.placing.ports import HeldPorts
+
+DRAIN_S = 15.0  # longer than workers give themselves: only what hangs is killed
+
+
+class _Kept(NamedTuple):
+    keeper: Keeper
+    address: str
+    share: GpuShare | None
+
+
+class LocalLauncher:
+    """The first `num_first` workers are known to gateways by their addresses, later ones register with `gateways`."""
+
+    keeps_roles = False
+
+    def __init__(
+        self, program: WorkerProgram, gateways: Sequence[str], num_first: int, cpu_roles: Collection[str], num_on_gpus: int
+    ):  # fmt: skip
+        """Of the first workers `num_on_gpus` take a GPU, if there is one; those of `cpu_roles` never do."""
+        self.networks: Sequence[str] = ()
+        self._program, self._gateways, self._cpu_roles = program, gateways, cpu_roles
+        self._num_left = num_first  # of the first
+        self._board, self._ports, self.gpus = WorkerBoard(), HeldPorts(), GpuSlots(visible_gpus(), num_on_gpus)
+        self._kept: dict[str, _Kept] = {}
+        self._drains: dict[str, asyncio.Task[bool]] = {}
+
+    async def start(self, role: str, number: int) -> None:
+        """Raises PortError too."""
+        for _ in range(number):
+            self._start(role)
+
+    async def drain(self, name: str) -> None:
+        self._board.get(name)
+        self._begin_drain(name)
+
+    async def list(self) -> list[PlacedWorker]:
+        return self._board.list()
+
+    def watch(self) -> AsyncIterator[list[PlacedWorker]]:
+        return self._board.watch()
+
+    async def close(self) -> bool:
+        """Drain all; return whether none had to be killed."""
+        for name in [*self._kept]:
+            self._begin_drain(name)
+        well = await asyncio.gather(*self._drains.values())
+        self._ports.release_all()
+        return all(well)
+
+    async def kill(self) -> None:
+        """SIGKILL to all, at once."""
+        for kept in self._kept.values():
+            kept.keeper.kill()
+        await self.close()
+
+    def _start(self, role: str) -> None:
+        is_first, self._num_left = self._num_left > 0, max(0, self._num_left - 1)
+        try:
+            share = None if role in self._cpu_roles else self.gpus.take()
+        except IndexError:
+            raise LaunchError(f"all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
+        name, address = self._board.new_name(role), self._ports.hold("127.0.0.1:0")
+        own = ["--workers-per-gpu", str(share.num_workers)] if share and share.num_workers > 1 else []
+        argv = [sys.executable, *self._program.argv(role, address, () if is_first else self._gateways, own)]
+        self._board.add(PlacedWorker(name, role, "starting", address, "this machine"))
+        keeper = Keeper(name, argv, share.env if share else {}, partial(self._note, name))
+        self._kept[name] = _Kept(keeper, address, share)
+
+    def _note(self, name: str, life: Life) -> None:
+        if life.state in ("gone", "failed"):
+            self._let_go(name)
+        if life.state == "gone":
+            self._board.remove(name)
+        elif name not in self._drains:
+            role = {"role": life.fields["role"]} if "role" in life.fields else {}  # it may have changed
+            self._board.change(name, state=life.state, reason=life.reason, exit_status=life.status, **role)
+
+    def _begin_drain(self, name: str) -> None:
+        if name in self._kept and name not in self._drains:
+            self._board.change(name, state="draining")
+            self._drains[name] = asyncio.create_task(self._drain(name), name=f"drain {name}")
+
+    async def _drain(self, name: str) -> bool:
+        well = await self._kept[name].keeper.stop(DRAIN_S)
+        self._let_go(name)
+        self._board.remove(name)
+        del self._drains[name]
+        return well
+
+    def _let_go(self, name: str) -> None:
+        """Let others have what a worker held that has ended."""
+        if kept := self._kept.pop(name, None):
+            self.gpus.give_back(kept.share)
+            self._ports.release(kept.address)

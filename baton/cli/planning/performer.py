@@ -1,0 +1,48 @@
+"""Carry out what the scaler decides: through a launcher, and by the workers' own Drain."""
+
+from __future__ import annotations
+
+from baton.cli.launch.placing.launcher import LaunchError, WorkerLauncher
+from baton.service.net.client import open_channel
+from baton.service.security.access import Access
+from baton.service.security.tls import WORKER_NAME
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+_DRAIN_S = 10.0
+
+
+class FleetPerformer:
+    """Without `launcher` nothing here starts workers: it is told, and what else starts them has to."""
+
+    def __init__(self, access: Access, launcher: WorkerLauncher | None = None):
+        self._access, self._launcher = access, launcher
+
+    async def start(self, role: str, number: int) -> None:
+        """Raises LaunchError."""
+        if self._launcher is None:
+            many = "s" if number > 1 else ""
+            print(f"start {number} {role} worker{many}: nothing here can; they join by themselves", flush=True)
+            return
+        await self._launcher.start(role, number)
+
+    async def drain(self, address: str, next_role: str) -> None:
+        """Raises LaunchError, AioRpcError."""
+        launcher = self._launcher
+        if launcher is None or (next_role and not launcher.keeps_roles):
+            await self._drain(address, next_role)
+            return
+        await launcher.drain(await _name_of(address, launcher))
+        if next_role:
+            await launcher.start(next_role, 1)
+
+    async def _drain(self, address: str, next_role: str) -> None:
+        async with open_channel(address, self._access, WORKER_NAME) as channel:
+            request = worker_pb2.DrainRequest(next_role=next_role, stay_away=not next_role)
+            await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=_DRAIN_S)
+
+
+async def _name_of(address: str, launcher: WorkerLauncher) -> str:
+    for worker in await launcher.list():
+        if worker.address == address and worker.stays:
+            return worker.name
+    raise LaunchError(f"no worker that the launcher has placed is at {address}")

@@ -1,0 +1,87 @@
+"""Workers on a real Ray cluster of three raylets. A node that dies is in tests/faults."""
+
+import subprocess
+import sys
+
+import pytest
+
+from baton import client
+from baton.cli.launch.placing.launcher import Resources, WorkerProgram
+from baton.service.security.access import Access
+from baton.service.security.tls import GATEWAY_NAME
+from tests.support.launch.launchers import check_launcher
+from tests.support.launch.ray_cluster import RayCluster, up_on_ray
+from tests.support.launch.stand_ins import make_stand_ins
+from tests.support.models import make_model
+from tests.support.process import ROOT
+from tests.support.security.installation import install
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    made = RayCluster(tmp_path_factory.mktemp("ray"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+async def test_places_workers_on_nodes(cluster, tmp_path, monkeypatch):
+    """With small programs in place of workers, for which Python finds packages of the tests first."""
+    from baton.cli.launch.cluster import ray_launcher
+
+    folder = make_stand_ins(tmp_path)
+    monkeypatch.setattr(ray_launcher, "settings_env", lambda: {"PYTHONPATH": str(folder)})
+    resources = {role: Resources(num_gpus=1) for role in ("prefill", "decode")}  # GPUs, of which the cluster has none
+    program = WorkerProgram(folder / "m", {})
+    launcher = ray_launcher.RayLauncher(program, [f"{cluster.host}:9"], cluster.address, resources, Access())
+    try:
+        await check_launcher(launcher)
+    finally:
+        assert await launcher.close()
+
+
+def test_a_stack_serves_scales_and_drains(cluster, model, tmp_path):
+    """Replicas are on different nodes, and what they answer is the same before and after."""
+    made = install(tmp_path / "certs", "--host", cluster.host)
+    operator = made.folder / "operator"
+    with up_on_ray(cluster, model, made.folder, tmp_path / "up") as (up, ready):
+
+        def scale(*wanted: str) -> list[list[str]]:
+            argv = [sys.executable, "-m", "baton.cli", "scale", *wanted, "--launcher", ready["control"]]
+            argv += [
+                "--tls-ca",
+                str(made.folder / "ca.crt"),
+                "--tls-cert",
+                f"{operator}.crt",
+                "--tls-key",
+                f"{operator}.key",
+            ]
+            done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr + up.tail()
+            return [line.split() for line in done.stdout.splitlines()[1:]]
+
+        access = made.access(with_key=True).for_client() | {"tls_server_name": GATEWAY_NAME}
+        with client.Client(ready["grpc"], **access) as asked:
+            before = asked.generate("one two three", max_tokens=24, temperature=0)
+            assert len(scale()) == 2
+            rows = scale("decode=2")
+            assert all(row[4] == "serving" for row in rows)
+            assert len({row[-1] for row in rows if row[0] == "decode"}) == 2, "decode workers are on two nodes"
+            after = asked.generate("one two three", max_tokens=24, temperature=0)
+            assert before.choices == after.choices and after.choices[0].text
+        assert len(scale("decode=1")) == 2
+
+
+def test_without_a_cluster_or_a_way_to_it(cluster, model, tmp_path):
+    argv = [sys.executable, "-m", "baton.cli", "up", "--model", str(model), "--launcher", "ray", "--address"]
+    for address, told in (("127.0.0.1:9", "no cluster at --address 127.0.0.1:9"), (cluster.address, "give --listen")):
+        done = subprocess.run([*argv, address, "--listen", "127.0.0.1:0"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode != 0 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run([*argv[:6], "--address", "auto"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "--address has no effect" in done.stderr

@@ -1,0 +1,111 @@
+"""Launchers of this machine with small programs in place of workers: directly, and through the control port."""
+
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.cli.launch.control import ControlServer, RemoteLauncher
+from baton.cli.launch.placing.gpus import VISIBLE
+from baton.cli.launch.placing.launcher import LaunchError, WorkerProgram
+from baton.cli.launch.placing.local import LocalLauncher
+from baton.service.security.access import Access
+from baton.service.security.tls import Tls
+from tests.support.launch.launchers import all_serve, check_launcher, until
+from tests.support.launch.stand_ins import make_stand_ins
+from tests.support.security.installation import install
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(make_stand_ins(tmp_path))
+    return tmp_path
+
+
+@asynccontextmanager
+async def local(folder, *, num_first: int = 0, num_on_gpus: int = 0):
+    program = WorkerProgram(folder / "m", {"decode": ["--threads=1"]})
+    launcher = LocalLauncher(program, ["127.0.0.1:1"], num_first, ("prefill",), num_on_gpus)
+    try:
+        yield launcher
+    finally:
+        assert await launcher.close()
+
+
+@asynccontextmanager
+async def remote(launcher, tls: Tls | None = None, access: Access = Access()):
+    server = ControlServer(launcher, tls)
+    port = await server.start("127.0.0.1:0")
+    try:
+        yield RemoteLauncher(f"127.0.0.1:{port}", access)
+    finally:
+        await server.stop()
+
+
+async def test_local(folder):
+    async with local(folder) as launcher:
+        await check_launcher(launcher)
+
+
+async def test_through_the_control_port(folder):
+    async with local(folder) as launcher, remote(launcher) as asked:
+        await check_launcher(asked)
+
+
+async def test_a_dead_worker_is_lost_and_serves_again(folder):
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        (before,) = await until(launcher, all_serve(1))
+        (kept,) = launcher._kept.values()
+        os.kill(int((await kept.keeper.started)["pid"]), signal.SIGKILL)
+        (lost,) = await until(launcher, lambda workers: workers[0].state == "lost")
+        assert "SIGKILL" in lost.reason
+        assert await until(launcher, all_serve(1)) == [before], "at the same address"
+
+
+async def test_a_failed_start_is_told_and_not_tried_again(folder):
+    (folder / "decode_worker.fails").touch()
+    async with local(folder) as launcher:
+        await launcher.start("decode", 1)
+        (failed,) = await until(launcher, lambda workers: workers[0].state == "failed")
+        assert "truncated" in failed.reason and failed.exit_status == 1 and not failed.stays
+        (folder / "decode_worker.fails").unlink()
+        await launcher.start("decode", 1)
+        await until(launcher, all_serve(1), "what failed is forgotten once another starts")
+
+
+async def test_only_operators_scale(folder, tmp_path):
+    made = install(tmp_path / "certs")
+    async with local(folder) as launcher:
+        async with remote(launcher, made.tls("gateway"), made.access("operator")) as asked:
+            assert await asked.list() == []
+        for role in ("decode", "gateway"):
+            async with remote(launcher, made.tls("gateway"), made.access(role)) as asked:
+                for call in (asked.list(), asked.start("decode", 1), asked.drain("x")):
+                    with pytest.raises(LaunchError, match="PERMISSION_DENIED"):
+                        await call
+        assert await launcher.list() == []
+
+
+async def test_what_the_control_port_refuses(folder):
+    async with local(folder) as launcher, remote(launcher) as asked:
+        for role, number, told in (("encode", 1, "encode"), ("decode", 0, "number"), ("decode", 5000, "4096")):
+            with pytest.raises(LaunchError, match=told):
+                await asked.start(role, number)
+        assert await launcher.list() == []
+
+
+async def test_later_workers_have_gpus_of_their_own(folder, monkeypatch):
+    monkeypatch.setenv(VISIBLE, "0,1")
+    async with local(folder, num_first=1, num_on_gpus=1) as launcher:
+        await launcher.start("decode", 2)
+        await launcher.start("prefill", 1)  # on the CPU
+        with pytest.raises(LaunchError, match="all 2 GPUs"):
+            await launcher.start("decode", 1)
+        workers = await until(launcher, all_serve(3))
+        assert [kept.share and kept.share.visible for kept in launcher._kept.values()] == [("0", "1"), ("1", "0"), None]
+        await launcher.drain(workers[0].name)
+        await until(launcher, all_serve(2))
+        await launcher.start("decode", 1)
+        await until(launcher, all_serve(3), "on the GPU that was left")

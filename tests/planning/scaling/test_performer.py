@@ -1,0 +1,34 @@
+"""What the scaler decides, carried out by a launcher: of Kubernetes, whose API server is the tests'."""
+
+import pytest
+
+from baton.cli.launch.cluster.kubernetes import KubernetesLauncher
+from baton.cli.launch.placing.launcher import LaunchError
+from baton.cli.main import main
+from baton.cli.planning.performer import FleetPerformer
+from baton.service.security.access import Access
+from tests.support.launch.kubernetes import ApiServer
+from tests.support.launch.launchers import all_serve, until
+
+
+async def test_starts_drains_and_changes_roles():
+    async with ApiServer(("p", "prefill", "b"), ("d", "decode", "b")).serve() as url:
+        launcher = KubernetesLauncher.find("llm", None, url)
+        performer = FleetPerformer(Access(), launcher)
+        await performer.start("decode", 3)
+        three = await until(launcher, all_serve(3))
+        await performer.drain(three[0].address, "")
+        await performer.drain(three[1].address, "prefill")
+        left = await until(
+            launcher, lambda workers: all_serve(2)(workers) and len({each.role for each in workers}) == 2
+        )
+        assert {worker.name for worker in left if worker.role == "decode"} == {three[2].name}
+        with pytest.raises(LaunchError, match="10.9.9.9:1"):
+            await performer.drain("10.9.9.9:1", "")
+
+
+def test_a_launcher_needs_apply(capsys):
+    assert main(["scaler", "--target", "127.0.0.1:1", "--launcher", "127.0.0.1:2"]) == 2
+    assert "--launcher has no effect without --apply" in capsys.readouterr().err
+    assert main(["scaler", "--target", "127.0.0.1:1", "--apply", "--launcher", "127.0.0.1:2", "--namespace", "x"]) == 2
+    assert "--namespace has no effect" in capsys.readouterr().err

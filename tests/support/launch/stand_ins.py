@@ -1,0 +1,43 @@
+"""Packages named as gateway and workers are, for what starts and stops them: they listen, say that they are ready, and drain."""
+
+from pathlib import Path
+
+from tests.support.process import ROOT
+
+WORKER = """
+import os, signal, socket, sys, time
+argv = sys.argv[1:]
+name = sys.argv[0].split("/")[-2]
+def drain(*_):
+    open("drained", "a").write(name + "\\n")
+    while os.path.exists(f"{name}.hangs"):
+        time.sleep(0.05)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, drain)
+open(f"{name}.argv", "a").write("\\n".join(argv) + "\\n--\\n")
+if os.path.exists(f"{name}.fails"):
+    print(f"{name}: /m/model.safetensors is truncated", file=sys.stderr)
+    sys.exit(1)
+listen = argv[argv.index("--listen") + 1]
+host, port = listen.split(":")
+server = socket.socket()
+server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+server.bind((host, int(port)))
+server.listen()
+print(f"ready grpc={listen} admin=h:2 pid={os.getpid()}", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+
+def make_stand_ins(folder: Path) -> Path:
+    """Write the packages, and a model `m`, into a folder that processes are to run in; return it. `NAME.fails` and `NAME.hangs` there
+    make one fail at its start, or hang in its drain; `NAME.argv` and `drained` tell what has happened."""
+    for name in ("gateway", "prefill_worker", "decode_worker"):
+        package = folder / name
+        package.mkdir()
+        (package / "__init__.py").write_text(f"__path__.append({str(ROOT / name)!r})\n")  # only __main__ is another
+        (package / "__main__.py").write_text(WORKER)
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text("{}")
+    return folder
