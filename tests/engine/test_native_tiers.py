@@ -51,7 +51,15 @@ def test_tiers_of_a_processor(flags, count):
     assert [tier.name for tier in tiers_of(cpuinfo, "x86_64")] == NAMES[:count]
 
 
-@pytest.mark.parametrize(("features", "names"), [("fp asimd fphp", []), ("fp asimd asimddp", ["armv8.2-dotprod"])])
+@pytest.mark.parametrize(
+    ("features", "names"),
+    [
+        ("fp asimd fphp", []),
+        ("fp asimd asimddp", ["armv8.2-dotprod"]),
+        ("fp asimd asimddp i8mm", ["armv8.2-dotprod"]),
+        ("fp asimd asimddp i8mm bf16", ["armv8.2-dotprod", "armv8.6-i8mm-bf16"]),
+    ],
+)
 def test_tiers_of_an_arm_processor(features, names):
     cpuinfo = f"processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: {features}\nCPU part\t: 0xd0c\n"
     assert [tier.name for tier in tiers_of(cpuinfo, "aarch64")] == names

@@ -256,3 +256,50 @@ inline __m256i dot_bytes(__m256i acc, __m256i w, __m256i x) {
   }
   return acc;
 }
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+
+// The sums of 8 outputs of two rows as four squares: two outputs of the first row, the same of the second; and back.
+inline void to_squares(__m256i first, __m256i second, int32x4_t* squares) {
+  for (int i = 0; i < 2; ++i) {
+    const int64x2_t a = vreinterpretq_s64_u8(first.half[i]), b = vreinterpretq_s64_u8(second.half[i]);
+    squares[2 * i] = vreinterpretq_s32_s64(vzip1q_s64(a, b));
+    squares[2 * i + 1] = vreinterpretq_s32_s64(vzip2q_s64(a, b));
+  }
+}
+inline void from_squares(const int32x4_t* squares, __m256i& first, __m256i& second) {
+  for (int i = 0; i < 2; ++i) {
+    const int64x2_t a = vreinterpretq_s64_s32(squares[2 * i]), b = vreinterpretq_s64_s32(squares[2 * i + 1]);
+    second.half[i] = vreinterpretq_u8_s64(vzip2q_s64(a, b));
+    first.half[i] = vreinterpretq_u8_s64(vzip1q_s64(a, b));
+  }
+}
+
+// INPUTS bytes of each, zeros behind them.
+template <int INPUTS>
+inline int8x16_t two_rows(const char* first, const char* second) {
+  uint64_t rows[2] = {};
+  std::memcpy(rows, first, INPUTS), std::memcpy(rows + 1, second, INPUTS);
+  return vreinterpretq_s8_u64(vcombine_u64(vcreate_u64(rows[0]), vcreate_u64(rows[1])));
+}
+// Of four outputs' bytes of four inputs, and of the four inputs behind them: the first two outputs, or the last.
+template <int WHICH>
+inline int8x16_t weights_of_two(__m128i first, __m128i others) {
+  const int32x4_t a = on_neon::words(first), b = on_neon::words(others);
+  return vreinterpretq_s8_s32(WHICH ? vzip2q_s32(a, b) : vzip1q_s32(a, b));
+}
+
+#endif
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+
+// acc + the products of the even inputs, then of the odd ones, each by fma: w and x are pairs of bf16.
+inline __m256 fmadd_bf16_pairs(__m256i w, __m256i x, __m256 acc) {
+  for (int i = 0; i < 2; ++i) {
+    const bfloat16x8_t weights = vreinterpretq_bf16_u8(w.half[i]), values = vreinterpretq_bf16_u8(x.half[i]);
+    acc.half[i] = vbfmlaltq_f32(vbfmlalbq_f32(acc.half[i], weights, values), weights, values);
+  }
+  return acc;
+}
+
+#endif

@@ -12,6 +12,12 @@
 #ifdef __aarch64__
 #include "avx2_on_neon.h"
 #define BATON_DOT  // signed products of four int8 in one instruction, in vectors of 32 bytes
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define BATON_MATMUL  // and of two rows of eight by two
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define BATON_BF16_FMA  // fma of bf16 that is widened on the way
+#endif
 #else
 #include <immintrin.h>
 #endif

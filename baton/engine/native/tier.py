@@ -55,6 +55,13 @@ TIERS = (
         "AMX tiles of int8 and bf16",
     ),
     Tier("armv8.2-dotprod", "aarch64", frozenset(["asimddp"]), ("-march=armv8.2-a+dotprod",), "NEON with dotprod"),
+    Tier(
+        "armv8.6-i8mm-bf16",
+        "aarch64",
+        frozenset(("i8mm", "bf16")),
+        ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+        "NEON with products of int8 matrices and of bf16",
+    ),
 )
 
 

@@ -34,9 +34,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With a recording, the library for Arm and the program that repeats the one by the other."""
+    """With a recording, and the program that repeats it by a library."""
     folder = tmp_path_factory.mktemp("aarch64")
-    compiled(COMPILER, tiers_for("aarch64")[-1].flags, folder, ["-Wl,--no-as-needed", "-lgomp"])
     source = ROOT / "tests/support/native/replay_calls.cpp"
     subprocess.run(
         [COMPILER, "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror", source, "-o", folder / "replay"], check=True
@@ -46,13 +45,20 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def replayed(folder: Path, calls: str) -> subprocess.CompletedProcess:
-    argv = [EMULATOR, "-L", SYSROOT, folder / "replay", folder / "library.so", folder / calls]
+@pytest.fixture(scope="module", params=tiers_for("aarch64"), ids=lambda tier: tier.name)
+def library(request, tmp_path_factory) -> Path:
+    """Of one tier for Arm."""
+    folder = tmp_path_factory.mktemp(request.param.name)
+    return compiled(COMPILER, request.param.flags, folder, ["-Wl,--no-as-needed", "-lgomp"])
+
+
+def replayed(folder: Path, library: Path, calls: str) -> subprocess.CompletedProcess:
+    argv = [EMULATOR, "-cpu", "max", "-L", SYSROOT, folder / "replay", library, folder / calls]
     return subprocess.run(argv, capture_output=True, text=True, timeout=600)
 
 
-def test_every_kernel_gives_the_same_bits(folder):
-    done = replayed(folder, "calls")
+def test_every_kernel_gives_the_same_bits(folder, library):
+    done = replayed(folder, library, "calls")
     assert done.returncode == 0, done.stdout + done.stderr
     counts = dict(line.split() for line in done.stdout.splitlines())
     assert (
@@ -60,9 +66,9 @@ def test_every_kernel_gives_the_same_bits(folder):
     )
 
 
-def test_one_other_bit_is_noticed(folder):
+def test_one_other_bit_is_noticed(folder, library):
     calls = bytearray((folder / "calls").read_bytes())
     calls[-1] ^= 1  # of the last region's memory after the last call
     (folder / "other").write_bytes(calls)
-    done = replayed(folder, "other")
+    done = replayed(folder, library, "other")
     assert done.returncode == 1 and "differs" in done.stdout

@@ -1,5 +1,6 @@
-// Products of int8 rows and integer weights by an instruction that adds four signed ones (NEON's sdot). U8 is taken as q:
-// its bytes with the top bit turned.
+// Products of int8 rows and integer weights by an instruction that adds four signed ones (NEON's sdot), and several rows by
+// one that multiplies two rows of eight by the weights of two outputs (smmla) where there is one: integer sums are exact, so
+// the bits are the same. U8 is taken as q: its bytes with the top bit turned.
 #pragma once
 
 #include "linear32.h"
@@ -28,6 +29,9 @@ struct IntProducts {
     for (int m = 0; m < NUM_ROWS; ++m)
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) acc[m][v] = before(m, v);
+#ifdef BATON_MATMUL
+    if constexpr (NUM_ROWS > 1) return add_squares(x, stride, w, inputs, ahead, acc);
+#endif
     for (int64_t i = 0; i < inputs; i += 4, x += 4, w += 64) {
       ahead.fetch();
       const __m256i w0 = load32(w), w1 = load32(w + 32);
@@ -53,6 +57,51 @@ struct IntProducts {
       }
     }
   }
+
+#ifdef BATON_MATMUL
+ private:
+  // acc += x [rows] times a slice, in squares of two rows and two outputs; a last odd row is taken twice.
+  template <int NUM_ROWS>
+  __attribute__((always_inline)) static void add_squares(const char*& x, int64_t stride, const char*& w, int64_t inputs,
+                                                         Ahead& ahead, __m256i (&acc)[NUM_ROWS][2]) {
+    constexpr int PAIRS = (NUM_ROWS + 1) / 2;
+    int32x4_t squares[PAIRS][8];
+    const auto second = [](int pair) { return std::min(2 * pair + 1, NUM_ROWS - 1); };
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) to_squares(acc[2 * p][v], acc[second(p)][v], squares[p] + 4 * v);
+    for (int64_t i = 0; i + 8 <= inputs; i += 8, x += 8, w += 128) {
+      ahead.fetch(), ahead.fetch();
+      multiply_squares<8, NUM_ROWS>(x, stride, w, squares);
+    }
+    if (inputs % 8) multiply_squares<4, NUM_ROWS>(x, stride, w, squares), x += 4, w += 64;
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) from_squares(squares[p] + 4 * v, acc[2 * p][v], acc[second(p)][v]);
+  }
+
+  template <int INPUTS, int NUM_ROWS>
+  __attribute__((always_inline)) static void multiply_squares(const char* x, int64_t stride, const char* w,
+                                                              int32x4_t (&squares)[(NUM_ROWS + 1) / 2][8]) {
+    int8x16_t rows[(NUM_ROWS + 1) / 2];
+#pragma GCC unroll 4
+    for (int p = 0; p < (NUM_ROWS + 1) / 2; ++p)
+      rows[p] = two_rows<INPUTS>(x + 2 * p * stride, x + std::min(2 * p + 1, NUM_ROWS - 1) * stride);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {  // four outputs
+      const __m128i none = _mm_setzero_si128(), first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(w) + n);
+      const __m128i others = INPUTS == 8 ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(w + 64) + n) : none;
+      const int8x16_t low = weights_of_two<0>(first, others), high = weights_of_two<1>(first, others);
+#pragma GCC unroll 4
+      for (int p = 0; p < (NUM_ROWS + 1) / 2; ++p) {
+        squares[p][2 * n] = vmmlaq_s32(squares[p][2 * n], rows[p], low);
+        squares[p][2 * n + 1] = vmmlaq_s32(squares[p][2 * n + 1], rows[p], high);
+      }
+    }
+  }
+#endif
 };
 
 }  // namespace

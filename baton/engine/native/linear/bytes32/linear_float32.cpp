@@ -112,6 +112,15 @@ struct Floats {
   }
 };
 
+#ifdef BATON_BF16_FMA
+// Two fp32 that are bf16, in all lanes.
+inline __m256i bf16_pair(const float* x) {
+  uint32_t bits[2];
+  std::memcpy(bits, x, 8);
+  return _mm256_set1_epi32(int32_t(bits[0] >> 16 | (bits[1] & 0xffff0000)));
+}
+#endif
+
 // One row streams the panel as it comes from memory: inputs [k, end) of its 64 sums.
 template <int64_t KIND>
 void add_row(const uint8_t* w, const float* x, int64_t num_inputs, __m256 (&sums)[8]) {
@@ -120,6 +129,14 @@ void add_row(const uint8_t* w, const float* x, int64_t num_inputs, __m256 (&sums
   for (int v = 0; v < 8; ++v) sums[v] = _mm256_setzero_ps();
   for (int64_t k = 0; k < num_inputs; k += TURN, w += Floats<KIND>::bytes(TURN)) {
     for (int line = 0; line < Floats<KIND>::bytes(TURN); line += 64) __builtin_prefetch(w + OWN_AHEAD + line);
+#ifdef BATON_BF16_FMA
+    if constexpr (KIND == W_BF16) {
+      const __m256i both = bf16_pair(x + k);
+#pragma GCC unroll 8
+      for (int v = 0; v < 8; ++v) sums[v] = fmadd_bf16_pairs(load32(w + 32 * v), both, sums[v]);
+      continue;
+    }
+#endif
     const __m256 even = _mm256_broadcast_ss(x + k);
     [[maybe_unused]] __m256 odd;
     if constexpr (KIND != W_F32) odd = _mm256_broadcast_ss(x + k + 1);
