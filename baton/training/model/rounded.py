@@ -1,15 +1,16 @@
-"""Train a model for the int4 weights that it will be served with: every product of its layers is by rounded weights, and
-the float weights behind them learn from the error (a straight-through estimator, arXiv 1308.3432).
+"""Train a model for the int4 weights that it will be served with: every product of its layers is by rounded weights. The
+float weights behind them learn from the error (a straight-through estimator, arXiv 1308.3432), and so do the scales (LSQ,
+arXiv 1902.08153).
 
-The integers are those of `baton quantize --scheme int4-rtn --group 32`, scales as stored, so that the folder it writes
-holds the values that were trained. Embedding, head and norms are not rounded, and learn too. Training begins with the
-integers of GPTQ: after 130,000 tokens it had lost 0.34 % of bits per byte, from plain rounding on 0.46 %.
+Training begins with the integers and scales of `baton quantize --scheme int4-gptq --group 32`, and the folder holds the
+values that were trained. Embedding, head and norms are not rounded, and learn too.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,28 +20,42 @@ from torch.nn.utils import parametrize
 
 from baton.engine.weights.formats.registry import open_source
 from baton.engine.weights.forms import IntWeight
-from baton.quantization.core.grid import dequantize, fit
+from baton.quantization.core.block import Block, LayerWeights, Stage
+from baton.quantization.core.grid import Grid
 from baton.quantization.quantize import plan, quantize
+from baton.quantization.schemes import Form, Scheme, Settings
 from baton.training.data.batches import Batches
 from baton.training.data.files import save_text
 from baton.training.model.export import export, load
 from baton.training.model.llama import Llama
 from baton.training.model.trainer import Trainer, TrainingPlan, distillation_loss
 
-SCHEME, BITS, GROUP = "int4-rtn", 4, 32
+BITS, GROUP = 4, 32
 NUM_SAMPLES, SAMPLE_TOKENS = 64, 256  # that GPTQ is calibrated on
+NEAR = 0.49  # of a step: how far from its integer a weight may begin, so that it begins with that integer
 FIGURES = "training.json"  # beside the weights: what train_rounded returned
 
 
 class Rounded(nn.Module):
-    """A weight [out, in] as it is served, with the gradient of one that is not rounded."""
+    """A weight [out, in] as it is served, with the gradient of one that is not rounded, and scales that learn."""
+
+    first: Tensor  # scales [out, in // GROUP]
+
+    def __init__(self, scales: Tensor):
+        super().__init__()
+        self.register_buffer("first", scales)
+        self.gain = nn.Parameter(torch.ones(scales.numel()))  # flat: vectors and matrices are trained differently
+
+    def grid(self) -> Grid:
+        """Return the grid whose scales are as the folder will hold them."""
+        scales = self.first * self.gain.view_as(self.first)
+        return Grid(BITS, GROUP, scales + (scales.bfloat16().float() - scales).detach())
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the rounded weight, in its dtype."""
-        with torch.no_grad():
-            stored = weight.bfloat16().float()  # which is what `export` writes and `quantize` reads
-            rounded = dequantize(fit(stored, BITS, GROUP, torch.bfloat16), stored)
-        return weight + (rounded - weight).detach()
+        scales, half = self.grid().scales.unsqueeze(2), 2 ** (BITS - 1)
+        clipped = (weight.unflatten(1, (-1, GROUP)) / scales).clamp(-half, half - 1)
+        return ((clipped + (clipped.round() - clipped).detach()) * scales).flatten(1)
 
 
 def train_rounded(
@@ -50,8 +65,7 @@ def train_rounded(
     figures. A run that was interrupted goes on from what is in `work`. `out` does not exist."""
     model, teacher = load(target).train(), load(target).bfloat16()
     windows, _ = batches.draw(0, NUM_SAMPLES * SAMPLE_TOKENS, SAMPLE_TOKENS)
-    begin_with_gptq(model, target, list(windows), work / "gptq")
-    round_weights(model)
+    round_weights(model, target, list(windows), work / "gptq")
     figures = Trainer(model, distillation_loss(model, teacher), batches, training, work / "qat.safetensors").run("qat")
     made = work / "made"
     shutil.rmtree(made, ignore_errors=True)
@@ -61,34 +75,43 @@ def train_rounded(
     return figures
 
 
-def begin_with_gptq(model: Llama, target: Path, samples: list[Tensor], folder: Path) -> None:
-    """Give the model the weights of GPTQ's integers for `target`, which `folder` keeps. `samples`: token ids [tokens]."""
+def round_weights(model: Llama, target: Path, samples: list[Tensor], folder: Path) -> None:
+    """Have the model of `target` multiply by rounded weights from now on: those of GPTQ, which `folder` keeps, until they
+    learn. `samples`: token ids [tokens]."""
     if not folder.exists():
         quantize(plan(target, "int4-gptq", GROUP), folder, samples)
     config = model.config
     source = open_source(folder, "auto", torch.bfloat16, config.num_heads, config.num_kv_heads)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            form = source.linear(name, *module.weight.shape)
-            assert isinstance(form, IntWeight)
-            q = form.integers().float().clamp(-7, 7)  # -8 would stretch the span that plain rounding finds
-            module.weight.data = (q.unflatten(1, (-1, GROUP)) * form.scales.unsqueeze(2)).flatten(1)
-
-
-def round_weights(model: Llama) -> None:
-    """Have the model multiply by rounded weights from now on."""
-    for module in _linears(model):
-        parametrize.register_parametrization(module, "weight", Rounded())
+    for name, module in _linears(model).items():
+        form = source.linear(name, *module.weight.shape)
+        assert isinstance(form, IntWeight)
+        q, scales = form.integers().float().unflatten(1, (-1, GROUP)), form.scales.unsqueeze(2)
+        weight = module.weight.data.unflatten(1, (-1, GROUP))
+        module.weight.data = weight.clamp((q - NEAR) * scales, (q + NEAR) * scales).flatten(1)
+        parametrize.register_parametrization(module, "weight", Rounded(form.scales))
 
 
 def export_rounded(model: Llama, tokenizer: Tokenizer, work: Path, folder: Path) -> None:
     """Write a model that `round_weights` was called on as an int4 folder, which does not exist; the model is left with
-    its float weights. `work`: for the float folder in between."""
-    for module in _linears(model):
-        parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+    its rounded weights alone. `work`: for the float folder in between."""
+    forms: dict[str, Form] = {}
+    for name, module in _linears(model).items():
+        learned = module.get_submodule("parametrizations.weight")
+        rounded, weight = learned.get_submodule("0"), learned.get_parameter("original")
+        assert isinstance(rounded, Rounded)
+        with torch.no_grad():
+            grid = rounded.grid()
+            forms[name] = grid.form(grid.round(weight))
+        parametrize.remove_parametrizations(module, "weight")
     export(model, tokenizer, work)
-    quantize(plan(work, SCHEME, GROUP), folder)
+
+    def trained(block: LayerWeights, stage: Stage, settings: Settings) -> dict[str, Form]:
+        assert isinstance(block, Block)
+        return {name: forms[f"model.layers.{block.index}.{name}"] for name in stage.names}
+
+    scheme = Scheme("int4-qat", trained, grouped=True)
+    quantize(replace(plan(work, "int4-rtn", GROUP), scheme=scheme), folder)
 
 
-def _linears(model: Llama) -> list[nn.Linear]:
-    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+def _linears(model: Llama) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
