@@ -1,7 +1,8 @@
-"""The CPU engine against llama.cpp, OpenVINO and transformers: python bench/cpu.py [--quick] [--json FILE].
+"""The CPU engine against llama.cpp, OpenVINO and transformers: python bench/cpu.py [--quick] [--json FILE]
+[--only PART ...].
 
 Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts of 512 tokens, decoding one, 8 and 32
-sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits. `make bench-peers`
+sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits; at last the demo model's time per output token. `make bench-peers`
 installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that tier, against a
 llama.cpp that is built for it (`make bench-peers ISA=x86-64-v3`). --quick: 2 of the 16 layers, three weight forms and fewer rounds.
 
@@ -27,10 +28,11 @@ from baton.engine.layers.linear import choose
 from baton.engine.native.tier import available
 from baton.engine.weights.forms import IntWeight
 from bench.arms import shape
-from bench.arms.cpu_arms import FORMS, Ours, linear_weights, make_spec
+from bench.arms.cpu_arms import FORMS, Arm, Ours, linear_weights, make_spec
 from bench.arms.cpu_peers import LLAMA_CPP, OPENVINO, Peer, Transformers, open_peers, peers_python
 from bench.lib import limits, peak
 from bench.lib.report import Report, finish, interleave, medians, start
+from tests.support import bare
 
 NUM_THREADS = 2
 PROMPT, SHORT_PROMPT = 512, 8
@@ -51,6 +53,9 @@ class Goals:
         return "F16" if self.kind == "BF16" else self.kind
 
 
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "target"
+PARTS = (*FORMS, "not-exact", "demo")  # that --only names; a form with all its rows
+
 AVX512_GOALS = {
     "bf16": Goals("BF16", "ratio >= 1.3", "ratio >= 1.05"),
     "int8": Goals("Q8_0", "ratio >= 3.7", "ratio >= 1.1"),
@@ -66,7 +71,9 @@ AVX2_GOALS = {
     "int4-g128": Goals("Q4_0", "", ""),
 }
 HAS_VNNI = "avx512-vnni-bf16" in (tier.name for tier in available())
-GOALS, BATCH_GOAL = (AVX512_GOALS, "ratio >= 2.0") if HAS_VNNI else (AVX2_GOALS, "ratio >= 1.6")
+GOALS, BATCH_GOAL, DEMO_GOAL = (
+    (AVX512_GOALS, "ratio >= 2.0", "value <= 0.6") if HAS_VNNI else (AVX2_GOALS, "ratio >= 1.6", "value <= 1.5")
+)
 QUICK_FORMS, QUICK_LAYERS = ("bf16", "int8", "int4-g32"), 2
 LIMIT_SHARE = {"bf16": "ratio >= 0.85", "int8": "ratio >= 0.85"}
 TRANSFORMERS_GOALS = {"bf16": ("", "ratio >= 2.5"), "int8": ("ratio >= 1.8", "")}  # prefill, decode
@@ -189,6 +196,15 @@ class Bench:
             name = f"{row}, bf16: F.linear, not batch-invariant, over exact"
             self._report.add(name, num_tokens / found["fast"], "tokens/s", against=num_tokens / found["exact"])
 
+    def demo(self) -> None:
+        """The demo model, alone with one request."""
+        arm = Arm(bare.load_engine(DEMO, max_model_len=1024, num_blocks=64))
+        arms = {"demo": lambda: arm.step_s(1, SHORT_PROMPT, 256), "A/A": lambda: arm.step_s(1, SHORT_PROMPT, 256)}
+        interleave(arms, 1)
+        found = {name: 1e3 * seconds for name, seconds in medians(interleave(arms, self._num_rounds)).items()}
+        self._report.add("demo model: TPOT", found["demo"], "ms", goal=DEMO_GOAL)
+        self._report.add("demo model: TPOT: A/A", found["A/A"], "ms", against=found["demo"])
+
     def best_transformers(self) -> None:
         """bf16 or fp32, whichever reads a prompt faster; it stays for the rows that want it."""
         found = {}
@@ -232,7 +248,7 @@ def gemv_bytes_per_s() -> float:
 
 def main() -> int:
     arguments, report = start(
-        "cpu", "Prefill and decode of the CPU engine against llama.cpp, OpenVINO and transformers."
+        "cpu", "Prefill and decode of the CPU engine against llama.cpp, OpenVINO and transformers.", PARTS
     )
     torch.set_num_threads(NUM_THREADS)
     num_layers = QUICK_LAYERS if arguments.quick else shape.NUM_LAYERS
@@ -243,12 +259,17 @@ def main() -> int:
         try:
             bench = Bench(report, arguments.quick, peers, num_layers)
             bench.overhead()
-            bench.best_transformers()
-            for name in QUICK_FORMS if arguments.quick else FORMS:
+            forms = [name for name in (QUICK_FORMS if arguments.quick else FORMS) if name in arguments.only]
+            if any(name in TRANSFORMERS_GOALS for name in forms):
+                bench.best_transformers()
+            for name in forms:
                 bench.form(name)
                 gc.collect()
-            bench.not_exact()
+            if "not-exact" in arguments.only:
+                bench.not_exact()
             bench.machine()
+            if "demo" in arguments.only:
+                bench.demo()
         finally:
             for peer in peers:
                 peer.close()

@@ -49,7 +49,7 @@ def _section(path: Path) -> str:
     lines = [
         f"## {path.stem[:-11].removesuffix('-quick').removesuffix('-cpu')}",
         "",
-        f"`{report['command']}`, {report['date']}, {machine['cpu']}, {machine['cores']} cores, "
+        f"`{report['command']}`, {report['date']}, {_processor(machine)}, {machine['cores']} cores, "
         f"torch {report['versions']['torch']}: {sum(judged)} of {len(judged)} goals met. "
         f"[{path.name}](../bench/results/{path.name})" + (f" has {len(rows)} rows." if shown is not rows else ""),
         "",
@@ -57,6 +57,11 @@ def _section(path: Path) -> str:
     if path.name.startswith("ladder-"):
         lines += [ladder_table(path), ""]
     return "\n".join([*lines, HEAD, *map(_line, shown), ""])
+
+
+def _processor(machine: dict) -> str:
+    """With the tier of the kernels, which early runs do not tell."""
+    return f"{machine['cpu']} ({machine['tier']})" if "tier" in machine else machine["cpu"]
 
 
 def _line(row: dict) -> str:

@@ -101,22 +101,11 @@ def linear_weights(spec: ModelSpec, head: bool) -> int:
     return spec.num_layer_weights(chosen_only=True) + head * spec.hidden_size * spec.vocab_size
 
 
-class Ours:
-    """A whole engine: scheduler, pool, sampler, and the model in one weight form."""
+class Arm:
+    """A whole engine, and what a request of it takes."""
 
-    def __init__(self, form: str, spec: ModelSpec, linear: str = "auto", batch_invariant: bool = True):
-        config = EngineConfig(model=spec.folder, num_blocks=33 * MAX_LEN // 32, max_model_len=MAX_LEN, linear=linear)
-        self._config = resolve(config, spec)
-        make, _ = choose_linear(linear, batch_invariant, torch.bfloat16)
-        heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16)
-        attention, _ = choose_attention("auto", heads, batch_invariant)
-        ropes = [Rope(rope, spec.head_dim, MAX_LEN) for rope in spec.ropes]
-        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, ropes)
-        self.report = model.weights
-        self.resident_bytes = self.report.num_bytes + 2 * spec.vocab_size * spec.hidden_size  # and the embedding
-        pool = KVPool(KVLayout((model.kv_group("bf16", self._config.block_size),)), self._config.num_blocks)
-        self._engine = Engine(self._config, model, pool, b"", Sampler())
-        self._vocab_size, self._count = spec.vocab_size, 0
+    def __init__(self, engine: Engine):
+        self._engine, self._count = engine, 0
         self._generator = torch.Generator().manual_seed(0)
 
     def prefill_s(self, num_prompt: int) -> float:
@@ -141,5 +130,22 @@ class Ours:
 
     def _request(self, num_prompt: int, num_output: int):
         self._count += 1
-        ids = torch.randint(5, self._vocab_size, (num_prompt,), generator=self._generator).tolist()
+        ids = torch.randint(5, self._engine.spec.vocab_size, (num_prompt,), generator=self._generator).tolist()
         return bare.make_request(str(self._count), ids, max_tokens=num_output)
+
+
+class Ours(Arm):
+    """A whole engine: scheduler, pool, sampler, and the model in one weight form."""
+
+    def __init__(self, form: str, spec: ModelSpec, linear: str = "auto", batch_invariant: bool = True):
+        config = EngineConfig(model=spec.folder, num_blocks=33 * MAX_LEN // 32, max_model_len=MAX_LEN, linear=linear)
+        config = resolve(config, spec)
+        make, _ = choose_linear(linear, batch_invariant, torch.bfloat16)
+        heads = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.windows, torch.bfloat16)
+        attention, _ = choose_attention("auto", heads, batch_invariant)
+        ropes = [Rope(rope, spec.head_dim, MAX_LEN) for rope in spec.ropes]
+        model = Model(spec, torch.bfloat16, RandomSource(FORMS[form]), make, attention, ropes)
+        self.report = model.weights
+        self.resident_bytes = self.report.num_bytes + 2 * spec.vocab_size * spec.hidden_size  # and the embedding
+        pool = KVPool(KVLayout((model.kv_group("bf16", config.block_size),)), config.num_blocks)
+        super().__init__(Engine(config, model, pool, b"", Sampler()))

@@ -58,7 +58,7 @@ def test_every_row(monkeypatch, tmp_path, names):
     monkeypatch.setattr(sys, "argv", ["cpu.py", "--quick", "--json", str(path)])
     assert bench.main() == 0
     rows = {row.row: row for row in reports[0].rows}
-    assert sum(name.endswith(": A/A") for name in rows) == 2 * len(bench.QUICK_FORMS)
+    assert sum(name.endswith(": A/A") for name in rows) == 2 * len(bench.QUICK_FORMS) + 1  # and the demo model's
     for form in bench.QUICK_FORMS:
         goals = bench.GOALS[form]
         for what in ("prefill 96", "decode, batch 1", "decode, batch 2"):
@@ -68,6 +68,7 @@ def test_every_row(monkeypatch, tmp_path, names):
             assert (f"{what}, {form}: over OpenVINO {goals.openvino_kind}" in rows) == bool(peers)
     assert [set(peer.asked) for peer in peers] == [{"BF16", "Q8_0", "Q4_0"}, {"F16", "Q8_0", "Q4_0"}][: len(peers)]
     assert rows["decode, batch 1, bf16: Python and scheduling"].met is not None
+    assert rows["demo model: TPOT"].value > 0
     assert "decode, batch 1, bf16: over transformers" in rows and "prefill 96, int8: over transformers" in rows
 
 
