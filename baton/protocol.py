@@ -7,6 +7,7 @@ HOLDERS = ("quarantined", "fetching", "leased", "running", "cached", "free")  # 
 STAYS_AWAY = 3  # exit status of a worker that was drained to stay away: what keeps it running leaves it ended
 KEEPER_VARIABLE = "BATON_KEEPER"  # names, in a process's environment, what starts it again when it ends
 MAX_DRAFT_TOKENS = 16  # proposals that a sequence may have in one step
+UNLIMITED_CONTEXT = 1 << 15  # tokens, of a model without positions (Mamba-2), whose config.json says nothing of it
 MAX_PROMPT_LOGPROBS = 131_072  # of one prompt, each token's own and the best: 1.5 MB in a message
 MAX_INPUTS = 128  # texts of one Embed, at 4,096 numbers each 2 MiB; documents of one Score
 # Features of a worker, without which some requests are not sent to it.

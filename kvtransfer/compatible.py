@@ -6,7 +6,7 @@ refused   another model or shape, a finer form on the taker's side, or a side th
 """
 
 from kvtransfer.errors import LayoutMismatch
-from kvtransfer.layout import KV_FORMS, KVLayout, NumericsClass
+from kvtransfer.layout import KV_FORMS, STATE, KVLayout, NumericsClass
 
 EXACT, MIXED = "exact", "mixed"
 
@@ -55,11 +55,11 @@ def takes(layout: KVLayout, numerics: str, *, is_strict: bool = False) -> list[s
     """Return words for the KV that a worker can be fed with."""
     words = [f"{_shape(layout)} class {numerics}"]
     if not is_strict:
-        forms = [tuple(form for form in KV_FORMS if converts(form, group.form)) for group in layout.groups]
-        # Groups keep one form each and the same one today; a layout of several forms takes its own only.
-        own = {group.form for group in layout.groups}
-        each = [(form,) * len(layout.groups) for form in forms[0]] if len(own) == 1 else [tuple(own)]
-        words += [_general(layout, numerics, chosen) for chosen in each]
+        # All groups of KV keep one form, and a state keeps its own.
+        own = layout.groups[0].form
+        for form in (form for form in KV_FORMS if converts(form, own)):
+            forms = tuple(group.form if group.kind == STATE else form for group in layout.groups)
+            words.append(_general(layout, numerics, forms))
     return words
 
 

@@ -2,6 +2,10 @@
 
 Pool memory is `[block][layer][k|v][kv_head][token][head_dim]`, one group after the other within a block, scales of a
 quantized form at the end of the same block. A latent group has one row in place of K and V, of which both are made.
+
+A state group is not in these blocks: what its layers keep of a sequence has one size however long that is. Its blocks,
+[layer][elements] in fp32, stand at the end of the same memory, the first one last: whoever knows the memory's size finds
+them.
 """
 
 import hashlib
@@ -12,6 +16,8 @@ from typing import NamedTuple
 from kvtransfer.naming import SPAN_TOKENS
 
 LAYOUT_VERSION = 1
+STATE = "state"  # the kind of a group with a block for a sequence
+_ALIGNMENT = 64  # bytes, of the first state block
 
 
 class KVForm(NamedTuple):
@@ -60,8 +66,8 @@ class KVGroup:
 
     @property
     def num_kinds(self) -> int:
-        """Rows of a token and head: K and V, or one of which both are made."""
-        return 1 if self.kind == "latent" else 2
+        """Rows of a token and head: K and V, or one of which both are made. A state is one row."""
+        return 1 if self.kind in ("latent", STATE) else 2
 
     @property
     def row_bytes(self) -> int:
@@ -110,7 +116,24 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        return sum(group.block_bytes for group in self.groups)
+        return sum(group.block_bytes for group in self.groups if group.kind != STATE)
+
+    @property
+    def state(self) -> KVGroup | None:
+        """The group of layers that keep a state; a layout has one at most, behind the others."""
+        return self.groups[-1] if self.groups[-1].kind == STATE else None
+
+    @property
+    def state_bytes(self) -> int:
+        """One block of states: all layers of one sequence."""
+        return 0 if self.state is None else self.state.block_bytes
+
+    def pool_bytes(self, num_blocks: int, num_states: int = 0) -> int:
+        """The memory of a pool with so many blocks of tokens and of states."""
+        num_bytes = num_blocks * self.block_bytes
+        if num_states:
+            num_bytes += -num_bytes % _ALIGNMENT
+        return num_bytes + num_states * self.state_bytes
 
     @property
     def block_size(self) -> int:
@@ -135,7 +158,8 @@ class KVLayout:
         groups: list[KVGroup] = []
         for box in shard:
             group = self.groups[box.group] if box.group < len(self.groups) else None
-            if not group or not box.layers or not box.heads or min(box.layers.start, box.heads.start) < 0:
+            is_empty = group is not None and group.num_layers == 0  # blocks of a model without attention are names
+            if not group or not (box.layers or is_empty) or not box.heads or min(box.layers.start, box.heads.start) < 0:
                 raise ValueError(f"{box} of {self}")
             if box.layers.stop > group.num_layers or box.heads.stop > group.num_kv_heads:
                 raise ValueError(f"{box} goes beyond {group}")
@@ -187,6 +211,7 @@ class KVHandle:
     span_hashes: tuple[bytes, ...]
     chain_parent: bytes
     blocks: tuple[BlockRef, ...]
+    states: tuple[BlockRef, ...] = ()  # of a layout with a state: as it stands behind the last token
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,14 +72,15 @@ def layout_from_proto(proto: kv_pb2.KVLayout) -> KVLayout:
     if not 1 <= len(proto.groups) <= _MAX_GROUPS:
         raise ProtocolError(f"a layout of {len(proto.groups)} groups: 1 to {_MAX_GROUPS}")
     layout = KVLayout(tuple(_group_from_proto(group) for group in proto.groups))
-    if layout.block_bytes > _MAX_BLOCK_BYTES:
-        raise ProtocolError(f"blocks of {layout.block_bytes} bytes: at most {_MAX_BLOCK_BYTES}")
+    if (num_bytes := max(layout.block_bytes, layout.state_bytes)) > _MAX_BLOCK_BYTES:
+        raise ProtocolError(f"blocks of {num_bytes} bytes: at most {_MAX_BLOCK_BYTES}")
     return layout
 
 
 def _group_from_proto(proto: kv_pb2.KVGroup) -> KVGroup:
     sizes = (proto.num_layers, proto.num_kv_heads, proto.head_dim, proto.block_size)
-    if not all(1 <= size <= _MAX_DIMENSION for size in sizes):
+    # A model without attention has a group of no layers, whose blocks are names.
+    if not all(1 <= size <= _MAX_DIMENSION for size in sizes[1:]) or proto.num_layers > _MAX_DIMENSION:
         raise ProtocolError(f"a KV group of {sizes} layers, heads, head_dim, block_size: each 1 to {_MAX_DIMENSION}")
     try:
         return KVGroup(proto.kind, *sizes[:3], proto.form, sizes[3])
@@ -119,6 +120,8 @@ def encode_handle(handle: KVHandle) -> bytes:
         chain_parent=handle.chain_parent,
         block_ids=[block.block_id for block in handle.blocks],
         generations=[block.generation for block in handle.blocks],
+        state_ids=[block.block_id for block in handle.states],
+        state_generations=[block.generation for block in handle.states],
     ).SerializeToString()
 
 
@@ -146,6 +149,7 @@ def decode_handle(data: bytes) -> KVHandle:
         proto.source_instance, proto.source_epoch, proto.lease_id, proto.model_identity, proto.numerics_class, layout,
         tuple(_part_from_proto(part, layout) for part in proto.parts), proto.num_tokens, tuple(proto.span_hashes),
         proto.chain_parent, tuple(map(BlockRef, proto.block_ids, proto.generations)),
+        tuple(map(BlockRef, proto.state_ids, proto.state_generations)),
     )  # fmt: skip
 
 
@@ -159,6 +163,11 @@ def _check_counts(proto: kv_pb2.KVHandle, layout: KVLayout) -> None:
         raise ProtocolError(f"{len(proto.block_ids)} blocks, {len(proto.generations)} generations, {num_blocks} needed")
     if len(set(proto.block_ids)) != num_blocks:
         raise ProtocolError("the handle names a block twice")
+    num_states = int(layout.state is not None)
+    if not len(proto.state_ids) == len(proto.state_generations) == num_states:
+        raise ProtocolError(
+            f"{len(proto.state_ids)} states, {len(proto.state_generations)} generations, {num_states} needed"
+        )
     if any(len(name) != HASH_BYTES for name in (*proto.span_hashes, proto.chain_parent)):
         raise ProtocolError(f"a span hash that has not {HASH_BYTES} bytes")
     if len(proto.lease_id) != ID_BYTES or not proto.source_instance:

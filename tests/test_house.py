@@ -160,17 +160,19 @@ FOLDERS = {
         "families": "core",
         "families.dense": "core families",
         "families.mixture": "core families families.dense",
+        "families.hybrid": "core families families.dense families.mixture",
         "kernels": "kv",
         "sampling": "kernels native core",
         "attention": "native core kv kernels",
         "layers.linear": "native weights kernels",
         "layers": "core parallel layers.linear",
+        "recurrent": "native core kv attention layers.linear",
         "adapters": "core weights layers.linear",
         "schedule": "core kv sampling adapters",
         "weights.formats": "weights core layers",
         "models": (
-            "native weights core parallel families families.dense families.mixture kv kernels attention layers.linear layers "
-            "weights.formats adapters"
+            "native weights core parallel families families.dense families.mixture families.hybrid kv kernels attention "
+            "layers.linear layers recurrent weights.formats adapters"
         ),
         "ranks": "native core parallel kv models",
         "speculation.proposers": (

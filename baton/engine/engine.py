@@ -39,7 +39,7 @@ from baton.engine.schedule.inbox import Command, Enter, GroupCommand, Inbox, Par
 from baton.engine.schedule.lifecycle import Ending, GroupLifecycle
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.scheduler import Scheduler, Slice
-from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.sequence import Copies, Group
 from baton.engine.schedule.states import GroupEvent
 from baton.engine.schedule.step_work import StepWork
 from baton.engine.schedule.tenant_shares import Shares
@@ -73,17 +73,18 @@ class Engine:
         self.attention_name: str = model.attention.name
         self.num_blocks = pool.num_blocks
         self.pool = pool
-        self.ledger = Ledger(pool.num_blocks, pool.layout.block_size)
+        self.ledger = Ledger(pool.num_blocks, pool.layout.block_size, 0 if pool.states is None else len(pool.states))
         self.inbox = Inbox()
         groups, lengths = Groups(), OutputLengths()
         shares = Shares(config, pool.layout, self.ledger, groups)
-        self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths)
+        self.runner = Runner(model, pool, sampler, launcher)
+        copies = Copies(self.runner.copy_block, self.runner.copy_state)
+        self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths, copies)
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
         self.grammars = grammars  # None: it keeps no answer to a constraint
         self.adapters = Adapters(lambda name, folder: model.read_adapter(name, folder))  # stand-ins of models read none
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters, grammars)
         self.ranks = ranks  # that share the model with this process
-        self.runner = Runner(model, pool, sampler, launcher)
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
         self.speculator = Speculator(proposers, self.scheduler, config.num_draft_tokens, clock_for(pool.device))
         self.on_progress: Callable[[list[Output]], None] = lambda outputs: None  # in mid-step; the loop sets it
@@ -151,11 +152,15 @@ class Engine:
         """Return the choices made at start, in one line."""
         backends = ", ".join(f"{kind} {name}" for kind, name in self._backends.items())
         mebibytes = self.num_blocks * self.layout.block_bytes / (1 << 20)
+        states = ""
+        if self.pool.states is not None:
+            each = self.layout.state_bytes / (1 << 20)
+            states = f", {len(self.pool.states)} states of {each:.1f} MiB"
         ranks = "" if self.ranks is None else f" {self.ranks.words},"
         return (
             f"model {self.model_name} {self.spec.family} {self.runner.launcher.words},{ranks} weights {self.runner.model.weights}, "
             f"{self.config.dtype}, kv {self.config.kv_dtype}, context {self.config.max_model_len}, {self.num_blocks} blocks of "
-            f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB); {backends}{self.speculator.start_words}{self.adapters.words}"
+            f"{self.layout.block_size} tokens ({mebibytes:.0f} MiB){states}; {backends}{self.speculator.start_words}{self.adapters.words}"
         )
 
     @property
@@ -209,6 +214,9 @@ class Engine:
             self.ledger.check_integrity()
             self.ledger.check_holders(self.lifecycle.holdings())
             assert self.ledger.num_reserved == self.lifecycle.num_promised()
+            if (states := self.ledger.states) is not None:
+                states.check_holders(self.lifecycle.state_holdings())
+                assert states.num_reserved == self.lifecycle.num_states_promised()
 
     # ---- the loop's ----
 
@@ -361,7 +369,7 @@ class Engine:
         if not first_tokens:
             self._end(group)
             return
-        self.scheduler.fork(group.trunk, list(first_tokens), self.runner.copy_block)
+        self.scheduler.fork(group.trunk, list(first_tokens))
         self.lifecycle.happen(group, GroupEvent.JOIN)
 
     def _end_expired(self, now: float) -> None:

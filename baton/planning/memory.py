@@ -7,7 +7,6 @@ from baton.engine.core.config import EngineConfig, default_num_blocks
 from baton.engine.core.device import CONTEXT_BYTES, UTILIZATION, Memory, pool_blocks
 from baton.engine.core.model_spec import ModelSpec
 from baton.planning.devices import Device
-from kvtransfer.layout import KVLayout
 
 _SCALE_BYTES = 4  # of a row, or of a group of inputs
 _PANEL = 64  # outputs that the CPU's kernels hold together
@@ -109,8 +108,10 @@ def step_bytes(spec: ModelSpec, num_tokens: int, max_num_seqs: int) -> int:
 
 def plan_memory(spec: ModelSpec, device: Device, config: EngineConfig, form: str) -> MemoryPlan:
     """Return the memory of a worker with this config, whose dtypes are resolved. Raises ValueError where it does not fit."""
+    if spec.state is not None:
+        raise ValueError(f"{spec.folder}: models whose layers keep a state are not planned yet")
     on_cpu = device.kind == "cpu"
-    layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
+    layout = spec.kv_layout(config.kv_dtype, config.block_size)
     max_len = config.max_model_len or spec.context
     kernels, others = kernel_bytes(spec, form, on_cpu), other_weight_bytes(spec, form)
     step = step_bytes(spec, min(config.max_num_batched_tokens, max_len), config.max_num_seqs)

@@ -7,7 +7,6 @@ from baton.planning.devices import Device
 from baton.planning.efficiency import Efficiencies
 from baton.planning.memory import kernel_bytes
 from baton.planning.virtual_engine import StepPieces
-from kvtransfer.layout import KVLayout
 
 _COMPUTES = {"none": "bf16", "int8": "int8", "int4-g32": "bf16", "fp8": "fp8"}
 
@@ -39,7 +38,7 @@ class Roofs:
         self._expert_bytes = per_weight * spec.num_expert_weights()
         self._chosen_bytes = per_weight * spec.num_expert_weights(chosen_only=True)
         self._token_flops = 2 * spec.num_layer_weights(chosen_only=True)
-        layout = KVLayout((spec.kv_group(kv_form, 64),))
+        layout = spec.kv_layout(kv_form, 64)
         self.kv_token_bytes = layout.block_bytes / layout.block_size
         self._pair_flops = 4 * spec.num_layers * spec.num_heads * spec.head_dim
         self._windows = [window for window in spec.windows if window is not None]

@@ -55,6 +55,8 @@ def plan(model: Path, scheme: str, group: int | None = None) -> QuantizeJob:
         raise QuantizeError(
             f"{model}: scheme {scheme} is calibrated through Llama's layers, not {reason}; take {plain}"
         )
+    if spec.state is not None:
+        raise QuantizeError(f"{model}: layers with a state are not quantized here; serve it with --quantization")
     if any(layer.experts and layer.experts.stacked for layer in spec.layers):
         raise QuantizeError(f"{model}: experts in one tensor are not quantized; serve it with --quantization")
     if (found := quantization_config(model)) is not None:

@@ -56,7 +56,7 @@ class Endpoint(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class KVHandle(_message.Message):
-    __slots__ = ("source_instance", "source_epoch", "lease_id", "model_identity", "numerics_class", "layout", "parts", "num_tokens", "span_hashes", "chain_parent", "block_ids", "generations")
+    __slots__ = ("source_instance", "source_epoch", "lease_id", "model_identity", "numerics_class", "layout", "parts", "num_tokens", "span_hashes", "chain_parent", "block_ids", "generations", "state_ids", "state_generations")
     SOURCE_INSTANCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,8 @@ class KVHandle(_message.Message):
     CHAIN_PARENT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    STATE_IDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     source_instance: bytes
     source_epoch: int
     lease_id: bytes
@@ -81,7 +83,9 @@ class KVHandle(_message.Message):
     chain_parent: bytes
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, source_instance: _Optional[bytes] = ..., source_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., model_identity: _Optional[bytes] = ..., numerics_class: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[KVPart, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    state_ids: _containers.RepeatedScalarFieldContainer[int]
+    state_generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, source_instance: _Optional[bytes] = ..., source_epoch: _Optional[int] = ..., lease_id: _Optional[bytes] = ..., model_identity: _Optional[bytes] = ..., numerics_class: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[KVPart, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., span_hashes: _Optional[_Iterable[bytes]] = ..., chain_parent: _Optional[bytes] = ..., block_ids: _Optional[_Iterable[int]] = ..., generations: _Optional[_Iterable[int]] = ..., state_ids: _Optional[_Iterable[int]] = ..., state_generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Taker(_message.Message):
     __slots__ = ("instance", "epoch", "layout", "numerics_class", "num_cached_tokens", "transports", "host_id")

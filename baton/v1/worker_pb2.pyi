@@ -78,7 +78,7 @@ class Key(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes", "adapters")
+    __slots__ = ("protocol_min", "protocol_max", "features", "instance", "epoch", "roles", "model_identity", "tokenizer_digest", "layout", "numerics_class", "limits", "model", "endpoints", "host_id", "wall_time_ns", "kv_gives", "kv_takes", "kv_token_bytes", "checkpoint_tokens", "adapters")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Hello(_message.Message):
     KV_GIVES_FIELD_NUMBER: _ClassVar[int]
     KV_TAKES_FIELD_NUMBER: _ClassVar[int]
     KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
@@ -116,8 +117,9 @@ class Hello(_message.Message):
     kv_gives: _containers.RepeatedScalarFieldContainer[str]
     kv_takes: _containers.RepeatedScalarFieldContainer[str]
     kv_token_bytes: int
+    checkpoint_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., instance: _Optional[bytes] = ..., epoch: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., model_identity: _Optional[bytes] = ..., tokenizer_digest: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KVLayout, _Mapping]] = ..., numerics_class: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., endpoints: _Optional[_Iterable[_Union[_kv_pb2.Endpoint, _Mapping]]] = ..., host_id: _Optional[str] = ..., wall_time_ns: _Optional[int] = ..., kv_gives: _Optional[_Iterable[str]] = ..., kv_takes: _Optional[_Iterable[str]] = ..., kv_token_bytes: _Optional[int] = ..., checkpoint_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "identity")

@@ -33,13 +33,13 @@ class KVTransfer:
         numerics = (engine.layout, identity.numerics_class)
         self.gives = gives(*numerics, is_strict=settings.strict_numerics)
         self.takes = takes(*numerics, is_strict=settings.strict_numerics)
-        kernels = memory_kernels()
+        kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
         self.source = Source(
             memory.region.memory, engine.layout, identity, host_id, self.holders.lease_over,
             generations=engine.ledger.generation, region=memory.region, device=memory.device, lease_ttl_s=settings.lease_ttl_s,
             transports=transports, codec=convert_rows, is_strict=settings.strict_numerics, kernels=kernels,
-            room=memory.room,
+            room=memory.room, state_generations=states and states.generation,
         )  # fmt: skip
         self.handoff = Handoff(self.source, self.holders)
         self._fetcher = Fetcher(

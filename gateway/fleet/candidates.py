@@ -40,6 +40,7 @@ class _HelloFacts(NamedTuple):
     transports: frozenset[str]
     host_id: str
     kv_token_bytes: int
+    match_step: int  # tokens: a prefix is found in whole steps
     max_sequences: int | None
     hello: pb.Hello
 
@@ -168,9 +169,10 @@ class Candidates:
     def _candidate(self, link: WorkerLink, matches: Matches, at: float, request: RoutingRequest | None) -> Candidate:
         """Combine its reports, which are a moment old, with what this gateway has sent since."""
         load, facts = link.load, self._facts.get(link) or _facts_of(link)
+        num_tokens = matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS
         return Candidate(  # by position: 1 us less, and a request looks at 32
             link.address,
-            matches.get(self._ids.get(link) or link.worker_id) * SPAN_TOKENS,
+            num_tokens - num_tokens % facts.match_step,
             max(load.num_running + load.num_waiting, len(link.legs)),
             _waiting(link, request),
             facts.limits,
@@ -209,6 +211,7 @@ def _facts_of(link: WorkerLink) -> _HelloFacts:
         transports=frozenset(hello.model.transports),
         host_id=hello.host_id,
         kv_token_bytes=hello.kv_token_bytes,
+        match_step=hello.checkpoint_tokens or SPAN_TOKENS,
         max_sequences=hello.limits.max_num_seqs or None,
         hello=hello,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.protocol import UNLIMITED_CONTEXT
 from baton.sampling_params import SAMPLING_DEFAULTS, SAMPLING_PARAMS
 from baton.service.settings import SettingsError
 
@@ -47,7 +48,9 @@ def read_folder(path: Path) -> ModelFolder:
     special_tokens = _read_json(path / "special_tokens_map.json", optional=True) | of_tokenizer
     tokenizer_json = _read_bytes(path / "tokenizer.json")
     with _named(config):
-        context, vocab_size = _count(said, "max_position_embeddings"), _count(said, "vocab_size")
+        vocab_size = _count(said, "vocab_size")
+        has_positions = "max_position_embeddings" in said or "state_size" not in said
+        context = _count(said, "max_position_embeddings") if has_positions else UNLIMITED_CONTEXT
     with _named(generation):
         defaults = _defaults(preferred)
     names_ends = preferred.get("eos_token_id") is not None

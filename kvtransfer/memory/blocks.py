@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvtransfer.errors import LayoutMismatch, ProtocolError
-from kvtransfer.layout import LAYOUT_VERSION, Box, KVLayout
+from kvtransfer.layout import LAYOUT_VERSION, STATE, Box, KVLayout
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.wire import Range
 
@@ -43,7 +43,7 @@ class MemoryKernels(Protocol):
         ...
 
 
-MOVABLE = ("paged", "latent")  # kinds of groups
+MOVABLE = ("paged", "latent")  # kinds of groups beside that of states
 
 
 class Piece(NamedTuple):
@@ -57,9 +57,14 @@ class Piece(NamedTuple):
 
 def check_movable(layout: KVLayout) -> None:
     """Raise LayoutMismatch for a layout that this build cannot move."""
-    sizes = {group.block_size for group in layout.groups}
-    if layout.version != LAYOUT_VERSION or len(sizes) != 1 or any(group.kind not in MOVABLE for group in layout.groups):
-        raise LayoutMismatch(f"only paged and latent groups of one block size can be moved, not {layout}")
+    paged = layout.groups if layout.state is None else layout.groups[:-1]
+    sizes = {group.block_size for group in paged}
+    if layout.version != LAYOUT_VERSION or len(sizes) != 1 or any(group.kind not in MOVABLE for group in paged):
+        raise LayoutMismatch(
+            f"only paged and latent groups of one block size, and one of states behind them, can be moved, not {layout}"
+        )
+    if layout.state is not None and layout.state.block_size != 1:
+        raise LayoutMismatch(f"a state counts as one token, not {layout.state}")
 
 
 def blocks_of(moved: Range, block_size: int) -> slice:
@@ -115,14 +120,19 @@ class BlockMemory:
         self.kernels = kernels
         self.layout = layout
         flat = np.frombuffer(memory, np.uint8)
-        self.num_blocks = len(flat) // layout.block_bytes
-        self.blocks = flat[: self.num_blocks * layout.block_bytes].reshape(self.num_blocks, layout.block_bytes)
+        # Blocks of a model without attention have no bytes: names, as many as anyone likes.
+        self.num_blocks = len(flat) // layout.block_bytes if layout.block_bytes else np.iinfo(np.int64).max
+        shape = (self.num_blocks if layout.block_bytes else 0, layout.block_bytes)
+        self.blocks = flat[: shape[0] * shape[1]].reshape(shape)
+        self.states = np.empty((0, 0), np.uint8)  # [block, bytes], the first one last in memory
+        if num_bytes := layout.state_bytes:
+            self.states = flat[len(flat) % num_bytes :].reshape(-1, num_bytes)[::-1]
 
-    def check_ids(self, block_ids: Sequence[int]) -> np.ndarray:
+    def check_ids(self, block_ids: Sequence[int], are_states: bool = False) -> np.ndarray:
         """Return the ids as int64 [n]. Raises ProtocolError for a block that is not in this pool."""
-        array = np.asarray(block_ids, np.int64)
-        if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= self.num_blocks)):
-            raise ProtocolError(f"block ids beyond a pool of {self.num_blocks} blocks")
+        array, count = np.asarray(block_ids, np.int64), len(self.states) if are_states else self.num_blocks
+        if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() >= count)):
+            raise ProtocolError(f"block ids beyond a pool of {count} blocks")
         return array
 
     def refresh(self, view: np.ndarray, ids: np.ndarray) -> None:
@@ -148,14 +158,17 @@ class Cells:
         self.block_size = group.block_size
         self.first_layer = first_layer
         self.num_layers, self.num_heads, self._kinds = len(box.layers), len(box.heads), group.num_kinds
-        self.is_whole = memory.layout.whole == (box,)
+        self.is_state = group.kind == STATE
+        self.is_whole = memory.layout.whole == (box,) and not self.is_state
         self.planes: list[np.ndarray] = []
-        offset = sum(each.block_bytes for each in memory.layout.groups[: box.group])
+        blocks, offset = memory.states, 0
+        if not self.is_state:
+            blocks, offset = memory.blocks, sum(each.block_bytes for each in memory.layout.groups[: box.group])
         for row_bytes in (group.row_bytes, group.row_scale_bytes):
             if row_bytes:
                 shape = (self._kinds * group.num_layers, group.num_kv_heads, group.block_size, row_bytes)
                 size = int(np.prod(shape))
-                plane = memory.blocks[:, offset : offset + size].reshape(memory.num_blocks, *shape)
+                plane = blocks[:, offset : offset + size].reshape(len(blocks), *shape)
                 layers = slice(self._kinds * box.layers.start, self._kinds * box.layers.stop)
                 self.planes.append(plane[:, layers, box.heads.start : box.heads.stop])
                 offset += size

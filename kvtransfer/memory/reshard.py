@@ -123,8 +123,10 @@ def contains(outer: range, inner: range) -> bool:
 
 
 def sharding_of(part: Part, parts: Sequence[Part], layout: KVLayout) -> Sharding:
-    """Return what the rank holds which `part` belongs to: a rank is known by its endpoints."""
-    return Sharding(layout, (tuple(each.box for each in parts if each.endpoints == part.endpoints),))
+    """Return what the rank holds which `part` belongs to: a rank is known by its endpoints. Groups without layers have no
+    parts, and every rank."""
+    empty = [box for box in layout.whole if not box.layers]
+    return Sharding(layout, ((*empty, *(each.box for each in parts if each.endpoints == part.endpoints)),))
 
 
 def _shift(inner: range, outer: range) -> range:

@@ -58,10 +58,11 @@ class Lease:
     def __init__(
         self, lease_id: bytes, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
         span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, deadline: float,
+        states: Sequence[BlockRef] = (),
     ):  # fmt: skip
         self.lease_id = lease_id
         self.key = key
-        self.blocks = tuple(blocks)
+        self.blocks, self.states = tuple(blocks), tuple(states)
         self.num_tokens = num_tokens
         self.num_layers = num_layers
         self.span_hashes = tuple(span_hashes)
@@ -153,6 +154,7 @@ class LeaseTable:
     def grant(
         self, key: Hashable, *, blocks: Sequence[BlockRef], num_tokens: int, num_layers: int,
         span_hashes: Sequence[bytes], chain_parent: bytes, ttl_s: float, lease_id: bytes | None = None,
+        states: Sequence[BlockRef] = (),
     ) -> Lease:  # fmt: skip
         """Grant a lease for `key`; `lease_id`: given where the ranks of one source lease their parts under one name.
         Raises ValueError while `key` or the name has a lease."""
@@ -160,7 +162,7 @@ class LeaseTable:
         if key in self._by_key or lease_id in self._by_id:
             raise ValueError(f"{key} has a lease already")
         deadline = self._clock() + ttl_s
-        lease = Lease(lease_id, key, blocks, num_tokens, num_layers, span_hashes, chain_parent, ttl_s, deadline)
+        lease = Lease(lease_id, key, blocks, num_tokens, num_layers, span_hashes, chain_parent, ttl_s, deadline, states)
         self._by_id[lease_id] = self._by_key[key] = lease
         return lease
 

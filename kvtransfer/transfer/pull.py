@@ -18,11 +18,12 @@ from kvtransfer.layout import BlockRef, KVHandle, KVLayout
 from kvtransfer.memory.blocks import BlockMemory, Cells, blocks_of
 from kvtransfer.memory.byte_runs import merged_runs
 from kvtransfer.memory.convert import Codec, read
-from kvtransfer.memory.digest import make_digests, span_names
+from kvtransfer.memory.digest import make_digests
 from kvtransfer.memory.pools import Pools
 from kvtransfer.memory.reshard import Sharding, Share, sharding_of
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.dialogue import RENEW_S, Cursor, converse, end_frame, renew_frame
+from kvtransfer.transfer.extent import extent_of
 from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
 from kvtransfer.transports.transport import Busy, Line, run_blocking
 from kvtransfer.wire import Range, box_to_proto, layout_to_proto, range_from_proto, range_to_proto
@@ -41,8 +42,13 @@ class Destination(Protocol):
         ends the fetch."""
         ...
 
+    def state_block(self) -> BlockRef:
+        """Return the block for the state behind the last token, where the layout has one."""
+        ...
+
     def verified(self, upto_token: int) -> None:
-        """Digest, generation and lease of everything below were right: it may be attended to and cached."""
+        """Digest, generation and lease of everything below were right, the state behind it among them: it may be
+        attended to and cached."""
 
 
 class Shelter:
@@ -55,7 +61,7 @@ class Shelter:
         self._verified = [destination.num_cached_tokens] * num_shares
         self._told = destination.num_cached_tokens
         self._blocks: list[BlockRef] = []
-        self.ids = np.empty(0, np.int64)  # of _blocks
+        self.ids = self.state_ids = np.empty(0, np.int64)  # of _blocks; of the one state
 
     def make_room(self, upto_token: int) -> None:
         """Raises what the destination raises, TransferFailed, StaleBlocks."""
@@ -68,6 +74,14 @@ class Shelter:
         if len(blocks) > known:
             self._blocks = blocks
             self.ids = self._memory.check_ids([block.block_id for block in blocks])
+
+    def make_room_for_state(self, num_tokens: int) -> None:
+        """Make room for the state behind so many tokens, and for them. Raises as `make_room` does."""
+        self.make_room(num_tokens)
+        found = self._memory.check_ids([self._destination.state_block().block_id], are_states=True)
+        if len(self.state_ids) and self.state_ids[0] != found[0]:
+            raise StaleBlocks("the destination has given the state of this fetch to another request")
+        self.state_ids = found
 
     def verified(self, share: int, upto_token: int) -> None:
         self._verified[share] = upto_token
@@ -95,17 +109,19 @@ class Pull:
         self._digest = digest
         self._room = room
         self._cells = self._cells_in(pools.host)
-        names = span_names(handle.span_hashes, handle.chain_parent, handle.num_tokens)
+        self._extent = extent = extent_of(handle, handle.layout, share.box)
         # Cells are numbered as in the whole model, the same on both sides whatever their block sizes and forms.
-        self._digests = make_digests(digest, handle.layout, share.box, names)
+        self._digests = make_digests(digest, handle.layout, share.box, extent.names)
         self._source = sharding_of(share.part, handle.parts, handle.layout)
         # Both pools hold this share and nothing else, in the same blocks: whole ones travel as they are stored.
         self.in_blocks = (
             self._cells.is_whole and self._source.shard == (share.box,)
             and handle.layout.groups[share.box.group] == sharding.layout.groups[share.box.group]
         )  # fmt: skip
-        self._source_ids = np.asarray([block.block_id for block in handle.blocks], np.int64)
-        self.verified_token = shelter.num_cached_tokens
+        self._source_ids = np.asarray([block.block_id for block in extent.blocks], np.int64)
+        self.verified_token = shelter.num_cached_tokens  # of the extent's
+        if extent.is_state:  # one that stands behind cached tokens is not the one behind the last
+            self.verified_token = int(shelter.num_cached_tokens == handle.num_tokens)
         self.num_bytes = self.num_bytes_early = 0
         self.moving = Busy()
         self.last_ready = self.last_confirm = time.monotonic()
@@ -125,7 +141,12 @@ class Pull:
 
     @property
     def is_done(self) -> bool:
-        return self.verified_token == self._handle.num_tokens
+        return self.verified_token == self._extent.num_tokens
+
+    @property
+    def _ids(self) -> np.ndarray:
+        """Return the taker's blocks, one per block position."""
+        return self._shelter.state_ids if self._extent.is_state else self._shelter.ids
 
     async def run(self, line: Line, transport: str, want: kv_pb2.Want) -> None:
         """Until everything is verified. Raises PeerLost when the line breaks, another KVError when it is over; no
@@ -133,7 +154,7 @@ class Pull:
         share = self._share
         self._cells = cells = self._cells_in(self._pools.used_by(transport))
         layers = range(cells.first_layer, cells.first_layer + cells.num_layers)
-        shape = (self.verified_token, self._handle.num_tokens, layers)
+        shape = (self.verified_token, self._extent.num_tokens, layers)
         self._announced, self._confirmed = Cursor(*shape), Cursor(*shape)
         self._acked: deque[Range] = deque()
         self._turn = asyncio.Event()  # of the newest range that is placed and checked: it has been acknowledged
@@ -196,16 +217,20 @@ class Pull:
         num_bytes = self._cells.num_bytes(moved)
         if ready.payload_bytes != (num_bytes if self._sends else 0):
             raise ProtocolError(f"{ready.payload_bytes} bytes follow {moved}, which has {num_bytes}")
-        self._shelter.make_room(moved.token_end)
-        await self._stay.enter(moved, self._shelter.ids[blocks_of(moved, self._sharding.layout.block_size)])
+        if self._extent.is_state:
+            self._shelter.make_room_for_state(self._handle.num_tokens)
+        else:
+            self._shelter.make_room(moved.token_end)
+        await self._stay.enter(moved, self._ids[blocks_of(moved, self._cells.block_size)])
         self.num_bytes_early += num_bytes if ready.is_early else 0
         if self._sends:
             with self.moving:
-                await self._line.receive_payload(self._cells.incoming(self._shelter.ids, moved, self.in_blocks))
+                await self._line.receive_payload(self._cells.incoming(self._ids, moved, self.in_blocks))
         await self._landed.put((moved, digests))
 
     def _source_blocks(self, moved: Range) -> tuple[BlockRef, ...]:
-        return self._handle.blocks[blocks_of(moved, self._handle.layout.block_size)]
+        group = self._handle.layout.groups[self._share.box.group]
+        return self._extent.blocks[blocks_of(moved, group.block_size)]
 
     async def _check_all(self) -> None:
         while True:
@@ -217,12 +242,10 @@ class Pull:
             source = None if self._sends or self._reads_runs else self._source_cells()
             if self._reads_runs:
                 with self.moving:
-                    await self._line.read(
-                        merged_runs(self._sharding.layout, self._source_ids, self._shelter.ids, moved)
-                    )
+                    await self._line.read(merged_runs(self._sharding.layout, self._source_ids, self._ids, moved))
             with self.moving if source else contextlib.nullcontext():
                 work = math.inf if self._cells.memory.waits else num_bytes
-                await run_blocking(work, self._place_and_check, source, self._shelter.ids, moved, digests)
+                await run_blocking(work, self._place_and_check, source, self._ids, moved, digests)
             self._stay.leave(moved)
             self.num_bytes += num_bytes
             await before.wait()  # Acks go in the order of the ranges
@@ -234,7 +257,7 @@ class Pull:
         source = self._line.source_memory
         if source is None:
             raise ProtocolError("Ready before the source has shared its memory")
-        source.check_ids(self._source_ids)
+        source.check_ids(self._source_ids, self._extent.is_state)
         return self._source.cells(source, self._share.box)
 
     def _place_and_check(self, source: Cells | None, ids: np.ndarray, moved: Range, digests: np.ndarray) -> None:
@@ -258,7 +281,9 @@ class Pull:
         self.last_confirm = time.monotonic()
         if self._confirmed.token > self.verified_token:
             self.verified_token = self._confirmed.token
-            self._shelter.verified(self._index, self.verified_token)
+            self._shelter.verified(
+                self._index, self._handle.num_tokens if self._extent.is_state else self.verified_token
+            )
 
     async def _renew(self) -> None:
         while True:

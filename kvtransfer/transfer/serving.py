@@ -17,12 +17,13 @@ from kvtransfer.compatible import relation
 from kvtransfer.errors import KVError, PeerLost, ProtocolError, StaleBlocks, TicketRefused
 from kvtransfer.memory.blocks import blocks_of
 from kvtransfer.memory.convert import Codec, encode, row_sizes
-from kvtransfer.memory.digest import make_digests, span_names
+from kvtransfer.memory.digest import make_digests
 from kvtransfer.memory.pools import Pools
 from kvtransfer.memory.reshard import Sharding
 from kvtransfer.naming import SPAN_TOKENS
 from kvtransfer.transfer.connections import WANT_S
 from kvtransfer.transfer.dialogue import MAX_RANGE_BYTES, MAX_SENT_BYTES, Cursor, converse, end_frame, renew_frame
+from kvtransfer.transfer.extent import extent_of
 from kvtransfer.transfer.leases import Lease, LeaseTable
 from kvtransfer.transfer.mirror_room import MirrorRoom, Side, Stay
 from kvtransfer.transfer.ticket import TicketMint
@@ -55,6 +56,7 @@ class Shelf:
     leases: LeaseTable
     mint: TicketMint
     generations: Callable[[int], int]
+    state_generations: Callable[[int], int]
     counters: Counter
     dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: one at a time
     room: MirrorRoom | None  # of a pool on a GPU; None: its mirror needs no bound
@@ -175,9 +177,9 @@ class Serving:
             raise ProtocolError(f"a fetch of {want.num_shares} shares: 1 to {_MAX_SHARES}")
         relation(layout, shelf.numerics_class, taker, shelf.numerics_class)  # classes were compared at the Offer
         box = box_from_proto(want.part, layout)
-        names = span_names(lease.span_hashes, lease.chain_parent, lease.num_tokens)
+        self._extent = extent = extent_of(lease, layout, box)
         self._cells = shelf.sharding.cells(shelf.pools.used_by(self._transport), box)
-        self._digests = make_digests(want.digest, layout, box, names)
+        self._digests = make_digests(want.digest, layout, box, extent.names)
         mirrored = self._cells.memory is shelf.pools.host or self._digests.reads_bytes
         self._stay = Stay(shelf.room if mirrored else None, Side.GIVEN)
         self._in_blocks = want.in_blocks
@@ -185,8 +187,8 @@ class Serving:
             raise ProtocolError("whole blocks are wanted, but here they hold something else too, or in another way")
         self._wire = taker.groups[box.group] if self._sends else self._cells.group  # its form is what travels
         layers = range(self._cells.first_layer, self._cells.first_layer + self._cells.num_layers)
-        self._sent, self._acked = (Cursor(want.token_begin, lease.num_tokens, layers) for _ in range(2))
-        self._ids = shelf.pools.host.check_ids([block.block_id for block in lease.blocks])
+        self._sent, self._acked = (Cursor(want.token_begin, extent.num_tokens, layers) for _ in range(2))
+        self._ids = shelf.pools.host.check_ids([block.block_id for block in extent.blocks], extent.is_state)
 
     async def _listen(self, lease: Lease, share: int) -> None:
         while True:
@@ -251,12 +253,14 @@ class Serving:
         while True:
             lease.changed.clear()
             self._check_alive(lease)
-            moved = None if self._sent.done else self._sent.upcoming(lease.watermark, token_bytes, max_bytes)
+            moved = (
+                None if self._sent.done else self._sent.upcoming(self._extent.watermark(lease), token_bytes, max_bytes)
+            )
             if moved is None:
                 await lease.changed.wait()
                 continue
             self._sent.take(moved)
-            await self._stay.enter(moved, self._ids[blocks_of(moved, self._shelf.sharding.layout.block_size)])
+            await self._stay.enter(moved, self._ids[blocks_of(moved, self._cells.block_size)])
             work = math.inf if self._cells.memory.waits else self._wire_bytes(moved)
             digests, payload = await run_blocking(work, self._digest, moved)
             await self._prepared.put(_Prepared(moved, digests, payload))
@@ -289,8 +293,9 @@ class Serving:
         """Return the generations of the blocks that the range touches. Raises StaleBlocks unless they are those of the
         lease."""
         lease.check_alive()
-        blocks = lease.blocks[blocks_of(moved, self._shelf.sharding.layout.block_size)]
-        generations = [self._shelf.generations(block.block_id) for block in blocks]
+        blocks = self._extent.blocks[blocks_of(moved, self._cells.block_size)]
+        generation = self._shelf.state_generations if self._extent.is_state else self._shelf.generations
+        generations = [generation(block.block_id) for block in blocks]
         if generations != [block.generation for block in blocks]:
             raise StaleBlocks("the source has given blocks of this lease to another request")
         return generations

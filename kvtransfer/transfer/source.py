@@ -47,7 +47,7 @@ class Source:
     cannot (then there is no shm). `device`: the pool where it is on a GPU, `memory` then being its mirror.
     `layout`: of the whole model, which is in this pool; `sharding`: where it holds one rank's part of it.
     `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
-    `generations(block_id)`: that block's generation now. `codec`: converts between forms; without one only takers of
+    `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`: converts between forms; without one only takers of
     the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a GPU, where it is bounded. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
@@ -59,6 +59,7 @@ class Source:
         device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
         sharding: Sharding | None = None, mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
         kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
+        state_generations: Callable[[int], int] | None = None,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
         self.identity = identity
@@ -75,7 +76,7 @@ class Source:
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
         self._shelf = Shelf(
             self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
-            generations, self.counters, {}, room,
+            generations, state_generations or generations, self.counters, {}, room,
         )  # fmt: skip
         self._listeners = Listeners()
         self._connections = {name: Connections() for name in CAPABILITIES}
@@ -93,20 +94,24 @@ class Source:
     def offer(
         self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
         chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, lease_id: bytes | None = None,
+        states: Sequence[BlockRef] = (),
     ) -> Offer:  # fmt: skip
         """A lease on `blocks`, with the handle and the ticket that `taker` needs; what is ready already leaves as soon
-        as it asks. `lease_id`: where several ranks lease their parts under one name (wire.join_handles makes one handle
+        as it asks. `states`: of a layout with a state, the block as it will stand behind the last token. `lease_id`: where several ranks lease their parts under one name (wire.join_handles makes one handle
         of theirs). Raises LayoutMismatch for a taker that KV from here cannot feed, ValueError for counts that
         contradict each other or a key that has a lease."""
         self._check_taker(taker)
         if not 1 <= num_tokens <= MAX_TOKENS or len(blocks) != self.layout.num_blocks(num_tokens):
             raise ValueError(f"{len(blocks)} blocks for {num_tokens} tokens")
+        if len(states) != (self.layout.state is not None):
+            raise ValueError(f"{len(states)} states of one prompt")
         if len(span_hashes) != num_tokens // SPAN_TOKENS or len(chain_parent) != HASH_BYTES:
             raise ValueError(f"{len(span_hashes)} span hashes for {num_tokens} tokens")
         self._pools.host.check_ids([block.block_id for block in blocks])
+        self._pools.host.check_ids([block.block_id for block in states], are_states=True)
         lease = self._leases.grant(
             key, blocks=blocks, num_tokens=num_tokens, num_layers=self.layout.num_layers, span_hashes=span_hashes,
-            chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id,
+            chain_parent=chain_parent, ttl_s=self._ttl_s, lease_id=lease_id, states=states,
         )  # fmt: skip
         if num_ready_tokens:
             lease.advance(num_ready_tokens)
@@ -192,8 +197,8 @@ class Source:
     def _handle(self, lease: Lease) -> KVHandle:
         return KVHandle(
             self.identity.instance, self.identity.epoch, lease.lease_id, self.identity.model_identity,
-            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._sharding.shard),
-            lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks,
+            self.identity.numerics_class, self.layout, tuple(Part(*box, self.endpoints()) for box in self._sharding.shard if box.layers),
+            lease.num_tokens, lease.span_hashes, lease.chain_parent, lease.blocks, lease.states,
         )  # fmt: skip
 
     async def _reap(self) -> None:

@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 
+class StateRows(NamedTuple):
+    """What a step does to the state of a sequence. Its first `num_pending` tokens were proposals of the step before, whose
+    inputs are kept beside the block; behind the slice's first tokens `num_drafts` are proposals, which the state does
+    not take in yet."""
+
+    state_id: int
+    num_pending: int = 0
+    num_drafts: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SeqSlice:
     """One sequence's share of a step: a prefill chunk, or one decode token.
@@ -20,6 +30,7 @@ class SeqSlice:
     query_len: int
     kv_len: int
     block_ids: Tensor  # int64 [>= ceil(kv_len / block_size)], in order of positions
+    state: StateRows | None = None  # of models whose layers keep one
 
 
 class AdapterRows(NamedTuple):

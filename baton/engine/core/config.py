@@ -48,6 +48,17 @@ class EngineConfig:
     block_size: int = _knob("tokens per KV block; divides 64 or is a multiple of it", 32)
     # None: max_num_seqs whole contexts, within a share of the memory
     num_blocks: int | None = _knob("KV blocks in the pool (default: enough for the largest batch)", None)
+    # None: two for each sequence, within a share of the memory
+    num_states: int | None = _knob(
+        "of models whose layers keep a state: blocks for states of sequences and for checkpoints, which stand for cached "
+        "prefixes (default: twice max_num_seqs)",
+        None,
+    )
+    checkpoint_tokens: int = _knob(
+        "of models whose layers keep a state: tokens from one checkpoint of a sequence to the next, whole spans of 64; "
+        "another stands at the end of its prompt",
+        512,
+    )
     max_num_seqs: int = _knob("sequences that run at the same time; a decode worker on a GPU: 256", 64)
     max_model_len: int | None = _knob("longest sequence in tokens (default: the model's context)", None)
     max_num_batched_tokens: int = _knob(
@@ -106,6 +117,10 @@ class EngineConfig:
                 raise ValueError(f"{name} {getattr(self, name)!r}: one of {', '.join(known)}")
         if self.block_size < 1 or (SPAN_TOKENS % self.block_size and self.block_size % SPAN_TOKENS):
             raise ValueError(f"block_size {self.block_size}: must divide {SPAN_TOKENS} or be a multiple of it")
+        if self.checkpoint_tokens < 1 or self.checkpoint_tokens % SPAN_TOKENS:
+            raise ValueError(f"checkpoint_tokens {self.checkpoint_tokens}: must be a multiple of {SPAN_TOKENS}")
+        if self.num_states is not None and self.num_states < 2:
+            raise ValueError(f"num_states {self.num_states}: must be at least 2, a sequence's and a checkpoint")
         for name in ("num_blocks", "max_num_seqs", "max_model_len", "threads", "workers_per_gpu"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} {value}: must be at least 1")
@@ -202,18 +217,34 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     max_model_len = config.max_model_len or spec.context
     if max_model_len > spec.longest_context:
         raise ValueError(f"max_model_len {max_model_len}: the model's context is {spec.longest_context}")
-    layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
+    layout = spec.kv_layout(config.kv_dtype, config.block_size)
     num_blocks = config.num_blocks or default_num_blocks(layout, config.max_num_seqs, max_model_len)
     if num_blocks * config.block_size < max_model_len:
         if config.max_model_len is not None:
             needed = layout.num_blocks(max_model_len)
             raise ValueError(f"num_blocks {num_blocks}: one context of {max_model_len} needs {needed}")
         max_model_len = num_blocks * config.block_size  # a request that fits alone can always continue
-    return replace(config, max_model_len=max_model_len, num_blocks=num_blocks)
+    return replace(config, max_model_len=max_model_len, num_blocks=num_blocks, num_states=_num_states(config, layout))
+
+
+def _num_states(config: EngineConfig, layout: KVLayout) -> int | None:
+    """As given, or two for each sequence, or what as much memory holds as blocks of tokens may take. Raises ValueError
+    for a number that would have no effect."""
+    if layout.state is None:
+        if config.num_states is not None:
+            raise ValueError(f"num_states {config.num_states}: no layer of this model keeps a state; leave it out")
+        return None
+    return config.num_states or max(2, min(2 * config.max_num_seqs, _pool_budget() // layout.state_bytes))
 
 
 def default_num_blocks(layout: KVLayout, max_num_seqs: int, max_model_len: int) -> int:
     """Whole contexts for all sequences, or what the memory budget holds."""
+    most = max_num_seqs * layout.num_blocks(max_model_len)
+    if not layout.block_bytes:  # no layer has KV: blocks are names
+        return most
+    return max(1, min(most, _pool_budget() // layout.block_bytes))
+
+
+def _pool_budget() -> int:
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    budget = min(int(physical * POOL_SHARE), MAX_POOL_BYTES)
-    return max(1, min(max_num_seqs * layout.num_blocks(max_model_len), budget // layout.block_bytes))
+    return min(int(physical * POOL_SHARE), MAX_POOL_BYTES)

@@ -5,9 +5,11 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.engine.core.state_spec import StateSpec
 from baton.gguf import is_gguf
-from kvtransfer.layout import KVGroup
+from kvtransfer.layout import STATE, KVGroup, KVLayout
 
+STATE_ROW = 4096  # elements that are digested together; a layer's state is padded to whole ones
 # What a value of the wrong type raises, somewhere.
 WRONG_VALUE = (TypeError, ValueError, AttributeError, ArithmeticError)
 
@@ -126,6 +128,21 @@ class LayerSpec:
     window: int | None = None  # positions a token sees, itself included; None: all
     rope: int | None = 0  # which of the model's ropes; None: positions are not encoded
     experts: ExpertsSpec | None = None
+    has_attention: bool = True
+    state: StateSpec | None = None  # what mixes tokens in place of attention; where there are both, beside it
+    has_mlp: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Of the outputs of a layer's linears: what their parts are multiplied by, in their order."""
+
+    qkv: tuple[float, ...] = (1.0, 1.0, 1.0)
+    output: tuple[float, ...] = (1.0,)
+    gate_up: tuple[float, ...] = (1.0, 1.0)
+    down: tuple[float, ...] = (1.0,)
+    state: tuple[float, ...] = (1.0,) * 5  # gates, rows, what they write, what they read, steps
+    state_output: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +153,13 @@ class TensorNames:
     after_attention: str = ""
     before_mlp: str = "post_attention_layernorm"
     after_mlp: str = ""
+    output: str = "self_attn.o_proj"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    state: str = ""  # what mixes tokens by a state
+    # Beginnings of names as they are written here, and as the checkpoint has them; the first that fits.
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +187,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: str = ""  # head: one weight for all heads | heads: each has its own | all: over the heads of a token
     parallel: bool = False  # attention and MLP read the same normed rows, and are added together
-    activation: str = "silu"  # silu | gelu_tanh | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
+    activation: str = "silu"  # silu | gelu_tanh | relu2 (squared) | clamped_swiglu: (up + 1) * gate * sigmoid(alpha * gate), both clamped
     swiglu_alpha: float = 1.0
     swiglu_limit: float = 0.0
     gated: bool = True
@@ -175,29 +196,49 @@ class ModelSpec:
     latent: LatentSpec | None = None  # then head_dim is its row_dim, and there is one KV head
     num_extra_layers: int = 0  # in the files behind the last, which predict further tokens: not read
     sinks: bool = False  # each head has a score of its own that takes part in the softmax and has no value
+    multipliers: Multipliers | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what a half layer adds
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    unroped_context: int = 0  # of a model without rope
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that have KV."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.has_attention)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state of a sequence."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.state is not None)
+
+    @property
+    def state(self) -> StateSpec | None:
+        """What its layers keep, all of them alike; None: nothing."""
+        return next((layer.state for layer in self.layers if layer.state is not None), None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.window for layer in self.layers)
+        """Of the layers that have KV."""
+        return tuple(layer.window for layer in self.layers if layer.has_attention)
 
     @property
     def context(self) -> int:
         """Tokens of a sequence, where nothing else is asked for."""
-        return min(rope.context for rope in self.ropes)
+        return min((rope.context for rope in self.ropes), default=self.unroped_context)
 
     @property
     def longest_context(self) -> int:
         """Return the longest context that may be asked for: more than `context` for longrope only, which then takes its
         long factors."""
-        return min(max(rope.context, rope.max_position_embeddings) for rope in self.ropes)
+        return min(
+            (max(rope.context, rope.max_position_embeddings) for rope in self.ropes), default=self.unroped_context
+        )
 
     @property
     def name(self) -> str:
@@ -208,6 +249,7 @@ class ModelSpec:
         default = TensorNames()
         places = ("before_attention", "after_attention", "before_mlp", "after_mlp")
         found = {
+            "layers with a state": self.state is not None,
             "attention sinks": self.sinks,
             "latent attention": self.latent is not None,
             "mixture of experts": any(layer.experts for layer in self.layers),
@@ -227,10 +269,12 @@ class ModelSpec:
         """Return the weights of all layers' linears; `chosen_only`: of experts, those that one token meets."""
         total = 0
         for layer in self.layers:
-            width = (2 + self.gated) * self.intermediate_size
+            width = (2 + self.gated) * self.intermediate_size if layer.has_mlp else 0
             if (experts := layer.experts) is not None:
                 width = experts.num_experts + 3 * experts.shared_size  # router, and the expert of every token
-            total += self.hidden_size * width + self._num_attention_weights
+            total += self.hidden_size * width + layer.has_attention * self._num_attention_weights
+            if layer.state is not None:
+                total += self.hidden_size * (layer.state.projected_size + layer.state.inner_size)
         return total + self.num_expert_weights(chosen_only)
 
     @property
@@ -254,4 +298,12 @@ class ModelSpec:
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool. Windowed layers keep all tokens too."""
         kind = "paged" if self.latent is None else "latent"
-        return KVGroup(kind, self.num_layers, self.num_kv_heads, self.head_dim, form, block_size)
+        return KVGroup(kind, len(self.kv_layers), self.num_kv_heads, self.head_dim, form, block_size)
+
+    def kv_layout(self, form: str, block_size: int) -> KVLayout:
+        """Return the layout of a pool: its KV, and behind it what layers keep of a sequence."""
+        groups = [self.kv_group(form, block_size)]
+        if (state := self.state) is not None:
+            num_rows = -(-state.num_elements // STATE_ROW)
+            groups.append(KVGroup(STATE, len(self.state_layers), num_rows, STATE_ROW, "fp32", 1))
+        return KVLayout(tuple(groups))

@@ -173,6 +173,7 @@ class Acceptance:
 
     blocks: tuple[BlockRef, ...]
     num_cached_tokens: int
+    states: tuple[BlockRef, ...] = ()  # of models whose layers keep one: as it stands behind the last token
 
 
 @dataclass(frozen=True, slots=True)

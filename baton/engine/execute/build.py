@@ -26,7 +26,6 @@ from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
 from baton.engine.speculation.proposers.selection import make_proposers
-from kvtransfer.layout import KVLayout
 
 MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
 GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
@@ -94,7 +93,7 @@ def _of_ranks(config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make
     stages = cut_layers(spec, config.pipeline_parallel)
     config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks))
     torch.set_num_threads(config.threads)
-    layout = KVLayout((spec.kv_group(config.kv_dtype, config.block_size),))
+    layout = spec.kv_layout(config.kv_dtype, config.block_size)
     memory = memory_for(config.num_blocks * layout.block_bytes)
     pool = KVPool(layout, config.num_blocks, memory.memory)
     own = pool.part(Shard(0, degree).kv_heads(spec.num_kv_heads))
@@ -146,12 +145,12 @@ def _draft_launcher(model: Model, pool: KVPool, config: EngineConfig) -> GpuLaun
 
 def _num_blocks(config: EngineConfig, model: Model, speculates: bool) -> int:
     used = step_bytes(model, config, speculates)
-    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    layout = model.kv_layout(config.kv_dtype, config.block_size)
     least = layout.num_blocks(min(config.max_model_len, config.max_num_batched_tokens))
     return pool_blocks(Memory.of(model.device), memory_share(config), used, layout.block_bytes, least)
 
 
 def _pool(config: EngineConfig, model: Model, memory_for: Callable[[int], Any] | None) -> KVPool:
-    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
-    memory = memory_for(config.num_blocks * layout.block_bytes) if memory_for is not None else None
-    return KVPool(layout, config.num_blocks, memory, model.device)
+    layout, num_states = model.kv_layout(config.kv_dtype, config.block_size), config.num_states or 0
+    memory = memory_for(layout.pool_bytes(config.num_blocks, num_states)) if memory_for is not None else None
+    return KVPool(layout, config.num_blocks, memory, model.device, num_states)

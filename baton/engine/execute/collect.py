@@ -24,7 +24,7 @@ class Results:
         self.lifecycle = lifecycle
         self.ledger = lifecycle.ledger
         self.runner = runner
-        self.num_layers = runner.pool.layout.groups[0].num_layers
+        self.num_layers = runner.pool.layout.num_layers
         self._aloft: Set[Sequence] = frozenset()
         self._over: set[Sequence] = set()  # ended, in a flight that has not passed
 
@@ -36,11 +36,11 @@ class Results:
         sequences of a step that was launched since; one of them that ends here keeps its blocks until that one is
         collected, whose token for it is dropped."""
         self._aloft = aloft
-        for seq, _, end in slices:
+        step, copies = self.scheduler.config.checkpoint_tokens, self.scheduler.copies
+        for seq, begin, end in slices:
             if seq in self._over:
                 continue
-            seq.num_computed = end
-            seq.seal(self.ledger)
+            seq.passed(begin, end, self.ledger, step, copies)
             group = seq.group
             if not group.prefilled:
                 group.num_chunks += 1
@@ -92,6 +92,7 @@ class Results:
             seq.group.drafted.add(len(seq.draft_ids), num_right(samples, seq.draft_ids))
         if len(samples) > 1:  # KV of what was accepted is there; that of wrong proposals is overwritten
             seq.num_computed += len(samples) - 1
+            seq.recurrent.num_pending = len(samples) - 1
             seq.seal(self.ledger)
         if finish_reason is not None:
             self._finish(seq)
@@ -129,7 +130,7 @@ class Results:
         if group.is_held:
             self.lifecycle.happen(group, GroupEvent.HOLD)
         elif going_on := [first for first in firsts if first.finish_reason is None]:
-            self.scheduler.fork(trunk, going_on, self.runner.copy_block)
+            self.scheduler.fork(trunk, going_on)
         else:
             outputs += filter(None, [self._end(group)])
 

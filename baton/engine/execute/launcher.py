@@ -24,7 +24,6 @@ from baton.engine.models.decoder import Model
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import PROMPT_ROWS, SampleRow, prompt_logprobs
 from baton.sampling_params import SamplingParams
-from kvtransfer.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +249,7 @@ def step_bytes(model: Model, config: EngineConfig, speculates: bool) -> int:
     sequences but one, with the draw of all its rows, and what graphs hold on to behind the pool, whose memory no other step may use."""
     device, block_size = model.device, config.block_size
     num_tokens, num_seqs = min(config.max_num_batched_tokens, config.max_model_len), config.max_num_seqs
-    layout = KVLayout((model.kv_group(config.kv_dtype, block_size),))
+    layout = model.kv_layout(config.kv_dtype, block_size)
     pool = KVPool(layout, layout.num_blocks(num_tokens), device=device)
     rows, block_ids = torch.arange(num_tokens, device="cpu"), torch.arange(pool.num_blocks, device="cpu")
     num_others = min(num_seqs, num_tokens) - 1

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton import failpoints
-from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice
+from baton.engine.core.batch import AdapterRows, ForwardBatch, SeqSlice, StateRows
 from baton.engine.core.pooling import Pool
 from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
@@ -156,6 +156,10 @@ class Runner:
         with torch.inference_mode():
             self.pool.copy_block(source, target)
 
+    def copy_state(self, source: int, target: int) -> None:
+        with torch.inference_mode():
+            self.pool.states.copy(source, target)
+
     def _batch(self, slices: list[Slice], ends: list[int], rows_before: Mapping[Sequence, int] = EMPTY) -> ForwardBatch:
         """`rows_before`: of sequences whose last token is yet to be drawn, its row in the launch before."""
         block_size = self.pool.block_size
@@ -179,7 +183,8 @@ class Runner:
                 token_ids += seq.token_ids[begin:end]
                 positions += range(begin, end)
                 slots += chunk_slots(seq.block_ids, begin, end, block_size)
-            seqs.append(SeqSlice(len(token_ids) - (end - begin), end - begin, end, block_table(seq)))
+            rows = state_rows(seq) if self.pool.states is not None else None
+            seqs.append(SeqSlice(len(token_ids) - (end - begin), end - begin, end, block_table(seq), rows))
         failpoints.hit("engine.batch", token_ids)
         rows: list[int] = []
         for index in ends:
@@ -236,6 +241,12 @@ def block_table(seq: Sequence) -> Tensor:
     if seq.block_table is None:
         seq.block_table = torch.tensor(seq.block_ids, dtype=torch.int64)
     return seq.block_table
+
+
+def state_rows(seq: Sequence) -> StateRows:
+    """Return what a step does to the state of a sequence, which has one."""
+    assert seq.recurrent.block_id is not None and seq.recurrent.is_ready
+    return StateRows(seq.recurrent.block_id, seq.recurrent.num_pending, len(seq.draft_ids))
 
 
 def chunk_slots(block_ids: list[int], begin: int, end: int, block_size: int) -> list[int]:

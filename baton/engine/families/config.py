@@ -9,7 +9,7 @@ from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpe
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 SLIDING, FULL = "sliding_attention", "full_attention"
 _ORIGINAL = "original_max_position_embeddings"
 _ROPE_NUMBERS = (
@@ -31,7 +31,8 @@ class Config:
 
     def __init__(self, folder: Path, values: dict, generation: dict):
         self.folder, self.values, self.generation = folder, values, generation
-        self.num_layers = self.count("num_hidden_layers")
+        named = values.get("layers_block_type")  # where it stands, it may be all that says how many there are
+        self.num_layers = self.count("num_hidden_layers", len(named) or None if isinstance(named, list) else None)
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a positive integer; absent and null both mean the default."""

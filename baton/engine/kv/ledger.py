@@ -23,9 +23,11 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 from baton.engine.kv.prefix import PrefixCache
 from kvtransfer.layout import BlockRef
+from kvtransfer.naming import SPAN_TOKENS
 
 
 class Holder(IntEnum):
@@ -53,8 +55,11 @@ class Ledger:
     """Counts the blocks of one pool. Thread-safe: every method takes `lock` (re-entrant), which callers also take to
     make several calls one. No call does more than a microsecond or so of work per block it names."""
 
-    def __init__(self, num_blocks: int, block_size: int):
-        self.lock = threading.RLock()
+    def __init__(self, num_blocks: int, block_size: int, num_states: int = 0, lock: Any = None):
+        """`num_states`: blocks that hold what state-space layers keep of a sequence, in a ledger of their own behind the
+        same lock. In its cache a name is that of the span behind which the state stood: a checkpoint."""
+        self.lock = lock or threading.RLock()
+        self.states = Ledger(num_states, SPAN_TOKENS, lock=self.lock) if num_states else None
         self.num_blocks = num_blocks
         self.cache = PrefixCache(block_size)
         self._words = [0] * num_blocks
@@ -156,9 +161,24 @@ class Ledger:
     # ---- prefix cache ----
 
     def find(self, span_hashes: Sequence[bytes], num_tokens: int) -> list[int]:
-        """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens. No holder is taken."""
+        """Blocks of the longest cached prefix, at most `num_tokens` - 1 tokens; where sequences have a state, that has a
+        checkpoint too. No holder is taken."""
         with self.lock:
-            return self.cache.find(span_hashes, num_tokens)
+            found = self.cache.find(span_hashes, num_tokens)
+            if self.states is None:
+                return found
+            for num_units in range(len(found) // self.cache.blocks_per_unit, 0, -1):
+                if self.checkpoint(span_hashes, num_units * self.cache.unit_tokens) is not None:
+                    return found[: num_units * self.cache.blocks_per_unit]
+            return []
+
+    def checkpoint(self, span_hashes: Sequence[bytes], num_tokens: int) -> int | None:
+        """Return the state block that is cached for the prefix of so many tokens, whole spans. No holder is taken."""
+        if self.states is None or not num_tokens:
+            return None
+        with self.lock:
+            found = self.states.cache.get(span_hashes[num_tokens // SPAN_TOKENS - 1])
+            return found[0] if found else None
 
     def seal(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
         """Name the blocks of one unit, whose last write has passed and whose bytes are verified. Returns False when the
@@ -197,6 +217,8 @@ class Ledger:
             assert cached == set(self.cache.blocks()), "cached blocks without a name, or names without blocks"
             assert all(word & _COUNT_MASK <= 1 for word in self._words)
             self.cache.check(lambda block_id: self._words[block_id] == _WEIGHT[Holder.CACHED])
+            if self.states is not None:
+                self.states.check_integrity()
 
     def check_holders(self, holdings: Iterable[tuple[Holder, Sequence[int]]]) -> None:
         """Raises AssertionError unless the holders named are exactly those counted (the cache aside)."""

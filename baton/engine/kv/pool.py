@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine.kv.states import StatePool
 from baton.engine.kv.stored_forms import STORED, decode, encode, num_elements
 from kvtransfer.layout import KV_FORMS, KVLayout
 
@@ -28,28 +29,34 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, memory: memoryview | Any = None, device: torch.device = CPU
+        self, layout: KVLayout, num_blocks: int, memory: memoryview | Any = None, device: torch.device = CPU,
+        num_states: int = 0,
     ):  # fmt: skip
-        """`memory`: writable, at least num_blocks * layout.block_bytes; on a GPU whatever has the CUDA array interface.
-        None allocates zeroed memory of its own."""
-        (group,) = layout.groups
+        """`memory`: writable, at least layout.pool_bytes(num_blocks, num_states); on a GPU whatever has the CUDA array
+        interface. None allocates zeroed memory of its own."""
+        group = layout.groups[0]
         if group.head_dim * KV_FORMS[group.form].bits % 8:
             raise ValueError(f"KV form {group.form} packs two elements into a byte: head_dim {group.head_dim} is odd")
-        num_bytes = num_blocks * layout.block_bytes
+        num_bytes = layout.pool_bytes(num_blocks, num_states)
         self.layout, self.group, self.num_blocks, self.device = layout, group, num_blocks, device
         self._memory = memory  # held: on a GPU a tensor over it does not
         if memory is None:
-            self.bytes = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8, device=device)
+            whole = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         else:
             on_cpu = device == CPU
             whole = torch.frombuffer(memory, dtype=torch.uint8) if on_cpu else torch.as_tensor(memory, device=device)
             if whole.numel() < num_bytes:
                 sizes = f"needs {num_bytes} bytes, its memory has {whole.numel()}"
                 raise ValueError(f"KV pool of {num_blocks} blocks {sizes}")
-            self.bytes = whole[:num_bytes].view(num_blocks, -1)
+        self.bytes = whole[: num_blocks * layout.block_bytes].view(num_blocks, layout.block_bytes)
+        self.states: StatePool | None = None
+        if layout.state is not None:
+            self.states = StatePool(layout.state, whole[num_bytes - num_states * layout.state_bytes : num_bytes])
         kinds = group.num_kinds
         rows = (num_blocks, group.num_layers, kinds, group.num_kv_heads, group.block_size)
-        stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
+        stored = torch.empty(num_blocks, 0, dtype=STORED[group.form])  # no layer has KV: blocks are names
+        if group.num_layers:
+            stored = self.bytes[:, : group.head_bytes].view(STORED[group.form])
         self.heads = range(group.num_kv_heads)  # that are written and read by way of this object
         self.blocks = stored.view(*rows, num_elements(group.form, group.head_dim))
         self.scales = self.bytes[:, group.head_bytes :].view(*rows, group.row_scale_bytes)

@@ -58,6 +58,11 @@ class PrefixCache:
             block_ids.extend(unit.block_ids)
         return block_ids
 
+    def get(self, span: bytes) -> tuple[int, ...]:
+        """Blocks of the unit that a span names; none where there is no such unit."""
+        unit = self._units.get(span)
+        return () if unit is None else unit.block_ids
+
     def insert(self, spans: tuple[bytes, ...], block_ids: tuple[int, ...]) -> bool:
         """Names a unit. False when the name is taken, or a block of it belongs to another unit already (a group's
         choices share the full blocks before their first own token, which may be inside a unit)."""

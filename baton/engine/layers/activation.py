@@ -17,7 +17,11 @@ from baton.engine.core.model_spec import ModelSpec
 VECTOR_STRIDE = 64  # elements per turn of the widest vector loop (bf16, AVX-512); rows are padded to a multiple of it
 GRAIN = 32768  # elements up to which torch runs an elementwise loop on one thread
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -32,9 +32,10 @@ from baton.engine.models.read_layer import read_layer, read_low_ranks, read_norm
 from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.shard import WHOLE
 from baton.engine.parallel.stage import PipelineStage
+from baton.engine.recurrent.plan import StatePlan
 from baton.engine.weights.formats.base import HEAD, WeightSource
 from baton.engine.weights.merge import pad
-from kvtransfer.layout import KVGroup
+from kvtransfer.layout import KVGroup, KVLayout
 
 Apply = Callable[[str, Tensor], Tensor]  # name of a layer's linear, x -> y
 
@@ -88,6 +89,8 @@ class Model:
         source.release()
         self.fused, self.reasons["layers"] = fuse(spec, self.layers, attention, ropes, collectives, adapted)
         self._adapted = adapted
+        self._kv_index = {layer: index for index, layer in enumerate(spec.kv_layers)}
+        self._state_index = {layer: index for index, layer in enumerate(spec.state_layers)}
         if collectives is not None and attention.name != NativeAttention.name:
             raise ModelError(
                 f"tensor_parallel {shard.degree}: needs native attention; what was chosen is {attention.name}"
@@ -102,13 +105,16 @@ class Model:
         if any("triton" in name for name in (attention, self.layers_name, linears)):
             capability = f"{capability}+{order_of_sums()}"
         variants = dict.fromkeys(variant for rope in self.ropes for variant in rope.variant)
+        own = (layer.state for layer in self.layers if layer is not None)
+        variants |= dict.fromkeys(f"state-{mixer.name}" for mixer in own if mixer is not None)
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
         return (attention, self.layers_name, linears, *sums, capability, *variants)
 
     def read_adapter(self, name: str, folder: Path) -> Adapter:
         """Read an adapter for this model. Raises ModelError for one that is none, or is another base's."""
-        if self.spec.latent is not None or self.collectives is not None:
-            why = "latent attention" if self.collectives is None else "layers that ranks share"
+        if self.spec.latent is not None or self.collectives is not None or self.spec.state is not None:
+            why = "latent attention" if self.spec.state is None else "layers with a state"
+            why = why if self.collectives is None else "layers that ranks share"
             raise ModelError(f"{folder}: adapters are not served on {why}")
         lora = LoraFolder(folder)
         low_ranks = LowRanks(lora, self._make, self.dtype, self.device)
@@ -132,6 +138,10 @@ class Model:
     def kv_group(self, form: str, block_size: int) -> KVGroup:
         """Return the layout of this model's KV in a pool; `form` is a key of kvtransfer.layout.KV_FORMS."""
         return self.spec.kv_group(form, block_size)
+
+    def kv_layout(self, form: str, block_size: int) -> KVLayout:
+        """Return the layout of a pool for this model; `form` as of `kv_group`."""
+        return self.spec.kv_layout(form, block_size)
 
     def forward(self, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Write the KV of all tokens and return logits fp32 [R, vocab_size] of batch.logit_rows.
@@ -181,19 +191,25 @@ class Model:
         positions = F.pad(batch.positions, (0, missing))
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         tables = [rope.tables(positions, self.dtype) for rope in self.ropes]
-        plan = self.attention.plan(batch, pool)
+        plan = self.attention.plan(batch, pool) if self._kv_index else None
+        states = None if self.spec.state is None else StatePlan(self.spec.state, batch, pool.states)
         mixed = x.new_zeros(x.shape[0], self.attention.shape.num_heads, self.spec.head_dim)
         for index in self.own_layers:
             layer = self.layers[index]
             normed = x if layer.input_norm is None else layer.input_norm(x)
             apply = partial(self._apply, batch.adapters, index, layer)
-            heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))
-            q = self._write_kv(layer, index, heads, tables, batch.slots, pool)
-            self.attention(plan, index, q, mixed[:num_tokens])
-            attended = apply("output", mixed.flatten(1))
-            if on_layer is not None:  # not before: behind this sum every rank has written its heads
-                on_layer(index)
-            x = self._half_layers(layer, apply, x, normed, attended)
+            said = None
+            if layer.state is not None:
+                said = layer.state(normed, states, self._state_index[index])
+            if layer.qkv is not None:
+                heads = apply("qkv", normed).unflatten(1, (-1, self.spec.head_dim))
+                q = self._write_kv(layer, index, heads, tables, batch.slots, pool)
+                self.attention(plan, self._kv_index[index], q, mixed[:num_tokens])
+                attended = apply("output", mixed.flatten(1))
+                said = attended if said is None else said + attended
+                if on_layer is not None:  # not before: behind this sum every rank has written its heads
+                    on_layer(self._kv_index[index])
+            x = self._half_layers(layer, apply, x, normed, said)
         return x
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -208,13 +224,18 @@ class Model:
                 y[begin:end] += pair(x[begin:end])
         return y
 
-    def _half_layers(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor) -> Tensor:
-        """Add what attention and MLP say to the rows x; `normed`: what attention was asked with."""
+    def _half_layers(self, layer: Layer, apply: Apply, x: Tensor, normed: Tensor, attended: Tensor | None) -> Tensor:
+        """Add what attention and MLP say to the rows x; `normed`: what attention was asked with; `attended`: None where
+        the layer is an MLP alone."""
+        if attended is None:
+            return x + self._scaled(self._mlp(layer, apply, layer.mlp_norm(x)))
         if layer.attention_out_norm is not None:
             attended = layer.attention_out_norm(attended)
         if self.spec.parallel:
             return x + self._scaled(attended) + self._scaled(self._mlp(layer, apply, normed))
         x = x + self._scaled(attended)
+        if not layer.has_mlp:
+            return x
         said = self._mlp(layer, apply, x if layer.mlp_norm is None else layer.mlp_norm(x))
         return x + self._scaled(said if layer.mlp_out_norm is None else layer.mlp_out_norm(said))
 
@@ -244,7 +265,7 @@ class Model:
         rope = spec.layers[index].rope
         turned = qk if rope is None else self.ropes[rope](qk, *tables[rope])
         q, k = turned[:num_tokens].split(counts, dim=1)
-        pool.write(index, slots, k, *([v[:num_tokens]] if num_values else ()))
+        pool.write(self._kv_index[index], slots, k, *([v[:num_tokens]] if num_values else ()))
         return q
 
     def _norm_heads(self, norm, heads: Tensor, num_heads: int) -> Tensor:

@@ -39,11 +39,12 @@ class Experts:
             if experts.shared_names[0]:  # how much of the shared expert is one more score
                 scores = torch.cat((scores, source.tensor(f"{shared[0]}.weight", 1, hidden).float()))
             width = experts.shared_size
-            pads = -width % VECTOR_STRIDE
+            pads, parts = -width % VECTOR_STRIDE, 5 - len(shared)  # gate and up in two tensors, or in one
+            sizes = [parts * width] * (2 // parts)
             self.shared_gate_up = linears.read(
-                shared[1:3], [width, width], hidden, False, rows=pads, column_parallel=True
+                shared[1:-1], sizes, hidden, False, rows=pads, parts=parts, column_parallel=True
             )
-            self.shared_down = linears.read(shared[3:], [hidden], width, False, columns=pads, row_parallel=True)
+            self.shared_down = linears.read(shared[-1:], [hidden], width, False, columns=pads, row_parallel=True)
         bias = source.tensor(f"{modules[0]}.bias", experts.num_experts).float() if experts.bias else None
         self.router = make_router(DenseWeight(scores), bias)
         self.correction: Tensor | None = None

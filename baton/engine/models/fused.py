@@ -168,6 +168,8 @@ class FusedLayers:
             return f"attention is {attention.name}"
         if spec.latent is not None:
             return "attention is latent"
+        if spec.state is not None:
+            return "layers keep a state"
         if any(layer.experts is not None and not layer.experts.is_plain for layer in spec.layers):
             return "experts are chosen by more than the softmax of their scores"
         for layer in filter(None, layers):

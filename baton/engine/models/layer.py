@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from baton.engine.layers.linear import LinearKernel
 from baton.engine.layers.norm import Norm
 from baton.engine.models.experts import Experts
+from baton.engine.recurrent.mamba2 import Mamba2Mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,13 +13,19 @@ class Layer:
     """One decoder layer; q, k, v are one product, gate and up another. None: the layer has no such norm."""
 
     input_norm: Norm | None
-    qkv: LinearKernel
+    qkv: LinearKernel | None  # None: no attention
     q_norm: Norm | None
     k_norm: Norm | None
-    output: LinearKernel
+    output: LinearKernel | None
     mlp_norm: Norm | None
-    gate_up: LinearKernel | None  # None: experts
+    gate_up: LinearKernel | None  # None: experts, or no MLP
     down: LinearKernel | None
     attention_out_norm: Norm | None = None  # of what attention adds to the rows
     mlp_out_norm: Norm | None = None
     experts: Experts | None = None
+    state: Mamba2Mixer | None = None  # what mixes tokens in place of attention; where there are both, beside it
+
+    @property
+    def has_mlp(self) -> bool:
+        """Return whether something follows what mixes tokens."""
+        return self.experts is not None or self.gate_up is not None

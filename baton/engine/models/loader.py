@@ -47,6 +47,8 @@ def load_model(
     that the GPU has no room for.
     """
     spec = read_spec(config.model)
+    if spec.state is not None and device != CPU:
+        raise ModelError(f"{spec.folder}: layers with a state are not computed on a GPU yet; give --device cpu")
     config = resolve_dtypes(config, spec)
     compute = DTYPES[config.dtype]
     make_linear, linear_reasons = choose_linear(config.linear, config.batch_invariant, compute, device)
@@ -66,7 +68,9 @@ def load_model(
     except WRONG_VALUE as error:
         named = spec.folder if is_gguf(spec.folder) else spec.folder / "config.json"
         raise ModelError(f"{named}: {error}") from None
-    source = open_source(spec.folder, config.quantization, compute, spec.num_heads, spec.num_kv_heads)
+    source = open_source(
+        spec.folder, config.quantization, compute, spec.num_heads, spec.num_kv_heads, spec.names.renamed
+    )
     if device != CPU:
         quantization = "none" if source.name == DenseFormat.name else config.quantization
         check_weights(source.file_bytes, Memory.of(device), memory_share(config), quantization)

@@ -1,12 +1,16 @@
 """Read one layer of a model as its spec describes it, and what an adapter adds to it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from baton.engine.adapters.low_rank import LowRank, LowRanks
-from baton.engine.core.model_spec import ModelSpec, NormSpec
+from baton.engine.core.model_spec import ModelSpec, Multipliers, NormSpec
+from baton.engine.core.state_spec import Mamba2Spec
 from baton.engine.layers.activation import VECTOR_STRIDE
+from baton.engine.layers.linear import LinearKernel
+from baton.engine.layers.linear.joined import ScaledLinear
 from baton.engine.layers.norm import Norm, make_norm
 from baton.engine.layers.rope import order_of_head
 from baton.engine.models.experts import Experts, MakeRouter
@@ -14,9 +18,8 @@ from baton.engine.models.latent import read_latent
 from baton.engine.models.layer import Layer
 from baton.engine.models.linears import Linears
 from baton.engine.parallel.shard import Shard
+from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
 from baton.engine.weights.formats.base import WeightSource
-
-OUTPUT = "self_attn.o_proj"
 
 
 def read_layer(
@@ -28,32 +31,75 @@ def read_layer(
     def norm(name: str) -> Norm | None:
         return read_norm(spec.norm, source, prefix + name, hidden) if name else None
 
-    order = _order(spec, index)
+    order, of = _order(spec, index), spec.layers[index]
     heads, kv_heads = shard.share(spec.num_heads), shard.kv_heads(spec.num_kv_heads)
-    if spec.latent is None:
+    qkv = output = None
+    if not of.has_attention:
+        pass
+    elif spec.latent is None:
         qkv = _read_qkv(spec, prefix, order, linears, heads, kv_heads)
         sizes = [hidden], spec.num_heads * spec.head_dim
-        output = linears.read([prefix + OUTPUT], *sizes, spec.output_bias, row_parallel=True)
+        output = linears.read([prefix + names.output], *sizes, spec.output_bias, row_parallel=True)
     else:
         qkv, output = read_latent(spec, f"{prefix}self_attn.", order, source, linears, heads)
-    experts, gate_up, down = spec.layers[index].experts, None, None
+    experts, gate_up, down = of.experts, None, None
     if experts is not None:
         experts = Experts(spec, experts, prefix, source, linears, make_router)
-    else:
+    elif of.has_mlp:
         gate_up, down = _read_mlp(spec, prefix, linears)
+    state = None if of.state is None else read_mamba2(spec, of.state, prefix + names.state, source, linears)
+    if (by := spec.multipliers) is not None:
+        sizes = [len(heads) * spec.head_dim, *[len(kv_heads) * spec.head_dim] * 2]
+        qkv, output = scaled(qkv, by.qkv, sizes), scaled(output, by.output, [hidden])
+        width = spec.intermediate_size + -spec.intermediate_size % VECTOR_STRIDE
+        gate_up, down = scaled(gate_up, by.gate_up, [width, width]), scaled(down, by.down, [hidden])
     return Layer(
-        input_norm=norm(names.before_attention),
+        input_norm=norm(names.before_attention) if of.has_attention or of.state else None,
         qkv=qkv,
-        q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order, heads),
-        k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order, kv_heads),
+        q_norm=_read_head_norm(spec, source, f"{prefix}self_attn.q_norm", spec.num_heads, order, heads)
+        if qkv
+        else None,
+        k_norm=_read_head_norm(spec, source, f"{prefix}self_attn.k_norm", spec.num_kv_heads, order, kv_heads)
+        if qkv
+        else None,
         output=output,
-        mlp_norm=norm(names.before_mlp),
+        mlp_norm=norm(names.before_mlp) if of.has_mlp else None,
         gate_up=gate_up,
         down=down,
         attention_out_norm=norm(names.after_attention),
         mlp_out_norm=norm(names.after_mlp),
         experts=experts,
+        state=state,
     )
+
+
+def scaled(kernel: LinearKernel | None, factors: tuple[float, ...], sizes: Sequence[int]) -> LinearKernel | None:
+    """Return a kernel whose outputs, in parts of `sizes`, are multiplied by `factors`; as it is where all are 1."""
+    if kernel is None or all(factor == 1 for factor in factors):
+        return kernel
+    return ScaledLinear(kernel, torch.cat([torch.full((size,), by) for by, size in zip(factors, sizes, strict=True)]))
+
+
+def read_mamba2(
+    model: ModelSpec, spec: Mamba2Spec, module: str, source: WeightSource, linears: Linears
+) -> Mamba2Mixer:  # fmt: skip
+    """Return what mixes tokens in a layer of Mamba-2. Raises ModelError for a tensor that is missing or differs."""
+    hidden, by = model.hidden_size, model.multipliers or Multipliers()
+    heads, inner, channels = spec.num_heads, spec.inner_size, spec.conv_size
+    weight = source.tensor(f"{module}.conv1d.weight", channels, 1, spec.taps)
+    parameters = Mamba2Parameters(
+        conv_weight=weight.float().squeeze(1).t().contiguous(),
+        conv_bias=source.tensor(f"{module}.conv1d.bias", channels).float() if spec.conv_bias else None,
+        step_bias=source.tensor(f"{module}.dt_bias", heads).float(),
+        decay=-source.tensor(f"{module}.A_log", heads).float().exp(),
+        skip=source.tensor(f"{module}.D", heads).float(),
+        norm_weight=source.tensor(f"{module}.norm.weight", inner).float() if spec.norm_groups else None,
+    )
+    projection = linears.read([f"{module}.in_proj"], [spec.projected_size], hidden, spec.projection_bias)
+    output = linears.read([f"{module}.out_proj"], [hidden], inner, spec.projection_bias)
+    parts = [inner, inner, *[spec.num_groups * spec.state_size] * 2, heads]
+    projection, output = scaled(projection, by.state, parts), scaled(output, by.state_output, [hidden])
+    return Mamba2Mixer(spec, parameters, projection, output, weight.dtype)
 
 
 def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks) -> dict[str, LowRank]:
@@ -63,7 +109,7 @@ def read_low_ranks(spec: ModelSpec, index: int, low_ranks: LowRanks) -> dict[str
     sizes = [spec.hidden_size], spec.num_heads * spec.head_dim
     found = {
         "qkv": _read_qkv(spec, prefix, _order(spec, index), low_ranks, heads, kv_heads),
-        "output": low_ranks.read([prefix + OUTPUT], *sizes, False),
+        "output": low_ranks.read([prefix + spec.names.output], *sizes, False),
     }
     if spec.layers[index].experts is None:
         found["gate_up"], found["down"] = _read_mlp(spec, prefix, low_ranks)

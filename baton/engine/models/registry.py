@@ -7,6 +7,7 @@ from baton.engine.core.model_errors import ModelError, read_json
 from baton.engine.core.model_spec import WRONG_VALUE, ModelSpec
 from baton.engine.families.config import Config
 from baton.engine.families.dense import cohere, exaone, gemma, glm, granite, llama, olmo, phi, qwen, starcoder
+from baton.engine.families.hybrid import bamba, falcon_h1, granite_hybrid, mamba2, nemotron_h
 from baton.engine.families.mixture import deepseek, gpt_oss, granite_moe, mixtral, olmoe, qwen_moe
 from baton.engine.families.unserved import refusal
 from baton.gguf import GGUFError, is_gguf
@@ -37,6 +38,11 @@ ARCHITECTURES: dict[str, Callable[[Config], ModelSpec]] = {
     "GptOssForCausalLM": gpt_oss.gpt_oss,
     "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
+    "Mamba2ForCausalLM": mamba2.mamba2,
+    "GraniteMoeHybridForCausalLM": granite_hybrid.granite_hybrid,
+    "BambaForCausalLM": bamba.bamba,
+    "FalconH1ForCausalLM": falcon_h1.falcon_h1,
+    "NemotronHForCausalLM": nemotron_h.nemotron_h,
 }
 
 

@@ -34,6 +34,8 @@ VECTOR = 16  # elements of what is summed
 def refusal(spec: ModelSpec, shard: Shard) -> str:
     """Return why a model cannot be cut as `shard` says; "" if it can."""
     degree = shard.degree
+    if spec.state is not None:
+        return "layers with a state are not divided among ranks yet"
     if spec.num_heads % degree:
         return f"{degree} ranks do not divide {spec.num_heads} heads of attention"
     if spec.num_kv_heads % degree and degree % spec.num_kv_heads:

@@ -21,11 +21,13 @@ class PipelineStage:
 
 def cut_layers(spec: ModelSpec, num_stages: int) -> list[PipelineStage]:
     """Cut a model so that the stage that takes most memory and time takes as little as it can. Raises ValueError where
-    there are more stages than layers.
+    there are more stages than layers, or layers that are not divided.
 
     Counted in weights: those that are held, and once more those that a token meets. The first stage holds the embedding
     and the head, and meets the head.
     """
+    if spec.state is not None and num_stages > 1:
+        raise ValueError(f"pipeline_parallel {num_stages}: layers with a state are not divided among ranks yet")
     if num_stages > spec.num_layers:
         raise ValueError(f"pipeline_parallel {num_stages}: the model has {spec.num_layers} layers")
     alone = [replace(spec, layers=(layer,)) for layer in spec.layers]

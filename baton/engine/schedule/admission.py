@@ -63,8 +63,11 @@ class Admission:
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             credit = min(missing + self._growth(request), self.ledger.num_blocks - len(trunk.block_ids))
-            if not (self.shares.has_blocks(request, credit) and self.ledger.reserve(credit)):
-                self.ledger.release(trunk.block_ids, Holder.RUNNING)
+            promised = self.shares.has_blocks(request, credit) and trunk.recurrent.promise(
+                self.ledger.states, request.sampling.n
+            )
+            if not (promised and self.ledger.reserve(credit)):
+                trunk.give_back(self.ledger)
                 raise self._kv_full(request, credit)
             self.shares.taken(request)
             trunk.reserve = credit
@@ -78,6 +81,14 @@ class Admission:
         with self.ledger.lock:
             group = self._tell(key, GroupEvent.SET_ASIDE, upto_token)
             return list(self.ledger.refs(group.trunk.block_ids[: self.layout.num_blocks(upto_token)]))
+
+    def state_blocks(self, key: Key) -> tuple[BlockRef, ...]:
+        """Return the block for the state of a key for which blocks were set aside; none where its model keeps none.
+        LookupError when the key has ended."""
+        with self.ledger.lock:
+            if (group := self.groups.get(key)) is None:
+                raise LookupError(f"{key} is not admitted here, or ended")
+            return self._state_refs(group.trunk)
 
     def verified(self, key: Key, upto_token: int) -> None:
         """Confirm tokens [0, upto_token): whole units enter the prefix cache. LookupError when the key has ended."""
@@ -119,15 +130,16 @@ class Admission:
             self._pin(trunk)
             missing = self.layout.num_blocks(trunk.num_tokens) - len(trunk.block_ids)
             holder, may_take = Holder.FETCHING if fetches else Holder.LEASED, self.shares.has_blocks(request, missing)
+            may_take = may_take and trunk.recurrent.take(self.ledger.states, holder)
             block_ids = self.ledger.allocate(missing, holder) if may_take else None
             if block_ids is None:
-                self.ledger.release(trunk.block_ids, Holder.LEASED)
+                trunk.give_back(self.ledger)
                 raise self._kv_full(request, missing)
             self.shares.taken(request)
             group.num_owned = len(trunk.block_ids)
             trunk.block_ids += block_ids
             self.lifecycle.happen(group, GroupEvent.ACCEPT_PREFIX if fetches else GroupEvent.ACCEPT)
-            return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens)
+            return Acceptance(self.ledger.refs(trunk.block_ids), group.num_cached_tokens, self._state_refs(trunk))
 
     def fetching(self, key: Key) -> None:
         """Say that bytes may land in the blocks of a held prefill from here on, until `fetch_settled`. LookupError when
@@ -151,10 +163,13 @@ class Admission:
             if not block_ids or not self.ledger.share(block_ids, Holder.LEASED):
                 return Acceptance((), 0)
             request = Request(key, (), 0, SamplingParams(), max_tokens=0)
-            group = Group(request, Holder.LEASED)
+            group, num_tokens = Group(request, Holder.LEASED), len(block_ids) * self.layout.block_size
             group.trunk.block_ids = block_ids
+            if not group.trunk.recurrent.pin(self.ledger, span_hashes, num_tokens, Holder.LEASED):
+                group.trunk.give_back(self.ledger)
+                return Acceptance((), 0)
             self.lifecycle.happen(group, GroupEvent.OFFER)
-            return Acceptance(self.ledger.refs(block_ids), len(block_ids) * self.layout.block_size)
+            return Acceptance(self.ledger.refs(block_ids), num_tokens, self._state_refs(group.trunk))
 
     def release_lease(self, key: Key) -> None:
         """End a held prefill or an offer: its taker has all it wanted, or never will. One that is still computed is
@@ -241,8 +256,16 @@ class Admission:
         if not self.ledger.share(block_ids, trunk.group.holder):
             raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
         trunk.block_ids = block_ids
+        num_tokens = len(block_ids) * self.layout.block_size
+        if not trunk.recurrent.pin(self.ledger, trunk.hashes, num_tokens, trunk.group.holder):
+            trunk.give_back(self.ledger)
+            raise self._kv_full(trunk.group.request, self.layout.num_blocks(trunk.num_tokens))
         trunk.num_computed = trunk.group.num_cached_tokens = len(block_ids) * self.layout.block_size
         trunk.num_sealed = trunk.num_computed // self.ledger.cache.unit_tokens
+
+    def _state_refs(self, trunk: Sequence) -> tuple[BlockRef, ...]:
+        own = trunk.recurrent.block_id if trunk.recurrent.block_id is not None else trunk.recurrent.checkpoint_id
+        return () if self.ledger.states is None or own is None else self.ledger.states.refs([own])
 
     def _growth(self, request: Request) -> int:
         """Blocks beyond the prompt's: all choices as long as outputs were lately, and a tail for each but the first."""

@@ -38,6 +38,7 @@ class GroupLifecycle:
         self.num_waiting_tokens = 0  # of prompts that wait for their first chunk
         self.num_choices = 0  # admitted, and neither parked nor ended
         self._quarantined: dict[Key, list[int]] = {}
+        self._quarantined_states: dict[Key, list[int]] = {}
 
     def happen(self, group: Group, event: GroupEvent, subject: Any = None) -> RequestEnded | None:
         """Let one event happen to a group. `subject` is what the event brings, see the actions. Returns the group's
@@ -55,6 +56,8 @@ class GroupLifecycle:
         """Give back the quarantined blocks of a key, dead or alive: no byte of its fetch can land any more."""
         with self.ledger.lock:
             self.ledger.release(self._quarantined.pop(key, []), Holder.QUARANTINED)
+            if self.ledger.states is not None:
+                self.ledger.states.release(self._quarantined_states.pop(key, []), Holder.QUARANTINED)
             if (group := self.groups.get(key)) is not None:
                 group.fetch_settled = True
 
@@ -67,6 +70,18 @@ class GroupLifecycle:
                 held.append((group.holder, seq.block_ids[:num_owned]))
                 held.append((Holder.FETCHING, seq.block_ids[num_owned:]))
         return held
+
+    def state_holdings(self) -> list[tuple[Holder, list[int]]]:
+        """Return the holders of state blocks, as `holdings` does those of others."""
+        held = [(Holder.QUARANTINED, block_ids) for block_ids in self._quarantined_states.values()]
+        for group in self.groups.values():
+            for seq in group.live:
+                held += seq.recurrent.held(group.holder)
+        return held
+
+    def num_states_promised(self) -> int:
+        """Return the state blocks that are promised to the sequences of all groups."""
+        return sum(seq.recurrent.reserve for group in self.groups.values() for seq in group.live)
 
     def num_promised(self) -> int:
         """Return the blocks that the ledger has promised to the sequences of all groups."""
@@ -102,6 +117,9 @@ class GroupLifecycle:
     # ---- fetching ----
 
     def begin_fetch(self, group: Group, subject: object) -> None:
+        """Let bytes land. Raises LookupError where a state has come already, which another one would go through."""
+        if group.trunk.recurrent.is_ready:
+            raise LookupError(f"{group.key} has a state, behind which it is computed here")
         group.fetch_settled = False
 
     def set_aside(self, group: Group, upto_token: int) -> None:
@@ -110,6 +128,8 @@ class GroupLifecycle:
         trunk = group.trunk
         if upto_token > trunk.num_tokens:
             raise ValueError(f"{group.key}: set_aside up to {upto_token} of {trunk.num_tokens} tokens")
+        if not trunk.recurrent.take(self.ledger.states, Holder.FETCHING):
+            raise Refusal(KV_FULL)
         if (missing := self.layout.num_blocks(upto_token) - len(trunk.block_ids)) > 0:
             block_ids = self.ledger.allocate(missing, Holder.FETCHING, reserved=min(missing, trunk.reserve))
             if block_ids is None:
@@ -126,6 +146,10 @@ class GroupLifecycle:
         num_owned = self.layout.num_blocks(upto_token) if whole else upto_token // self.layout.block_size
         if num_owned > len(trunk.block_ids) or upto_token > trunk.num_tokens:
             raise ValueError(f"{group.key}: verified up to {upto_token}, {len(trunk.block_ids)} blocks were set aside")
+        if self.ledger.states is not None:
+            if not whole and upto_token % self.layout.block_size:
+                return  # the state stands where no block ends: it goes on with nothing
+            trunk.recurrent.verified(self.ledger.states, group.holder)
         if num_owned > group.num_owned:
             self.ledger.move(trunk.block_ids[group.num_owned : num_owned], Holder.FETCHING, group.holder)
             group.num_owned = num_owned
@@ -150,6 +174,7 @@ class GroupLifecycle:
             block_ids = group.trunk.block_ids
             self.ledger.move(block_ids[group.num_owned :], Holder.FETCHING, Holder.LEASED)
             group.num_owned = len(block_ids)
+            group.trunk.recurrent.settle(self.ledger.states, Holder.LEASED)
             group.num_cached_tokens = group.trunk.num_computed  # what was pulled is not computed either
         else:
             self._drop_unverified(group)
@@ -231,6 +256,13 @@ class GroupLifecycle:
         trunk = group.trunk
         num_missing = len(trunk.block_ids) - group.num_owned
         self._give_back_fetching(group)
+        if self.ledger.states is not None:
+            if trunk.recurrent.is_ready:  # it stands behind the last token, which is computed again: from the cache on
+                num_missing, group.num_owned = self.layout.num_blocks(trunk.num_tokens), 0
+                trunk.give_back(self.ledger)
+            lacking = group.request.sampling.n - trunk.recurrent.reserve
+            if not trunk.recurrent.promise(self.ledger.states, lacking):
+                raise Refusal(KV_FULL)
         if not self.ledger.reserve(num_missing):
             raise Refusal(KV_FULL)
         trunk.reserve += num_missing
@@ -245,6 +277,12 @@ class GroupLifecycle:
         elif fetching:
             self.ledger.move(fetching, Holder.FETCHING, Holder.QUARANTINED)
             self._quarantined.setdefault(group.key, []).extend(fetching)
+        if (states := self.ledger.states) is not None and (left := trunk.recurrent.take_fetching()):
+            if group.fetch_settled:
+                states.release(left, Holder.FETCHING)
+            else:
+                states.move(left, Holder.FETCHING, Holder.QUARANTINED)
+                self._quarantined_states.setdefault(group.key, []).extend(left)
 
 
 class GroupTransition(NamedTuple):

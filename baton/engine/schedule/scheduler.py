@@ -15,14 +15,14 @@ park that holds less than itself.
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import FirstToken
-from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.kv.ledger import Ledger
 from baton.engine.schedule.output_lengths import OutputLengths
-from baton.engine.schedule.sequence import Sequence
+from baton.engine.schedule.sequence import Copies, Sequence
 from baton.engine.schedule.tenant_shares import Shares, num_blocks
 from baton.fairness import RoundRobin
 from kvtransfer.layout import KVLayout
@@ -47,12 +47,16 @@ def by_rank(seq: Sequence) -> tuple[int, int, int]:
 class Scheduler:
     """The sequences of the loop. Belongs to the loop's thread; the ledger and the lengths guard themselves."""
 
-    def __init__(self, config: EngineConfig, layout: KVLayout, ledger: Ledger, shares: Shares, lengths: OutputLengths):
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout, ledger: Ledger, shares: Shares, lengths: OutputLengths,
+        copies: Copies,
+    ):  # fmt: skip
         self.config = config
         self.layout = layout
         self.ledger = ledger
         self.shares = shares
         self.lengths = lengths
+        self.copies = copies
         self.waiting: list[Sequence] = []  # both in rank order
         self.running: list[Sequence] = []
         assert config.max_model_len is not None, "the config is resolved"
@@ -67,11 +71,12 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, seq: Sequence) -> None:
-        """A decoding sequence that has its blocks joins at once; any other waits its turn."""
+        """A decoding sequence that has its blocks, and its state, joins at once; any other waits its turn."""
         self._tenants[seq.group.tenant] += 1
         now = self._seen[seq.group.tenant] = time.monotonic()
         self._seen = {tenant: at for tenant, at in self._seen.items() if now - at < _SEEN_S}
-        ready = seq.remaining == 1 and seq.block_ids and len(self.running) < self.config.max_num_seqs
+        has_state = self.ledger.states is None or seq.recurrent.is_ready
+        ready = seq.remaining == 1 and seq.block_ids and has_state and len(self.running) < self.config.max_num_seqs
         insort(self.running if ready else self.waiting, seq, key=by_rank)
 
     def remove(self, seq: Sequence) -> None:
@@ -201,6 +206,8 @@ class Scheduler:
         """As many of the sequence's tokens as fit, up to a span's end or the sequence's; None when that is none."""
         begin = self._begin(seq)
         end = min(seq.num_tokens, begin + budget)
+        if self.ledger.states is not None:
+            end = min(end, seq.next_checkpoint(begin, self.config.checkpoint_tokens))
         if end < seq.num_tokens:
             end -= end % SPAN_TOKENS
         return Slice(seq, begin, end) if end > begin else None
@@ -254,7 +261,15 @@ class Scheduler:
             if victim is None:
                 return False
             self.park(victim)
-        return self._take(seq, missing)
+        return self._take(seq, missing) and self._enter_state(seq)
+
+    def _enter_state(self, seq: Sequence) -> bool:
+        """A state block, where the model has such; what waits behind it gives way."""
+        while not seq.recurrent.enter(self.ledger.states, seq.group.holder, self.copies.state):
+            if (victim := self._last(self.waiting, seq)) is None:
+                return False
+            self.park(victim)
+        return True
 
     def _fits(self, seq: Sequence, missing: int, more: int = 0) -> bool:
         """Return whether `missing` blocks can be taken. Promised ones always can; others must leave one unit to grow
@@ -277,23 +292,9 @@ class Scheduler:
         """Units that came into the cache since the sequence was admitted, or that are left of it since it parked."""
         if seq.group.is_held or seq.num_computed != len(seq.block_ids) * self.layout.block_size:
             return
-        if not seq.group.reads_cache:
+        if not seq.group.reads_cache or seq.recurrent.is_ready:
             return
-        with self.ledger.lock:
-            seq.name_spans(seq.num_tokens)
-            found = self.ledger.find(seq.hashes, seq.num_tokens)[len(seq.block_ids) :]
-            promised = min(len(found), seq.reserve)
-            self.ledger.unreserve(promised)
-            if not self.ledger.share(found, Holder.RUNNING):
-                self.ledger.reserve(promised)
-                return
-            seq.reserve -= promised
-            seq.block_ids += found
-            seq.block_table = None
-            seq.num_computed = len(seq.block_ids) * self.layout.block_size
-            seq.num_sealed = seq.num_computed // self.ledger.cache.unit_tokens
-            if seq.group.launched_at is None:
-                seq.group.num_cached_tokens = seq.num_computed
+        seq.extend_prefix(self.ledger, self.layout.block_size)
 
     def park(self, seq: Sequence) -> None:
         """Preemption: blocks back, record kept, the same place in the queue."""
@@ -367,7 +368,7 @@ class Scheduler:
 
     # ---- choices ----
 
-    def fork(self, trunk: Sequence, first_tokens: list[FirstToken], copy_block: Callable[[int, int], None]) -> None:
+    def fork(self, trunk: Sequence, first_tokens: list[FirstToken]) -> None:
         """Fork the prompt into its live choices (at least one), each with its first token. They share the full blocks;
         the tail is copied. A choice that finds no block for its tail starts parked."""
         group, prompt = trunk.group, list(trunk.token_ids)
@@ -376,7 +377,8 @@ class Scheduler:
         ]
         group.live += others
         for seq in others:
-            self._share_prompt(trunk, seq, copy_block)
+            trunk.share_prompt(seq, self.ledger, self.layout.block_size, self.copies)
+        trunk.recurrent.unpromise(self.ledger.states)
         trunk.choice = first_tokens[0].choice
         trunk.rank = (*trunk.rank[:2], trunk.choice)
         trunk.token_ids.append(first_tokens[0].token_id)
@@ -385,16 +387,3 @@ class Scheduler:
             seq.reserve = share
             trunk.reserve -= share
             self.add(seq)
-
-    def _share_prompt(self, trunk: Sequence, seq: Sequence, copy_block: Callable[[int, int], None]) -> None:
-        num_full, tail = divmod(trunk.num_computed, self.layout.block_size)
-        reserved = min(bool(tail), trunk.reserve)
-        own = self.ledger.allocate(bool(tail), Holder.RUNNING, reserved)
-        if own is None:
-            return
-        trunk.reserve -= reserved
-        self.ledger.share(trunk.block_ids[:num_full], Holder.RUNNING)
-        seq.block_ids = trunk.block_ids[:num_full] + own
-        seq.num_computed, seq.num_sealed = trunk.num_computed, trunk.num_sealed
-        if own:
-            copy_block(trunk.block_ids[num_full], own[0])

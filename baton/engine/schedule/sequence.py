@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from baton.engine.adapters.adapters import Adapter
 from baton.engine.core.pooling import Pool
 from baton.engine.core.request import DecodeReport, FinishReason, Request, TokenLogprobs
 from baton.engine.kv.ledger import Holder, Ledger
+from baton.engine.kv.sequence_state import CopyState, SequenceState
 from baton.engine.sampling.step_masks import StepMasks, step_masks
 from baton.engine.schedule.states import GroupState
 from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
@@ -19,6 +21,13 @@ from kvtransfer.naming import HASH_BYTES, SPAN_TOKENS, SpanHash, span_hash
 NO_PARENT = bytes(HASH_BYTES)
 _NUM_PREEMPTION_STAMPS = 16
 _arrivals = count()
+
+
+class Copies(NamedTuple):
+    """Copy within the pool, between steps."""
+
+    block: Callable[[int, int], None]
+    state: CopyState
 
 
 class Sequence:
@@ -33,7 +42,7 @@ class Sequence:
 
     __slots__ = (
         "group", "choice", "token_ids", "num_computed", "block_ids", "reserve", "num_sealed", "hashes", "rank",
-        "block_table", "draft_ids", "masks", "_cursor",
+        "block_table", "recurrent", "draft_ids", "masks", "_cursor",
     )  # fmt: skip
 
     def __init__(self, group: "Group", choice: int, token_ids: list[int], hashes: list[bytes]):
@@ -47,6 +56,7 @@ class Sequence:
         self.num_sealed = 0  # units
         self.rank = (-group.request.priority, group.arrival, choice)  # lowest goes first, highest parks first
         self.block_table = None  # block_ids as a tensor; the runner's
+        self.recurrent = SequenceState()
         self.draft_ids: list[int] = []  # proposed behind its last token, for the step in flight
         self.masks: StepMasks | None = None  # of a constraint, for the step in flight
         self._cursor: GrammarCursor | None = None
@@ -85,12 +95,71 @@ class Sequence:
                 ledger.seal(tuple(spans), tuple(block_ids))
         self.num_sealed = num_units
 
+    def extend_prefix(self, ledger: Ledger, block_size: int) -> None:
+        """Share what the cache holds behind its blocks, which are all computed; none of it where that is promised to
+        others."""
+        with ledger.lock:
+            self.name_spans(self.num_tokens)
+            found = ledger.find(self.hashes, self.num_tokens)[len(self.block_ids) :]
+            promised = min(len(found), self.reserve)
+            ledger.unreserve(promised)
+            if not ledger.share(found, Holder.RUNNING):
+                ledger.reserve(promised)
+                return
+            num_tokens = (len(self.block_ids) + len(found)) * block_size
+            if found and not self.recurrent.pin(ledger, self.hashes, num_tokens, Holder.RUNNING):
+                ledger.release(found, Holder.RUNNING)
+                ledger.reserve(promised)
+                return
+            self.reserve -= promised
+            self.block_ids += found
+            self.block_table = None
+            self.num_computed = num_tokens
+            self.num_sealed = self.num_computed // ledger.cache.unit_tokens
+            if self.group.launched_at is None:
+                self.group.num_cached_tokens = self.num_computed
+
     def give_back(self, ledger: Ledger) -> None:
         """Release its blocks and its promise; whole units of it stay in the cache."""
         with ledger.lock:
             ledger.release(self.block_ids, self.group.holder)
             ledger.unreserve(self.reserve)
+            self.recurrent.give_back(ledger.states, self.group.holder)
             self.block_ids, self.reserve, self.num_computed, self.num_sealed, self.block_table = [], 0, 0, 0, None
+
+    def share_prompt(self, other: "Sequence", ledger: Ledger, block_size: int, copies: "Copies") -> None:
+        """Give another choice the blocks of the prompt: full ones are shared, the tail is copied, and so is the state. It
+        gets none where there is no block for its own."""
+        num_full, tail = divmod(self.num_computed, block_size)
+        if not self.recurrent.fork(other.recurrent, ledger.states, copies.state):
+            return
+        reserved = min(bool(tail), self.reserve)
+        own = ledger.allocate(bool(tail), Holder.RUNNING, reserved)
+        if own is None:
+            other.recurrent.give_back(ledger.states, Holder.RUNNING)
+            return
+        self.reserve -= reserved
+        ledger.share(self.block_ids[:num_full], Holder.RUNNING)
+        other.block_ids = self.block_ids[:num_full] + own
+        other.num_computed, other.num_sealed = self.num_computed, self.num_sealed
+        if own:
+            copies.block(self.block_ids[num_full], own[0])
+
+    def next_checkpoint(self, begin: int, step: int) -> int:
+        """Return the first place behind token `begin` where its state is kept: every `step` tokens, and behind the last
+        span that may be found for the same prompt again."""
+        last, regular = (self.num_tokens - 1) // SPAN_TOKENS * SPAN_TOKENS, (begin // step + 1) * step
+        return last if begin < last < regular else regular
+
+    def passed(self, begin: int, end: int, ledger: Ledger, step: int, copies: "Copies") -> None:
+        """Its tokens [begin, end) are computed: name what is whole, and keep the state where one is kept."""
+        self.num_computed = end
+        self.seal(ledger)
+        self.recurrent.num_pending = 0
+        if ledger.states is not None and self.group.is_named and end == self.next_checkpoint(begin, step):
+            self.name_spans(end)
+            with ledger.lock:
+                self.recurrent.keep(ledger.states, self.hashes[end // SPAN_TOKENS - 1], copies.state)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Append its next token; return why the choice ends with it, or None."""

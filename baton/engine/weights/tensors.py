@@ -1,6 +1,6 @@
 """The tensors of a Hugging Face folder by name: safetensors files, mapped; nothing is read before it is asked for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 class Weights:
     """Tensors of one file or of several shards; `read_bytes`: of those that were read."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, renamed: Sequence[tuple[str, str]] = ()):
+        """`renamed`: beginnings of names as they are asked for, and as the files have them."""
         self.folder = folder
         self._source = folder / (INDEX if (folder / INDEX).exists() else SINGLE)
         self._files: dict[str, tuple[Path, Any]] = {}
@@ -34,7 +35,7 @@ class Weights:
         self._check_index()
         # A decoder that was saved without what stands before and behind it, as embedding models are.
         is_bare = BARE in self._files and not any(name.startswith(BASE) for name in self._files)
-        self._stored = {BASE + name if is_bare else name: name for name in self._files}
+        self._stored = {BASE + name if is_bare else _asked(name, renamed): name for name in self._files}
         self._files = {name: self._files[stored] for name, stored in self._stored.items()}
 
     def __contains__(self, name: str) -> bool:
@@ -102,6 +103,14 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
         return sorted(folder / name for name in set(_weight_map(folder).values()))
     return [folder / SINGLE]
+
+
+def _asked(stored: str, renamed: Sequence[tuple[str, str]]) -> str:
+    """Return the name by which a stored tensor is asked for."""
+    for ours, theirs in renamed:
+        if stored.startswith(theirs):
+            return ours + stored.removeprefix(theirs)
+    return stored
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -86,6 +86,7 @@ class Handoff:
             request.chain_parent,
             taker,
             num_ready_tokens=acceptance.num_cached_tokens,
+            states=acceptance.states,
         )
         failpoints.hit("prefill.accepted")
         return self._leased(leg, offer, on_over)
@@ -96,8 +97,9 @@ class Handoff:
         """Lease whole spans that are here already."""
         num_tokens = acceptance.num_cached_tokens
         offer = self._source.offer(
-            leg.key, acceptance.blocks, num_tokens, span_hashes, span_hashes[-1], taker, num_ready_tokens=num_tokens
-        )
+            leg.key, acceptance.blocks, num_tokens, span_hashes, span_hashes[-1], taker, num_ready_tokens=num_tokens,
+            states=acceptance.states,
+        )  # fmt: skip
         self._source.finish(leg.key)
         return self._leased(leg, offer, on_over)
 

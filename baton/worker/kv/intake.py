@@ -45,6 +45,13 @@ class EngineBlocks:
         except LookupError:
             raise KeyEnded from None
 
+    def state_block(self) -> BlockRef:
+        try:
+            (block,) = self._engine.admission.state_blocks(self._key)
+        except LookupError:
+            raise KeyEnded from None
+        return block
+
     def verified(self, upto_token: int) -> None:
         try:
             self._engine.admission.verified(self._key, upto_token)

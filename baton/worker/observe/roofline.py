@@ -40,7 +40,8 @@ Product = Callable[[int], Callable[[], object]]  # takes rows, returns a product
 class Cost:
     """Bytes and FLOPs of an engine's work, by the shapes of its model; what any kernel needs at least.
 
-    bytes   the linear weights once a step, of experts those that its tokens choose, at most all; the KV of every sequence's context, and of what is new, once
+    bytes   the linear weights once a step, of experts those that its tokens choose, at most all; the KV of every sequence's context, and of what is new, once;
+            a sequence's state read and written once a step
     FLOPs   2 a weight and token (the head: a drawn row); 4 an element of a query for each position that it sees"""
 
     def __init__(self, engine: Engine):
@@ -48,17 +49,23 @@ class Cost:
         query_size = spec.num_heads * spec.head_dim
         self._token_flops = 2 * spec.num_layer_weights(chosen_only=True)
         self._row_flops = 2 * spec.hidden_size * spec.vocab_size
-        self._pair_flops = 4 * spec.num_layers * query_size
+        self._pair_flops = 4 * len(spec.kv_layers) * query_size
         num_bytes = engine.runner.model.weights.num_bytes
         per_weight = num_bytes / (spec.num_layer_weights() + spec.hidden_size * spec.vocab_size)
         self._expert_bytes = per_weight * spec.num_expert_weights()
         self._chosen_bytes = per_weight * spec.num_expert_weights(chosen_only=True)  # by one token
         self._step_bytes = num_bytes - self._expert_bytes
         self._token_bytes = layout.block_bytes / layout.block_size
+        self._state_bytes = 2 * layout.state_bytes
 
     def bytes_per_s(self, rates: WorkRates) -> float:
         experts = min(rates.tokens * self._chosen_bytes, rates.steps * self._expert_bytes)
-        return rates.steps * self._step_bytes + experts + rates.kv_tokens * self._token_bytes
+        return (
+            rates.steps * self._step_bytes
+            + experts
+            + rates.kv_tokens * self._token_bytes
+            + rates.rows * self._state_bytes
+        )
 
     def flops_per_s(self, rates: WorkRates) -> float:
         return rates.tokens * self._token_flops + rates.rows * self._row_flops + rates.pairs * self._pair_flops

@@ -128,7 +128,7 @@ def start(name: str, form: str, role: str, worker: Allocator, num_workers: int) 
         model = make_model(name, form, config.kv_dtype, config.batch_invariant, CONTEXT)
         others = weight_bytes(whole, form) - weight_bytes(spec, form)
         model.others = torch.empty(others, dtype=torch.uint8, device=META)
-        model.kv_group = whole.kv_group
+        model.kv_layout = whole.kv_layout
         backend = model.attention
         backend._wanted, backend._most = (
             each * PROCESSORS for each in (PROGRAMS_PER_PROCESSOR, MAX_PROGRAMS_PER_PROCESSOR)

@@ -12,7 +12,7 @@ from baton.engine.schedule.inbox import Enter, Inbox, Start
 from baton.engine.schedule.lifecycle import TABLE, Ending, GroupLifecycle
 from baton.engine.schedule.output_lengths import OutputLengths
 from baton.engine.schedule.scheduler import Scheduler
-from baton.engine.schedule.sequence import Group
+from baton.engine.schedule.sequence import Copies, Group
 from baton.engine.schedule.states import GroupEvent, GroupState
 from baton.engine.schedule.tenant_shares import Shares
 from kvtransfer.layout import KVGroup, KVLayout
@@ -22,6 +22,8 @@ E, S = GroupEvent, GroupState
 NUM_BLOCKS, NUM_TOKENS, BLOCK_SIZE = 64, 150, 16
 KEY, OTHER = Key("one"), Key("other")
 FIRST = (FirstToken(0, 7),)
+
+
 OPENING = (E.ADMIT, E.ACCEPT, E.ACCEPT_PREFIX, E.OFFER)
 IN_FETCH = (E.FETCH, E.SET_ASIDE, E.VERIFY, E.START, E.COMPUTE_REST)
 WAIT_HERE = (E.ADMIT, E.COMPUTE_REST, E.ENTER)
@@ -36,6 +38,10 @@ PATHS = {  # as an admitted or offered key, and where there is one as a prefill 
 }  # fmt: skip
 
 
+def no_copy(source: int, target: int) -> None:
+    """There is nothing in these blocks."""
+
+
 class Bench:
     """The lifecycle of groups without a model; `group` is the one that receives the events."""
 
@@ -44,7 +50,7 @@ class Bench:
         layout = KVLayout((KVGroup("paged", 1, 1, 8, "fp32", BLOCK_SIZE),))
         self.ledger, self.inbox, groups, lengths = Ledger(NUM_BLOCKS, BLOCK_SIZE), Inbox(), Groups(), OutputLengths()
         shares = Shares(config, layout, self.ledger, groups)
-        self.scheduler = Scheduler(config, layout, self.ledger, shares, lengths)
+        self.scheduler = Scheduler(config, layout, self.ledger, shares, lengths, Copies(no_copy, no_copy))
         self.lifecycle = GroupLifecycle(layout, self.ledger, self.inbox, groups, self.scheduler)
         self.admission = Admission(config, layout, self.lifecycle, shares, lengths)
         self.request = make_request(KEY.request_id, list(range(1, NUM_TOKENS + 1)), 20)
@@ -78,7 +84,7 @@ class Bench:
             return self.open(event)
         group = self.group or Group(self.request, Holder.RUNNING)
         if event is E.JOIN and group.state is S.WAITING and group.prefilled:
-            self.scheduler.fork(group.trunk, list(FIRST), lambda src, dst: None)
+            self.scheduler.fork(group.trunk, list(FIRST))
         if event is E.LAUNCH and group.state is S.WAITING and group.trunk in self.scheduler.waiting:
             self.scheduler.schedule()
         subject = {

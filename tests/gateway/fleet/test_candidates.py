@@ -57,6 +57,19 @@ def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill
     link._become(LinkState.SERVING, "")
 
 
+def test_a_prefix_counts_in_whole_steps_between_checkpoints():
+    registry = fleet(1)
+    link = registry.links[0]
+    for step, expected in ((0, 576), (64, 576), (512, 512), (1024, 0)):
+        hello = pb.Hello()
+        hello.CopyFrom(link.hello)
+        hello.checkpoint_tokens = step
+        link.note_hello(hello)
+        registry.candidates._facts.clear()
+        (seen,) = registry.candidates.seen([link], held({link.worker_id: 9}))
+        assert seen.num_matched_tokens == expected
+
+
 def test_the_holder_is_found_among_many():
     registry = fleet(300)
     holder = registry.prefill[217]

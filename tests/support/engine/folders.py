@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
-from kvtransfer.layout import KVLayout
 
 SMALL = dict(
     vocab_size=199,
@@ -63,6 +62,19 @@ LATENT |= dict(
 )
 GROUPS = dict(n_group=4, topk_group=2, n_shared_experts=2)
 ALL_DIM = {"mscale": 1.0, "mscale_all_dim": 0.8}
+HYBRID = dict(num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"], pad_token_id=0)
+SHARED_MLP = dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=36)
+MULTIPLIERS = dict(
+    embedding_multiplier=1.5, lm_head_multiplier=0.7, mlp_multipliers=[0.8, 1.2], key_multiplier=0.6,
+    attention_out_multiplier=1.1, attention_in_multiplier=0.9, ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+    ssm_in_multiplier=1.3, ssm_out_multiplier=0.8, mamba_d_ssm=128, pad_token_id=0,
+)  # fmt: skip
+NEMOTRON = dict(
+    hidden_size=64, head_dim=16, layers_block_type=["mamba", "mlp", "attention", "mlp", "mamba"], num_hidden_layers=5,
+    ssm_state_size=48, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, chunk_size=32, pad_token_id=0,
+)  # fmt: skip
+MAMBA2 = dict(hidden_size=64, num_heads=8, head_dim=16, state_size=48, n_groups=2, expand=2, chunk_size=32)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=48, mamba_expand=2, mamba_chunk_size=32, hidden_size=64)
 EXPERTS = dict(moe_intermediate_size=28, num_experts_per_tok=3)
 
 # name -> (transformers' prefix, what differs from SMALL)
@@ -111,6 +123,16 @@ FAMILIES = {
     "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | dict(rope_parameters=THETA | YARN | ALL_DIM)),
     "kimi-k2": ("DeepseekV3", LATENT | dict(n_group=1, topk_group=1, n_shared_experts=1, attention_bias=True)),
     "gpt-oss": ("GptOss", GPT_OSS | dict(num_local_experts=6, num_experts_per_tok=3)),
+    "mamba2": ("Mamba2", MAMBA2),
+    "granite-4": (
+        "GraniteMoeHybrid",
+        GRANITE | MAMBA | HYBRID | dict(num_local_experts=0, shared_intermediate_size=90),
+    ),
+    "granite-4-moe": ("GraniteMoeHybrid", GRANITE | MAMBA | HYBRID | SHARED_MLP | dict(position_embedding_type="rope")),
+    "falcon-h1": ("FalconH1", MAMBA | MULTIPLIERS),
+    "falcon-h1-norm": ("FalconH1", MAMBA | MULTIPLIERS | dict(mamba_rms_norm=True, mamba_n_groups=2)),
+    "nemotron-h": ("NemotronH", NEMOTRON),
+    "bamba": ("Bamba", MAMBA | dict(mamba_n_groups=2, attn_layer_indices=[1], mamba_conv_bias=False)),
 }
 
 # One of each kind of layer: what all of them is walked through by tests/engine/models/test_families_served.py.
@@ -180,9 +202,14 @@ class Hand:
 
     def __init__(self, model: Model, form: str = "fp32", block_size: int = 16, num_blocks: int = 400):
         self.model = model
-        self.pool = KVPool(KVLayout((model.kv_group(form, block_size),)), num_blocks, device=model.device)
+        layout = model.kv_layout(form, block_size)
+        num_states = 8 if layout.state is not None else 0
+        self.pool = KVPool(layout, num_blocks, device=model.device, num_states=num_states)
         # What a block held before must not matter.
         self.pool.bytes.fill_(255)  # NaN in every form, or in its scales
+        if self.pool.states is not None:
+            for state_id in range(num_states):
+                self.pool.states.of(state_id).fill_(float("nan"))
         self._free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
         self.block_ids: dict[str, list[int]] = {}
         self.num_tokens: dict[str, int] = {}
@@ -197,7 +224,8 @@ class Hand:
             blocks = self.block_ids.setdefault(name, [])
             while len(blocks) * size < end:
                 blocks.append(self._free.pop())
-            seqs.append(SeqSlice(len(token_ids), len(new_ids), end, torch.tensor(blocks)))
+            state = StateRows(list(self.block_ids).index(name)) if self.pool.states is not None else None
+            seqs.append(SeqSlice(len(token_ids), len(new_ids), end, torch.tensor(blocks), state))
             token_ids += new_ids
             positions += range(begin, end)
             slots += [blocks[position // size] * size + position % size for position in range(begin, end)]

@@ -214,6 +214,8 @@ def hand_over(prefill: Engine, decode: Engine, requests: Sequence[Request]) -> t
         num_tokens, skip = len(request.token_ids), num_cached // decode.layout.block_size
         refs = decode.admission.set_aside(request.key, num_tokens)
         copy_kv(prefill, acceptance.blocks[skip:], decode, refs[skip:])
+        for mine, theirs in zip(decode.admission.state_blocks(request.key), acceptance.states, strict=True):
+            decode.pool.states.of(mine.block_id).copy_(prefill.pool.states.of(theirs.block_id))
         decode.admission.verified(request.key, num_tokens)
         decode.admission.fetch_settled(request.key)
         decode.admission.start(request.key, going_on(firsts[request.key].first))

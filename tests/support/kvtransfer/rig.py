@@ -22,6 +22,7 @@ from tests.support.pace import patience
 NUMERICS = "0123456789abcdef/bf16/bf16/bf16/tp1/exact"
 IDENTITY = SourceIdentity(b"prefill-0", 11, bytes(32), NUMERICS)
 NUM_BLOCKS = 40
+NUM_STATES = 5
 NUM_TOKENS = 300  # four spans and a tail of 44
 TRANSPORTS = ("inproc", "cuda_ipc", "shm", "tcp", "grpc", *(("nixl",) if find_package() else ()))
 
@@ -70,8 +71,8 @@ class FaultySource(Source):
 class Destination:
     """Blocks of the taker's pool, in an order of their own."""
 
-    def __init__(self, blocks, num_cached_tokens=0):
-        self.blocks = blocks
+    def __init__(self, blocks, num_cached_tokens=0, state=0):
+        self.blocks, self.state = blocks, state
         self.num_cached_tokens = num_cached_tokens
         self.asked: list[int] = []
         self.upto: list[int] = []
@@ -79,6 +80,9 @@ class Destination:
     def set_aside(self, upto_token):
         self.asked.append(upto_token)
         return self.blocks
+
+    def state_block(self):
+        return BlockRef(self.state, 1)
 
     def verified(self, upto_token):
         self.upto.append(upto_token)
@@ -101,7 +105,7 @@ class Rig:
         self.address = Address(socket_folder=source_folder or default_parent())
         self.layout = shape
         self.taker_layout = taker_shape or shape
-        self.regions = [Region.create(NUM_BLOCKS * each.block_bytes) for each in (shape, self.taker_layout)]
+        self.regions = [Region.create(_pool_bytes(each)) for each in (shape, self.taker_layout)]
         self.rooms = [make and make(region) for make, region in zip(rooms, self.regions)]
         self.gpus: list = [None, None]
         if on_gpu is None:
@@ -120,12 +124,15 @@ class Rig:
         )
         self.source_pool[:] = rng.integers(0, 256, len(self.source_pool), dtype=np.uint8)
         self.generation = dict.fromkeys(range(NUM_BLOCKS), 5)
+        self.state_generation = dict.fromkeys(range(NUM_STATES), 9)
+        self.source_state, self.taker_state = 3, 1  # of layouts with a state
         self.released: list = []
         self.endings: dict = {}
         self.source = FaultySource(
             self.regions[0].memory, shape, IDENTITY, local_host_id(source_folder), self.on_release,
             generations=self.generation.__getitem__, region=self.regions[0], lease_ttl_s=ttl_s,
             transports=("auto", *self.transports), device=self.gpus[0] and self.gpus[0].device, room=self.rooms[0],
+            state_generations=self.state_generation.__getitem__,
         )  # fmt: skip
         self.fetchers: list[Fetcher] = []
         self.fetcher = self.make_fetcher(b"decode-0", 22)
@@ -152,7 +159,8 @@ class Rig:
         taker = (fetcher or self.fetcher).taker()
         hashes = span_hashes(num_tokens)
         parent = hashes[-1] if hashes else bytes(32)
-        return self.source.offer(key, blocks, num_tokens, hashes, parent, taker, num_ready_tokens)
+        states = [BlockRef(self.source_state, 9)] if self.layout.state else []
+        return self.source.offer(key, blocks, num_tokens, hashes, parent, taker, num_ready_tokens, states=states)
 
     def ready_offer(self, key="k", num_tokens=NUM_TOKENS) -> Offer:
         offer = self.offer(key, num_tokens)
@@ -161,7 +169,8 @@ class Rig:
 
     def destination(self, num_tokens=NUM_TOKENS, num_cached_tokens=0) -> Destination:
         count = self.taker_layout.num_blocks(num_tokens)
-        return Destination([BlockRef(int(block), 1) for block in self.taker_ids[:count]], num_cached_tokens)
+        blocks = [BlockRef(int(block), 1) for block in self.taker_ids[:count]]
+        return Destination(blocks, num_cached_tokens, self.taker_state)
 
     async def fetch(self, offer: Offer, destination: Destination, within_s: float = 20.0):
         return await self.fetcher.fetch(offer.handle, offer.ticket, destination, time.monotonic() + within_s)
@@ -170,9 +179,15 @@ class Rig:
         """[tokens, layers * 2 * heads, row bytes] of a request, whatever blocks it is in."""
         group = (self.layout if pool is self.source_pool else self.taker_layout).groups[0]
         cells = group.num_layers * 2 * group.num_kv_heads
-        rows = pool.reshape(NUM_BLOCKS, -1)[:, : group.head_bytes].reshape(NUM_BLOCKS, cells, group.block_size, -1)
+        blocks = pool[: NUM_BLOCKS * group.block_bytes].reshape(NUM_BLOCKS, -1)
+        rows = blocks[:, : group.head_bytes].reshape(NUM_BLOCKS, cells, group.block_size, -1)
         positions = np.arange(begin, end)
         return rows[ids[positions // group.block_size], :, positions % group.block_size]
+
+    def state(self, pool: np.ndarray) -> np.ndarray:
+        """Return the bytes of the request's state: blocks of states stand at the end, the first one last."""
+        size, index = self.layout.state_bytes, self.source_state if pool is self.source_pool else self.taker_state
+        return pool[len(pool) - (index + 1) * size : len(pool) - index * size]
 
     def arrived(self, begin=0, end=NUM_TOKENS) -> bool:
         theirs = self.tokens(self.source_pool, self.source_ids, begin, end)
@@ -190,6 +205,10 @@ class Rig:
         async with asyncio.timeout(10):
             while self.released != list(keys):
                 await asyncio.sleep(0.005)
+
+
+def _pool_bytes(layout: KVLayout) -> int:
+    return layout.pool_bytes(NUM_BLOCKS, NUM_STATES if layout.state is not None else 0)
 
 
 @contextlib.asynccontextmanager

@@ -1,5 +1,5 @@
 """Projections that share their input and whose weights cannot be joined in one matrix (other bits, groups or
-orders)."""
+orders), and those whose outputs are multiplied by numbers of the model."""
 
 import torch
 from torch import Tensor
@@ -24,3 +24,20 @@ class JoinedLinear(LinearKernel):
 
     def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
         return torch.cat([part(x, largest) for part in self._parts], dim=1)
+
+
+class ScaledLinear(LinearKernel):
+    """A kernel whose outputs are each multiplied by a number."""
+
+    def __init__(self, kernel: LinearKernel, scale: Tensor):
+        """scale: [out_features], in the compute dtype."""
+        self._kernel, self._scale = kernel, scale
+        self.name, self.batch_invariant = kernel.name, kernel.batch_invariant
+        self.row_multiple, self.scaled_by_row = kernel.row_multiple, kernel.scaled_by_row
+
+    @property
+    def num_bytes(self) -> int:
+        return self._kernel.num_bytes
+
+    def __call__(self, x: Tensor, largest: Tensor | None = None) -> Tensor:
+        return self._kernel(x, largest).mul_(self._scale)

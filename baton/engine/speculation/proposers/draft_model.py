@@ -275,6 +275,8 @@ def load(folder: Path, model: Model, config: EngineConfig) -> DraftModel:
 
 def check_fit(folder: Path, draft: ModelSpec, target_folder: Path, target: ModelSpec) -> None:
     """ValueError, one line, unless the draft's tokens are the target's and it is the smaller one."""
+    if draft.state is not None:
+        raise ValueError(f"draft_model {folder}: its layers keep a state, which drafts do not; give another draft")
     if draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"draft_model {folder}: a vocabulary of {draft.vocab_size}, the model's is {target.vocab_size}; "

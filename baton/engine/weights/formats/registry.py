@@ -1,5 +1,6 @@
 """Recognize the format of a model: by the file's type, or quantization_config of its config.json."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,9 +29,12 @@ CHOICES = (AUTO, NONE, *ROUNDINGS)
 OLD_CONFIG = "quantize_config.json"  # beside config.json, what AutoGPTQ wrote before transformers knew it
 
 
-def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> WeightSource:
+def open_source(
+    path: Path, quantization: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int,
+    renamed: Sequence[tuple[str, str]] = (),
+) -> WeightSource:  # fmt: skip
     """The weights of a folder or a .gguf file. `quantization`: auto, what they are; none, unquantized or refused; or
-    a key of ROUNDINGS, for unquantized folders. Raises ModelError, and ValueError for what does not fit the model."""
+    a key of ROUNDINGS, for unquantized folders. `renamed`: as of Weights. Raises ModelError, and ValueError for what does not fit the model."""
     if quantization not in CHOICES:
         raise ValueError(f"quantization {quantization!r}: one of {', '.join(CHOICES)}")
     if is_gguf(path):
@@ -43,7 +47,7 @@ def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: in
         return GGUFFormat(GGUFFile(path), dtype, num_heads, num_kv_heads)
     config = quantization_config(path)
     if config is None:
-        weights = Weights(path)
+        weights = Weights(path, renamed)
         if quantization in ROUNDINGS:
             return RoundedFormat(weights, dtype, quantization)
         return DenseFormat(weights, dtype)
@@ -56,7 +60,7 @@ def open_source(path: Path, quantization: str, dtype: torch.dtype, num_heads: in
         )
     if quantization != AUTO:
         raise ValueError(f"quantization {quantization}: {path} is already quantized ({method}); leave it at auto")
-    return FORMATS[method](Weights(path), config, dtype)
+    return FORMATS[method](Weights(path, renamed), config, dtype)
 
 
 def quantization_config(folder: Path) -> dict | None:

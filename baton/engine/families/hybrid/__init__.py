@@ -1,0 +1,1 @@
+"""Families with layers that keep a state of fixed size, alone or among layers of attention."""

@@ -1,0 +1,54 @@
+"""Nemotron-H: each layer is Mamba-2, attention without positions, or an MLP without gate, alone behind its norm."""
+
+from baton.engine.core.model_spec import LayerSpec, ModelSpec, NormSpec, TensorNames
+from baton.engine.core.state_spec import Mamba2Spec
+from baton.engine.families.config import Config
+from baton.engine.families.hybrid.mamba2 import step_limit
+
+MAMBA, ATTENTION, MLP = "mamba", "attention", "mlp"
+TYPES = {
+    MAMBA: MAMBA, "linear_attention": MAMBA, "M": MAMBA,
+    ATTENTION: ATTENTION, "full_attention": ATTENTION, "*": ATTENTION,
+    MLP: MLP, "-": MLP,
+}  # fmt: skip
+NAMES = TensorNames(
+    before_attention="norm",
+    before_mlp="norm",
+    output="mixer.o_proj",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    state="mixer",
+    renamed=(
+        ("model.embed_tokens.", "backbone.embeddings."), ("model.norm.", "backbone.norm_f."), ("model.", "backbone."),
+        ("model.embed_tokens.", "model.embeddings."), ("model.norm.", "model.norm_f."),
+    ),
+)  # fmt: skip
+
+
+def nemotron_h(config: Config) -> ModelSpec:
+    config.refuse("mamba_hidden_act", "silu")
+    config.refuse("sliding_window")
+    eps, groups = config.number("layer_norm_epsilon", 1e-5), config.count("n_groups", 8)
+    state = Mamba2Spec(
+        config.count("mamba_num_heads", 128), config.count("mamba_head_dim", 64), groups,
+        config.count("ssm_state_size", 128), config.count("conv_kernel", 4), config.flag("use_conv_bias", True),
+        config.flag("use_bias"), step_limit(config), norm_groups=groups, eps=eps,
+    )  # fmt: skip
+    layers = {
+        MAMBA: LayerSpec(rope=None, has_attention=False, state=state, has_mlp=False),
+        ATTENTION: LayerSpec(rope=None, has_mlp=False),
+        MLP: LayerSpec(rope=None, has_attention=False),
+    }
+    given = config.values.get("layers_block_type") or config.values.get("layer_types")
+    types = list(given or config.values.get("hybrid_override_pattern") or ())
+    if len(types) != config.num_layers:
+        raise ValueError(f"layers_block_type names {len(types)} layers of {config.num_layers}")
+    if unknown := [kind for kind in types if kind not in TYPES]:
+        raise ValueError(f"layers_block_type: {unknown[0]!r:.40} is not supported, one of {', '.join(layers)}")
+    bias = config.flag("attention_bias")
+    return config.spec(
+        "nemotron_h", [], tuple(layers[TYPES[kind]] for kind in types), num_kv_heads=8, head_dim=128, norm=NormSpec(eps),
+        names=NAMES, unroped_context=config.count("max_position_embeddings", 4096), qkv_bias=bias, output_bias=bias,
+        mlp_bias=config.flag("mlp_bias"), gated=False, activation=config.activation("mlp_hidden_act", "relu2"),
+    )  # fmt: skip

@@ -1,0 +1,137 @@
+"""What one sequence holds of the state blocks: its own, that its tokens are folded into, and the checkpoint from which
+it goes on.
+
+    pinned ───────── enter ────────►  ready  ── give back ──► nothing
+    a checkpoint of the cache         a block of its own stands at num_computed,
+    fetching ─────── verified ─────►  the tokens of accepted proposals aside
+    bytes land in its own block
+"""
+
+from collections.abc import Callable, Sequence
+
+from baton.engine.kv.ledger import Holder, Ledger
+
+CopyState = Callable[[int, int], None]  # from one block to another, between steps
+
+
+class SequenceState:
+    """Of a model whose layers keep none it stays empty. Guarded as the blocks of its sequence are."""
+
+    __slots__ = ("block_id", "holder", "checkpoint_id", "reserve", "is_ready", "num_pending")
+
+    def __init__(self):
+        self.block_id: int | None = None
+        self.holder = Holder.FREE  # of its own block: its group's, or FETCHING
+        self.checkpoint_id: int | None = None  # pinned, until `enter` has copied it
+        self.reserve = 0  # blocks promised and not yet taken
+        self.is_ready = False
+        self.num_pending = 0  # accepted proposals that the block has not taken in yet
+
+    def held(self, holder: Holder) -> list[tuple[Holder, list[int]]]:
+        """Return the blocks that it holds, by holder; `holder`: its group's."""
+        held = [(self.holder, self.block_id), (holder, self.checkpoint_id)]
+        return [(each, [block_id]) for each, block_id in held if block_id is not None]
+
+    def pin(self, ledger: Ledger, span_hashes: Sequence[bytes], num_tokens: int, holder: Holder) -> bool:
+        """Hold the checkpoint of a cached prefix, in place of one that it held. False where all free blocks are promised
+        to others."""
+        found = ledger.checkpoint(span_hashes, num_tokens)
+        if found is None or ledger.states is None:
+            return True
+        if not ledger.states.share([found], holder):
+            return False
+        self._unpin(ledger.states, holder)
+        self.checkpoint_id = found
+        return True
+
+    def promise(self, states: Ledger | None, num: int) -> bool:
+        """Reserve blocks, one for each choice. False where they are not there."""
+        if states is None or not states.reserve(num):
+            return states is None
+        self.reserve += num
+        return True
+
+    def take(self, states: Ledger | None, holder: Holder) -> bool:
+        """Take a block of its own, from its promise first. False where there is none."""
+        if states is None or self.block_id is not None:
+            return True
+        reserved = min(1, self.reserve)
+        block_ids = states.allocate(1, holder, reserved)
+        if block_ids is None:
+            return False
+        self.block_id, self.holder = block_ids[0], holder
+        self.reserve -= reserved
+        return True
+
+    def verified(self, states: Ledger | None, holder: Holder) -> None:
+        """What was fetched into its own block is verified: the state stands behind it."""
+        if states is not None:
+            self.settle(states, holder)
+            self._unpin(states, holder)
+            self.is_ready = True
+
+    def settle(self, states: Ledger | None, holder: Holder) -> None:
+        """No byte lands in its own block any more."""
+        if states is not None and self.block_id is not None and self.holder is Holder.FETCHING:
+            states.move([self.block_id], Holder.FETCHING, holder)
+            self.holder = holder
+
+    def take_fetching(self) -> list[int]:
+        """Give up a block that bytes may still land in; the caller gives it back."""
+        if self.block_id is None or self.holder is not Holder.FETCHING:
+            return []
+        block_id, self.block_id = self.block_id, None
+        return [block_id]
+
+    def enter(self, states: Ledger | None, holder: Holder, copy: CopyState) -> bool:
+        """Take a block and go on from the checkpoint. False where there is no block."""
+        if states is None or not self.take(states, holder):
+            return states is None
+        if self.checkpoint_id is not None:
+            copy(self.checkpoint_id, self.block_id)
+            self._unpin(states, holder)
+        self.is_ready = True
+        return True
+
+    def fork(self, other: "SequenceState", states: Ledger | None, copy: CopyState) -> bool:
+        """Give another choice a block with the same state, from its own promise. False where there is none."""
+        if states is None:
+            return True
+        other.reserve, self.reserve = min(1, self.reserve), self.reserve - min(1, self.reserve)
+        if not other.take(states, Holder.RUNNING):
+            return False
+        copy(self.block_id, other.block_id)
+        other.is_ready = True
+        return True
+
+    def keep(self, states: Ledger, name: bytes, copy: CopyState) -> None:
+        """Make a checkpoint of the state as it is, named by the span before it; none where it has one, or no block is left
+        for it."""
+        if states.cache.get(name):
+            return
+        block_ids = states.allocate(1, Holder.RUNNING)
+        if block_ids is not None:
+            copy(self.block_id, block_ids[0])
+            states.seal((name,), tuple(block_ids))
+            states.release(block_ids, Holder.RUNNING)
+
+    def unpromise(self, states: Ledger | None) -> None:
+        """Give back what was promised."""
+        if states is not None:
+            states.unreserve(self.reserve)
+            self.reserve = 0
+
+    def give_back(self, states: Ledger | None, holder: Holder) -> None:
+        """Release all of it."""
+        if states is None:
+            return
+        self.unpromise(states)
+        self._unpin(states, holder)
+        if self.block_id is not None:
+            states.release([self.block_id], self.holder)
+        self.block_id, self.is_ready, self.num_pending = None, False, 0
+
+    def _unpin(self, states: Ledger, holder: Holder) -> None:
+        if self.checkpoint_id is not None:
+            states.release([self.checkpoint_id], holder)
+            self.checkpoint_id = None

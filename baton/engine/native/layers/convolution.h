@@ -1,0 +1,87 @@
+// What layers with a state share: segments of sequences, and the short convolution in front of the recurrence.
+//
+// A state block holds of each layer the last inputs of the convolution (its tail), then the recurrence's own state, fp32.
+// A token is folded into it by the same operations in the same order wherever a chunk begins, so that reading a prompt in
+// pieces, or again, gives the same bits as decoding it.
+#pragma once
+
+#include "../vector.h"
+
+namespace baton {
+
+// One sequence's share of a step: rows [query_start, query_start + query_len). Before them `num_pending` rows out of
+// `drafts` are folded, which a step before computed as proposals and which are certain now. The state is kept as it
+// stands behind the first num_certain rows; the rest are proposals, whose inputs go to `drafts`.
+struct Segment {
+  int64_t query_start, query_len, num_certain, num_pending;
+  int64_t begins;  // at its first token: what the block holds is another sequence's
+  float* state;
+  float* drafts;  // null where nobody proposes
+
+  int64_t num_rows() const { return num_pending + query_len; }
+  int64_t kept() const { return num_pending + num_certain; }  // the state is kept behind so many rows
+};
+
+// Channels [first, first + size) of projected rows go through the convolution: [taps][size] weights, oldest tap first.
+struct Convolution {
+  int64_t kind, first, size, taps, row_size;  // row_size: elements of a projected row
+  int64_t num_scalars, first_scalar;           // of a row, that drafts keep beside their channels
+  const float *weight, *bias;                  // bias null: none
+};
+
+inline float read1(int64_t kind, const void* from, int64_t index) {
+  if (kind == FP32) return ((const float*)from)[index];
+  const uint16_t half = ((const uint16_t*)from)[index];
+  return kind == BF16 ? from_bf16(half) : from_fp16(half);
+}
+
+inline V16 silu16(V16 x) { return x / (power_of_two(min16(x * -1.44269504f, all16(127.0f))) + 1.0f); }
+
+// A segment's inputs in fp32: the tail, then its rows; and the scalars of its rows.
+struct Inputs {
+  float *channels, *scalars;  // [taps - 1 + num_rows][size], [num_rows][num_scalars]
+
+  static int64_t floats(const Convolution& conv, const Segment& segment) {
+    return (conv.taps - 1 + segment.num_rows()) * conv.size + (segment.num_rows() * conv.num_scalars + 15) / 16 * 16;
+  }
+
+  void read(const Convolution& conv, const Segment& segment, const void* rows) const {
+    const int64_t tail = (conv.taps - 1) * conv.size, draft = conv.size + conv.num_scalars;
+    if (segment.begins) std::memset(channels, 0, tail * 4);
+    else std::memcpy(channels, segment.state, tail * 4);
+    for (int64_t t = 0; t < segment.num_rows(); t++) {
+      float *to = channels + tail + t * conv.size, *scalar = scalars + t * conv.num_scalars;
+      if (t < segment.num_pending) {
+        std::memcpy(to, segment.drafts + t * draft, conv.size * 4);
+        std::memcpy(scalar, segment.drafts + t * draft + conv.size, conv.num_scalars * 4);
+        continue;
+      }
+      const int64_t at = (segment.query_start + t - segment.num_pending) * conv.row_size;
+      for (int64_t i = 0; i < conv.size; i += 16) store16(to + i, read16(conv.kind, rows, at + conv.first + i));
+      for (int64_t i = 0; i < conv.num_scalars; i++) scalar[i] = read1(conv.kind, rows, at + conv.first_scalar + i);
+    }
+  }
+
+  // Behind `read` of the whole segment: the tail of what is kept, and the inputs of proposals.
+  void keep(const Convolution& conv, const Segment& segment) const {
+    const int64_t tail = (conv.taps - 1) * conv.size, draft = conv.size + conv.num_scalars;
+    std::memcpy(segment.state, channels + segment.kept() * conv.size, tail * 4);
+    for (int64_t t = segment.kept(); t < segment.num_rows(); t++) {
+      float* to = segment.drafts + (t - segment.kept()) * draft;
+      std::memcpy(to, channels + tail + t * conv.size, conv.size * 4);
+      std::memcpy(to + conv.size, scalars + t * conv.num_scalars, conv.num_scalars * 4);
+    }
+  }
+
+  // Row t behind the convolution and its activation, [size].
+  void convolve(const Convolution& conv, int64_t t, float* to) const {
+    for (int64_t i = 0; i < conv.size; i += 16) {
+      V16 sum = conv.bias ? load16(conv.bias + i) : V16{};
+      for (int64_t tap = 0; tap < conv.taps; tap++)
+        sum = fma16(load16(channels + (t + tap) * conv.size + i), load16(conv.weight + tap * conv.size + i), sum);
+      store16(to + i, silu16(sum));
+    }
+  }
+};
+
+}  // namespace baton

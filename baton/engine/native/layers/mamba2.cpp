@@ -1,0 +1,171 @@
+// Mamba-2's recurrence (arXiv 2405.21060) over whole sequences, one token after the other:
+//
+//   state = state * exp(dt A) + (dt x) B       y = state C + D x       [head_dim][state_size] of each head, fp32
+//
+// A row of a head's state stays in registers over all tokens of a segment, so that its cost is in products, not memory.
+#include "convolution.h"
+
+namespace baton {
+
+// Projected rows are gates [inner], then x [inner], B and C [num_groups][state_size] each, then a step for each head.
+struct Mamba2 {
+  Convolution conv;
+  int64_t num_heads, head_dim, num_groups, state_size;
+  const float *step_bias, *decay, *skip;  // of each head: dt_bias, A, D
+  const float* norm_weight;               // [inner]; null: no norm
+  int64_t num_norm_groups, norm_first;    // equal parts of a row that are normed by themselves; before it is gated
+  double least_step, largest_step, eps;
+
+  int64_t inner() const { return num_heads * head_dim; }
+};
+
+namespace {
+
+constexpr int64_t TILE = 32;  // tokens at a time: their B and C stay in the first cache while a head's channels pass
+
+// Some tokens of a segment, of one head.
+struct Tile {
+  const float *x, *b, *c;  // of the first row; rows are `stride` apart
+  int64_t stride;
+  const float *steps, *decays;  // of the first row, num_heads apart
+  int64_t num_heads, num_rows;
+  bool begins, keeps;  // from nothing; the state as it stands behind the tile
+};
+
+// N vectors of one row of the state over a tile: what they add to the sums [num_rows][16] of its outputs.
+template <int N>
+void scan_row(const Tile& tile, int64_t at, int64_t channel, float* state, float* sums) {
+  V16 row[N];
+  for (int i = 0; i < N; i++) row[i] = tile.begins ? V16{} : load16(state + at + 16 * i);
+  for (int64_t t = 0; t < tile.num_rows; t++) {
+    const V16 decays = all16(tile.decays[t * tile.num_heads]);
+    const V16 ins = all16(tile.steps[t * tile.num_heads] * tile.x[t * tile.stride + channel]);
+    const float *b = tile.b + t * tile.stride + at, *c = tile.c + t * tile.stride + at;
+    V16 sum = load16(sums + 16 * t);
+    for (int i = 0; i < N; i++) {
+      row[i] = fma16(ins, load16(b + 16 * i), row[i] * decays);
+      sum = fma16(row[i], load16(c + 16 * i), sum);
+    }
+    store16(sums + 16 * t, sum);
+  }
+  if (tile.keeps)
+    for (int i = 0; i < N; i++) store16(state + at + 16 * i, row[i]);
+}
+
+// One channel of a head: its state [state_size], and its outputs [num_rows], out_stride apart.
+void scan_channel(const Tile& tile, int64_t state_size, int64_t channel, float skip, float* state, float* out,
+                  int64_t out_stride) {
+  alignas(64) float sums[TILE * 16] = {};
+  int64_t at = 0;
+  for (; at + 128 <= state_size; at += 128) scan_row<8>(tile, at, channel, state, sums);
+  if (at + 64 <= state_size) scan_row<4>(tile, at, channel, state, sums), at += 64;
+  if (at + 32 <= state_size) scan_row<2>(tile, at, channel, state, sums), at += 32;
+  if (at < state_size) scan_row<1>(tile, at, channel, state, sums);
+  for (int64_t t = 0; t < tile.num_rows; t++)
+    out[t * out_stride] = sum16(load16(sums + 16 * t)) + skip * tile.x[t * tile.stride + channel];
+}
+
+// y, of one row, with its gates and its norm -> out.
+void finish_row(const Mamba2& layer, const void* rows, int64_t row, float* y, void* out) {
+  const int64_t kind = layer.conv.kind, inner = layer.inner(), size = inner / layer.num_norm_groups;
+  const auto gate = [&] {
+    for (int64_t i = 0; i < inner; i += 16)
+      store16(y + i, load16(y + i) * silu16(read16(kind, rows, row * layer.conv.row_size + i)));
+  };
+  if (!layer.norm_first) gate();
+  for (int64_t begin = 0; layer.norm_weight && begin < inner; begin += size) {
+    V16 squares{};
+    for (int64_t i = begin; i < begin + size; i += 16) squares = fma16(load16(y + i), load16(y + i), squares);
+    const float scale = 1.0f / std::sqrt(sum16(squares) / float(size) + float(layer.eps));
+    for (int64_t i = begin; i < begin + size; i += 16)
+      store16(y + i, load16(y + i) * all16(scale) * load16(layer.norm_weight + i));
+  }
+  if (layer.norm_first) gate();
+  for (int64_t i = 0; i < inner; i += 16) write16(kind, out, row * inner + i, load16(y + i));
+}
+
+float step_of(const Mamba2& layer, int64_t head, float raw) {
+  const float x = raw + layer.step_bias[head];
+  const float step = x > 20 ? x : std::log1p(std::exp(x));
+  return std::min(std::max(step, float(layer.least_step)), float(layer.largest_step));
+}
+
+struct Work {
+  Inputs inputs;
+  float *steps, *decays, *convolved, *y;  // of all rows, pending ones first
+};
+
+// All rows of a segment through one head: those that are kept in tiles, then proposals, whose state nobody keeps.
+void scan_head(const Mamba2& layer, const Segment& segment, const Work& work, int64_t head) {
+  const int64_t heads = layer.num_heads, inner = layer.inner(), size = layer.state_size, stride = layer.conv.size;
+  const int64_t b = inner + head / (heads / layer.num_groups) * size, c = b + layer.num_groups * size;
+  float* state = segment.state + (layer.conv.taps - 1) * stride;
+  for (int64_t begin = 0, end; begin < segment.num_rows(); begin = end) {
+    const bool keeps = begin < segment.kept();
+    end = std::min(begin + TILE, keeps ? segment.kept() : segment.num_rows());
+    const float* row = work.convolved + begin * stride;
+    const Tile tile{row, row + b, row + c, stride, work.steps + begin * heads + head,
+                    work.decays + begin * heads + head, heads, end - begin, segment.begins && begin == 0, keeps};
+    for (int64_t p = head * layer.head_dim; p < (head + 1) * layer.head_dim; p++)
+      scan_channel(tile, size, p, layer.skip[head], state + p * size, work.y + begin * inner + p, inner);
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+// rows: projected, of conv.row_size elements, out: rows of inner elements, both of conv.kind. States are folded forward.
+extern "C" void baton_mamba2(const Mamba2* layer, const Segment* segments, int64_t num_segments, const void* rows,
+                             void* out, int64_t num_threads) {
+  const Convolution& conv = layer->conv;
+  const int64_t heads = layer->num_heads, inner = layer->inner();
+  thread_local std::vector<char> memory;
+  thread_local std::vector<Work> works;
+  const auto rounded = [](int64_t floats) { return (floats + 15) / 16 * 16; };
+  int64_t total = 0;
+  for (int64_t s = 0; s < num_segments; s++) {
+    const int64_t count = segments[s].num_rows();
+    total += Inputs::floats(conv, segments[s]) + 2 * rounded(count * heads) + count * (conv.size + inner);
+  }
+  float* at = (float*)scratch(memory, total * 4);
+  works.resize(num_segments);
+  const auto take = [&](int64_t floats) { return at += floats, at - floats; };
+  for (int64_t s = 0; s < num_segments; s++) {
+    const int64_t count = segments[s].num_rows();
+    Work& work = works[s];
+    work.inputs.channels = take((conv.taps - 1 + count) * conv.size);
+    work.inputs.scalars = take(rounded(count * heads));
+    work.steps = take(rounded(count * heads)), work.decays = take(rounded(count * heads));
+    work.convolved = take(count * conv.size), work.y = take(count * inner);
+  }
+  const Work* own = works.data();
+  num_threads = std::max<int64_t>(1, num_threads);
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.read(conv, segments[s], rows);
+    for (int64_t s = 0; s < num_segments; s++) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < segments[s].num_rows(); t++) {
+        own[s].inputs.convolve(conv, t, own[s].convolved + t * conv.size);
+        for (int64_t h = 0; h < heads; h++) {
+          const float step = step_of(*layer, h, own[s].inputs.scalars[t * heads + h]);
+          own[s].steps[t * heads + h] = step;
+          own[s].decays[t * heads + h] = std::exp(step * layer->decay[h]);
+        }
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < num_segments * heads; item++)
+      scan_head(*layer, segments[item / heads], own[item / heads], item % heads);
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < num_segments; s++) own[s].inputs.keep(conv, segments[s]);
+    for (int64_t s = 0; s < num_segments; s++) {
+#pragma omp for schedule(static)
+      for (int64_t t = 0; t < segments[s].query_len; t++)
+        finish_row(*layer, rows, segments[s].query_start + t, own[s].y + (segments[s].num_pending + t) * inner, out);
+    }
+  }
+}

@@ -1,0 +1,57 @@
+"""The sequences of a step as layers with a state take them."""
+
+import numpy as np
+from torch import Tensor
+
+from baton.engine.core.batch import ForwardBatch, SeqSlice
+from baton.engine.core.state_spec import StateSpec
+from baton.engine.kv.states import StatePool
+
+_STATE, _DRAFTS = 5, 6  # columns of `segments`
+
+
+class StatePlan:
+    """One step. `segments`: int64 [S, 7] as `Segment` of native/layers/convolution.h, of the first layer."""
+
+    def __init__(self, spec: StateSpec, batch: ForwardBatch, states: StatePool):
+        self.seqs, self._states, self._spec = batch.seqs, states, spec
+        self.num_tokens = len(batch.token_ids)
+        rows = [self._row(seq) for seq in batch.seqs]
+        self._segments = np.array(rows, np.int64).reshape(-1, 7)
+        self._layer_bytes = states.group.block_bytes // states.group.num_layers
+        self._draft_bytes = 4 * self._draft_elements * (self._num_draft_rows())
+
+    def segments(self, layer: int) -> np.ndarray:
+        """Return the segments of layer `layer` of those that keep a state."""
+        own = self._segments.copy()
+        own[:, _STATE] += layer * self._layer_bytes
+        own[:, _DRAFTS] += (own[:, _DRAFTS] != 0) * layer * self._draft_bytes
+        return own
+
+    def state(self, seq: SeqSlice, layer: int) -> Tensor:
+        """Return what a layer keeps of a sequence, fp32 [elements]."""
+        return self._states.of(seq.state.state_id)[layer]
+
+    def drafts(self, seq: SeqSlice, layer: int) -> Tensor:
+        """Return the inputs of a sequence's proposals in a layer, fp32 [MAX_DRAFT_TOKENS, channels and scalars]."""
+        return self._states.drafts_of(seq.state.state_id, self._draft_elements)[layer]
+
+    @property
+    def _draft_elements(self) -> int:
+        return self._spec.conv_size + self._spec.num_scalars
+
+    def _num_draft_rows(self) -> int:
+        proposing = next((seq for seq in self.seqs if _proposes(seq)), None)
+        return 0 if proposing is None else self.drafts(proposing, 0).shape[0]
+
+    def _row(self, seq: SeqSlice) -> tuple[int, ...]:
+        assert seq.state is not None
+        drafts = self.drafts(seq, 0).data_ptr() if _proposes(seq) else 0
+        begins = seq.kv_len == seq.query_len
+        certain = seq.query_len - seq.state.num_drafts
+        state = self.state(seq, 0).data_ptr()
+        return seq.query_start, seq.query_len, certain, seq.state.num_pending, begins, state, drafts
+
+
+def _proposes(seq: SeqSlice) -> bool:
+    return seq.state.num_pending + seq.state.num_drafts > 0

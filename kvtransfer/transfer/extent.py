@@ -1,0 +1,43 @@
+"""What one dialogue moves of a prompt: its tokens, or the state behind them. A state counts as one token, in a block of its
+own; it is ready when all of the prompt is."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from kvtransfer.layout import STATE, BlockRef, Box, KVLayout
+from kvtransfer.memory.digest import span_names
+from kvtransfer.transfer.leases import Lease, Watermark
+
+
+class LeasedPrompt(Protocol):
+    """A handle, or the lease behind it."""
+
+    num_tokens: int
+    span_hashes: Sequence[bytes]
+    chain_parent: bytes
+    blocks: tuple[BlockRef, ...]
+    states: tuple[BlockRef, ...]
+
+
+class Extent(NamedTuple):
+    """`names`: of what the digests are seeded by, one for each span."""
+
+    is_state: bool
+    num_tokens: int
+    blocks: tuple[BlockRef, ...]
+    names: list[bytes]
+
+    def watermark(self, lease: Lease) -> Watermark:
+        """Return how far this is ready."""
+        if not self.is_state:
+            return lease.watermark
+        return Watermark(1, 1, lease.num_layers) if lease.is_complete else Watermark(0, 0, 0)
+
+
+def extent_of(prompt: LeasedPrompt, layout: KVLayout, box: Box) -> Extent:
+    """Return what a dialogue about `box` of a prompt moves; `layout`: of the whole model."""
+    names = span_names(prompt.span_hashes, prompt.chain_parent, prompt.num_tokens)
+    if layout.groups[box.group].kind != STATE:
+        return Extent(False, prompt.num_tokens, prompt.blocks, names)
+    return Extent(True, 1, prompt.states, [hashlib.sha256(b"baton-state-1" + names[-1]).digest()])

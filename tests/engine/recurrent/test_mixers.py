@@ -1,0 +1,147 @@
+"""Layers with a state: the native kernel against torch, and neither sees where chunks begin, what shares a step, or what
+was proposed and taken back."""
+
+import random
+
+import pytest
+import torch
+
+from baton.engine import native
+from baton.engine.core.batch import ForwardBatch, SeqSlice, StateRows
+from baton.engine.core.state_spec import Mamba2Spec
+from baton.engine.kv.states import StatePool
+from baton.engine.recurrent.mamba2 import Mamba2Mixer, Mamba2Parameters
+from baton.engine.recurrent.plan import StatePlan
+from kvtransfer.layout import STATE, KVGroup
+
+NUM_LAYERS, NUM_STATES = 2, 4
+SPECS = {
+    "plain": Mamba2Spec(4, 16, 1, 16, 4),
+    "groups": Mamba2Spec(4, 16, 2, 48, 3, conv_bias=False, norm_groups=2, step_limit=(0.1, 0.9)),
+    "norm-first": Mamba2Spec(2, 16, 1, 176, 4, norm_first=True),
+    "no-norm": Mamba2Spec(2, 32, 1, 32, 2, norm_groups=0),
+}
+
+
+def make_mixer(spec: Mamba2Spec, dtype: torch.dtype) -> Mamba2Mixer:
+    torch.manual_seed(0)
+    parameters = Mamba2Parameters(
+        conv_weight=torch.randn(spec.taps, spec.conv_size),
+        conv_bias=torch.randn(spec.conv_size) if spec.conv_bias else None,
+        step_bias=torch.randn(spec.num_heads),
+        decay=-torch.rand(spec.num_heads),
+        skip=torch.randn(spec.num_heads),
+        norm_weight=torch.rand(spec.inner_size) if spec.norm_groups else None,
+    )
+    return Mamba2Mixer(spec, parameters, lambda x: x, lambda x: x, dtype)  # rows are projected already
+
+
+def without_kernels(monkeypatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "reason", lambda: "switched off here")
+
+
+@pytest.fixture(params=SPECS)
+def spec(request) -> Mamba2Spec:
+    return SPECS[request.param]
+
+
+@pytest.fixture(params=["native", "torch"])
+def mixer(request, spec, monkeypatch):
+    if request.param == "torch":
+        without_kernels(monkeypatch)
+    elif native.library() is None:
+        pytest.skip(native.reason())
+    made = make_mixer(spec, torch.float32)
+    assert made.name == request.param
+    return made
+
+
+class Steps:
+    """Sequences of random rows in one pool, each with its own block, whose memory held something else before."""
+
+    def __init__(self, mixer: Mamba2Mixer, lengths: list[int], dtype: torch.dtype = torch.float32):
+        self.mixer, size = mixer, -(-mixer.spec.num_elements // 64)
+        group = KVGroup(STATE, NUM_LAYERS, size, 64, "fp32", 1)
+        self.states = StatePool(group, torch.full((NUM_STATES * group.block_bytes,), 255, dtype=torch.uint8))
+        torch.manual_seed(1)
+        self.rows = [torch.randn(length, mixer.spec.projected_size).to(dtype) for length in lengths]
+        self.done, self.pending = [0] * len(lengths), [0] * len(lengths)
+        self.out = [torch.zeros(length, mixer.spec.inner_size, dtype=dtype) for length in lengths]
+
+    def step(self, counts: list[int], drafts: list[int] | None = None, accepted: list[int] | None = None) -> None:
+        """Take `counts` rows of each sequence, and `drafts` proposals behind them, of which `accepted` are the sequence's
+        own next rows and the others are not."""
+        drafts, accepted = drafts or [0] * len(counts), accepted or [0] * len(counts)
+        seqs, parts, start = [], [], 0
+        if not any(counts):
+            return
+        for index, (count, extra) in enumerate(zip(counts, drafts, strict=True)):
+            if not count:
+                continue
+            begin, end = self.done[index], self.done[index] + count
+            wrong = torch.ones(extra - accepted[index], self.mixer.spec.projected_size)
+            parts += [self.rows[index][begin : end + accepted[index]], wrong.to(self.rows[index].dtype)]
+            state = StateRows(index, self.pending[index], extra)
+            seqs.append(SeqSlice(start, count + extra, end + extra, torch.empty(0), state))
+            start += count + extra
+        x, empty = torch.cat(parts), torch.empty(0, dtype=torch.int64)
+        batch = ForwardBatch(torch.zeros(len(x)), empty, empty, seqs, empty)
+        y = self.mixer(x, StatePlan(self.mixer.spec, batch, self.states), 1)
+        for seq in seqs:
+            index = seq.state.state_id
+            kept = counts[index] + accepted[index]
+            self.out[index][self.done[index] : self.done[index] + kept] = y[seq.query_start : seq.query_start + kept]
+            self.done[index] += kept
+            self.pending[index] = accepted[index]
+
+
+def whole(mixer: Mamba2Mixer, lengths: list[int], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Every sequence alone, in one step."""
+    found = []
+    for index, length in enumerate(lengths):
+        steps = Steps(mixer, lengths, dtype)
+        steps.step([length if other == index else 0 for other in range(len(lengths))])
+        found.append(steps.out[index])
+    return found
+
+
+def test_native_is_near_torch(spec, monkeypatch):
+    if native.library() is None:
+        pytest.skip(native.reason())
+    ours = whole(make_mixer(spec, torch.float32), [70])
+    without_kernels(monkeypatch)
+    torch.testing.assert_close(ours, whole(make_mixer(spec, torch.float32), [70]), atol=1e-4, rtol=1e-4)
+
+
+def test_chunks_and_company_change_no_bit(mixer):
+    lengths, chance = [75, 40, 3], random.Random(0)
+    expected, steps = whole(mixer, lengths), Steps(mixer, lengths)
+    while any(done < length for done, length in zip(steps.done, lengths, strict=True)):
+        steps.step([min(chance.choice((0, 1, 7, 33)), length - done) for done, length in zip(steps.done, lengths)])
+    assert all(map(torch.equal, steps.out, expected))
+
+
+def test_proposals_change_no_bit(mixer):
+    """Accepted ones are folded in by the next step, others never."""
+    lengths, chance = [60, 50], random.Random(1)
+    expected, steps = whole(mixer, lengths), Steps(mixer, lengths)
+    steps.step([20, 1])
+    while any(done < length for done, length in zip(steps.done, lengths, strict=True)):
+        left = [length - done for done, length in zip(steps.done, lengths, strict=True)]
+        counts = [min(1, each) for each in left]
+        drafts = [chance.randint(0, 4) * count for count in counts]
+        accepted = [min(chance.randint(0, each), other - 1) if each else 0 for each, other in zip(drafts, left)]
+        steps.step(counts, drafts, accepted)
+    assert all(map(torch.equal, steps.out, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_of_two_bytes(dtype):
+    if native.library() is None:
+        pytest.skip(native.reason())
+    mixer = make_mixer(SPECS["groups"], dtype)
+    expected, steps = whole(mixer, [50], dtype), Steps(mixer, [50], dtype)
+    steps.step([17])
+    steps.step([33])
+    assert torch.equal(steps.out[0], expected[0]) and expected[0].dtype == dtype
