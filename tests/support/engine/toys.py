@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
+from baton.engine.core.batch import SeqSlice
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import (
     FinishReason,
@@ -31,7 +32,7 @@ from baton.engine.execute.launcher import LaunchedTokens, Launcher
 from baton.engine.kv.pool import KVPool
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling_params import SamplingParams
-from kvtransfer.layout import BlockRef, KVGroup, KVLayout
+from kvtransfer.layout import STATE, BlockRef, KVGroup, KVLayout
 from kvtransfer.naming import SpanHash, chain_hashes
 
 VOCAB = 97
@@ -69,6 +70,9 @@ class ToyModel:
         rows = torch.stack([batch.token_ids, batch.positions], 1).float().unsqueeze(1)
         assert len(set(batch.slots.tolist())) == len(batch.slots), "two tokens in one slot"
         pool.write(0, batch.slots, rows, rows)
+        if pool.states is not None:
+            for piece in batch.seqs:
+                fold(piece, batch.token_ids, pool)
         found, wanted = torch.zeros(len(batch.token_ids), VOCAB), batch.logit_rows.tolist()
         for piece in batch.seqs:
             k, _ = pool.gather(0, piece.block_ids, piece.kv_len)
@@ -87,12 +91,44 @@ class ToyModel:
         return hidden
 
 
+def fold(piece: SeqSlice, token_ids: torch.Tensor, pool: KVPool) -> None:
+    """Fold a sequence's certain tokens into its state, [tokens folded, their hash], which must be that of all before."""
+    state, kept = pool.states.of(piece.state.state_id)[0], piece.kv_len - piece.state.num_drafts
+    begin = piece.kv_len - piece.query_len - piece.state.num_pending
+    k, _ = pool.gather(0, piece.block_ids, kept)
+    seen = k[0, :, 0].long().tolist()
+    if begin:
+        assert state[:2].tolist() == [begin, _folded(seen[:begin])], (
+            "the state of another sequence, or of another place"
+        )
+    state[0], state[1] = kept, _folded(seen)
+
+
+def _folded(token_ids: Sequence[int]) -> float:
+    """Return a hash that fp32 holds exactly."""
+    found = 1
+    for token_id in token_ids:
+        found = (found * 31 + token_id + 7) % 65_521
+    return float(found)
+
+
 def toy_engine(*proposers, **options) -> Engine:
-    """Options of EngineConfig; small by default."""
-    defaults = dict(block_size=16, num_blocks=64, max_num_seqs=4, max_model_len=512, max_num_batched_tokens=128)
+    """Options of EngineConfig; small by default. `num_states`: its one layer keeps a state too."""
+    defaults = dict(
+        checkpoint_tokens=128,
+        block_size=16,
+        num_blocks=64,
+        max_num_seqs=4,
+        max_model_len=512,
+        max_num_batched_tokens=128,
+    )
     config = EngineConfig(model=Path("toy"), dtype="fp32", kv_dtype="fp32", **(defaults | options))
-    layout = KVLayout((KVGroup("paged", 1, 1, 2, "fp32", config.block_size),))
-    pool = KVPool(layout, config.num_blocks, memoryview(bytearray(config.num_blocks * layout.block_bytes)))
+    groups = [KVGroup("paged", 1, 1, 2, "fp32", config.block_size)]
+    if config.num_states is not None:
+        groups.append(KVGroup(STATE, 1, 1, 16, "fp32", 1))
+    layout, num_states = KVLayout(tuple(groups)), config.num_states or 0
+    memory = memoryview(bytearray(layout.pool_bytes(config.num_blocks, num_states)))
+    pool = KVPool(layout, config.num_blocks, memory, num_states=num_states)
     return Engine(config, ToyModel(config.max_model_len), pool, b"toy", Sampler(), proposers)
 
 
