@@ -26,7 +26,7 @@ NODE_CLIENT := tests/clients/node
 NODE_CHECKS := .ci/node
 BUF := $(NODE_CHECKS)/node_modules/.bin/buf
 
-.PHONY: setup demo check docs test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos contract clean
+.PHONY: setup demo check docs chart test test-nixl test-long test-aarch64 test-faults marathon fault-report bench-peers protos contract clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMPS)/install
@@ -49,7 +49,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 # Tests see no GPU, whose memory two workers of a stack would fight for; `pytest -m gpu` runs what needs one.
-test: setup $(STAMPS)/protoc $(STAMPS)/buf system-packages node-packages
+test: setup $(STAMPS)/protoc $(STAMPS)/buf $(STAMPS)/helm system-packages node-packages
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # A process that is lost to a signal says where it was, and one that stands still for ten minutes too.
@@ -97,6 +97,10 @@ MACHINE ?= $(shell uname -m)
 wheel: setup
 	BATON_WHEEL_FOR=$(MACHINE) CXX=$(CXX) $(PIP) wheel --no-deps --wheel-dir dist .
 	$(PIP) wheel --no-deps --wheel-dir dist ./clients/python
+
+# The chart as one file in dist/, with the rules and dashboards that its folder links to.
+chart: $(STAMPS)/helm
+	$(VENV)/bin/helm package deploy/helm --destination dist
 
 clean:
 	rm -rf $(VENV) $(PROTOC_VENV) $(NIXL_VENV) $(LOAD_VENV) .venv-peers* $(STAMPS) *.egg-info build clients/python/build dist $(NODE_CLIENT)/node_modules $(NODE_CHECKS)/node_modules
@@ -163,6 +167,12 @@ $(STAMPS)/peers$(if $(ISA),-$(ISA)): | $(STAMPS)/venv
 		'llama-cpp-python==0.3.36' 'gguf>=0.17,<1'
 	@echo "installing OpenVINO"
 	@$(PEERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'openvino-genai>=2026.4,<2027'
+	@touch $@
+
+# The tests of deploy/helm render with it.
+$(STAMPS)/helm: .ci/helm | $(STAMPS)/venv
+	@echo "installing helm"
+	@$(PY) .ci/helm $(VENV)/bin
 	@touch $@
 
 .PHONY: system-packages long-packages node-packages

@@ -5,10 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from baton.service.observe import telemetry
 from baton.service.settings import flat_fields
@@ -74,13 +77,44 @@ def test_a_worker_on_a_gpu_never_falls_back_to_the_cpu(service):
     assert SERVICES[service]["environment"]["BATON_DEVICE"] == "cuda"
 
 
+def locked(name: str) -> dict[str, str]:
+    """Return the version of each package of a lock file."""
+    text = (ROOT / "deploy" / "locks" / f"{name}.txt").read_text()
+    return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["build", "cpu", "cuda"])
+def test_every_locked_package_has_hashes(name):
+    text = (ROOT / "deploy" / "locks" / f"{name}.txt").read_text()
+    entries = re.split(r"\n(?=\S)", text.strip())
+    assert len(entries) == len(locked(name)) and all("--hash=sha256:" in entry for entry in entries)
+    assert DOCKERFILE.count("--require-hashes") == len(re.findall(r"--requirement /locks/", DOCKERFILE)) == 3
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_locks_satisfy_the_project(name):
+    """Every dependency is in it, within its bounds; only the extra that the image wants is added."""
+    found = locked(name)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = project["dependencies"] + (project["optional-dependencies"]["gpu"] if name == "cuda" else [])
+    for requirement in map(Requirement, asked):
+        version = found[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement}: {version}"
+
+
+def test_the_cpu_image_takes_a_cpu_build_of_torch():
+    assert locked("cpu")["torch"].endswith("+cpu")
+    assert not [name for name in locked("cpu") if name.startswith("nvidia-") or name == "triton"]
+
+
 def test_the_cuda_image_has_flash_attention_of_the_version_that_is_told():
-    """The form for CUDA 13 beside the usual torch; compose, the Dockerfile and the table by driver agree."""
-    default = re.search(r'ARG FLASH_ATTN="(.+)"', DOCKERFILE)[1]
-    compose = SERVICES["decode_worker"]["build"]["args"]["FLASH_ATTN"]
-    assert compose == f"${{FLASH_ATTN:-{default}}}" and "FROM runtime AS cuda\nCOPY --from=build-cuda" in DOCKERFILE
+    """The form for CUDA 13 beside the usual torch; the lock and the table by driver agree."""
+    asked = (ROOT / "deploy" / "locks" / "cuda.in").read_text()
+    default = re.search(r"^flash-attn-4\S*", asked, re.MULTILINE)[0]
+    assert locked("cuda")["flash-attn-4"] == default.partition("==")[2]
     page = (ROOT / "docs" / "operations.md").read_text()
     assert f"`{default}`" in page and f"`{default.replace('[cu13]', '')}`" in page
+    assert SERVICES["decode_worker"]["build"]["args"]["LOCK"] == "${CUDA_LOCK:-cuda}"
 
 
 @pytest.mark.parametrize("service", OURS)
@@ -254,7 +288,7 @@ def test_grace_periods_are_longer_than_the_drain(service):
 
 
 def test_build_targets_and_files_exist():
-    targets = set(re.findall(r"^FROM \S+ AS (\w+)$", DOCKERFILE, re.MULTILINE))
+    targets = set(re.findall(r"^FROM base AS (\w+)$", DOCKERFILE, re.MULTILINE))
     for service in OURS:
         build = SERVICES[service]["build"]
         assert build["target"] in targets and (ROOT / build["dockerfile"]).is_file()
@@ -266,14 +300,21 @@ def test_build_targets_and_files_exist():
 
 
 def test_the_image_brings_what_the_code_asks_for():
-    """A compiler for the native kernels, and a home that the cache volume covers."""
+    """Kernels of every tier in the wheel, a compiler where Triton wants one, and a home that the cache volume covers."""
     from baton.engine.native.build import cache_folder
 
-    assert re.search(r"apt-get install .*\bg\+\+", DOCKERFILE) and "--create-home baton" in DOCKERFILE
+    cpu, cuda = DOCKERFILE[DOCKERFILE.index("FROM base AS cpu") :].split("FROM base AS cuda")
+    assert "BATON_WHEEL_FOR=$(uname -m)" in DOCKERFILE and "apt-get" not in cpu
+    assert re.search(r"apt-get install .*\bgcc\b", cuda) and "--create-home baton" in DOCKERFILE
     assert cache_folder().is_relative_to(Path.home())
     assert all("cache:/home/baton" in SERVICES[service]["volumes"] for service in WORKERS)
-    torch = re.search(r"'(torch[^']+)'", DOCKERFILE)[1]
-    assert f'"{torch}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_base_is_named_by_its_digest():
+    base = re.search(r"^ARG PYTHON=(\S+)$", DOCKERFILE, re.MULTILINE)[1]
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    assert {source for source in re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)} <= stages | {"${PYTHON}"}
 
 
 def test_every_file_and_volume_that_is_mounted_exists():
