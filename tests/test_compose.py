@@ -314,7 +314,7 @@ def test_the_base_is_named_by_its_digest():
     base = re.search(r"^ARG PYTHON=(\S+)$", DOCKERFILE, re.MULTILINE)[1]
     assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm@sha256:[0-9a-f]{64}", base)
     stages = set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
-    assert {source for source in re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)} <= stages | {"${PYTHON}"}
+    assert set(re.findall(r"^FROM (\S+) AS", DOCKERFILE, re.MULTILINE)) <= stages | {"${PYTHON}"}
 
 
 def test_every_file_and_volume_that_is_mounted_exists():

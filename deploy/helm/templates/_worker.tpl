@@ -1,0 +1,106 @@
+{{- /* (root, role): a worker's pod, of a Deployment or of a group of LeaderWorkerSet. */ -}}
+{{- define "baton.workerPod" -}}
+{{- $root := index . 0 }}{{ $role := index . 1 }}
+{{- $name := include "baton.name" $root }}
+{{- $worker := index $root.Values.workers $role }}
+{{- $port := include "baton.port" $role }}
+metadata:
+  labels: {{- include "baton.labels" (list $root $role) | nindent 4 }}
+spec:
+  automountServiceAccountToken: false
+  # `baton drain` waits for requests in preStop; behind it the process has ended, or SIGTERM finds nothing left to wait for.
+  terminationGracePeriodSeconds: {{ add $worker.drainGraceS 30 }}
+  securityContext: {{- include "baton.podSecurity" 10001 | nindent 4 }}
+  topologySpreadConstraints: {{- include "baton.spread" (list $root $role) | nindent 4 }}
+  {{- with $root.Values.imagePullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $worker.runtimeClassName }}
+  runtimeClassName: {{ . | quote }}
+  {{- end }}
+  {{- with $worker.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $worker.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: worker
+      image: {{ $root.Values.image.repository }}:{{ $worker.tag | default $root.Values.image.tag }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: [python, -m, {{ $role }}_worker]
+      args:
+        - --model={{ $root.Values.model.path }}
+        - --listen=0.0.0.0:{{ $port }}
+        - --admin=0.0.0.0:9464
+        - --open-admin
+        - --kv-socket-dir=/kv
+        - --drain-grace-s={{ $worker.drainGraceS }}
+        {{- if $worker.gpu.count }}
+        - --device=cuda
+        {{- end }}
+        {{- include "baton.tls" . | nindent 8 }}
+        {{- with include "baton.flags" $worker.flags | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+      {{- with include "baton.environment" $root | trim }}
+      env: {{- . | nindent 8 }}
+      {{- end }}
+      ports:
+        - {name: grpc, containerPort: {{ $port }}}
+        - {name: admin, containerPort: 9464}
+      startupProbe: {{- include "baton.probe" $role | nindent 8 }}
+        periodSeconds: 5
+        failureThreshold: {{ div $worker.startS 5 }}
+      readinessProbe: {{- include "baton.probe" $role | nindent 8 }}
+        periodSeconds: 10
+      livenessProbe:
+        httpGet: {path: /healthz, port: admin}
+        periodSeconds: 10
+        failureThreshold: 6
+      lifecycle:
+        preStop:
+          exec:
+            command:
+              - baton
+              - drain
+              - --tls-cert=/run/secrets/operator/tls.crt
+              - --tls-key=/run/secrets/operator/tls.key
+              - --tls-ca=/run/secrets/operator/ca.crt
+              - --grace={{ $worker.drainGraceS }}
+              - 127.0.0.1:{{ $port }}
+      resources: {{- include "baton.workerResources" $worker | nindent 8 }}
+      securityContext: {{- include "baton.locked" $root | nindent 8 }}
+      volumeMounts:
+        - {name: tls, mountPath: /run/secrets/tls, readOnly: true}
+        - {name: operator, mountPath: /run/secrets/operator, readOnly: true}
+        - {name: kv, mountPath: /kv}
+        - {name: cache, mountPath: /home/baton}
+        - {name: tmp, mountPath: /tmp}
+        {{- if $root.Values.model.volume }}
+        - {name: model, mountPath: /model, readOnly: true}
+        {{- end }}
+  volumes:
+    - name: tls
+      secret: {secretName: {{ $name }}-{{ $role }}-tls, defaultMode: 288}
+    - name: operator
+      secret: {secretName: {{ $name }}-operator-tls, defaultMode: 288}
+    - {name: kv, emptyDir: {}}
+    - {name: tmp, emptyDir: {}}
+    - name: cache
+      {{- toYaml $worker.cache | nindent 6 }}
+    {{- with $root.Values.model.volume }}
+    - name: model
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+{{- end }}
+
+{{- /* (worker): its resources; devices are limits, which count as requests too. */ -}}
+{{- define "baton.workerResources" -}}
+{{- $devices := dict }}
+{{- if .gpu.count }}{{ $_ := set $devices .gpu.resource (.gpu.count | int) }}{{ end }}
+{{- if .rdma.count }}{{ $_ := set $devices .rdma.resource (.rdma.count | int) }}{{ end }}
+{{- $resources := deepCopy .resources }}
+{{- if $devices }}{{ $_ := set $resources "limits" (merge $devices (.resources.limits | default dict)) }}{{ end }}
+{{- toYaml $resources }}
+{{- end }}

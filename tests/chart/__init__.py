@@ -1,0 +1,1 @@
+"""deploy/helm, rendered by helm itself: valid objects, real flags, and parts that fit together."""

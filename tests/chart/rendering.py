@@ -1,0 +1,62 @@
+"""helm as a function, and what is looked for in the objects that it makes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "helm"
+CASES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+RELEASE, NAMESPACE = "rel", "llm"
+Object = dict[str, Any]
+
+
+class ChartError(Exception):
+    """What helm said."""
+
+
+def helm(*argv: object, input: str | None = None) -> str:
+    """Raises ChartError where it fails."""
+    own = Path(sys.executable).with_name("helm")
+    program = str(own) if own.exists() else shutil.which("helm")
+    assert program is not None, "there is no helm: `make test` installs it by .ci/helm"
+    done = subprocess.run([program, *map(str, argv)], input=input, capture_output=True, text=True)
+    if done.returncode:
+        raise ChartError(done.stderr)
+    return done.stdout
+
+
+def render(values: Path | Object, *argv: str) -> list[Object]:
+    """Return the chart's objects for a file of values, or for values."""
+    text = values.read_text() if isinstance(values, Path) else json.dumps(values)
+    argv = ("template", RELEASE, CHART, "--namespace", NAMESPACE, "--values", "-", *argv)
+    return [each for each in yaml.load_all(helm(*argv, input=text), yaml.CSafeLoader) if each]
+
+
+def named(objects: list[Object], kind: str, suffix: str = "") -> Object:
+    name = f"{RELEASE}-baton{suffix and '-'}{suffix}"
+    return next(each for each in objects if (each["kind"], each["metadata"]["name"]) == (kind, name))
+
+
+def pods(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    """Yield each pod's component and template."""
+    for each in objects:
+        if each["kind"] in ("Deployment", "Job"):
+            templates = [each["spec"]["template"]]
+        elif each["kind"] == "DisaggregatedSet":
+            templates = [role["spec"]["leaderWorkerTemplate"]["workerTemplate"] for role in each["spec"]["roles"]]
+        else:
+            templates = []
+        for template in templates:
+            yield template["metadata"]["labels"]["app.kubernetes.io/component"], template
+
+
+def container(template: Object) -> Object:
+    (only,) = template["spec"]["containers"]
+    return only

@@ -1,0 +1,242 @@
+"""What helm makes of each file of values: valid by schema, as it was when it was last looked at, and of real flags."""
+
+import argparse
+import copy
+import functools
+import os
+import re
+import tarfile
+from pathlib import Path
+
+import jsonschema
+import kubernetes_validate.utils
+import pytest
+import yaml
+
+import baton.worker.settings
+from baton.cli.cluster import drain
+from baton.service.net import probe
+from baton.service.settings import add_flags, given, make_parser, make_settings
+from baton.worker.settings import WorkerSettings
+from gateway.config.settings import GatewaySettings
+from tests.chart.rendering import CASES, CHART, ROOT, ChartError, container, helm, named, pods, render
+from tests.chart.schemas import SPECS
+
+GOLDEN = Path(__file__).parent / "golden"
+KUBERNETES = "1.37"
+# The schemas are 6 MB of JSON, which the package reads for each object.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+GATEWAY, WORKER = "gateway", ("prefill", "decode")
+
+case = pytest.mark.parametrize("values", CASES, ids=lambda path: path.stem)
+
+
+def check(objects: list[dict]) -> None:
+    """Hold every object, and every pod in an object of others, against its schema."""
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+    for each in objects:
+        assert len(each["metadata"]["name"]) <= 63
+        spec = SPECS.get((each["apiVersion"], each["kind"]))
+        if spec is None:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        else:
+            jsonschema.validate(each["spec"], spec)
+    for component, template in pods(objects):
+        pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(template)}
+        pod["metadata"]["name"] = component
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+@case
+def test_valid_by_the_schemas(values):
+    check(render(values))
+
+
+@case
+def test_as_it_was_looked_at(values):
+    """Files of the repository stand in it by their names. `BATON_GOLDEN=write` renews them: read the difference."""
+    objects = render(values)
+    for each in objects:
+        if each["kind"] == "ConfigMap":
+            for name, text in each["data"].items():
+                (source,) = [path for path in (ROOT / "deploy").rglob(name) if "helm/files/d" not in str(path)]
+                assert text.strip() == source.read_text().strip()
+                each["data"][name] = f"<{source.relative_to(ROOT)}>"
+        elif each["kind"] == "PrometheusRule":
+            files = sorted((ROOT / "deploy" / "prometheus" / "rules").glob("*.yml"))
+            assert each["spec"]["groups"] == [
+                group for path in files for group in yaml.safe_load(path.read_text())["groups"]
+            ]
+            each["spec"]["groups"] = [f"<{path.relative_to(ROOT)}>" for path in files]
+    text = yaml.safe_dump_all(objects, sort_keys=False, width=120)
+    golden = GOLDEN / values.name
+    if os.environ.get("BATON_GOLDEN") == "write":
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def parsed(module: str, argv: list[str]) -> argparse.Namespace:
+    """By the process's own parser, whose wrong use ends the test."""
+    cls = GatewaySettings if module == "gateway" else WorkerSettings
+    parser = make_parser(module, "")
+    parser.add_argument("--config", type=Path)
+    add_flags(parser, cls)
+    return parser.parse_args(argv)
+
+
+@case
+def test_every_argument_list_is_taken_by_the_process(values, monkeypatch, tmp_path):
+    """And makes settings that the process accepts; a GPU is there as far as these ask."""
+    monkeypatch.setattr(baton.worker.settings, "find_runtime", lambda: object())
+    (tmp_path / "kv").mkdir()
+    seen = set()
+    for component, template in pods(render(values)):
+        if component not in (GATEWAY, *WORKER):
+            continue
+        process = container(template)
+        assert process["command"] == ["python", "-m", GATEWAY if component == GATEWAY else f"{component}_worker"]
+        argv = [word.replace("=/kv", f"={tmp_path}/kv") for word in process["args"]]
+        flags = vars(parsed(process["command"][2], argv))
+        flags.pop("config")
+        cls = GatewaySettings if component == GATEWAY else WorkerSettings
+        settings = make_settings(cls, given(cls, flags))
+        assert settings.tls is not None
+        seen.add(component)
+    assert seen == {GATEWAY, *WORKER}
+
+
+@case
+def test_health_checks_and_drains_are_commands_of_ours(values, capsys):
+    drains = argparse.ArgumentParser()
+    drain.add_parser(drains.add_subparsers())
+    for component, template in pods(render(values)):
+        if component not in (GATEWAY, *WORKER):
+            continue
+        process = container(template)
+        port = next(each["containerPort"] for each in process["ports"] if each["name"] == "grpc")
+        for name in ("startupProbe", "readinessProbe"):
+            argv = process[name]["exec"]["command"]
+            assert argv[:3] == ["python", "-m", probe.__name__] and argv[-1] == f"127.0.0.1:{port}"
+            with pytest.raises(SystemExit):  # its flags are known: what it lacks is the file
+                probe.main(argv[3:])
+            assert re.search(
+                r"error: --tls-(ca|cert|key) /run/secrets/tls/\S+: cannot be read", capsys.readouterr().err
+            )
+        stop = process["lifecycle"]["preStop"]
+        if component == GATEWAY:
+            assert stop["sleep"]["seconds"] + 30 < template["spec"]["terminationGracePeriodSeconds"]
+            continue
+        argv = stop["exec"]["command"]
+        assert argv[:2] == ["baton", "drain"]
+        asked = drains.parse_args(argv[1:])
+        assert asked.target == f"127.0.0.1:{port}"
+        assert asked.grace < template["spec"]["terminationGracePeriodSeconds"]
+
+
+@case
+def test_the_parts_fit_together(values):
+    """Names, ports and Secrets that one object speaks of are made by another one."""
+    objects = render(values)
+    services = {each["metadata"]["name"]: each for each in objects if each["kind"] == "Service"}
+    templates = dict(pods(objects))
+    for service in services.values():
+        component = service["spec"]["selector"]["app.kubernetes.io/component"]
+        ports = {each["name"] for each in container(templates[component])["ports"]}
+        assert {each["targetPort"] for each in service["spec"]["ports"]} <= ports
+    flags = dict(word[2:].split("=", 1) for word in container(templates[GATEWAY])["args"] if "=" in word)
+    for role in WORKER:
+        name, _, port = flags[f"{role}-workers"].partition(":")
+        assert services[name]["spec"]["clusterIP"] == "None"  # each worker by its own address
+        assert int(port) in {each["port"] for each in services[name]["spec"]["ports"]}
+    made = made_secrets(objects)
+    for component, template in templates.items():
+        for volume in template["spec"].get("volumes", []):
+            if "secret" in volume:
+                assert volume["secret"]["secretName"] in made, (component, volume)
+        mounted = {each["name"] for each in container(template).get("volumeMounts", [])}
+        assert mounted == {each["name"] for each in template["spec"].get("volumes", [])}
+    if any(each["kind"] == "ServiceMonitor" for each in objects):
+        labelled = [each for each in services.values() if "baton-job" in each["metadata"]["labels"]]
+        assert len(labelled) == 3
+        assert all("admin" in {port["name"] for port in each["spec"]["ports"]} for each in labelled)
+
+
+def made_secrets(objects: list[dict]) -> set[str]:
+    """Return the names that the Job or cert-manager makes."""
+    made = {each["spec"]["secretName"] for each in objects if each["kind"] == "Certificate"}
+    for job in (each for each in objects if each["kind"] == "Job"):
+        told = {each["name"]: each["value"] for each in container(job["spec"]["template"])["env"]}
+        if "certificates" in told["MAKE"]:
+            made |= {f"{told['NAME']}-{role}-tls" for role in (*WORKER, GATEWAY, "operator", "redis")}
+        if "credentials" in told["MAKE"]:
+            made |= {f"{told['NAME']}-{each}" for each in ("gateway", "redis", "caller")}
+    return made
+
+
+def test_redis_is_told_what_compose_tells_it():
+    compose = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]
+    redis = container(dict(pods(render(CASES[0])))["redis"])
+    words = {"/run/secrets/redis.crt": "/run/secrets/tls/tls.crt", "/run/secrets/redis.key": "/run/secrets/tls/tls.key"}
+    words |= {
+        "/run/secrets/ca.crt": "/run/secrets/tls/ca.crt",
+        "/run/secrets/redis.acl": "/run/secrets/redis/redis.acl",
+    }
+    assert [*redis["command"], *redis["args"]] == [words.get(word, word) for word in compose["command"]]
+    assert redis["image"] == compose["image"]
+
+
+def test_devices_are_limits_and_a_gpu_is_asked_for_by_name():
+    templates = dict(pods(render(next(path for path in CASES if path.stem == "gpu"))))
+    prefill, decode = container(templates["prefill"]), container(templates["decode"])
+    assert prefill["resources"]["limits"]["nvidia.com/mig-3g.40gb"] == 1
+    assert (decode["resources"]["limits"]["nvidia.com/gpu"], decode["resources"]["limits"]["rdma/hca"]) == (1, 1)
+    assert "--device=cuda" in prefill["args"] and "--device=cuda" in decode["args"]
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ("gateway.replica=3", "replica"),
+        ("workers.kind=StatefulSet", "kind"),
+        ("workers.decode.replicas=0", "replicas"),
+        ("secrets.certificates=none", "certificates"),
+        ("workers.kind=DisaggregatedSet,autoscaling.enabled=true", "take workers.kind=Deployment"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(wrong, told):
+    with pytest.raises(ChartError, match=told):
+        render({}, "--set", wrong)
+
+
+def test_no_container_may_more_than_it_must():
+    for values in CASES:
+        for _, template in pods(render(values)):
+            security = container(template)["securityContext"]
+            assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+            assert security["capabilities"] == {"drop": ["ALL"]} and template["spec"]["securityContext"]["runAsNonRoot"]
+            limits = container(template)["resources"]["limits"]
+            assert "memory" in limits
+
+
+def test_lint_and_package(tmp_path):
+    """A packaged chart has the rules and dashboards themselves, where the tree has links to them."""
+    helm("lint", "--strict", CHART)
+    helm("package", CHART, "--destination", tmp_path)
+    (archive,) = tmp_path.glob("*.tgz")
+    with tarfile.open(archive) as tar:
+        held = {entry.name: entry for entry in tar}
+        for folder, link in (("prometheus/rules", "rules"), ("grafana/dashboards", "dashboards")):
+            for path in (ROOT / "deploy" / folder).iterdir():
+                entry = held[f"baton/files/{link}/{path.name}"]
+                assert entry.isfile() and tar.extractfile(entry).read() == path.read_bytes()
+
+
+def test_scaling_is_of_the_deployments_that_there_are():
+    objects = render(next(path for path in CASES if path.stem == "gpu"))
+    for role in WORKER:
+        scaled = named(objects, "ScaledObject", role)["spec"]
+        target = named(objects, "Deployment", scaled["scaleTargetRef"]["name"].rpartition("-")[2])
+        assert "replicas" not in target["spec"]  # or a rollout would undo what was scaled
+        for trigger in scaled["triggers"]:
+            assert trigger["metadata"]["query"].endswith("or on() vector(0)")
