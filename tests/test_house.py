@@ -194,7 +194,8 @@ FOLDERS = {
         "kv": "wire legs",
         "session": "wire legs kv",
         "observe": "wire legs kv session",
-        ".": "wire legs kv session observe",
+        "ranks": "",
+        ".": "wire legs kv session observe ranks",
     },
     "baton.training": {
         "data": "",

@@ -14,7 +14,7 @@ from importlib import import_module
 from baton.service.settings import add_version, make_parser
 
 COMMANDS = {  # and where each is below baton.cli
-    "up": "cluster.up", "config": "cluster.config", "certs": "cluster.certs",
+    "up": "cluster.up", "config": "cluster.config", "certs": "cluster.certs", "rank": "cluster.rank",
     "generate": "client.generate", "chat": "client.chat", "batch": "client.batch", "quantize": "models.quantize",
     "eval": "models.eval", "bench": "client.bench", "top": "cluster.top", "doctor": "cluster.doctor",
     "drain": "cluster.drain", "scale": "cluster.scale", "plan": "planning.plan", "scaler": "planning.scaler", "train-demo": "models.train_demo", "train-draft": "models.train_draft",

@@ -30,7 +30,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.decoder import Model
 from baton.engine.models.loader import model_identity
 from baton.engine.models.registry import read_spec
-from baton.engine.ranks.spawn import Ranks
+from baton.engine.ranks.spawn import Joining, Ranks
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.schedule.admission import Admission
 from baton.engine.schedule.grammars import Grammars, read_grammars
@@ -107,18 +107,18 @@ class Engine:
         memory_for: MemoryFor | None = None,
         gpu_memory_for: GpuMemoryFor | None = None,
         proposers: Sequence[Proposer] | None = None,
+        joining: Joining | None = None,
     ) -> "Engine":
         """Reads the model folder and sizes the pool. `memory_for(num_bytes)` gives the pool's memory on a CPU,
         `gpu_memory_for(num_bytes, device)` on a GPU; without them torch allocates. `proposers`: in place of those that
-        the config names. Raises ModelError (names the file), ValueError
+        the config names; `joining`: where ranks of other hosts join. Raises ModelError (names the file), ValueError
         (names the option)."""
         vocab_size = read_spec(config.model).vocab_size
         with ThreadPoolExecutor(1, "vocabulary") as thread:  # 1.2 s for 131,072 tokens, beside the weights
             reading = thread.submit(read_grammars, config.model, vocab_size)
-            parts = load_parts(
-                config, memory_for, gpu_memory_for, None if proposers is None else lambda config, model: proposers
-            )
             identity = model_identity(config.model)
+            make = None if proposers is None else lambda config, model: proposers
+            parts = load_parts(config, identity, memory_for, gpu_memory_for, make, joining)
         engine = cls(parts.config, parts.model, parts.pool, identity, *parts[3:], reading.result())
         for name, folder in config.adapter_folders.items():
             engine.add_adapter(name, folder)

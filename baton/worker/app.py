@@ -27,6 +27,7 @@ from baton.service.out_of_memory import leave_for_lost_device, leave_for_lost_ra
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
+from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.hello import make_hello, new_identity, tokenizer_digest
@@ -39,6 +40,7 @@ from baton.worker.observe.reports import SERVICE_NAME, Reports
 from baton.worker.observe.roofline import Roofline, full_step_s, of_engine
 from baton.worker.observe.spans import Spans
 from baton.worker.observe.tables import Tables
+from baton.worker.ranks.listener import RankListener
 from baton.worker.registration import register
 from baton.worker.session.adapters import LiveAdapters
 from baton.worker.session.commands import Commands
@@ -56,9 +58,10 @@ DRIVER = Path("/proc/driver/nvidia/version")
 log = logging.getLogger(__name__)
 
 
-def load_engine(config: EngineConfig, memory: PoolMemory) -> Engine:
-    """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model."""
-    engine = Engine.load(config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu)
+def load_engine(config: EngineConfig, memory: PoolMemory, joining: RankListener | None = None) -> Engine:
+    """Raises ModelError for a folder that cannot be served, ValueError for an option that does not fit the model. `joining`:
+    where ranks of other hosts join."""
+    engine = Engine.load(config, memory_for=memory.allocate, gpu_memory_for=memory.allocate_on_gpu, joining=joining)
     memory.mirror(engine.pool)
     return engine
 
@@ -81,6 +84,16 @@ def bind_server(settings: WorkerSettings) -> BoundServer:
     server = grpc_server.make_server(interceptors=[guard])
     port = grpc_server.bind(server, settings.listen, tls and tls.server(require_certificate=True))
     return BoundServer(server, port, guard)
+
+
+async def listen_for_ranks(settings: WorkerSettings) -> RankListener | None:
+    """Open the port where ranks of other hosts join, if there are any. Raises ListenError."""
+    if settings.rank_listen is None:
+        return None
+    joining = RankListener(settings.rank_listen, settings.tls, settings.engine.remote_stages)
+    await joining.start()
+    log.info("waits for %d ranks of other hosts at %s", settings.engine.remote_stages, joining.address)
+    return joining
 
 
 class Worker:
@@ -209,11 +222,17 @@ class NextRole(NamedTuple):
 async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
     """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises ListenError, ModelError, SettingsError
     or ValueError, one line each."""
+    if settings.engine.remote_stages and role != "decode":
+        raise SettingsError(
+            "--remote-stages: KV of layers on other hosts is not handed on, so a prefill worker has no use for it; "
+            "start a decode worker, which answers alone"
+        )
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
+    joining = await listen_for_ranks(settings)
     memory = PoolMemory(settings.kv_mirror_gib)
     with progress.phase(f"{role}_worker", f"reading {settings.engine.model}"):
         digest = tokenizer_digest(settings.engine.model)
-        engine = await asyncio.to_thread(load_engine, settings.engine, memory)
+        engine = await asyncio.to_thread(load_engine, settings.engine, memory, joining)
     log.info("%s", engine.start_line)
     for line in engine.start_details:
         log.debug("%s", line)

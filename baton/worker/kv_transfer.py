@@ -31,8 +31,9 @@ class KVTransfer:
         security = _security(settings, guard)
         self.host_id = host_id
         numerics = (engine.layout, identity.numerics_class)
-        self.gives = gives(*numerics, is_strict=settings.strict_numerics)
-        self.takes = takes(*numerics, is_strict=settings.strict_numerics)
+        is_whole = not settings.engine.remote_stages  # else some layers' KV is on other hosts, and stays there
+        self.gives = gives(*numerics, is_strict=settings.strict_numerics) if is_whole else []
+        self.takes = takes(*numerics, is_strict=settings.strict_numerics) if is_whole else []
         kernels, states = memory_kernels(), engine.ledger.states
         self.holders = Leaseholders()
         self.source = Source(

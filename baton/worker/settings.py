@@ -22,6 +22,11 @@ class WorkerSettings(Exposure):
     engine: EngineConfig
     listen: str = option("address of the gRPC server; port 0: the system chooses", "127.0.0.1:0", metavar="HOST:PORT")
     admin: str = option("address of /healthz, /readyz and /metrics", "127.0.0.1:0", metavar="HOST:PORT")
+    rank_listen: str | None = option(
+        "address where the processes of --remote-stages join: `baton rank --leader HOST:PORT`",
+        None,
+        metavar="HOST:PORT",
+    )
     transports: tuple[str, ...] = option(
         "transports for KV; auto: all that work on this machine",
         ("auto",),
@@ -67,9 +72,12 @@ class WorkerSettings(Exposure):
         if not self.transports:
             raise ValueError("--transports is empty: give auto, or some of " + ", ".join(TRANSPORTS[1:]))
         self._check_address()
-        self.check_exposure(
-            {"--listen": self.listen}, self.admin, self.tls is not None, "--tls-cert, --tls-key and --tls-ca"
-        )
+        if self.engine.remote_stages and self.rank_listen is None:
+            raise ValueError(f"--remote-stages {self.engine.remote_stages}: say by --rank-listen where they join")
+        if self.rank_listen is not None and not self.engine.remote_stages:
+            raise ValueError("--rank-listen has no effect without --remote-stages; leave it out")
+        listens = {"--listen": self.listen, **({"--rank-listen": self.rank_listen} if self.rank_listen else {})}
+        self.check_exposure(listens, self.admin, self.tls is not None, "--tls-cert, --tls-key and --tls-ca")
         if named := [name for name in self.transports if name in IN_PLAIN_TEXT and not self._may_be_plain]:
             raise ValueError(
                 f"--transports {named[0]}: is in plain text, and --listen {self.listen} is beyond loopback; "

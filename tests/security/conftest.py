@@ -43,10 +43,10 @@ def make_certificate(installation, tmp_path_factory):
 
 
 class _Empty(grpc.GenericRpcHandler):
-    """KV over gRPC, with nothing behind it."""
+    """KV and ranks over gRPC, with nothing behind them."""
 
     def service(self, details):
-        if details.method == "/baton.kv.Raw/Pull":
+        if details.method in ("/baton.kv.Raw/Pull", "/baton.rank.Raw/Join"):
             return grpc.stream_stream_rpc_method_handler(_pull)
         return None
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from baton.service.arguments import add_command, whole
 from baton.service.security.credentials import check_tenant, new_key
-from baton.service.security.tls import DECODE, DOMAIN, GATEWAY, OPERATOR, PREFILL, WORKER_NAME
+from baton.service.security.tls import DECODE, DOMAIN, GATEWAY, OPERATOR, PREFILL, RANK, WORKER_NAME
 
 NAMES = {
     GATEWAY: (f"gateway.{DOMAIN}",),
     PREFILL: (f"prefill.{DOMAIN}", WORKER_NAME),
     DECODE: (f"decode.{DOMAIN}", WORKER_NAME),
+    RANK: (f"rank.{DOMAIN}",),
     OPERATOR: (f"operator.{DOMAIN}",),
 }
 CA_CERT, CA_KEY, CREDENTIALS, API_KEY, SECRET = "ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"

@@ -261,11 +261,11 @@ def _worker_values(
     values = {role: {**files[role], **name, **both, **own[role]} for role in ROLES}
     settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
     engines = {role: settings[role].engine for role in ROLES}
-    num_ranks = {role: num_workers[role] * engines[role].num_ranks for role in ROLES}
+    num_ranks = {role: num_workers[role] * engines[role].num_ranks_here for role in ROLES}
     threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}
     cpu_roles = [role for role in ROLES if engines[role].device == "cpu"]
     resources = {
-        role: Resources((threads[role] or 1) * each.num_ranks, 0 if role in cpu_roles else each.num_ranks)
+        role: Resources((threads[role] or 1) * each.num_ranks_here, 0 if role in cpu_roles else each.num_ranks_here)
         for role, each in engines.items()
     }
     if up.launcher == "local":  # on a cluster a worker has the cores that are set aside for it

@@ -79,6 +79,9 @@ class EngineConfig:
     pipeline_parallel: int = _knob(
         "processes that have some layers of the model each, with --threads each; on a CPU", 1, metavar="M"
     )
+    remote_stages: int = _knob(
+        "of --pipeline-parallel the last ones, whose processes join from other hosts", 0, metavar="K"
+    )
     expert_parallel: bool = _knob(
         "with --tensor-parallel: each process has some experts of a mixture whole, in place of a part of each", False
     )
@@ -184,6 +187,9 @@ class EngineConfig:
             raise ValueError(f"tensor_parallel {self.tensor_parallel}: one of {', '.join(map(str, DEGREES))}")
         if self.pipeline_parallel < 1:
             raise ValueError(f"pipeline_parallel {self.pipeline_parallel}: must be at least 1")
+        if not 0 <= self.remote_stages < self.pipeline_parallel:
+            told = f"with pipeline_parallel {self.pipeline_parallel} 0 to {self.pipeline_parallel - 1}"
+            raise ValueError(f"remote_stages {self.remote_stages}: {told}: the first stage is the worker itself")
         if self.tensor_parallel == 1 and self.expert_parallel:
             raise ValueError("expert_parallel has no effect without tensor_parallel; leave it out")
         if self.pipeline_parallel > 1 and self.tensor_parallel > 1:
@@ -197,6 +203,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Return the processes of the engine."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_ranks_here(self) -> int:
+        """Return those of them that are on this host."""
+        return self.num_ranks - self.remote_stages
 
     @property
     def ranks_option(self) -> str:

@@ -16,12 +16,14 @@ from baton.engine.core.reproducible import fix_order_of_sums
 from baton.engine.execute.launcher import GpuLauncher, Launcher, step_bytes
 from baton.engine.kv.pool import CPU, DTYPES, KVPool
 from baton.engine.models.decoder import Model
+from baton.engine.models.leading import SpreadPool
 from baton.engine.models.loader import load_model
 from baton.engine.models.registry import read_spec
+from baton.engine.parallel.pipeline import PipelineLeader
 from baton.engine.parallel.shard import Shard, refusal
 from baton.engine.parallel.stage import cut_layers
 from baton.engine.ranks.process import Ready
-from baton.engine.ranks.spawn import OwnMemory, Ranks, SharedMemory, start_shards, start_stages
+from baton.engine.ranks.spawn import Joining, OwnMemory, Ranks, SharedMemory, start_shards, start_stages
 from baton.engine.sampling.on_device import sampler_on
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculation.proposers.proposer import Proposer
@@ -29,6 +31,7 @@ from baton.engine.speculation.proposers.selection import make_proposers
 
 MemoryFor = Callable[[int], SharedMemory]  # num_bytes -> host memory
 GpuMemoryFor = Callable[[int, torch.device], Any]  # num_bytes, device -> what has the CUDA array interface
+StartStages = Callable[..., tuple[Ranks, PipelineLeader]]  # start_stages of ranks/spawn.py
 MakeProposers = Callable[[EngineConfig, Model], Sequence[Proposer]]
 UNBOUNDED = 1 << 40  # blocks
 
@@ -46,10 +49,11 @@ class EngineParts(NamedTuple):
 
 
 def load_parts(
-    config: EngineConfig, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
-    make: MakeProposers | None = None,
+    config: EngineConfig, identity: bytes, memory_for: MemoryFor | None, gpu_memory_for: GpuMemoryFor | None,
+    make: MakeProposers | None = None, joining: Joining | None = None,
 ) -> EngineParts:  # fmt: skip
-    """Load the parts of Engine.load. `make`: in place of the proposers that the config names. Raises ValueError for
+    """Load the parts of Engine.load. `make`: in place of the proposers that the config names; `joining`: where ranks of other
+    hosts join, whose model must have this `identity`. Raises ValueError for
     settings without effect on this device, and what reading the model raises."""
     device = find_device(config.device)
     if device.type == "cpu" and config.gpu_memory_utilization is not None:
@@ -65,7 +69,13 @@ def load_parts(
         dtype = cpu.compute_dtype(spec.dtype, native.reason()) if config.dtype == "auto" else config.dtype
         config = resolve(replace(config, dtype=dtype), spec)
         if config.num_ranks > 1:
-            return _of_ranks(config, spec, memory_for or OwnMemory, make)
+            return _of_ranks(
+                config,
+                spec,
+                memory_for or OwnMemory,
+                make,
+                partial(start_stages, identity=identity.hex(), joining=joining),
+            )
         model = load_model(config, device)
         pool = _pool(config, model, memory_for and (lambda num_bytes: memory_for(num_bytes).memory))
         return EngineParts(config, model, pool, Sampler(), make(config, model), Launcher(model, pool))
@@ -84,28 +94,31 @@ def load_parts(
         ) from None
 
 
-def _of_ranks(config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers) -> EngineParts:
+def _of_ranks(
+    config: EngineConfig, spec: ModelSpec, memory_for: MemoryFor, make: MakeProposers, start: StartStages
+) -> EngineParts:
     """All ranks read their parts at the same time, this process those of the first. They write one pool, each its heads or
     its layers: whoever takes KV from here, or brings it, meets a worker like any other."""
     degree = config.tensor_parallel
     if why := refusal(spec, Shard(0, degree, config.expert_parallel)) if degree > 1 else "":
         raise ValueError(f"tensor_parallel {degree}: {why}")
     stages = cut_layers(spec, config.pipeline_parallel)
-    config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks))
+    config = replace(config, threads=config.threads or max(1, torch.get_num_threads() // config.num_ranks_here))
     torch.set_num_threads(config.threads)
     layout = spec.kv_layout(config.kv_dtype, config.block_size)
     memory = memory_for(config.num_blocks * layout.block_bytes)
-    pool = KVPool(layout, config.num_blocks, memory.memory)
-    own = pool.part(Shard(0, degree).kv_heads(spec.num_kv_heads))
     if len(stages) > 1:
-        ranks, pipeline = start_stages(config, memory, stages, spec.hidden_size, DTYPES[config.dtype])
+        ranks, pipeline = start(config, memory, stages, (spec.hidden_size, DTYPES[config.dtype]))
+        pool = own = SpreadPool(layout, config.num_blocks, memory.memory, pipeline)
         load = partial(load_model, config, stage=stages[0], pipeline=pipeline)
     else:
         ranks, collectives = start_shards(config, memory)
+        pool = KVPool(layout, config.num_blocks, memory.memory)
+        own = pool.part(collectives.shard.kv_heads(spec.num_kv_heads))
         load = partial(load_model, config, CPU, collectives)
     try:
         model = load()
-        ranks.wait(Ready(model.weights, model.layers_name))
+        ranks.wait(Ready.of(model))
     except BaseException:
         ranks.close()
         raise

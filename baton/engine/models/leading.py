@@ -13,6 +13,7 @@ from baton.engine.parallel.collectives import Collectives
 from baton.engine.parallel.commands import CommandKind, hear, tell_rows, tell_step
 from baton.engine.parallel.pipeline import PipelineFollower, PipelineLeader
 from baton.engine.parallel.stage import micro_batches
+from kvtransfer.layout import KVLayout
 
 
 class LeadingModel(Model):
@@ -73,6 +74,18 @@ class FirstStage(Model):
         return pipeline.rows[: len(batch.token_ids)]
 
 
+class SpreadPool(KVPool):
+    """The pool of a worker some of whose stages have theirs on other hosts: what is copied here is copied there."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, memory: memoryview, leader: PipelineLeader):
+        super().__init__(layout, num_blocks, memory)
+        self._leader = leader
+
+    def copy_block(self, src: int, dst: int) -> None:
+        super().copy_block(src, dst)
+        self._leader.copy_block(src, dst)
+
+
 def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
     if on_layer is not None:
         for layer in layers:
@@ -82,7 +95,7 @@ def _tell(on_layer: Callable[[int], None] | None, layers: range) -> None:
 def follow_stage(model: Model, follower: PipelineFollower, pool: KVPool) -> None:
     """Put rows through the layers of a stage that is not the first, until a rank is lost: raises RankLost."""
     while True:
-        part, rows = follower.receive()
+        part, rows = follower.receive(pool.copy_block)
         rows.copy_(model.run_layers(rows, part, pool)[: len(rows)])
         follower.send(rows)
 

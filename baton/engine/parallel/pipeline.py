@@ -3,6 +3,7 @@
     first stage   [STEP, number of the part, its first row] and the part as of commands.py ──► stage 1
                   ◄── [DONE, number, ns that the stage has waited so far]; the part goes on to stage 2, and so on
     every stage   [BEAT], often: it runs
+    first stage   [COPY, block, to block] ──► stages that have a pool of their own
 
 The rows of a step are one tensor [tokens, hidden_size] that each stage changes in place. It is shared memory, or each end
 has its own, and rows follow the message.
@@ -12,7 +13,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.commands import HEADER, packed, sizes_of, unpacked
 from baton.engine.parallel.stream import RankStream
 
-STEP, DONE, BEAT = range(3)
+STEP, DONE, BEAT, COPY = range(4)
 PREFIX = 3  # int64 in front of every message
 Part = tuple[int, int, Tensor]  # number, first row, the part as int64
 
@@ -52,6 +53,12 @@ class PipelineLeader:
         self._waited_ns[0] += time.monotonic_ns() - begun
         if done is None:
             raise RankLost("a rank is lost")
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Let stages of other hosts copy a block of their pools."""
+        for stream in self._streams:
+            if not stream.shares_memory:
+                stream.send(_bytes(torch.tensor((COPY, source, target))))
 
     def beat_of(self, rank: int) -> int:
         """Return how many messages a stage has sent."""
@@ -110,10 +117,14 @@ class PipelineFollower:
         self._stream, self._rows = stream, rows
         self._waited_ns = self._number = 0
 
-    def receive(self) -> tuple[ForwardBatch, Tensor]:
-        """Wait for a part of a step, and return it with its rows as the stage before left them. Raises RankLost."""
+    def receive(self, copy_block: Callable[[int, int], None]) -> tuple[ForwardBatch, Tensor]:
+        """Wait for a part of a step, and return it with its rows as the stage before left them. Blocks that are to be
+        copied before are. Raises RankLost."""
         begun = time.monotonic_ns()
         message = self._stream.receive()
+        while (told := _numbers(message, PREFIX).tolist())[0] == COPY:
+            copy_block(*told[1:])
+            message = self._stream.receive()
         self._waited_ns += time.monotonic_ns() - begun
         _, self._number, first_row, *header = _numbers(message, PREFIX + HEADER).tolist()
         begin, count = 8 * (PREFIX + HEADER), sum(sizes_of(header))

@@ -67,7 +67,7 @@ def _ready(load: Callable[[], Model]) -> Model:
     except (ModelError, ValueError) as error:
         _say(json.dumps({"error": str(error)}))
         sys.exit(1)
-    _say(Ready(model.weights, model.layers_name).line())
+    _say(Ready.of(model).line())
     return model
 
 

@@ -1,5 +1,6 @@
 """One rank as a process of this host: how it is started, what it is told on its stdin, and what it says on its stdout, once:
-that it has its part of the model, or why not. The end of stdin tells it to go."""
+that it has its part of the model, or why not. The end of stdin tells it to go. A rank of another host is told and says the
+same over a connection that is handed in."""
 
 import json
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import instruction_set
+from baton.engine.models.decoder import Model
 from baton.engine.models.linears import WeightReport
 from baton.engine.parallel.shard import WHOLE, Shard
 from baton.engine.parallel.stage import PipelineStage
@@ -20,16 +23,17 @@ from baton.engine.parallel.stage import PipelineStage
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rank is told. Descriptors are inherited."""
+    """What a rank is told. Descriptors are inherited by one of this host; one of another host has its own memory."""
 
     config: EngineConfig  # resolved
-    pool_fd: int
-    pool_bytes: int
-    memory_fd: int  # of collectives, or the rows of a step
-    memory_bytes: int
+    pool_fd: int = -1
+    pool_bytes: int = 0
+    memory_fd: int = -1  # of collectives, or the rows of a step
+    memory_bytes: int = 0
     shard: Shard = WHOLE
     stage: PipelineStage | None = None
     stream_fd: int = -1  # of a stage: a socket to the first one
+    identity: str = ""  # of the model, where a rank reads files of its own
 
     def line(self) -> str:
         """Return it as one line of JSON."""
@@ -48,10 +52,15 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a rank has read."""
+    """What a rank has read, and with what it computes."""
 
     weights: WeightReport
-    layers_name: str  # what runs its layers
+    computes: tuple[str, ...]  # attention, layers, instructions: ranks that differ would differ in bits
+
+    @classmethod
+    def of(cls, model: Model) -> "Ready":
+        """Return what a rank says that has this part of a model."""
+        return cls(model.weights, (model.attention.name, model.layers_name, instruction_set(model.device)))
 
     def line(self) -> str:
         """Return it as one line of JSON."""
@@ -61,11 +70,13 @@ class Ready:
     def parse(cls, fields: dict) -> "Ready":
         """Return what a line's object gives."""
         weights = fields["weights"] | {"notes": tuple(fields["weights"]["notes"])}
-        return cls(WeightReport(**weights), fields["layers_name"])
+        return cls(WeightReport(**weights), tuple(fields["computes"]))
 
 
 class RankProcess:
     """See the module."""
+
+    still = "stands still"
 
     def __init__(self, given: Assignment):
         fds = tuple(fd for fd in (given.pool_fd, given.memory_fd, given.stream_fd) if fd >= 0)
@@ -80,12 +91,21 @@ class RankProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def said(self, deadline: float) -> dict | str:
-        """Wait for what it says, at most until time.monotonic() is `deadline`; or return why it says nothing. It writes
-        whole lines."""
+    @property
+    def where(self) -> str:
+        """Return how people find it."""
+        return f"pid {self.pid}"
+
+    def missing(self, seconds: float) -> str:
+        """Return the words for a rank that has said nothing for so long."""
+        return f"was not ready {seconds:.0f} s after its start"
+
+    def said(self, deadline: float) -> dict | str | None:
+        """Wait for what it says, at most until time.monotonic() is `deadline`: then None; a str says why it ends. It
+        writes whole lines."""
         ready, _, _ = select.select([self._stdout], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            return "was not ready"
+            return None
         if line := self._stdout.readline():
             return json.loads(line)
         return f"ended at its start with status {self._process.wait()}: see its lines on stderr"

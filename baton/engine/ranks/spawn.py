@@ -18,7 +18,7 @@ from baton.engine.parallel.collectives import Collectives, num_bytes_for
 from baton.engine.parallel.pipeline import PipelineLeader, rows_over
 from baton.engine.parallel.shard import Shard
 from baton.engine.parallel.stage import PipelineStage
-from baton.engine.parallel.stream import SocketStream
+from baton.engine.parallel.stream import RankStream, SocketStream
 from baton.engine.ranks.process import Assignment, RankProcess, Ready
 
 START_S = 600.0  # for all ranks to read their parts
@@ -46,6 +46,36 @@ class OwnMemory:
         self.memory = memoryview(mmap.mmap(self.fd, num_bytes))
 
 
+class Rank(Protocol):
+    """Another rank than the first, as ranks/process.py has one of this host."""
+
+    still: str  # words for one that gives no sign of life
+
+    @property
+    def where(self) -> str: ...
+    def missing(self, seconds: float) -> str: ...
+    def said(self, deadline: float) -> dict | str | None: ...
+    def ended(self) -> str: ...
+    def ask_to_end(self) -> None: ...
+    def kill(self) -> None: ...
+    def end(self, deadline: float) -> None: ...
+
+
+class JoinedRank(Rank, Protocol):
+    """A rank of another host."""
+
+    @property
+    def stream(self) -> RankStream: ...
+
+
+class Joining(Protocol):
+    """Where ranks of other hosts join."""
+
+    def place(self, given: Assignment) -> JoinedRank:
+        """Offer a place to the next one."""
+        ...
+
+
 class RankGroup(Protocol):
     """The first rank's end of what joins all ranks."""
 
@@ -71,7 +101,7 @@ class Ranks:
     """All ranks of an engine but its own, which is the first. `wait` once; `close` ends them. From `wait` on a thread watches
     them: where one has died or stands still every wait for it ends with RankLost."""
 
-    def __init__(self, group: RankGroup, processes: Sequence[RankProcess]):
+    def __init__(self, group: RankGroup, processes: Sequence[Rank]):
         self.group = group
         self.reports: list[WeightReport] = []  # of all ranks, the first one too
         self._closing, self._lock = threading.Event(), threading.Lock()
@@ -86,7 +116,7 @@ class Ranks:
             "+".join(f"{num_bytes / (1 << 20):.1f}" for num_bytes in sizes)
             for sizes in (self.num_bytes, [report.read_bytes for report in self.reports])
         )
-        return f"beside {len(self.pids)} more ranks with {held} MiB in kernels (all read {read} MiB)"
+        return f"beside {len(self._processes)} more ranks with {held} MiB in kernels (all read {read} MiB)"
 
     @property
     def num_bytes(self) -> list[int]:
@@ -95,8 +125,8 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Return the processes, in order."""
-        return [process.pid for process in self._processes]
+        """Return the processes of this host, in order."""
+        return [process.pid for process in self._processes if isinstance(process, RankProcess)]
 
     def wait(self, own: Ready) -> None:
         """Until every rank has its part of the model; `own`: what the first one has read. Raises ValueError, one line, where
@@ -105,17 +135,17 @@ class Ranks:
         self.reports.append(own.weights)
         for rank, process in enumerate(self._processes, 1):
             said = process.said(deadline)
-            if isinstance(said, str) or "error" in said:
+            if not isinstance(said, dict):
                 self.close()
-                why = said if isinstance(said, str) else f": {said['error']}"
-                late = f" {START_S:.0f} s after its start" if why == "was not ready" else ""
-                raise ValueError(f"rank {rank}{'' if why.startswith(':') else ' '}{why}{late}")
+                raise ValueError(f"rank {rank} {process.missing(START_S) if said is None else said}")
+            if "error" in said:
+                self.close()
+                raise ValueError(f"rank {rank}: {said['error']}")
             ready = Ready.parse(said)
-            if ready.layers_name != own.layers_name:
+            if ready.computes != own.computes:
                 self.close()
-                raise ValueError(
-                    f"rank {rank} runs its layers by {ready.layers_name}, rank 0 by {own.layers_name}: they would differ in bits"
-                )
+                theirs, ours = ("/".join(each.computes) for each in (ready, own))
+                raise ValueError(f"rank {rank} computes by {theirs}, rank 0 by {ours}: their bits would differ")
             self.reports.append(ready.weights)
         self._watcher.start()
 
@@ -149,8 +179,8 @@ class Ranks:
                 if not (why := process.ended()):
                     if missed[rank] < MISSED_BEATS:
                         continue
-                    why = f"stands still for {MISSED_BEATS * BEAT_S:.1f} s"
-                self._lost(f"rank {rank} (pid {process.pid}) {why}")
+                    why = f"{process.still} for {MISSED_BEATS * BEAT_S:.1f} s"
+                self._lost(f"rank {rank} ({process.where}) {why}")
                 return
 
     def _lost(self, reason: str) -> None:
@@ -175,17 +205,27 @@ def start_shards(config: EngineConfig, pool: SharedMemory) -> tuple[Ranks, Colle
 
 
 def start_stages(
-    config: EngineConfig, pool: SharedMemory, stages: Sequence[PipelineStage], hidden_size: int, dtype: torch.dtype
-) -> tuple[Ranks, PipelineLeader]:
-    """Start the ranks that have `stages`, but for the first."""
+    config: EngineConfig, pool: SharedMemory, stages: Sequence[PipelineStage], sizes: tuple[int, torch.dtype],
+    identity: str, joining: Joining | None,
+) -> tuple[Ranks, PipelineLeader]:  # fmt: skip
+    """Start the ranks that have `stages`, but for the first; `joining`: where those of other hosts come from, whose model must
+    be `identity`. `sizes`: elements of a row, and their dtype."""
+    hidden_size, dtype = sizes
     memory = OwnMemory(config.max_num_batched_tokens * hidden_size * dtype.itemsize)
-    sizes = pool.fd, len(pool.memory), memory.fd, len(memory.memory)
-    processes, streams = [], []
-    for stage in stages[1:]:
+    num_here = len(stages) - config.remote_stages
+    ranks: list[Rank] = []
+    streams: list[RankStream] = []
+    for stage in stages[1:num_here]:
         own, theirs = socket.socketpair()
         with theirs:
-            given = Assignment(config, *sizes, stage=stage, stream_fd=theirs.fileno())
-            processes.append(RankProcess(given))
+            maps = pool.fd, len(pool.memory), memory.fd, len(memory.memory)
+            ranks.append(RankProcess(Assignment(config, *maps, stage=stage, stream_fd=theirs.fileno())))
         streams.append(SocketStream(own))
-    pipeline = PipelineLeader(streams, rows_over(memory.memory, hidden_size, dtype))
-    return Ranks(pipeline, processes), pipeline
+    for stage in stages[num_here:]:
+        if joining is None:
+            raise ValueError("remote_stages: there is no port where ranks of other hosts could join")
+        rank = joining.place(Assignment(config, stage=stage, identity=identity))
+        ranks.append(rank)
+        streams.append(rank.stream)
+    leader = PipelineLeader(streams, rows_over(memory.memory, hidden_size, dtype))
+    return Ranks(leader, ranks), leader

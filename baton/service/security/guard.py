@@ -22,7 +22,7 @@ from baton.service.logs import fields
 from baton.service.security.call_slots import CallSlot, CallSlots
 from baton.service.security.credentials import DEFAULT_TENANT, Credentials
 from baton.service.security.refusals import Refusals
-from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, roles_of
+from baton.service.security.tls import DECODE, GATEWAY, OPERATOR, PREFILL, RANK, roles_of
 
 MAX_METADATA_PAIRS = 64
 TENANT = "tenant"  # callers with a credential
@@ -52,6 +52,7 @@ METHODS: dict[str, frozenset[str]] = {
     "/baton.v1.Worker/LoadAdapter": _OPERATORS,
     "/baton.v1.Worker/UnloadAdapter": _OPERATORS,
     "/baton.kv.Raw/Pull": _WORKERS,
+    "/baton.rank.Raw/Join": frozenset((RANK,)),
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _CLIENTS | _WORKERS | _FLEET,
     "/grpc.health.v1.Health/Check": ANYONE,
     "/grpc.health.v1.Health/List": ANYONE,

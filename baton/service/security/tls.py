@@ -1,6 +1,6 @@
 """TLS between our processes: certificates that carry roles, read again whenever their files change.
 
-A certificate says what its holder is by DNS names below `baton.internal`: `gateway.`, `prefill.`, `decode.` and
+A certificate says what its holder is by DNS names below `baton.internal`: `gateway.`, `prefill.`, `decode.`, `rank.` and
 `operator.baton.internal`; every worker is `worker.baton.internal` too. Servers read the caller's role from it, and
 callers hold a server to the name of what they meant to reach, not to its address, which containers change.
 """
@@ -16,7 +16,7 @@ import grpc
 from baton.service.settings import SettingsError
 
 DOMAIN = "baton.internal"
-GATEWAY, PREFILL, DECODE, OPERATOR = ROLES = ("gateway", "prefill", "decode", "operator")
+GATEWAY, PREFILL, DECODE, RANK, OPERATOR = ROLES = ("gateway", "prefill", "decode", "rank", "operator")
 WORKER_NAME, GATEWAY_NAME = f"worker.{DOMAIN}", f"gateway.{DOMAIN}"
 _SAN = "x509_subject_alternative_name"
 

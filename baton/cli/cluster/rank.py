@@ -1,0 +1,63 @@
+"""`baton rank`: a stage of a worker that runs on another host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from baton.service import logs
+from baton.service.arguments import add_command, whole
+from baton.service.net.server import run as run_process
+from baton.service.security.access import add_access_flags, read_access
+from baton.service.settings import SettingsError
+
+_EXAMPLES = """
+baton rank --leader 10.0.0.1:50070 --model /models/large
+baton rank --leader 10.0.0.1:50070 --model /models/large --tls-ca ca.crt --tls-cert rank.crt --tls-key rank.key
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the subcommand."""
+    parser = add_command(
+        subparsers,
+        "rank",
+        summary="compute some layers of a worker on another host",
+        description="Joins the worker that was started with --remote-stages and --rank-listen, reads the layers that it is "
+        "given, and ends when the worker ends.",
+        examples=_EXAMPLES,
+    )
+    parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="the worker's --rank-listen")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="DIR|FILE", help="the worker's model, on this host"
+    )
+    parser.add_argument("--threads", type=whole, metavar="N", help="CPU threads (default: all cores)")
+    add_access_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 ended by a signal, 1 the worker has refused it or has ended, 2 wrong use or a model that cannot be served."""
+    try:
+        access = read_access(args)
+    except SettingsError as error:
+        return _fail(error, 2)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logs.setup("rank", "info")
+    from baton.engine.core.model_errors import ModelError  # torch takes seconds
+    from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
+
+    settings = RankSettings(args.leader, args.model, args.threads, access)
+    try:
+        return run_process(lambda stop: serve_rank(settings, stop))
+    except NotJoined as error:
+        return _fail(error, 1)
+    except (ModelError, ValueError) as error:
+        return _fail(error, 2)
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"baton rank: {' '.join(str(error).split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,155 @@
+"""Where ranks of other hosts join a worker: a rank says what it is, is told its place, reads its layers, says that it has
+them, and computes what comes then.
+
+rank     {"version", "instructions"} ─► leader          {"refused": why}, or an Assignment
+rank     Ready, or {"error": why}    ─► leader          then messages of parallel/pipeline.py, both ways
+"""
+
+import asyncio
+import json
+import logging
+import queue
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+import baton
+from baton.engine.core.device import instruction_set
+from baton.engine.kv.pool import CPU
+from baton.engine.ranks.process import Assignment
+from baton.service.logs import fields
+from baton.service.net import server as grpc_server
+from baton.service.security.guard import Guard
+from baton.service.security.tls import Tls
+from baton.worker.ranks.stream import BROKEN, METHOD, SERVICE, JoinedStream
+
+log = logging.getLogger(__name__)
+
+
+class JoiningRank:
+    """A rank of another host as the engine sees it; for threads."""
+
+    still = "was not heard"
+
+    def __init__(self, given: Assignment, stream: JoinedStream, address: str):
+        self.given, self.stream = given, stream
+        self._address, self._peer, self._ending = address, "", ""
+        self._said: queue.SimpleQueue[dict | str] = queue.SimpleQueue()
+
+    @property
+    def where(self) -> str:
+        """Return the address that it joined from."""
+        return self._peer or "not here"
+
+    def missing(self, seconds: float) -> str:
+        """Return the words for a rank that has said nothing for so long."""
+        if self._peer:
+            return f"at {self._peer} was not ready {seconds:.0f} s after the start"
+        return f"has not joined {seconds:.0f} s after the start: `baton rank --leader {self._address} --model DIR` starts it"
+
+    def said(self, deadline: float) -> dict | str | None:
+        """Wait for what it says once it has read its part; a str says why it ends, None: nothing in time."""
+        try:
+            return self._said.get(timeout=max(0.001, deadline - time.monotonic()))
+        except queue.Empty:
+            return None
+
+    def ended(self) -> str:
+        """Return how it ended; "" while it is connected."""
+        return self._ending
+
+    def ask_to_end(self) -> None:
+        self.stream.close()
+
+    kill = ask_to_end
+
+    def end(self, deadline: float) -> None:
+        """It ends by itself: its call has ended."""
+
+    def joins(self, peer: str) -> None:
+        """It has joined from there."""
+        self._peer = peer
+
+    def says(self, said: dict) -> None:
+        """It has said that it is ready, or why not."""
+        self._said.put(said)
+
+    def leaves(self) -> None:
+        """Its call has ended."""
+        self._ending = "has closed its connection"
+        self._said.put(f"at {self._peer} has closed its connection before it was ready")
+        self.stream.close()
+
+
+class RankListener:
+    """The port. `place` may be called by any thread."""
+
+    def __init__(self, address: str, tls: Tls | None, num_places: int):
+        """Raises ListenError."""
+        self._guard = Guard(is_open=tls is None)
+        self._server = grpc_server.make_server(interceptors=[self._guard])
+        port = grpc_server.bind(self._server, address, tls and tls.server(require_certificate=True))
+        self.address = f"{address.rpartition(':')[0]}:{port}"
+        handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self._join)}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self._loop = asyncio.get_running_loop()
+        self._open: asyncio.Queue[JoiningRank] = asyncio.Queue()
+        self._num_free, self._num_places = num_places, num_places
+
+    async def start(self) -> None:
+        """Let ranks join."""
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """End the calls of all ranks."""
+        await self._server.stop(0)
+
+    def place(self, given: Assignment) -> JoiningRank:
+        """Offer a place to the next rank that joins."""
+
+        async def open_place() -> JoiningRank:
+            rank = JoiningRank(given, JoinedStream(), self.address)
+            self._open.put_nowait(rank)
+            return rank
+
+        return asyncio.run_coroutine_threadsafe(open_place(), self._loop).result()
+
+    async def _join(self, requests: AsyncIterator[bytes], context) -> None:
+        try:
+            hello = await anext(requests)
+        except BROKEN:
+            return
+        if why := self._refusal(hello):
+            log.warning("rank refused %s", fields(peer=context.peer(), why=why))
+            await context.write(json.dumps({"refused": why}).encode())
+            return
+        self._num_free -= 1
+        rank = await self._open.get()
+        rank.joins(context.peer())
+        log.info(
+            "rank joined %s", fields(peer=context.peer(), layers=str(rank.given.stage and rank.given.stage.layers))
+        )
+        try:
+            await context.write(rank.given.line().encode())
+            rank.says(json.loads(await anext(requests)))
+            await rank.stream.run(lambda: anext(requests), context.write)
+        except (*BROKEN, ValueError):  # it is gone, or said nothing that makes sense
+            pass
+        finally:
+            rank.leaves()
+
+    def _refusal(self, hello: bytes) -> str:
+        """Return why a rank that says this has no place here; "" if it has one."""
+        try:
+            said = json.loads(hello)
+            version, instructions = said["version"], said["instructions"]
+        except (ValueError, TypeError, KeyError):
+            return "this is no rank's first message"
+        if version != baton.__version__:
+            return f"it runs baton {version}, the worker {baton.__version__}"
+        if instructions != (own := instruction_set(CPU)):
+            return f"it computes with {instructions}, the worker with {own}: their bits would differ"
+        if not self._num_free:
+            return f"the worker has all its {self._num_places} ranks of other hosts; is this one started twice?"
+        return ""

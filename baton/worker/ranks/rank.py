@@ -1,0 +1,142 @@
+"""The program of a rank on another host than its worker: it joins, reads its layers, and computes what it is told."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import torch
+
+import baton
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import instruction_set
+from baton.engine.core.model_errors import ModelError
+from baton.engine.core.reproducible import fix_order_of_sums
+from baton.engine.kv.pool import CPU, DTYPES, KVPool
+from baton.engine.models.decoder import Model
+from baton.engine.models.leading import follow_stage
+from baton.engine.models.loader import load_model, model_identity
+from baton.engine.parallel.collectives import RankLost
+from baton.engine.parallel.pipeline import PipelineFollower
+from baton.engine.ranks.process import Assignment, Ready
+from baton.engine.ranks.spawn import BEAT_S, OwnMemory
+from baton.service.net.client import explain_failure, open_channel
+from baton.service.security.access import Access
+from baton.service.security.tls import WORKER_NAME
+from baton.worker.ranks.stream import PATH, JoinedStream
+from kvtransfer.layout import KVLayout
+
+CONNECT_S = 10.0  # to the worker: the first attempts may find a host that is busy
+
+log = logging.getLogger(__name__)
+
+
+class NotJoined(Exception):
+    """One line: why this rank serves no worker, or no more."""
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """Where the worker is, and what is here."""
+
+    leader: str
+    model: Path
+    threads: int | None = None
+    access: Access = Access()
+
+
+async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
+    """Join the worker and serve it until `stop`. Raises ModelError, and NotJoined where the worker refuses it or ends."""
+    identity = await asyncio.to_thread(model_identity, settings.model)
+    try:
+        async with open_channel(settings.leader, settings.access, WORKER_NAME) as channel:
+            try:
+                await asyncio.wait_for(channel.channel_ready(), CONNECT_S)
+            except TimeoutError:
+                silence = f"no connection in {CONNECT_S:.0f} s"
+                raise NotJoined(
+                    await asyncio.to_thread(
+                        explain_failure, settings.leader, grpc.StatusCode.UNAVAILABLE, silence, settings.access
+                    )
+                ) from None
+            call = channel.stream_stream(PATH)()
+            serving = asyncio.create_task(_serve(settings, identity.hex(), call))
+            waiting = asyncio.create_task(stop.wait())
+            await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if serving.done():
+                serving.result()
+            else:
+                call.cancel()
+                serving.cancel()
+    except grpc.aio.AioRpcError as error:
+        explained = await asyncio.to_thread(
+            explain_failure, settings.leader, error.code(), error.details(), settings.access
+        )
+        raise NotJoined(explained) from None
+    except OSError as error:
+        raise NotJoined(str(error)) from None
+
+
+async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStreamCall) -> None:
+    await call.write(json.dumps({"version": baton.__version__, "instructions": instruction_set(CPU)}).encode())
+    told = await call.read()
+    if not isinstance(told, bytes):
+        await call.code()  # it has ended; what it says is raised by `read` of a call that failed
+        raise NotJoined(f"{settings.leader} has closed the connection")
+    fields = json.loads(told)
+    if "refused" in fields:
+        raise NotJoined(f"the worker at {settings.leader} refuses this rank: {fields['refused']}")
+    given = Assignment.parse(told.decode())
+    config = replace(given.config, model=settings.model, threads=settings.threads or torch.get_num_threads())
+    try:
+        if given.identity != identity:
+            raise ModelError(f"{settings.model}: is model {identity[:16]}, the worker has {given.identity[:16]}")
+        model = await asyncio.to_thread(_load, config, given)
+    except (ModelError, ValueError) as error:
+        await call.write(json.dumps({"error": str(error)}).encode())
+        await call.done_writing()
+        raise
+    stream = JoinedStream()
+    await call.write(Ready.of(model).line().encode())
+    carrying = asyncio.create_task(stream.run(call.read, call.write))
+    log.info("serves layers %s of %s", given.stage and given.stage.layers, settings.leader)
+    try:
+        await asyncio.to_thread(_follow, config, model, stream)
+    finally:
+        stream.close()
+        await asyncio.gather(carrying, return_exceptions=True)
+    raise NotJoined(f"the worker at {settings.leader} has ended, or its connection: this rank ends too")
+
+
+def _load(config: EngineConfig, given: Assignment) -> Model:
+    assert config.threads is not None
+    torch.set_num_threads(config.threads)
+    if config.batch_invariant:
+        fix_order_of_sums()
+    return load_model(config, stage=given.stage)
+
+
+def _follow(config: EngineConfig, model: Model, stream: JoinedStream) -> None:
+    """Compute until the worker is gone. The pool has room for all layers, in pages that come as they are written."""
+    assert config.threads is not None and config.num_blocks is not None
+    torch.set_num_threads(config.threads)
+    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    pool = KVPool(layout, config.num_blocks, OwnMemory(config.num_blocks * layout.block_bytes).memory)
+    rows = torch.zeros(config.max_num_batched_tokens, model.spec.hidden_size, dtype=DTYPES[config.dtype])
+    follower = PipelineFollower(stream, rows)
+    threading.Thread(target=_beat, args=(follower,), daemon=True).start()
+    with suppress(RankLost), torch.inference_mode():
+        follow_stage(model, follower, pool)
+
+
+def _beat(follower: PipelineFollower) -> None:
+    with suppress(RankLost):
+        while True:
+            follower.beat()
+            time.sleep(BEAT_S / 2)

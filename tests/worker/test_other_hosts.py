@@ -1,0 +1,184 @@
+"""Stages that join from another host, here by way of this one's network: the bits of one process, and one line for all that
+does not fit."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import grpc
+import pytest
+
+import baton
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.device import instruction_set
+from baton.engine.engine import Engine
+from baton.engine.kv.pool import CPU
+from baton.engine.parallel.collectives import RankLost
+from baton.service.net.client import open_channel
+from baton.service.security.access import Access
+from baton.service.security.tls import WORKER_NAME
+from baton.worker.ranks.listener import RankListener
+from baton.worker.ranks.stream import PATH
+from tests.support.engine.toys import make_request, run
+from tests.support.models import TINY, make_model
+from tests.support.pace import patience
+from tests.support.process import Process
+from tests.support.security.installation import install
+
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 200)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model") / "deep", replace(TINY, num_layers=4))
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    return install(tmp_path_factory.mktemp("certs") / "certs")
+
+
+def config_of(model, **options) -> EngineConfig:
+    return EngineConfig(model, threads=1, num_blocks=64, **options)
+
+
+def answers(engine: Engine) -> dict:
+    """Two choices too, the second of which copies a block."""
+    requests = [make_request(str(len(ids)), ids, 16) for ids in PROMPTS]
+    requests.append(make_request("two", PROMPTS[1], 16, temperature=1.0, seed=3, n=2))
+    return {key: record.answer() for key, record in run(engine, requests).items()}
+
+
+@contextmanager
+def started(folder, name: str, model, address: str, certs=None, role: str = "rank") -> Iterator[Process]:
+    shown = ()
+    if certs is not None:
+        shown = tuple(
+            f"--tls-{kind}={certs.folder / file}"
+            for kind, file in (("ca", "ca.crt"), ("cert", f"{role}.crt"), ("key", f"{role}.key"))
+        )
+    program = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "rank",
+        "--leader",
+        address,
+        "--model",
+        str(model),
+        "--threads",
+        "1",
+        *shown,
+    ]
+    process = Process(name, program, folder)
+    try:
+        yield process
+    finally:
+        process.popen.kill()
+        process.wait()
+
+
+async def test_stages_of_other_hosts_give_the_answers_of_one_process(model, certs, tmp_path):
+    """One stage here, one of this host, one that joins with its certificate; then the worker ends, and so does its rank."""
+    expected = answers(Engine.load(config_of(model)))
+
+    listener = RankListener("127.0.0.1:0", certs.tls("decode"), 1)
+    await listener.start()
+    config = config_of(model, pipeline_parallel=3, remote_stages=1)
+    with started(tmp_path, "rank", model, listener.address, certs) as rank:
+        engine = await asyncio.to_thread(Engine.load, config, joining=listener)
+        assert await asyncio.to_thread(answers, engine) == expected
+        assert [len(engine.ranks.pids), len(engine.ranks.num_bytes)] == [1, 2]
+        await asyncio.to_thread(engine.ranks.close)
+        assert await asyncio.to_thread(rank.wait) == 1
+        assert f"the worker at {listener.address} has ended, or its connection" in rank.text()
+    await listener.stop()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(signal.SIGKILL, "has closed its connection"), (signal.SIGSTOP, "was not heard for 1.5 s")]
+)
+async def test_a_lost_rank_of_another_host_ends_every_wait(model, tmp_path, how, said):
+    listener = RankListener("127.0.0.1:0", None, 1)
+    await listener.start()
+    reasons = []
+    with started(tmp_path, "rank", model, listener.address) as rank:
+        config = config_of(model, pipeline_parallel=2, remote_stages=1)
+        engine = await asyncio.to_thread(Engine.load, config, joining=listener)
+        engine.ranks.when_lost(reasons.append)
+        engine.submit(make_request("a", PROMPTS[1], 800))
+        await asyncio.to_thread(engine.step)
+        await asyncio.sleep(0.3)  # it has been heard
+        os.kill(rank.pid, how)
+        with pytest.raises(RankLost):
+            while True:
+                await asyncio.to_thread(engine.step)
+        await asyncio.to_thread(engine.ranks._watcher.join, patience(10))
+        (reason,) = reasons
+        assert reason.startswith("rank 1 (ipv4:127.0.0.1:") and reason.endswith(said)
+        await asyncio.to_thread(engine.ranks.close)
+    await listener.stop()
+
+
+async def test_a_rank_that_never_joins(model, monkeypatch):
+    monkeypatch.setattr("baton.engine.ranks.spawn.START_S", 0.5)
+
+    listener = RankListener("127.0.0.1:0", None, 1)
+    await listener.start()
+    config = config_of(model, pipeline_parallel=2, remote_stages=1)
+    told = (
+        f"^rank 1 has not joined 0 s after the start: `baton rank --leader {listener.address} --model DIR` starts it$"
+    )
+    with pytest.raises(ValueError, match=told):
+        await asyncio.to_thread(Engine.load, config, joining=listener)
+    await listener.stop()
+
+
+async def test_what_does_not_fit_is_refused_on_both_sides(model, certs, tmp_path):
+    """Another version, other instructions, nonsense and another role take no place; another model ends both."""
+    other = make_model(tmp_path / "other", replace(TINY, num_layers=4), seed=1)
+    own = {"version": baton.__version__, "instructions": instruction_set(CPU)}
+
+    async def told(listener: RankListener, hello: bytes) -> dict:
+        async with open_channel(listener.address, certs.access("rank"), WORKER_NAME) as channel:
+            call = channel.stream_stream(PATH)()
+            await call.write(hello)
+            return json.loads(await call.read())
+
+    listener = RankListener("127.0.0.1:0", certs.tls("decode"), 1)
+    await listener.start()
+    for hello, why in (
+        (json.dumps(own | {"version": "0.0.1"}).encode(), f"it runs baton 0.0.1, the worker {baton.__version__}"),
+        (json.dumps(own | {"instructions": "none"}).encode(), "it computes with none, the worker with"),
+        (b"\xff", "this is no rank's first message"),
+        (b"[]", "this is no rank's first message"),
+    ):
+        assert why in (await told(listener, hello))["refused"]
+    for access, what in ((certs.access("gateway"), "PERMISSION_DENIED"), (Access(), "UNAVAILABLE")):
+        async with open_channel(listener.address, access, WORKER_NAME) as channel:
+            call = channel.stream_stream(PATH)()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.write(b"{}")
+                await call.read()
+            assert refused.value.code().name == what
+    config = config_of(model, pipeline_parallel=2, remote_stages=1)
+    with started(tmp_path, "other", other, listener.address, certs) as rank:
+        with pytest.raises(ValueError, match=f"^rank 1: {other}: is model [0-9a-f]{{16}}, the worker has "):
+            await asyncio.to_thread(Engine.load, config, joining=listener)
+        assert await asyncio.to_thread(rank.wait) == 2
+        assert f"baton rank: {other}: is model" in rank.text()
+    with started(tmp_path, "second", model, listener.address, certs) as rank:
+        assert await asyncio.to_thread(rank.wait) == 1
+        assert "the worker has all its 1 ranks of other hosts; is this one started twice?" in rank.text()
+    await listener.stop()
+
+
+def test_a_rank_without_a_worker(model, tmp_path):
+    with started(tmp_path, "rank", model, "127.0.0.1:9") as rank:
+        assert rank.wait() == 1
+        assert "baton rank: nothing listens at 127.0.0.1:9" in rank.text()
