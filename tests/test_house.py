@@ -194,7 +194,7 @@ FOLDERS = {
         "kv": "wire legs",
         "session": "wire legs kv",
         "observe": "wire legs kv session",
-        "ranks": "",
+        "ranks": "kv",
         ".": "wire legs kv session observe ranks",
     },
     "baton.training": {

@@ -27,7 +27,6 @@ from baton.service.out_of_memory import leave_for_lost_device, leave_for_lost_ra
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.security.guard import Guard
-from baton.service.settings import SettingsError
 from baton.v1 import worker_pb2 as pb
 from baton.v1 import worker_pb2_grpc
 from baton.worker.hello import make_hello, new_identity, tokenizer_digest
@@ -222,11 +221,6 @@ class NextRole(NamedTuple):
 async def serve(settings: WorkerSettings, role: str, table: Table, stop: asyncio.Event) -> NextRole | int:
     """Serve until `stop`, or until a Drain comes, then drain; return the exit status, or what comes next. Raises ListenError, ModelError, SettingsError
     or ValueError, one line each."""
-    if settings.engine.remote_stages and role != "decode":
-        raise SettingsError(
-            "--remote-stages: KV of layers on other hosts is not handed on, so a prefill worker has no use for it; "
-            "start a decode worker, which answers alone"
-        )
     bound = bind_server(settings)  # before the weights: a port that is taken shows at once
     joining = await listen_for_ranks(settings)
     memory = PoolMemory(settings.kv_mirror_gib)

@@ -23,11 +23,13 @@ Shard = tuple[Box, ...]
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """`layout`: of a whole model's KV; `shards`: what each rank's pool holds of it; `rank`: whose pool this is. A worker
-    of one rank holds everything: `Sharding.whole`."""
+    of one rank holds everything: `Sharding.whole`. `in_whole_pool`: the pool has room for the whole model, in which the rest is
+    left empty; only transports by which the source sends know where to find what is there."""
 
     layout: KVLayout
     shards: tuple[Shard, ...]
     rank: int = 0
+    in_whole_pool: bool = False
 
     @classmethod
     def whole(cls, layout: KVLayout) -> "Sharding":
@@ -40,7 +42,7 @@ class Sharding:
     @property
     def pool_layout(self) -> KVLayout:
         """The layout of this rank's pool. Raises ValueError for boxes that are not in the model."""
-        return self.layout.cut(self.shard)
+        return self.layout if self.in_whole_pool else self.layout.cut(self.shard)
 
     def cells(self, memory: BlockMemory, box: Box) -> Cells:
         """Return `box` of the whole model in this rank's pool, `memory`. Raises ProtocolError where it is not there."""
@@ -48,6 +50,8 @@ class Sharding:
             if held.group == box.group and contains(held.layers, box.layers) and contains(held.heads, box.heads):
                 if box.layers and box.heads:
                     first_layer = self.layout.first_layer(box.group) + box.layers.start
+                    if self.in_whole_pool:
+                        return Cells(memory, box, first_layer)
                     return Cells(
                         memory, Box(index, _shift(box.layers, held.layers), _shift(box.heads, held.heads)), first_layer
                     )

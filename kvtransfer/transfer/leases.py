@@ -143,6 +143,7 @@ class LeaseTable:
         self._on_release = on_release
         self._by_id: dict[bytes, Lease] = {}
         self._by_key: dict[Hashable, Lease] = {}
+        self._news = asyncio.Event()  # of the next lease or ticket
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -165,6 +166,22 @@ class LeaseTable:
         lease = Lease(lease_id, key, blocks, num_tokens, num_layers, span_hashes, chain_parent, ttl_s, deadline, states)
         self._by_id[lease_id] = self._by_key[key] = lease
         return lease
+
+    def admit(self, key: Hashable, fetch_id: bytes) -> None:
+        """Add a ticket that another rank of this source has minted. A key without a lease is no fault."""
+        if lease := self._by_key.get(key):
+            lease.add_fetch(fetch_id)
+            self._news.set()
+            self._news = asyncio.Event()
+
+    async def arrival(self, lease_id: bytes, fetch_id: bytes, within_s: float) -> None:
+        """Wait until a ticket is known here, at most so long: its taker may be here before the word of it."""
+        try:
+            async with asyncio.timeout(within_s):
+                while (lease := self._by_id.get(lease_id)) is None or fetch_id not in lease.fetches:
+                    await self._news.wait()
+        except TimeoutError:
+            pass  # `find` or `begin` says what is wrong
 
     def find(self, lease_id: bytes) -> Lease:
         """Return a lease; one past its deadline ends here. Raises LeaseExpired for a lease that has ended or never

@@ -60,6 +60,7 @@ class Shelf:
     counters: Counter
     dialogues: dict[tuple[bytes, int], "Serving"]  # by fetch id and share: one at a time
     room: MirrorRoom | None  # of a pool on a GPU; None: its mirror needs no bound
+    grace_s: float  # for which a ticket that another rank has minted may be known there alone
 
 
 class _Prepared(NamedTuple):
@@ -110,7 +111,7 @@ class Serving:
 
     async def _serve(self) -> None:
         want = await self._first()
-        lease = self._authorise(want)
+        lease = await self._authorise(want)
         self._prepare(lease, want)
         name = (want.ticket.fetch_id, want.share)
         while (earlier := self._shelf.dialogues.get(name)) is not None:
@@ -159,9 +160,11 @@ class Serving:
         for name in [name for name, serving in self._shelf.dialogues.items() if serving is earlier]:
             del self._shelf.dialogues[name]
 
-    def _authorise(self, want: kv_pb2.Want) -> Lease:
+    async def _authorise(self, want: kv_pb2.Want) -> Lease:
         """Raises TicketRefused, LeaseExpired, before anything is allocated."""
         self._shelf.mint.check(want.ticket, want.ticket.lease_id, want.taker_instance, want.taker_epoch)
+        if self._shelf.grace_s:
+            await self._shelf.leases.arrival(want.ticket.lease_id, want.ticket.fetch_id, self._shelf.grace_s)
         lease = self._shelf.leases.find(want.ticket.lease_id)
         self._shelf.leases.renew(lease.lease_id)
         return lease

@@ -48,7 +48,7 @@ class Source:
     `layout`: of the whole model, which is in this pool; `sharding`: where it holds one rank's part of it.
     `on_release(key, ending)`: exactly once per lease, in the event loop; ending: released | cancelled | expired.
     `generations(block_id)`: that block's generation now, `state_generations` that of a block of states. `codec`: converts between forms; without one only takers of
-    the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a GPU, where it is bounded. All methods belong to the event loop that `start` ran in.
+    the same form are served. `kernels`: over the pool in host memory; without them numpy. `room`: of the mirror of a pool on a GPU, where it is bounded. `grace_s`: for which a ticket of another rank's that is not known yet is waited for. All methods belong to the event loop that `start` ran in.
 
     `counters`: dialogues by how they failed (ticket_refused, lease_expired, layout_mismatch, peer_lost, ...; what the
     taker says has taker_ in front), leases_granted, leases_expired, bytes_confirmed."""
@@ -59,7 +59,7 @@ class Source:
         device: DevicePool | None = None, lease_ttl_s: float = 5.0, transports: Sequence[str] | str = "auto",
         sharding: Sharding | None = None, mint: TicketMint | None = None, codec: Codec | None = None, is_strict: bool = False,
         kernels: MemoryKernels | None = None, room: MirrorRoom | None = None,
-        state_generations: Callable[[int], int] | None = None,
+        state_generations: Callable[[int], int] | None = None, grace_s: float = 0.0,
     ):  # fmt: skip
         """Raises LayoutMismatch for a layout that cannot be moved, ValueError for an unknown transport."""
         self.identity = identity
@@ -76,7 +76,7 @@ class Source:
         self._leases = LeaseTable(lambda: time.monotonic() + failpoints.hit("lease.clock"), on_release)
         self._shelf = Shelf(
             self._pools, self._sharding, identity.numerics_class, codec, self._leases, mint or TicketMint(),
-            generations, state_generations or generations, self.counters, {}, room,
+            generations, state_generations or generations, self.counters, {}, room, grace_s,
         )  # fmt: skip
         self._listeners = Listeners()
         self._connections = {name: Connections() for name in CAPABILITIES}
@@ -127,8 +127,7 @@ class Source:
 
     def admit(self, key: Hashable, ticket: bytes) -> None:
         """A ticket that another rank of this source has minted is good here too."""
-        if lease := self._leases.of(key):
-            lease.add_fetch(parse_ticket(ticket).fetch_id)
+        self._leases.admit(key, parse_ticket(ticket).fetch_id)
 
     def withdraw(self, ticket: bytes) -> None:
         """Its taker is not waited for, and not served any more. Idempotent."""

@@ -23,6 +23,7 @@ from baton.service.net.client import open_channel
 from baton.service.security.access import Access
 from baton.service.security.tls import WORKER_NAME
 from baton.worker.ranks.listener import RankListener
+from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
 from baton.worker.ranks.stream import PATH
 from tests.support.engine.toys import make_request, run
 from tests.support.models import TINY, make_model
@@ -178,7 +179,7 @@ async def test_what_does_not_fit_is_refused_on_both_sides(model, certs, tmp_path
     await listener.stop()
 
 
-def test_a_rank_without_a_worker(model, tmp_path):
-    with started(tmp_path, "rank", model, "127.0.0.1:9") as rank:
-        assert rank.wait() == 1
-        assert "baton rank: nothing listens at 127.0.0.1:9" in rank.text()
+async def test_a_rank_without_a_worker(model, monkeypatch):
+    monkeypatch.setattr("baton.worker.ranks.rank.CONNECT_S", 0.2)
+    with pytest.raises(NotJoined, match="^nothing listens at 127.0.0.1:9: "):
+        await serve_rank(RankSettings("127.0.0.1:9", model), asyncio.Event())

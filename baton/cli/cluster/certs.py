@@ -20,7 +20,7 @@ NAMES = {
     GATEWAY: (f"gateway.{DOMAIN}",),
     PREFILL: (f"prefill.{DOMAIN}", WORKER_NAME),
     DECODE: (f"decode.{DOMAIN}", WORKER_NAME),
-    RANK: (f"rank.{DOMAIN}",),
+    RANK: (f"rank.{DOMAIN}", WORKER_NAME),
     OPERATOR: (f"operator.{DOMAIN}",),
 }
 CA_CERT, CA_KEY, CREDENTIALS, API_KEY, SECRET = "ca.crt", "ca.key", "credentials.toml", "api-key", "cluster-secret"

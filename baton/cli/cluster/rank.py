@@ -34,6 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--model", type=Path, required=True, metavar="DIR|FILE", help="the worker's model, on this host"
     )
     parser.add_argument("--threads", type=whole, metavar="N", help="CPU threads (default: all cores)")
+    parser.add_argument(
+        "--kv-host", default="127.0.0.1", metavar="HOST", help="address of this host at which other workers take its KV"
+    )
     add_access_flags(parser)
     parser.set_defaults(run=run)
 
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from baton.engine.core.model_errors import ModelError  # torch takes seconds
     from baton.worker.ranks.rank import NotJoined, RankSettings, serve_rank
 
-    settings = RankSettings(args.leader, args.model, args.threads, access)
+    settings = RankSettings(args.leader, args.model, args.threads, access, args.kv_host)
     try:
         return run_process(lambda stop: serve_rank(settings, stop))
     except NotJoined as error:

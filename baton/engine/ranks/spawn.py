@@ -119,6 +119,11 @@ class Ranks:
         return f"beside {len(self._processes)} more ranks with {held} MiB in kernels (all read {read} MiB)"
 
     @property
+    def joined(self) -> list[Rank]:
+        """Return the ranks of other hosts, in order."""
+        return [process for process in self._processes if not isinstance(process, RankProcess)]
+
+    @property
     def num_bytes(self) -> list[int]:
         """Return the bytes of weights of each rank that was started."""
         return [report.num_bytes for report in self.reports[1:]]

@@ -4,14 +4,16 @@ accept ─► lease (handle, ticket) ─► advance with the watermark ─► fi
              └─ the same lease for another taker: a ticket of its own       └─ lease over, once for each key on it
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
 from baton import failpoints
 from baton.engine.core.request import Acceptance, Key
 from baton.v1 import kv_pb2
 from baton.worker.legs.leg import Leg
+from kvtransfer.layout import BlockRef
 from kvtransfer.transfer.leases import CANCELLED
-from kvtransfer.transfer.source import Offer, Source
+from kvtransfer.transfer.source import Offer
 from kvtransfer.wire import Taker, taker_from_proto
 
 OnOver = Callable[[Key, str], None]  # a key, and how its lease ended: released | cancelled | expired
@@ -61,11 +63,26 @@ class Leaseholders:
             on_over(guest.key, ending)
 
 
+class LeasingSource(Protocol):
+    """What leases KV: kvtransfer's Source, or that of a worker of several hosts."""
+
+    def offer(
+        self, key: Hashable, blocks: Sequence[BlockRef], num_tokens: int, span_hashes: Sequence[bytes],
+        chain_parent: bytes, taker: Taker, num_ready_tokens: int = 0, *, states: Sequence[BlockRef] = (),
+    ) -> Offer: ...  # fmt: skip
+    def offer_again(self, lease_id: bytes, taker: Taker) -> Offer: ...
+    def withdraw(self, ticket: bytes) -> None: ...
+    def advance(self, key: Hashable, upto_token: int, upto_layer: int | None = None) -> None: ...
+    def finish(self, key: Hashable) -> None: ...
+    def renew(self, lease_id: bytes) -> bool: ...
+    def cancel(self, key: Hashable) -> None: ...
+
+
 class Handoff:
     """All leases that this worker gives. Belongs to the event loop. `on_over` of a lease is called once for each key on
     it, in the source's words: released | cancelled | expired."""
 
-    def __init__(self, source: Source, holders: Leaseholders):
+    def __init__(self, source: LeasingSource, holders: Leaseholders):
         """`holders.lease_over` is what `source` calls."""
         self._source = source
         self._holders = holders

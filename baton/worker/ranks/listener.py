@@ -38,6 +38,12 @@ class JoiningRank:
         self._said: queue.SimpleQueue[dict | str] = queue.SimpleQueue()
 
     @property
+    def layers(self) -> range:
+        """Return the layers that it has."""
+        assert self.given.stage is not None
+        return self.given.stage.layers
+
+    @property
     def where(self) -> str:
         """Return the address that it joined from."""
         return self._peer or "not here"

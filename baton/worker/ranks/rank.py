@@ -24,14 +24,20 @@ from baton.engine.models.loader import load_model, model_identity
 from baton.engine.parallel.collectives import RankLost
 from baton.engine.parallel.pipeline import PipelineFollower
 from baton.engine.ranks.process import Assignment, Ready
-from baton.engine.ranks.spawn import BEAT_S, OwnMemory
+from baton.engine.ranks.spawn import BEAT_S
 from baton.service.net.client import explain_failure, open_channel
 from baton.service.security.access import Access
-from baton.service.security.tls import WORKER_NAME
+from baton.service.security.exposure import is_loopback
+from baton.service.security.guard import Guard
+from baton.service.security.tls import WORKER_NAME, Tls
+from baton.worker.ranks.source import RankSource
 from baton.worker.ranks.stream import PATH, JoinedStream
 from kvtransfer.layout import KVLayout
+from kvtransfer.memory.region import Region
+from kvtransfer.transports.endpoints import Address
+from kvtransfer.transports.grpc_stream import OPEN, Security
 
-CONNECT_S = 10.0  # to the worker: the first attempts may find a host that is busy
+CONNECT_S = 60.0  # to the worker, which may be started after its ranks
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +54,7 @@ class RankSettings:
     model: Path
     threads: int | None = None
     access: Access = Access()
+    kv_host: str = "127.0.0.1"  # where takers of KV reach this rank
 
 
 async def serve_rank(settings: RankSettings, stop: asyncio.Event) -> None:
@@ -103,15 +110,33 @@ async def _serve(settings: RankSettings, identity: str, call: grpc.aio.StreamStr
         await call.done_writing()
         raise
     stream = JoinedStream()
+    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
+    assert given.stage is not None and config.num_blocks is not None
+    region = Region.create(config.num_blocks * layout.block_bytes)  # room for all layers, in pages that come with use
+    security = _security(settings.access)
+    address = Address(settings.kv_host, security=security)
+    transports = ("tcp", "grpc") if security is OPEN or is_loopback(f"{settings.kv_host}:0") else ("grpc",)
+    source = RankSource(region, layout, given.stage.layers, stream, address, transports)
+    stream.on_note = source.hear
     await call.write(Ready.of(model).line().encode())
     carrying = asyncio.create_task(stream.run(call.read, call.write))
-    log.info("serves layers %s of %s", given.stage and given.stage.layers, settings.leader)
+    log.info("serves layers %s of %s", given.stage.layers, settings.leader)
     try:
-        await asyncio.to_thread(_follow, config, model, stream)
+        pool = KVPool(layout, config.num_blocks, region.memory)
+        await asyncio.to_thread(_follow, config, model, pool, stream)
     finally:
         stream.close()
         await asyncio.gather(carrying, return_exceptions=True)
+        await source.stop()
     raise NotJoined(f"the worker at {settings.leader} has ended, or its connection: this rank ends too")
+
+
+def _security(access: Access) -> Security:
+    """Let workers alone take KV over gRPC, where there are certificates."""
+    if not (access.tls_cert and access.tls_key and access.tls_ca):
+        return OPEN
+    tls = Tls(access.tls_cert, access.tls_key, access.tls_ca)
+    return Security(tls.server(True), (Guard(),), tls.channel, WORKER_NAME)
 
 
 def _load(config: EngineConfig, given: Assignment) -> Model:
@@ -122,12 +147,10 @@ def _load(config: EngineConfig, given: Assignment) -> Model:
     return load_model(config, stage=given.stage)
 
 
-def _follow(config: EngineConfig, model: Model, stream: JoinedStream) -> None:
-    """Compute until the worker is gone. The pool has room for all layers, in pages that come as they are written."""
-    assert config.threads is not None and config.num_blocks is not None
+def _follow(config: EngineConfig, model: Model, pool: KVPool, stream: JoinedStream) -> None:
+    """Compute until the worker is gone."""
+    assert config.threads is not None
     torch.set_num_threads(config.threads)
-    layout = KVLayout((model.kv_group(config.kv_dtype, config.block_size),))
-    pool = KVPool(layout, config.num_blocks, OwnMemory(config.num_blocks * layout.block_bytes).memory)
     rows = torch.zeros(config.max_num_batched_tokens, model.spec.hidden_size, dtype=DTYPES[config.dtype])
     follower = PipelineFollower(stream, rows)
     threading.Thread(target=_beat, args=(follower,), daemon=True).start()

@@ -1,7 +1,8 @@
 """Messages between two threads of two hosts over one gRPC call of raw bytes: a byte that says whether more follows, and
-up to CHUNK_BYTES of a message."""
+up to CHUNK_BYTES of a message. Notes, JSON, go from one event loop to the other on the same call."""
 
 import asyncio
+import json
 import queue
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from baton.engine.parallel.stream import Bytes
 SERVICE, METHOD = "baton.rank.Raw", "Join"
 PATH = f"/{SERVICE}/{METHOD}"
 CHUNK_BYTES = 4 << 20
-_MORE, _LAST = b"\1", b"\0"
+_MORE, _LAST, _NOTE = b"\1", b"\0", b"\2"
 BROKEN = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError, StopAsyncIteration)
 
 
@@ -28,6 +29,11 @@ class JoinedStream:
         self._incoming: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._is_closed = False
+        self.on_note: Callable[[dict], None] = lambda told: None  # in the event loop
+
+    def note(self, told: dict) -> None:
+        """Send a note; it is lost where the call has ended."""
+        self._put(_NOTE + json.dumps(told).encode())
 
     def send(self, *parts: Bytes) -> None:
         whole = memoryview(b"".join(parts))
@@ -49,7 +55,7 @@ class JoinedStream:
         self._incoming.put(None)
         self._put(None)
 
-    async def run(self, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], Awaitable[None]]) -> None:
+    async def run(self, read: Callable[[], Awaitable[object]], write: Callable[[bytes], Awaitable[None]]) -> None:
         """Carry messages until the call ends, or either side closes this. `read` raises one of BROKEN, or returns no bytes, at
         the end of the call."""
         carrying = [asyncio.create_task(self._read(read)), asyncio.create_task(self._write(write))]
@@ -65,10 +71,13 @@ class JoinedStream:
         with suppress(RuntimeError):  # the loop has ended, and the call with it
             self._loop.call_soon_threadsafe(self._outgoing.put_nowait, chunk)
 
-    async def _read(self, read: Callable[[], Awaitable[bytes]]) -> None:
+    async def _read(self, read: Callable[[], Awaitable[object]]) -> None:
         chunks: list[bytes] = []
         with suppress(*BROKEN):
             while isinstance(chunk := await read(), bytes):
+                if chunk[:1] == _NOTE:
+                    self.on_note(json.loads(chunk[1:]))
+                    continue
                 chunks.append(chunk[1:])
                 if chunk[:1] == _LAST:
                     self._incoming.put(memoryview(bytearray(b"".join(chunks))))

@@ -144,7 +144,7 @@ async def test_a_call_without_its_message_is_an_error(guarded, installation):
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("path", [path for path in METHODS if "Pull" not in path])  # that one takes any bytes
+@pytest.mark.parametrize("path", [path for path in METHODS if "Raw" not in path])  # those take any bytes
 async def test_bytes_that_are_no_message_are_their_senders_fault(guarded, installation, caplog, path):
     """No caller fills the log with tracebacks, with the first message or with a later one."""
     role = next((role for role in ROLES if METHODS[path] & {role}), None)
