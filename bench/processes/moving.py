@@ -63,7 +63,8 @@ def scattered(num_blocks: int, count: int, seed: int) -> list[int]:
 async def serve(fd: int, block_bytes: int, transports: list[str]) -> None:
     """Offers on stdin, handles on stdout, until stdin ends."""
     layout = layout_of(block_bytes)
-    region = Region(fd, mmap.mmap(fd, POOL_BYTES))
+    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    region = Region(fd, mmap.mmap(fd, POOL_BYTES), read_only)
     num_blocks = POOL_BYTES // layout.block_bytes
     source = Source(
         region.memory, layout, SourceIdentity(b"source", 1, bytes(32), NUMERICS), local_host_id(), lambda *_: None,

@@ -32,6 +32,7 @@ class Sequence:
     key: pb.Key
     max_tokens: int
     index: int = 0
+    started_at: float = 0.0
 
 
 class Session:
@@ -105,7 +106,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         reason = inference_pb2.FINISH_REASON_LENGTH if is_last else 0
         first = pb.FirstToken(choice=0, token_id=FIRST_ID, finished=is_last, finish_reason=reason)
         session.outbox.put_nowait(pb.Event(done=pb.Done(key=key, first_tokens=[first], num_chunks=1)))
-        sequence.index = 1
+        sequence.index, sequence.started_at = 1, time.monotonic()
         session.running[_named(key)] = sequence
         if is_last:
             self._end(session, key, 0)
@@ -114,7 +115,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         known = session.running.pop(_named(key), None) or session.admitted.pop(_named(key), None)
         if known is not None:
             reason = "CANCELLED" if code else ""
-            ended = pb.Ended(key=key, code=code, reason=reason, decode=pb.DecodeReport(num_steps=known.index))
+            decode_s = time.monotonic() - known.started_at if known.started_at else 0.0
+            report = pb.DecodeReport(num_steps=known.index, decode_s=decode_s)
+            ended = pb.Ended(key=key, code=code, reason=reason, decode=report)
             session.outbox.put_nowait(pb.Event(ended=ended))
 
     async def steps(self) -> None:

@@ -1,0 +1,256 @@
+"""Twelve causes of slowness, each made on purpose: the sentence about what bounds the stack names it.
+
+What else runs on this machine takes cores too, and then "cores" is the truth: a busy machine skips these tests.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.service.observe.cpu_usage import CpuUsage
+from baton.v1 import fleet_pb2, fleet_pb2_grpc
+from bench.gateway import fleet
+from tests.support.client import Client
+from tests.support.pace import patience
+from tests.support.process import ROOT, Process
+from tests.support.stack import Stack
+
+MODEL = ROOT / "demo" / "target"
+OPTIONS = ("--num-blocks", "400", "--threads", "1")
+SECONDS = 8.0  # of load
+CGROUP = Path("/sys/fs/cgroup/cpu")
+NAMESPACES = ("unshare", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+LOSSY = "tbf rate 384kbit burst 1600 limit 3200"  # what comes faster than that is dropped
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not Path("/proc/self/schedstat").exists(), reason="this system does not tell who waits for a core"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def idle_machine() -> None:
+    usage = CpuUsage()
+    time.sleep(2.0)
+    if usage.busy() > 0.3:
+        pytest.skip(f"the cores of this machine are {usage.busy():.0%} busy with something else")
+
+
+@contextlib.contextmanager
+def running(folder: Path, **options) -> Iterator[Stack]:
+    options = {"options": OPTIONS, "gateway_options": ("--split", "always"), **options}
+    with Stack(MODEL, folder, failpoints=True, **options) as stack:
+        yield stack
+
+
+_fresh = itertools.count()
+
+
+def prompt(num_tokens: int, seed: int | None = None) -> list[int]:
+    """One that was never sent before, or the one of `seed`."""
+    draw = random.Random(next(_fresh) if seed is None else -1 - seed)
+    return [draw.randrange(300, 4000) for _ in range(num_tokens)]
+
+
+def load(
+    target: str,
+    num_clients: int,
+    make: Callable[[], dict],
+    seconds: float = SECONDS,
+    pause_s: float = 0.0,
+) -> str:
+    """Send what `make` returns, `num_clients` at a time, for `seconds`; read a message in `pause_s`. The sentence."""
+    until = time.monotonic() + seconds
+
+    def work() -> None:
+        client = Client(target)
+        while time.monotonic() < until:
+            for _ in client.stream(timeout=patience(60), ignore_eos=True, **make()):
+                time.sleep(pause_s)
+        client.close()
+
+    threads = [threading.Thread(target=work) for _ in range(num_clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with grpc.insecure_channel(target) as channel:
+        return fleet_pb2_grpc.FleetStub(channel).ListRequests(fleet_pb2.ListRequestsRequest(), timeout=10).bound
+
+
+def short(num_prompt: int = 64, max_tokens: int = 32, **fields) -> Callable[[], dict]:
+    return lambda: {"prompt": prompt(num_prompt), "max_tokens": max_tokens, **fields}
+
+
+@contextlib.contextmanager
+def neighbours(num: int) -> Iterator[None]:
+    """Processes that never stop, with more right to the cores than ours."""
+    spin = "import os\ntry: os.nice(-5)\nexcept OSError: pass\nwhile True: pass"
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(num)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@contextlib.contextmanager
+def throttled(process: Process, share: float) -> Iterator[None]:
+    """A CPU limit as containers have it."""
+    group = CGROUP / f"baton-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_period_us").write_text("100000")
+        (group / "cpu.cfs_quota_us").write_text(str(int(1e5 * share)))
+        (group / "cgroup.procs").write_text(str(process.pid))
+    except OSError as error:
+        pytest.skip(f"no group of processes with a CPU limit can be made here: {error}")
+    try:
+        yield
+    finally:
+        (CGROUP / "cgroup.procs").write_text(str(process.pid))
+        group.rmdir()
+
+
+@contextlib.contextmanager
+def blocked(process: Process) -> Iterator[None]:
+    """Halted again and again for a fifth of a second, as by a call that does not return: it neither runs nor waits."""
+    stop = threading.Event()
+
+    def halt() -> None:
+        while not stop.wait(0.03):
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(0.2)
+            os.kill(process.pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=halt)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_throttled_core(tmp_path):
+    with running(tmp_path, num_prefill=0) as stack, throttled(stack.decode[0], 0.2):
+        assert load(stack.target, 4, short()).startswith("Bound by cores")
+
+
+def test_busy_neighbours_on_all_cores(tmp_path):
+    with running(tmp_path, num_prefill=0) as stack, neighbours(3 * len(os.sched_getaffinity(0))):
+        assert load(stack.target, 4, short()).startswith("Bound by cores")
+
+
+def test_slow_clients(tmp_path):
+    with running(tmp_path, num_prefill=0) as stack:
+        said = load(stack.target, 2, short(max_tokens=600, logprobs=20), pause_s=0.1)
+        assert said.startswith("Bound by client: answers wait"), said
+
+
+def test_an_event_loop_that_is_blocked(tmp_path):
+    with running(tmp_path, num_prefill=0) as stack, blocked(stack.gateways[0]):
+        assert load(stack.target, 2, short()).startswith("Bound by gateway")
+
+
+def test_a_pool_that_is_too_small(tmp_path):
+    with running(tmp_path, num_prefill=0, options=("--num-blocks", "40", "--threads", "1")) as stack:
+        said = load(stack.target, 8, short(200, 60))
+        assert said.startswith("Bound by kv pool"), said
+
+
+def test_a_queue_for_the_prefill_worker(tmp_path):
+    with running(tmp_path) as stack, stack.prefill[0].armed("engine.step=sleep:0.1"):
+        said = load(stack.target, 12, short(300, 2))
+        assert said.startswith("Bound by prefill queue"), said
+
+
+def test_a_queue_for_the_decode_worker(tmp_path):
+    options = (*OPTIONS, "--max-num-seqs", "1")
+    with running(tmp_path, num_prefill=0, options=options) as stack, stack.armed("engine.step=sleep:0.02"):
+        said = load(stack.target, 8, short(32, 8))
+        assert said.startswith("Bound by decode queue"), said
+
+
+def test_long_prompts(tmp_path):
+    with running(tmp_path) as stack, stack.prefill[0].armed("engine.step=sleep:0.3"):
+        said = load(stack.target, 1, short(1500, 2))
+        assert said.startswith("Bound by prefill compute") and "prompts are long" in said, said
+
+
+def test_a_slow_link_for_kv(tmp_path):
+    options = (*OPTIONS, "--transports", "tcp")
+    with running(tmp_path, options=options) as stack, stack.decode[0].armed("transfer.landed=sleep:0.3"):
+        said = load(stack.target, 1, short(600, 4))
+        assert said.startswith("Bound by transfer"), said
+
+
+def test_a_cold_cache_after_a_restart(tmp_path):
+    def again() -> dict:
+        return {"prompt": prompt(900, seed=0) + prompt(30), "max_tokens": 2}
+
+    with running(tmp_path, num_prefill=0) as stack:
+        load(stack.target, 1, again, seconds=3)
+        stack.decode[0].kill()
+        stack.restart(stack.decode[0])
+        with stack.decode[0].armed("engine.step=sleep:0.4"):
+            said = load(stack.target, 1, short(930, 2), seconds=4)
+        assert said.startswith("Bound by prefill compute") and "cold cache" in said, said
+
+
+def test_a_gateway_at_its_limit(tmp_path):
+    """It has one core, a worker that computes nothing and the clients have the other."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs a core for the gateway and one for the rest")
+    with fleet(step_ms=1) as made:
+        said = load(made.targets[0], 48, short(16, 200))
+        assert said.startswith("Bound by gateway"), said
+
+
+def script(folder: Path) -> str:
+    """A gateway here, a worker there, and a link between them that drops packets."""
+    baton, other = f"{sys.executable} -m", "nsenter --net=/proc/$other/ns/net"
+    worker = f"{baton} decode_worker --model {MODEL} --num-blocks 400 --threads 1 --insecure"
+    return f"""
+set -e
+ip link set lo up
+unshare --net sleep infinity & other=$!
+until [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.05; done
+ip link add here type veth peer name there netns $other
+ip address add 10.0.0.1/24 dev here; ip link set here up
+{other} sh -c 'ip address add 10.0.0.2/24 dev there; ip link set there up; ip link set lo up'
+{other} {worker} --listen 10.0.0.2:7000 > {folder}/worker 2>&1 & worker=$!
+until grep -q ^ready {folder}/worker; do kill -0 $worker; sleep 0.2; done
+{baton} gateway --model {MODEL} --listen 127.0.0.1:7001 --decode-workers 10.0.0.2:7000 > {folder}/gateway 2>&1 & gateway=$!
+until grep -q ^ready {folder}/gateway; do kill -0 $gateway; sleep 0.2; done
+{other} tc qdisc add dev there root {LOSSY}
+{baton} tests.e2e.observe.test_diagnosis 127.0.0.1:7001
+"""
+
+
+def test_lost_packets_between_hosts(tmp_path):
+    done = subprocess.run(
+        [*NAMESPACES, "bash", "-c", script(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=patience(120), env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    logs = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert done.returncode == 0, f"{done.stderr}\n{logs}"
+    assert done.stdout.startswith("Bound by network"), done.stdout
+
+
+if __name__ == "__main__":
+    print(load(sys.argv[1], 8, short(16, 64), seconds=12))
