@@ -15,7 +15,6 @@ import secrets
 import socket
 import struct
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -77,14 +76,12 @@ def user_behind(sock: socket.socket) -> int:
     return struct.unpack_from("2I", sock.getsockopt(0, 1, 76))[1]
 
 
-def run_and_wait_ns(thread_id: int | None = None) -> tuple[int, int]:
-    """Nanoseconds for which a thread of this process, or all that there are now, have run, and have waited for a core.
-    Elsewhere, and where the kernel does not count them, waits are 0."""
-    found = f"/proc/self/task/{'*' if thread_id is None else thread_id}/schedstat"
-    rows = [row.split() for path in glob.glob(found) if (row := _text_of(path))]
-    if not LINUX or not rows:
-        return time.process_time_ns() if thread_id is None else time.thread_time_ns(), 0
-    return sum(int(ran) for ran, _, _ in rows), sum(int(waited) for _, waited, _ in rows)
+def run_and_wait_ns(thread_id: int | None = None) -> dict[int, tuple[int, int]]:
+    """Nanoseconds for which each thread of this process, or one, has run, and has waited for a core, by its id. Empty elsewhere, and
+    where the kernel does not count them."""
+    found = glob.glob(f"/proc/self/task/{thread_id or '*'}/schedstat") if LINUX else []
+    rows = {path: _text_of(path).split() for path in found}
+    return {int(path.split("/")[4]): (int(row[0]), int(row[1])) for path, row in rows.items() if row}
 
 
 def memory_bytes() -> int:

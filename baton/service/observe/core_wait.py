@@ -13,20 +13,22 @@ _KEPT = 0.95  # of the means, with each tick: they are of about the last two sec
 
 
 class CoreWait:
-    """Counts from its making, then from one look to the next."""
+    """Counts from its making, then from one look to the next, the threads beside the one that made it: an engine's."""
 
     def __init__(self) -> None:
-        self._at, (self._ran, self._waited) = now(), system.run_and_wait_ns()
+        self._own = threading.get_native_id()
+        self._at, self._times = now(), system.run_and_wait_ns()
         self._share = 0.0
 
     def share(self) -> float:
-        """Return how much of the time in which threads of this process wanted a core they waited for one, 0 to 1; where the
-        last look was less than a second ago, what that saw. 0 where the system does not tell."""
+        """Return the share of the time since the last look in which the thread that waited longest for a core did so, 0 to 1;
+        where that was less than a second ago, what it saw. 0 where the system does not tell."""
         if (at := now()) - self._at >= _LEAST_S:
-            ran, waited = system.run_and_wait_ns()
-            wanted = (ran - self._ran) + (waited - self._waited)  # less than nothing where a thread has ended
-            self._share = min(1.0, max(0.0, (waited - self._waited) / wanted)) if wanted > 0 else 0.0
-            self._at, self._ran, self._waited = at, ran, waited
+            times = system.run_and_wait_ns()
+            begun = {thread: self._times.get(thread, (0, 0))[1] for thread in times if thread != self._own}
+            longest_ns = max((times[thread][1] - waited for thread, waited in begun.items()), default=0)
+            self._share = min(1.0, longest_ns / 1e9 / (at - self._at))
+            self._at, self._times = at, times
         return self._share
 
 
@@ -59,12 +61,12 @@ class EventLoopWatch:
     async def run(self) -> None:
         """Measure, until cancelled."""
         thread = threading.get_native_id()
-        at, (ran, waited) = now(), system.run_and_wait_ns(thread)
+        at, (ran, waited) = now(), system.run_and_wait_ns(thread).get(thread, (0, 0))
         while True:
             await asyncio.sleep(_TICK_S)
             late_s = max(0.0, now() - at - _TICK_S)
             last_ran, last_waited = ran, waited
-            at, (ran, waited) = now(), system.run_and_wait_ns(thread)
+            at, (ran, waited) = now(), system.run_and_wait_ns(thread).get(thread, (0, 0))
             self._note(late_s, (ran - last_ran) / 1e9, (waited - last_waited) / 1e9)
 
     def _note(self, late_s: float, ran_s: float, waited_s: float) -> None:

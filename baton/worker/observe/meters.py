@@ -59,7 +59,7 @@ class WorkerMeters:
             Gauge("baton_utilisation", "achieved rate over the device's limit", self._utilisation, "limit"),
             Gauge(
                 "baton_core_wait_ratio",
-                "of the time in which threads want a core, the share that they wait for one",
+                "share of the time in which its thread that waits longest waits for a core",
                 CoreWait().share,
             ),
             Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),

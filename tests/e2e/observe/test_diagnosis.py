@@ -51,7 +51,8 @@ def idle_machine() -> None:
 
 @contextlib.contextmanager
 def running(folder: Path, **options) -> Iterator[Stack]:
-    options = {"options": OPTIONS, "gateway_options": ("--split", "always"), **options}
+    split = "never" if options.get("num_prefill") == 0 else "always"
+    options = {"options": OPTIONS, "gateway_options": ("--split", split), **options}
     with Stack(MODEL, folder, failpoints=True, **options) as stack:
         yield stack
 
@@ -204,11 +205,11 @@ def test_a_cold_cache_after_a_restart(tmp_path):
         return {"prompt": prompt(900, seed=0) + prompt(30), "max_tokens": 2}
 
     with running(tmp_path, num_prefill=0) as stack:
-        load(stack.target, 1, again, seconds=3)
+        load(stack.target, 4, again, seconds=4)
         stack.decode[0].kill()
         stack.restart(stack.decode[0])
         with stack.decode[0].armed("engine.step=sleep:0.4"):
-            said = load(stack.target, 1, short(930, 2), seconds=4)
+            said = load(stack.target, 4, short(930, 2), seconds=6)
         assert said.startswith("Bound by prefill compute") and "cold cache" in said, said
 
 

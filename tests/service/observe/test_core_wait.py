@@ -44,18 +44,27 @@ def busy_for(seconds: float) -> None:
 def test_threads_that_run_wait_less_than_they_run(crowded):
     thread = threading.get_native_id()
     time.sleep(0.5)  # until both spin
-    ran, waited = system.run_and_wait_ns(thread)
+    ran, waited = system.run_and_wait_ns()[thread]
     busy_for(1.0)
-    more_ran, more_waited = system.run_and_wait_ns(thread)
+    more_ran, more_waited = system.run_and_wait_ns()[thread]
     assert more_waited - waited > more_ran - ran > 0  # a third of the core
 
 
 def test_the_share_is_of_the_time_since_the_last_look(crowded, monkeypatch):
     time.sleep(0.5)
     monkeypatch.setattr(core_wait, "_LEAST_S", 0.0)
-    watch = CoreWait()
-    busy_for(1.0)
+    watch, other = CoreWait(), threading.Thread(target=busy_for, args=(1.5,))
+    other.start()
+    time.sleep(1.0)
     assert 0.3 < watch.share() < 1.0
+
+
+def test_a_process_whose_threads_sleep_waits_for_no_core(crowded, monkeypatch):
+    monkeypatch.setattr(core_wait, "_LEAST_S", 0.0)
+    watch, other = CoreWait(), threading.Thread(target=time.sleep, args=(1.0,))
+    other.start()
+    other.join()
+    assert watch.share() < 0.3
 
 
 async def watched(work) -> EventLoopWatch:
