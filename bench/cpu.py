@@ -2,7 +2,7 @@
 [--only PART ...].
 
 Llama-3.2-1B's shape with random weights, 2 threads, everything in turn: prompts of 512 tokens, decoding one, 8 and 32
-sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits; at last the demo model's time per output token. `make bench-peers`
+sequences behind prompts of 8 tokens, for each weight form beside the peers' file of as many bits; and the demo model's time per output token. `make bench-peers`
 installs llama.cpp and OpenVINO; without it our rows stand alone. BATON_ISA=x86-64-v3 measures that tier, against a
 llama.cpp that is built for it (`make bench-peers ISA=x86-64-v3`). --quick: 2 of the 16 layers, three weight forms and fewer rounds.
 
@@ -259,6 +259,8 @@ def main() -> int:
         try:
             bench = Bench(report, arguments.quick, peers, num_layers)
             bench.overhead()
+            if "demo" in arguments.only:
+                bench.demo()
             forms = [name for name in (QUICK_FORMS if arguments.quick else FORMS) if name in arguments.only]
             if any(name in TRANSFORMERS_GOALS for name in forms):
                 bench.best_transformers()
@@ -268,8 +270,6 @@ def main() -> int:
             if "not-exact" in arguments.only:
                 bench.not_exact()
             bench.machine()
-            if "demo" in arguments.only:
-                bench.demo()
         finally:
             for peer in peers:
                 peer.close()

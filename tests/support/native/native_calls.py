@@ -145,6 +145,8 @@ def _linears() -> None:
                 PackedLinear(weight, None, dtype, leaves_of(weight))(x)
     from_far = PackedLinear(FORMS["int8-g32"]((64, 1216)), None, torch.float32)  # more than a chunk of inputs
     from_far(torch.randn(7, 1216))
+    of_four = PackedLinear(FORMS["int8-dynamic"]((64, 100)), None, torch.float32)  # no whole number of eights
+    of_four(torch.randn(5, 100))
 
 
 def _attention() -> None:
