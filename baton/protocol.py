@@ -1,5 +1,8 @@
 """Define what gateways, workers and operators' commands must agree on, beside the .proto files. Plain Python."""
 
+from collections.abc import Mapping
+from pathlib import Path
+
 PROTOCOL = 1  # the one version that this build speaks
 INSTANCE_BYTES = 16  # of the random name that a process has for one start
 ROLES = ("prefill", "decode")  # of workers
@@ -28,3 +31,25 @@ def check_model_name(name: str | None, setting: str) -> None:
     lines; None is no name."""
     if name is not None and (not 0 < len(name) <= MAX_MODEL_NAME or not name.isprintable() or name != name.strip()):
         raise ValueError(f"{setting} {name[:40]!r}: give 1 to {MAX_MODEL_NAME} printable characters")
+
+
+def named_models(text: str) -> dict[str | None, Path]:
+    """Read --model: the folder or file of one model, or NAME=DIR,... of several. None is the name of one that has its
+    folder's. Raises ValueError, one line."""
+    if "=" not in text or "://" in text.partition("=")[0] or Path(text).exists():
+        return {None: Path(text)}
+    found: dict[str | None, Path] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, is_named, path = (each.strip() for each in part.partition("="))
+        if not is_named or not path:
+            raise ValueError(f"--model {part!r}: give NAME=DIR for each of several models")
+        check_model_name(name, f"--model {part!r}: the name")
+        if name in found:
+            raise ValueError(f"--model {name}: is given twice")
+        found[name] = Path(path)
+    return found
+
+
+def model_setting(models: Mapping[str | None, Path]) -> str:
+    """Write what named_models reads."""
+    return ",".join(str(path) if name is None else f"{name}={path}" for name, path in models.items())

@@ -189,8 +189,8 @@ def costs(report: Report, num_requests: int) -> None:
                 index.apply(link.worker_id, pb.BlockEvents(snapshot=True, sealed=held))
         for i in range(num_requests):
             begun = time.perf_counter()
-            _ = registry.model.context
-            registry.router.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
+            _ = registry.fleets[0].model.context
+            registry.fleets[0].router.route(ask, _now(index.lookup(chains[i % len(chains)])), ())
             seconds.append(time.perf_counter() - begun)
         medians[num_workers] = 1e6 * statistics.median(seconds)
         p99 = 1e6 * sorted(seconds)[int(0.99 * num_requests)]
@@ -218,7 +218,8 @@ def _registry(num_workers: int) -> Registry:
     settings = GatewaySettings(
         model=Path("/m"), prefill_workers=tuple(addresses[:half]), decode_workers=tuple(addresses[half:])
     )
-    registry = Registry(settings, folder, MemoryIndex(), b"secret")
+    registry = Registry(settings, MemoryIndex(), b"secret")
+    registry.add(folder)
     for link in registry.links:
         role = "prefill" if link in registry.prefill else "decode"
         hello = pb.Hello(
@@ -229,9 +230,10 @@ def _registry(num_workers: int) -> Registry:
             limits=pb.Limits(max_model_len=1 << 17, max_num_seqs=128, block_size=16),
             kv_gives=["kv"],
             kv_takes=["kv"],
-            model=pb.ModelCard(transports=["tcp", "shm"]),
+            model=pb.ModelCard(transports=["tcp", "shm"], vocab_size=1000),
             kv_token_bytes=65_536,
         )
+        assert link._check_hello(link, hello) is None
         link.note_hello(hello)
         link._become(LinkState.SERVING, "")
         link.note_worked(math.inf)  # a fleet that has served for a while

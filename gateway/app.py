@@ -4,8 +4,9 @@ import asyncio
 import gc
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from baton import tasks
 from baton.service import progress
@@ -27,6 +28,8 @@ from gateway.api.ports import Ports, open_ports
 from gateway.api.registration_service import RegistrationService
 from gateway.api.request_handler import RequestHandler
 from gateway.api.servicer import SERVICE_NAME, InferenceService
+from gateway.catalog.catalog import Catalog
+from gateway.catalog.model_version import ModelVersion
 from gateway.config.settings import GatewaySettings
 from gateway.config.slo_classes import read_classes
 from gateway.fleet.registry import Registry
@@ -36,10 +39,11 @@ from gateway.observe import access_log
 from gateway.observe.gauges import denied_count, fleet_gauges, request_gauges
 from gateway.observe.meters import GatewayMeters
 from gateway.observe.recent_requests import RecentRequests
+from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.pipeline import Pipeline
 from gateway.orchestration.states import RequestEvent
 from gateway.parsers.formats import AnswerFormat, format_named, format_of
-from gateway.prefix.cluster_secret import fingerprint, read_secret
+from gateway.prefix.cluster_secret import NO_SECRET, fingerprint, read_secret
 from gateway.prefix.memory_index import MemoryIndex
 from gateway.prefix.prefix_hashes import PrefixHashes
 from gateway.prefix.prefix_index import PrefixIndex, SecretDiffers
@@ -64,10 +68,8 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
     quotas = Quotas.read(settings.quotas)
     ports = open_ports(settings, quotas)
     with progress.phase("gateway", f"reading the tokenizer of {settings.model}"):
-        folder = read_model(settings.model)
-    if settings.served_model_name is not None:
-        folder = replace(folder, name=settings.served_model_name)
-    gateway = Gateway(settings, folder, ports, quotas)
+        folders = [read_model(path, name or settings.served_model_name) for name, path in settings.models.items()]
+    gateway = Gateway(settings, folders, ports, quotas)
     telemetry.setup("baton-gateway")
     genai_metrics.setup("baton-gateway")
     gc.collect()
@@ -83,36 +85,31 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> int:
 class Gateway:
     """All parts of one gateway, made in the order in which they need each other."""
 
-    def __init__(self, settings: GatewaySettings, folder: ModelFolder, ports: Ports, quotas: Quotas):
+    def __init__(self, settings: GatewaySettings, folders: Sequence[ModelFolder], ports: Ports, quotas: Quotas):
         """Raises SettingsError."""
         self._settings, self._quotas = settings, quotas
         self._server, self._guard = ports.server, ports.guard
         self._changed = asyncio.Event()
-        self.queues = WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens)
         self.index = _make_index(settings)
-        secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
-        self.registry = Registry(settings, folder, self.index, secret, self._on_fleet_change)
-        self.names = PrefixHashes(self.registry)
+        self._secret = read_secret(settings.cluster_secret) if settings.cluster_secret else None
+        self.registry = Registry(settings, self.index, self._secret, self._on_fleet_change)
+        self.catalog = Catalog(self._add_model, self._drop_model, settings.model_root)
         self.recent = RecentRequests(self.registry.worker_started_at)
-        slo_classes = read_classes(settings.slo_classes)
-        gauges = request_gauges(self.recent, self.queues) + fleet_gauges(self.registry, self.index)
-        self.meters = GatewayMeters(folder.name, slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
-        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
-        text = TextWork(tokenizer, _make_template(folder), folder.vocab_size)
-        self._pipeline = Pipeline(
-            registry=self.registry,
-            index=self.index,
-            names=self.names,
-            text=text,
-            reader=AnswerReader(tokenizer, text.detokenizer, _answer_format(settings.tool_call_parser, folder)),
-            admission=AdmissionControl(settings.max_concurrent_requests, quotas),
-            queues=self.queues,
-            max_queue_wait_s=settings.max_queue_wait_s,
-            on_gap=self.meters.gap,
-            slo_classes=slo_classes,
-        )
+        self._slo_classes = read_classes(settings.slo_classes)
+        gauges = request_gauges(self.recent, self.catalog) + fleet_gauges(self.registry, self.index)
+        whose = folders[0].name if len(folders) == 1 else ""
+        self.meters = GatewayMeters(whose, self._slo_classes, [*gauges, denied_count(ports.guard.num_denied)])
+        self._admission = AdmissionControl(settings.max_concurrent_requests, quotas)
+        self._running: dict[str, RequestMachine] = {}  # of all models, by key_id
+        self.catalog.versions += [self._version(folder, *self._text_of(folder)) for folder in folders]
         self.handler = RequestHandler(
-            self._pipeline, settings, self.recent.began, self._on_request_end, ports.guard.hold
+            self.catalog,
+            self.registry,
+            self._admission,
+            settings,
+            self.recent.began,
+            self._on_request_end,
+            ports.guard.hold,
         )
         self._secret_checked = asyncio.Event()
         self._ready_line = ""  # still to be printed
@@ -121,11 +118,10 @@ class Gateway:
         """Serve until `stop`, then drain; return 0. `port` is what the server is bound to, `fleet_port` the one for
         callers with certificates. Raises SettingsError."""
         settings, server = self._settings, self._server
-        if settings.public_prefixes:
-            encode = partial(self._pipeline.text.encode, token_ids=None, context=self.registry.model.context)
-            self.names.make_public(await read_public_prefixes(settings.public_prefixes, encode))
+        for version in self.catalog.versions:
+            await self._make_public(version)
         InferenceService(self.handler).add_to(server)
-        fleet = FleetService(self.registry, self.recent, self.queues, self.index, settings.redis)
+        fleet = FleetService(self.registry, self.catalog, self.recent, self.index, settings.redis)
         fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
         worker_pb2_grpc.add_RegistrationServicer_to_server(RegistrationService(self.registry.registered), server)
         health = Health(server)
@@ -167,7 +163,8 @@ class Gateway:
                 await http.stop()
             await server.stop(_STOP_GRACE_S)
             await admin.stop()
-            self._pipeline.text.close()
+            for version in self.catalog.versions:
+                version.close()
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
@@ -216,8 +213,61 @@ class Gateway:
         access_log.ended(record, error)
 
     def _on_fleet_change(self) -> None:
-        self.queues.call_first()
+        self.catalog.note_change()
+        for version in self.catalog.versions:
+            version.pipeline.queues.call_first()
         self._changed.set()
+
+    # ---- models ----
+
+    def _text_of(self, folder: ModelFolder) -> tuple[TextWork, AnswerReader]:
+        """Raises SettingsError. Takes a second for a large tokenizer."""
+        tokenizer = Tokenizer(folder.tokenizer_json, str(folder.path))
+        text = TextWork(tokenizer, _make_template(folder), folder.vocab_size)
+        form = _answer_format(self._settings.tool_call_parser, folder)
+        return text, AnswerReader(tokenizer, text.detokenizer, form)
+
+    def _version(self, folder: ModelFolder, text: TextWork, reader: AnswerReader, only: bytes = b"") -> ModelVersion:
+        """Join all parts of a model, and let its workers come."""
+        settings, fleet = self._settings, self.registry.add(folder, only)
+        return ModelVersion(
+            Pipeline(
+                fleet=fleet,
+                index=self.index,
+                names=PrefixHashes(fleet),
+                text=text,
+                reader=reader,
+                admission=self._admission,
+                queues=WaitingQueues(settings.max_queued_requests, settings.max_queued_tokens),
+                max_queue_wait_s=settings.max_queue_wait_s,
+                on_gap=self.meters.gap,
+                slo_classes=self._slo_classes,
+                running=self._running,
+                loop_watch=self.registry.loop_watch,
+            )
+        )
+
+    async def _make_public(self, version: ModelVersion) -> None:
+        """Raises SettingsError for a prefix that the model cannot have."""
+        if self._settings.public_prefixes:
+            pipeline = version.pipeline
+            encode = partial(pipeline.text.encode, token_ids=None, context=version.fleet.model.context)
+            pipeline.names.make_public(await read_public_prefixes(self._settings.public_prefixes, encode))
+
+    async def _add_model(self, name: str, path: Path, only: bytes) -> ModelVersion:
+        """Raises SettingsError, and then nothing has changed."""
+        folder = await asyncio.to_thread(read_model, path, name)
+        version = self._version(folder, *await asyncio.to_thread(self._text_of, folder), only)
+        try:
+            await self._make_public(version)
+        except SettingsError:
+            self._drop_model(version)
+            raise
+        return version
+
+    def _drop_model(self, version: ModelVersion) -> None:
+        self.registry.drop(version.fleet)
+        version.close()
 
     async def _watch(self, health: Health) -> None:
         """Let health follow readiness, and print the ready line once. Raises SettingsError."""
@@ -229,16 +279,17 @@ class Gateway:
             for name in ("", SERVICE_NAME):
                 health.set(name, serving)
             if serving and self._ready_line:
-                log.info("serving %s", fields(model=self.registry.model.name, split=self._settings.split))
+                names = ",".join(version.name for version in self.catalog.current)
+                log.info("serving %s", fields(model=names, split=self._settings.split))
                 print(self._ready_line, flush=True)
                 self._ready_line = ""
             await self._changed.wait()
             self._changed.clear()
 
     async def _check_secret(self) -> None:
-        """Compare the secret, which may be derived from the model, with other gateways. Raises SettingsError."""
+        """Compare the secret, or that there is none, with other gateways. Raises SettingsError."""
         try:
-            await self.index.check_secret(fingerprint(self.registry.secret))
+            await self.index.check_secret(fingerprint(self._secret or NO_SECRET))
         except SecretDiffers as error:
             raise SettingsError(f"--cluster-secret: {error}") from None
         self._secret_checked.set()
@@ -259,12 +310,12 @@ class Gateway:
         deadline = asyncio.get_running_loop().time() + self._settings.drain_grace_s
         while self.handler.num_running and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        if self._pipeline.running:
+        if self._running:
             self._give_up()
 
     def _give_up(self) -> None:
         """Tell clients how to continue elsewhere; workers keep what that needs."""
-        for machine in list(self._pipeline.running.values()):
+        for machine in list(self._running.values()):
             machine.give_up(RequestEvent.GRACE_OVER)
         for link in self.registry.links:
             link.hang_up()

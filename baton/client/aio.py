@@ -134,9 +134,14 @@ class AsyncClient:
         return (await self._call("Detokenize", pb.DetokenizeResponse, lambda _: request, timeout_s)).text
 
     async def model_info(self, model: str = "", *, timeout_s: float | None = None) -> pb.GetModelInfoResponse:
-        """Return what is known of the model that is served. Raises CallError."""
+        """Return what is known of a model; its name may be left out where one is served. Raises CallError."""
         request = pb.GetModelInfoRequest(model=model)
         return await self._call("GetModelInfo", pb.GetModelInfoResponse, lambda _: request, timeout_s)
+
+    async def list_models(self, *, timeout_s: float | None = None) -> list[pb.GetModelInfoResponse]:
+        """Return what is known of each model that is served. Raises CallError."""
+        request = pb.ListModelsRequest()
+        return list((await self._call("ListModels", pb.ListModelsResponse, lambda _: request, timeout_s)).models)
 
     async def close(self) -> None:
         """End all that runs."""

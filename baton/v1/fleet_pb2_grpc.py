@@ -44,6 +44,16 @@ class FleetStub(object):
                 request_serializer=baton_dot_v1_dot_fleet__pb2.ListRequestsRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_fleet__pb2.ListRequestsResponse.FromString,
                 _registered_method=True)
+        self.AddModel = channel.unary_unary(
+                '/baton.v1.Fleet/AddModel',
+                request_serializer=baton_dot_v1_dot_fleet__pb2.AddModelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_fleet__pb2.AddModelResponse.FromString,
+                _registered_method=True)
+        self.RemoveModel = channel.unary_unary(
+                '/baton.v1.Fleet/RemoveModel',
+                request_serializer=baton_dot_v1_dot_fleet__pb2.RemoveModelRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_fleet__pb2.RemoveModelResponse.FromString,
+                _registered_method=True)
 
 
 class FleetServicer(object):
@@ -63,6 +73,21 @@ class FleetServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddModel(self, request, context):
+        """Serve a model from now on, whose tokenizer is in a folder below this gateway's --model-root. A name that is served stands
+        for this one once a worker serves it; requests that run end on the one before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveModel(self, request, context):
+        """Take a model from new requests; those that run go on to their end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FleetServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +100,16 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.ListRequests,
                     request_deserializer=baton_dot_v1_dot_fleet__pb2.ListRequestsRequest.FromString,
                     response_serializer=baton_dot_v1_dot_fleet__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'AddModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddModel,
+                    request_deserializer=baton_dot_v1_dot_fleet__pb2.AddModelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_fleet__pb2.AddModelResponse.SerializeToString,
+            ),
+            'RemoveModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveModel,
+                    request_deserializer=baton_dot_v1_dot_fleet__pb2.RemoveModelRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_fleet__pb2.RemoveModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +166,60 @@ class Fleet(object):
             '/baton.v1.Fleet/ListRequests',
             baton_dot_v1_dot_fleet__pb2.ListRequestsRequest.SerializeToString,
             baton_dot_v1_dot_fleet__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Fleet/AddModel',
+            baton_dot_v1_dot_fleet__pb2.AddModelRequest.SerializeToString,
+            baton_dot_v1_dot_fleet__pb2.AddModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Fleet/RemoveModel',
+            baton_dot_v1_dot_fleet__pb2.RemoveModelRequest.SerializeToString,
+            baton_dot_v1_dot_fleet__pb2.RemoveModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -500,3 +500,13 @@ class GetModelInfoResponse(_message.Message):
     proposers: _containers.RepeatedScalarFieldContainer[str]
     adapters: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., context: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., proposers: _Optional[_Iterable[str]] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[GetModelInfoResponse]
+    def __init__(self, models: _Optional[_Iterable[_Union[GetModelInfoResponse, _Mapping]]] = ...) -> None: ...

@@ -69,6 +69,11 @@ class InferenceStub(object):
                 request_serializer=baton_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_inference__pb2.GetModelInfoResponse.FromString,
                 _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/baton.v1.Inference/ListModels',
+                request_serializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -124,6 +129,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListModels(self, request, context):
+        """The same of every model behind this gateway; of one that no worker serves now, what its folder says.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -161,6 +173,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModelInfo,
                     request_deserializer=baton_dot_v1_dot_inference__pb2.GetModelInfoRequest.FromString,
                     response_serializer=baton_dot_v1_dot_inference__pb2.GetModelInfoResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=baton_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -352,6 +369,33 @@ class Inference(object):
             '/baton.v1.Inference/GetModelInfo',
             baton_dot_v1_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
             baton_dot_v1_dot_inference__pb2.GetModelInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Inference/ListModels',
+            baton_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
+            baton_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

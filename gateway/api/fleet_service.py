@@ -3,12 +3,16 @@
 import os
 from urllib.parse import urlsplit
 
+import grpc
+
 from baton.service.clock import now
+from baton.service.errors import BatonError, abort
 from baton.v1 import fleet_pb2 as pb
+from gateway.catalog.catalog import Catalog
+from gateway.catalog.model_version import ModelVersion
 from gateway.fleet.registry import Registry
 from gateway.observe.recent_requests import RecentRequests
 from gateway.prefix.prefix_index import PrefixIndex
-from gateway.queue.admission import WaitingQueues
 
 SERVICE_NAME = "baton.v1.Fleet"
 
@@ -19,13 +23,13 @@ class FleetService:
     def __init__(
         self,
         registry: Registry,
+        catalog: Catalog,
         recent: RecentRequests,
-        queues: WaitingQueues,
         index: PrefixIndex,
         redis_url: str | None,
     ):
         """`redis_url` None: the prefix index is in this process."""
-        self._registry, self._recent, self._queues, self._index = registry, recent, queues, index
+        self._registry, self._catalog, self._recent, self._index = registry, catalog, recent, index
         self._redis_url = without_password(redis_url) if redis_url else ""
 
     async def ListWorkers(self, request: pb.ListWorkersRequest, context) -> pb.ListWorkersResponse:
@@ -36,9 +40,27 @@ class FleetService:
         """Return requests that run, and the last that have ended."""
         return self.requests(request)
 
+    async def AddModel(self, request: pb.AddModelRequest, context: grpc.aio.ServicerContext) -> pb.AddModelResponse:
+        """Serve another model, or another under a name that is served."""
+        try:
+            await self._catalog.add(request.name, request.path, request.identity)
+        except BatonError as error:
+            await abort(context, error)
+        return pb.AddModelResponse()
+
+    async def RemoveModel(
+        self, request: pb.RemoveModelRequest, context: grpc.aio.ServicerContext
+    ) -> pb.RemoveModelResponse:
+        """Serve a model no more."""
+        try:
+            return pb.RemoveModelResponse(num_running=self._catalog.remove(request.name))
+        except BatonError as error:
+            await abort(context, error)
+
     def requests(self, request: pb.ListRequestsRequest) -> pb.ListRequestsResponse:
         """Return requests that run, and the last that have ended."""
-        return self._recent.listed(request, len(self._queues))
+        num_waiting = sum(len(version.pipeline.queues) for version in self._catalog.versions)
+        return self._recent.listed(request, num_waiting)
 
     def workers(self) -> pb.ListWorkersResponse:
         """Return all workers, whatever their state."""
@@ -48,6 +70,7 @@ class FleetService:
             redis_url=self._redis_url,
             redis_down=self._index.down,
             collector=os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
+            models=map(self._model, self._catalog.versions),
         )
         for role, links in (("prefill", registry.prefill), ("decode", registry.decode)):
             for link in links:
@@ -60,12 +83,27 @@ class FleetService:
                     load=link.load,
                     num_legs=len(link.legs),
                 )
+                if fleet := registry.fleet_of(link):
+                    view.model = fleet.name
                 if link.hello is not None:
                     view.breaker = link.breaker.state.value
                     view.breaker_retry_s = max(0.0, link.breaker.retry_at - now())
                 if clock := link.clock:
                     view.clock_offset_s, view.clock_error_s = clock
         return answer
+
+    def _model(self, version: ModelVersion) -> pb.ModelView:
+        fleet, reason = version.fleet, self._registry.not_ready_of(version.fleet)
+        return pb.ModelView(
+            name=version.name,
+            identity=fleet.last_identity,
+            state="retired" if fleet.is_retired else "waiting" if reason else "serving",
+            reason=reason or "",
+            num_running=version.num_running,
+            num_waiting=len(version.pipeline.queues),
+            num_prefill=len(fleet.candidates.serving("prefill")),
+            num_decode=len(fleet.candidates.serving("decode")),
+        )
 
 
 def without_password(url: str) -> str:

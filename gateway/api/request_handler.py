@@ -3,7 +3,8 @@ is not an answer is a BatonError."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import grpc
@@ -14,12 +15,16 @@ from baton.service.logs import fields
 from baton.service.observe.telemetry import TraceContext, new_context
 from baton.service.security import guard
 from baton.v1 import inference_pb2 as pb
+from baton.v1 import worker_pb2
 from gateway.answer.answer import Emit
 from gateway.answer.whole_answer import WholeAnswer
+from gateway.catalog.catalog import Catalog
+from gateway.catalog.model_version import ModelVersion
 from gateway.config.served_model import ServedModel
 from gateway.config.settings import GatewaySettings
+from gateway.fleet.registry import Registry
 from gateway.observe import request_trace
-from gateway.orchestration.pipeline import Pipeline
+from gateway.queue.admission import AdmissionControl
 from gateway.request.embedding import check_embed
 from gateway.request.request_record import RequestRecord
 from gateway.request.scoring import LABELS, check_score, score_of
@@ -43,7 +48,9 @@ class RequestHandler:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        catalog: Catalog,
+        registry: Registry,
+        admission: AdmissionControl,
         settings: GatewaySettings,
         on_begin: Callable[[RequestRecord], None],
         on_end: Callable[[RequestRecord, BaseException | None], None],
@@ -53,21 +60,23 @@ class RequestHandler:
         waits until the error may be sent."""
         self.is_draining = False
         self.num_running = 0
-        self._pipeline, self._settings = pipeline, settings
+        self._catalog, self._registry, self._admission, self._settings = catalog, registry, admission, settings
         self._on_begin, self._on_end, self._hold = on_begin, on_end, hold
 
-    @property
-    def model(self) -> ServedModel:
-        """Return the served model, as the tenant of the call sees it."""
-        return self._pipeline.registry.model.seen_by(guard.tenant())
+    def model(self, asked: str) -> ServedModel:
+        """Return the model that a request names, as the tenant of the call sees it; any, where the request will end with
+        an error for what it names."""
+        tenant = guard.tenant()
+        return self._catalog.find_or_first(asked, tenant).seen_by(tenant)
+
+    def token_text(self, asked: str) -> Callable[[int], tuple[str, bytes]]:
+        """Return what gives, for a token of the model that a request names, its text when it is shown alone, and the bytes
+        that it stands for."""
+        return self._catalog.find_or_first(asked, guard.tenant()).pipeline.text.detokenizer.shown
 
     def not_ready(self) -> str | None:
         """Return why no request can be served now, None if one can."""
-        return "draining" if self.is_draining else self._pipeline.registry.not_ready()
-
-    def token_text(self, token_id: int) -> tuple[str, bytes]:
-        """Return a token as it is shown alone, and the bytes that it stands for."""
-        return self._pipeline.text.detokenizer.shown(token_id)
+        return "draining" if self.is_draining else self._registry.not_ready()
 
     async def generate(self, box: list[pb.GenerateRequest], call: CallContext, emit: Emit) -> None:
         """Answer the request in `box`, which is taken out of it, in messages for `emit`. Raises BatonError."""
@@ -122,23 +131,31 @@ class RequestHandler:
         return await self._settled(self._detokenize(request, call))
 
     async def model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
-        """Return what is known of the served model. Raises BatonError."""
+        """Return what is known of one model. Raises BatonError."""
         return await self._settled(self._model_info(request))
+
+    async def models(self) -> pb.ListModelsResponse:
+        """Return what is known of all models. Raises BatonError: no worker serves any."""
+        return await self._settled(self._models())
 
     async def _generate(
         self, box: list[pb.GenerateRequest], call: CallContext, record: RequestRecord, emit: Emit
     ) -> None:
         deadline = self._opened(call, record)
-        model = self.model
-        record.checked = checked = check(box.pop(), model, record.tenant, self._max_priority(record.tenant))
-        await self._pipeline.serve(checked, model, deadline, record, emit)
+        request = box.pop()
+        with self._using(request.model, record) as version:
+            model = version.seen_by(record.tenant)
+            record.checked = checked = check(request, model, record.tenant, self._max_priority(record.tenant))
+            del request  # a prompt is not kept for the length of its answer
+            await version.pipeline.serve(checked, model, deadline, record, emit)
 
     async def _embed(self, request: pb.EmbedRequest, call: CallContext, record: RequestRecord) -> pb.EmbedResponse:
         deadline = self._opened(call, record)
-        model, card = self.model, self._pipeline.registry.card
-        hidden_size = 0 if card is None else card.hidden_size
-        batch = check_embed(request, model, hidden_size, record.tenant, self._max_priority(record.tenant))
-        vectors = await self._pipeline.read_prompts(batch, model, deadline, record)
+        with self._using(request.model, record) as version:
+            model, card = version.seen_by(record.tenant), version.fleet.card
+            hidden_size = 0 if card is None else card.hidden_size
+            batch = check_embed(request, model, hidden_size, record.tenant, self._max_priority(record.tenant))
+            vectors = await version.pipeline.read_prompts(batch, model, deadline, record)
         return pb.EmbedResponse(
             embeddings=[pb.Embedding(values=each) for each in vectors],
             usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
@@ -146,15 +163,25 @@ class RequestHandler:
         )
 
     async def _score(self, request: pb.ScoreRequest, call: CallContext, record: RequestRecord) -> pb.ScoreResponse:
-        deadline, model = self._opened(call, record), self.model
-        label_ids = self._pipeline.text.label_ids(LABELS)
-        batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
-        found = await self._pipeline.read_prompts(batch, model, deadline, record)
+        deadline = self._opened(call, record)
+        with self._using(request.model, record) as version:
+            model, label_ids = version.seen_by(record.tenant), version.pipeline.text.label_ids(LABELS)
+            batch = check_score(request, model, label_ids, record.tenant, self._max_priority(record.tenant))
+            found = await version.pipeline.read_prompts(batch, model, deadline, record)
         return pb.ScoreResponse(
             scores=map(score_of, found),
             usage=pb.Usage(prompt_tokens=record.num_prompt_tokens),
             request_id=batch.prompts[0].request_id,
         )
+
+    @contextmanager
+    def _using(self, asked: str, record: RequestRecord | None = None) -> Iterator[ModelVersion]:
+        """The model that a request names, which is counted as being on it. Raises NotFound, InvalidRequest."""
+        version = self._catalog.find(asked, guard.tenant())
+        if record is not None:
+            record.model = version.name
+        with self._catalog.using(version):
+            yield version
 
     def _opened(self, call: CallContext, record: RequestRecord) -> float:
         """Return the deadline of a request. Raises BatonError where none is taken any more."""
@@ -164,43 +191,42 @@ class RequestHandler:
         return deadline
 
     def _max_priority(self, tenant: str) -> int:
-        return self._pipeline.admission.quotas.quota(tenant).max_priority
+        return self._admission.quotas.quota(tenant).max_priority
 
     async def _tokenize(self, request: pb.TokenizeRequest, call: CallContext) -> pb.TokenizeResponse:
         check_size(request)
-        model = self.model
-        check_model(request.model, model)
-        until = self._deadline(call, now())
-        return pb.TokenizeResponse(token_ids=await self._pipeline.tokenize(request, model, guard.tenant(), until))
+        tenant = guard.tenant()
+        with self._using(request.model) as version:
+            model = version.seen_by(tenant)
+            check_model(request.model, model)
+            until = self._deadline(call, now())
+            return pb.TokenizeResponse(token_ids=await version.pipeline.tokenize(request, model, tenant, until))
 
     async def _detokenize(self, request: pb.DetokenizeRequest, call: CallContext) -> pb.DetokenizeResponse:
         check_size(request)
-        model = self.model
-        check_model(request.model, model)
-        until = self._deadline(call, now())
-        return pb.DetokenizeResponse(
-            text=await self._pipeline.detokenize(request.token_ids, model, guard.tenant(), until)
-        )
+        tenant = guard.tenant()
+        with self._using(request.model) as version:
+            model = version.seen_by(tenant)
+            check_model(request.model, model)
+            until = self._deadline(call, now())
+            text = await version.pipeline.detokenize(request.token_ids, model, tenant, until)
+            return pb.DetokenizeResponse(text=text)
 
     async def _model_info(self, request: pb.GetModelInfoRequest) -> pb.GetModelInfoResponse:
-        registry = self._pipeline.registry
-        model, card = self.model, registry.card
-        adapter = check_model(request.model, model)
-        if card is None:
+        version = self._catalog.find(request.model, guard.tenant())
+        adapter = check_model(request.model, version.seen_by(guard.tenant()))
+        if version.fleet.card is None:
+            raise Unavailable(f"no worker serves {version.name}", retry_after_s=1.0, reason="NO_WORKER")
+        found = _described(version)
+        if adapter:
+            found.name = request.model
+        return found
+
+    async def _models(self) -> pb.ListModelsResponse:
+        versions = self._catalog.current
+        if all(version.fleet.card is None for version in versions):
             raise Unavailable("no worker serves", retry_after_s=1.0, reason="NO_WORKER")
-        return pb.GetModelInfoResponse(
-            name=request.model if adapter else model.name,
-            family=card.family,
-            context=model.context,
-            vocab_size=model.vocab_size,
-            dtype=card.dtype,
-            quantization=card.quantization,
-            kv_dtype=card.kv_dtype,
-            attention=card.attention,
-            transports=card.transports,
-            proposers=card.proposers,
-            adapters=sorted(model.adapters),
-        )
+        return pb.ListModelsResponse(models=map(_described, versions))
 
     async def _settled(self, work: Awaitable[T], record: RequestRecord | None = None) -> T:
         """Return what `work` does. Raises BatonError, once it may be sent: what was not expected becomes Internal.
@@ -224,7 +250,7 @@ class RequestHandler:
             context=root,
             parent=call.parent or TraceContext(root.trace_id, 0, root.sampled),
             stamps=Stamps(received),
-            model=self.model.name,
+            model=self._catalog.only_name,  # until the request's is known
             operation=operation,
             tenant=guard.tenant(),
         )
@@ -238,3 +264,21 @@ class RequestHandler:
         if left_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         return received + min(left_s, self._settings.max_timeout_s)
+
+
+def _described(version: ModelVersion) -> pb.GetModelInfoResponse:
+    """Return what is known of a model; of its workers nothing where none serves."""
+    model, card = version.seen_by(guard.tenant()), version.fleet.card or worker_pb2.ModelCard()
+    return pb.GetModelInfoResponse(
+        name=model.name,
+        family=card.family,
+        context=model.context,
+        vocab_size=model.vocab_size,
+        dtype=card.dtype,
+        quantization=card.quantization,
+        kv_dtype=card.kv_dtype,
+        attention=card.attention,
+        transports=card.transports,
+        proposers=card.proposers,
+        adapters=sorted(model.adapters),
+    )

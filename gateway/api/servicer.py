@@ -70,6 +70,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return what is known of the served model."""
         return await _answered(self._handler.model_info(request), context)
 
+    async def ListModels(self, request: pb.ListModelsRequest, context) -> pb.ListModelsResponse:
+        """Return what is known of all models."""
+        return await _answered(self._handler.models(), context)
+
 
 async def _answered(work: Awaitable[T], context: grpc.aio.ServicerContext) -> T:
     """Return what `work` does; a BatonError becomes the call's status."""

@@ -1,10 +1,11 @@
 """Settings of a gateway process."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.protocol import check_model_name
+from baton.protocol import check_model_name, named_models
 from baton.service.security.exposure import Exposure, is_loopback
 from baton.service.settings import option
 from gateway.config.networks import Networks
@@ -19,9 +20,17 @@ SPLITS = ("auto", "always", "never")
 class GatewaySettings(Exposure):
     """Settings of one gateway. Raises ValueError, one line, for what cannot work."""
 
-    model: Path = option("model folder or .gguf file; its weights are not read", metavar="DIR|FILE")
+    model: str = option(
+        "model folder or .gguf file, whose weights are not read; several with the names by which requests ask for them",
+        metavar="DIR|FILE|NAME=DIR,...",
+    )
+    model_root: Path | None = option(
+        "folder below which operators may name models that this gateway adds while it runs (default: none may be)",
+        None,
+        metavar="DIR",
+    )
     served_model_name: str | None = option(
-        "name of the model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
+        "name of a single model for clients, metrics and traces (default: its folder's or file's)", None, metavar="NAME"
     )
     tool_call_parser: str = option(
         "form in which the model writes tool calls and reasoning (auto: that of its chat template; none: answers are "
@@ -114,6 +123,8 @@ class GatewaySettings(Exposure):
 
     def __post_init__(self) -> None:
         check_model_name(self.served_model_name, "--served-model-name")
+        if None not in self.models and self.served_model_name:
+            raise ValueError("--served-model-name has no effect: --model gives names")
         if both := set(self.prefill_workers) & set(self.decode_workers):
             raise ValueError(f"{both.pop()}: is in --prefill-workers and in --decode-workers")
         try:
@@ -157,6 +168,11 @@ class GatewaySettings(Exposure):
             raise ValueError("--cluster-secret is missing: it keeps the caches of tenants apart")
         if self.fleet_listen is not None and self.tls is None:
             raise ValueError("--fleet-listen has no effect without --tls-cert; workers and operators use --listen")
+
+    @property
+    def models(self) -> Mapping[str | None, Path]:
+        """The folders or files of models by name; None: that of a single one, by its folder's name. Raises ValueError."""
+        return named_models(str(self.model))
 
     def model_identities(self) -> ModelIdentities:
         """Return which models workers may serve."""

@@ -4,7 +4,7 @@ fast they have been. A request looks at a bounded number of them."""
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from baton.protocol import ROLES
@@ -48,8 +48,8 @@ class _HelloFacts(NamedTuple):
 class Candidates:
     """Belongs to the event loop."""
 
-    def __init__(self, links: Mapping[str, Sequence[WorkerLink]]):
-        """`links`: all of each role, serving or not; read again at each update."""
+    def __init__(self, links: Callable[[str], Sequence[WorkerLink]]):
+        """`links(role)`: all of a role, serving or not; asked again at each update."""
         self._links = links
         self._rng = random.Random()
         self.num_changes = 0  # of the set that serves
@@ -74,7 +74,7 @@ class Candidates:
             if known is None or known.hello is link.hello:
                 return
             del self._facts[link]  # it has said anew what it is
-        self._serving = {role: [each for each in self._links[role] if each.serving and each.hello] for role in ROLES}
+        self._serving = {role: [each for each in self._links(role) if each.serving and each.hello] for role in ROLES}
         self._roles = {each: role for role, links in self._serving.items() for each in links}
         self._ids = {each: each.worker_id for each in self._roles}
         self._by_id = {worker_id: each for each, worker_id in self._ids.items()}
@@ -88,7 +88,7 @@ class Candidates:
         can_hold = CAN_HOLD[task or role]
         return any(
             link.may_come(within_s) and (link.limits is None or can_hold(request, link.limits))
-            for link in self._links[role]
+            for link in self._links(role)
         )
 
     def _note_trust(self, link: WorkerLink) -> None:

@@ -1,77 +1,63 @@
-"""The workers of this gateway: sessions with them, their roles, and the model that they serve."""
+"""The workers of this gateway: sessions with them, their roles, and which of the served models each of them has."""
 
 import asyncio
 import secrets
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 
 from baton import tasks
-from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, INSTANCE_BYTES, PROMPT_LOGPROBS, ROLES, check_model_name
-from baton.service.clock import now
-from baton.service.errors import InvalidRequest, Unavailable
+from baton.protocol import INSTANCE_BYTES, ROLES
 from baton.service.observe.core_wait import EventLoopWatch
 from baton.service.security.access import Access
 from baton.v1 import worker_pb2 as pb
 from gateway.config.adapter_tenants import read_adapter_tenants
 from gateway.config.networks import Networks
-from gateway.config.served_model import PRESETS, ServedModel
 from gateway.config.settings import GatewaySettings
 from gateway.config.slo_classes import read_classes
 from gateway.discovery.dns import DnsWorkers, is_name
 from gateway.discovery.registration import Registrations
 from gateway.discovery.session_set import SessionSet
 from gateway.discovery.worker_directory import make_directory
-from gateway.fleet.candidates import Candidates
+from gateway.fleet.model_fleet import ModelFleet
 from gateway.fleet.process_clock import follow_process_time
-from gateway.fleet.router import Router
 from gateway.link.token_batching import TokenBatching
 from gateway.link.worker_link import LinkState, WorkerLink
 from gateway.model.model_folder import ModelFolder
 from gateway.model.model_identities import LOOK_S
-from gateway.prefix.cluster_secret import derived_secret
 from gateway.prefix.prefix_index import PrefixIndex
 from gateway.routing.latency_model import WorkerRates
-from gateway.routing.routing import RoutingRequest, can_decode
-from kvtransfer.naming import ModelIdentity
-
-_RETRY_AFTER_S = 1.0
-_POLL_S = 0.05
-_FEATURE_FIELDS = {CONSTRAINTS: "constraint", PROMPT_LOGPROBS: "sampling.prompt_logprobs"}  # that need a feature
 
 
 class Registry:
-    """Belongs to the event loop; `run()` keeps all sessions. `router` chooses among the workers that serve."""
+    """Belongs to the event loop; `run()` keeps all sessions. `fleets`: the workers of each model, the oldest first; of a
+    name that is being replaced there are two."""
 
     def __init__(
         self,
         settings: GatewaySettings,
-        folder: ModelFolder,
         index: PrefixIndex,
         secret: bytes | None,
         on_change: Callable[[], None] = lambda: None,
     ):
-        """`secret` None: derived from the model, once a worker has said what it is. `on_change()` runs after anything
-        that routing or readiness may depend on."""
+        """`secret` None: each model's own, derived from it. `on_change()` runs after anything that routing or readiness
+        may depend on."""
         self.instance = secrets.token_bytes(INSTANCE_BYTES)
+        self.fleets: list[ModelFleet] = []
         self._on_change = on_change
-        self._settings, self._folder, self._index = settings, folder, index
-        self._secret = secret
+        self._settings, self._index, self._secret = settings, index, secret
         self._slo_classes = frozenset(read_classes(settings.slo_classes))
         self._adapter_tenants = read_adapter_tenants(settings.adapter_tenants)
         self._identities = settings.model_identities()
+        self._replaced: dict[bytes, str] = {}  # identity -> the name that another model has now
+        self._fleet_of: dict[WorkerLink, ModelFleet] = {}  # by what it said last that was not refused
         self._joined: dict[WorkerLink, bytes] = {}
         self._placed: dict[WorkerLink, str] = {}  # by the role that it said last
-        self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
-        self._rates = WorkerRates()  # of all workers
         self._batching = TokenBatching()
         self.loop_watch = EventLoopWatch()
         self._links: dict[str, list[WorkerLink]] = {role: [] for role in ROLES}
         self._names: list[DnsWorkers] = []
         self._add_configured("prefill", settings.prefill_workers)
         self._add_configured("decode", settings.decode_workers)
-        self.candidates = Candidates(self._links)
-        self.router = Router(self.candidates, settings.split, self._rates, settings.max_start_wait_s, settings.stand_in)
         sets = {role: self._session_set(role, is_named=False) for role in ROLES}
         self.registered = Registrations(sets, make_directory(settings.redis), Networks(settings.worker_networks))
 
@@ -94,49 +80,41 @@ class Registry:
         """Return when the youngest worker said its first Hello (time.monotonic()); 0 before the first."""
         return max((link.started_at for link in self.links), default=0.0)
 
-    @property
-    def identity(self) -> ModelIdentity | None:
-        """The identity of the model that is served: of the first worker that joined and is still here."""
-        return next((ModelIdentity(link.hello.model_identity) for link in self._joined if link.hello), None)
+    def fleet_of(self, link: WorkerLink) -> ModelFleet | None:
+        """Return whose worker it is, by what it said last; None: it has not said what it serves."""
+        return self._fleet_of.get(link)
 
-    @property
-    def secret(self) -> bytes:
-        """The cluster secret. Raises Unavailable before it is known."""
-        if self._secret is not None:
-            return self._secret
-        return derived_secret(self.known_identity())
+    # ---- models ----
 
-    @property
-    def card(self) -> pb.ModelCard | None:
-        """The model card of a serving worker, a decode worker if there is one, or None."""
-        return next((link.hello.model for link in self.decode + self.prefill if link.serving and link.hello), None)
+    def add(self, folder: ModelFolder, only: bytes = b"") -> ModelFleet:
+        """Serve a model from now on, beside one of its name if there is one. `only`: the identity that its workers must
+        have, also where it was replaced before."""
+        self._replaced.pop(only, None)
+        fleet: ModelFleet
 
-    @property
-    def model(self) -> ServedModel:
-        """The model that requests are checked against. Every request asks, so it is made again only when other workers
-        serve."""
-        if self._model is None or self._model[0] != self.candidates.num_changes:
-            self._model = self.candidates.num_changes, self._served_model()
-        return self._model[1]
+        def links(role: str) -> list[WorkerLink]:
+            return [link for link in self._links[role] if self._fleet_of.get(link, fleet) is fleet]
 
-    def _served_model(self) -> ServedModel:
-        folder = self._folder
-        hellos = [link.hello for link in self.candidates.serving("decode")]
-        # Of all that have been here: a request is not wrong because the worker that could hold it restarts.
-        lengths = [link.limits.max_model_len for link in self.decode if link.limits]
-        return ServedModel(
-            name=folder.name,
-            context=min(folder.context, max(lengths, default=folder.context)),
-            is_bound_by_workers=max(lengths, default=folder.context) < folder.context,
-            vocab_size=folder.vocab_size,
-            eos_ids=folder.eos_ids,
-            defaults=folder.defaults,
-            slo_classes=self._slo_classes,
-            proposers=frozenset(name for hello in hellos for name in hello.model.proposers) if hellos else None,
-            limits=PRESETS[self._settings.limits],
-            adapters=_adapters_of(hellos),
-            adapter_tenants=self._adapter_tenants,
+        fleet = ModelFleet(
+            folder,
+            self._settings,
+            links,
+            self._identities,
+            self._slo_classes,
+            self._adapter_tenants,
+            self._secret,
+            only,
         )
+        self.fleets.append(fleet)
+        return fleet
+
+    def drop(self, fleet: ModelFleet) -> None:
+        """Serve a model no more: its workers are refused from now on."""
+        self.fleets.remove(fleet)
+        if fleet.last_identity:
+            self._replaced[fleet.last_identity] = fleet.name
+        for link in [link for link, each in self._fleet_of.items() if each is fleet]:
+            link.hang_up()
 
     async def run(self) -> None:
         """Keep all sessions, until cancelled."""
@@ -160,23 +138,20 @@ class Registry:
             link.check_silence(running_s)
 
     def not_ready(self) -> str | None:
-        """Return why no request could be served now, or None."""
-        if self.router.can_serve():
+        """Return why no request could be served now, or None: some model can be asked."""
+        reasons = {fleet: self.not_ready_of(fleet) for fleet in self.fleets if not fleet.is_retired}
+        if not all(reasons.values()):
             return None
-        if not self.candidates.serving("decode"):
-            return "no decode worker serves: " + self._excuses("decode")
-        return "no prefill worker serves that a decode worker can take KV from: " + self._excuses("prefill")
+        if len(reasons) == 1:
+            return next(iter(reasons.values()))
+        return "; ".join(f"{fleet.name}: {reason}" for fleet, reason in reasons.items())
 
-    def check_fits(self, request: RoutingRequest) -> None:
-        """Raises InvalidRequest for a request that needs what no known decode worker has: a feature, or more blocks."""
-        known = {link.limits for link in self.decode if link.limits}
-        for feature in sorted(request.features) if known else ():
-            if not any(feature in limits.features for limits in known):
-                raise InvalidRequest(_FEATURE_FIELDS.get(feature, "model"), "no decode worker that serves can do this")
-        if known and not any(can_decode(request, limits) for limits in known):
-            most = max(limits.num_blocks for limits in known)
-            why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
-            raise InvalidRequest("sampling.n", f"{request.num_choices}: {why}")
+    def not_ready_of(self, fleet: ModelFleet) -> str | None:
+        """Return why no request for this model could be served now, with what its workers say, or None."""
+        if (reason := fleet.not_ready()) is None:
+            return None
+        role = "prefill" if fleet.candidates.serving("decode") else "decode"
+        return f"{reason}: {self._excuses(fleet, role)}"
 
     def _add_configured(self, role: str, addresses: Collection[str]) -> None:
         """Links to plain addresses; a name brings its own once it is looked up."""
@@ -189,8 +164,10 @@ class Registry:
         return SessionSet(self._links[role], partial(self._link, is_named=is_named), self._remove)
 
     def _remove(self, link: WorkerLink) -> None:
-        self._model = None  # its length no longer counts
+        for fleet in self.fleets:
+            fleet.forget()  # its length no longer counts
         self._placed.pop(link, None)
+        self._fleet_of.pop(link, None)
         for links in self._links.values():
             if link in links:
                 links.remove(link)
@@ -206,30 +183,50 @@ class Registry:
             on_block_events=self._on_block_events,
             max_unread_tokens=self._settings.max_unread_tokens,
             access=Access(self._settings.tls_ca, self._settings.tls_cert, self._settings.tls_key),
-            fleet_rates=self._rates,
             batching=self._batching,
         )
 
-    def _refusal_of(self, hello: pb.Hello, is_named: bool) -> str | None:
-        """Return why this worker cannot be used, or None."""
+    def _refusal_of(self, link: WorkerLink, hello: pb.Hello, is_named: bool) -> str | None:
+        """Return why this worker cannot be used, or None; then its model is known."""
         if not set(hello.roles) & set(ROLES):
             return f"is a {'/'.join(hello.roles)} worker: neither prefill nor decode"
-        if hello.tokenizer_digest != self._folder.tokenizer_digest:
-            return f"has another tokenizer.json than {self._folder.path}"
-        if hello.model.vocab_size != self._folder.vocab_size:
-            config = self._folder.path / "config.json"
-            return f"has {hello.model.vocab_size} token ids, {config} has {self._folder.vocab_size}"
-        if wrong := next(filter(None, map(_wrong_adapter, hello.adapters)), None):
-            return wrong
-        return self._identities.why_not(hello.model_identity, self.identity, is_named)
+        found = self._find_fleet(hello, is_named)
+        if isinstance(found, str):
+            return found
+        if self._fleet_of.get(link) is not found:
+            self._fleet_of[link], link.rates = found, WorkerRates(found.rates)
+        return None
+
+    def _find_fleet(self, hello: pb.Hello, is_named: bool) -> ModelFleet | str:
+        """Return the model that a worker has, or why it has none of those that are served. Models with one tokenizer are
+        told apart by the name that the worker gives; two of one name by their identity, an unknown one being the newest's."""
+        misfits = {fleet: fleet.misfit(hello) for fleet in self.fleets}
+        fits = [fleet for fleet, why in misfits.items() if why is None]
+        if not fits:
+            return "; ".join(dict.fromkeys(why for why in misfits.values() if why))
+        if len(names := sorted({fleet.name for fleet in fits})) > 1:
+            fits = [fleet for fleet in fits if fleet.name == hello.model.name]
+            if not fits:
+                return f"serves {hello.model.name!r}; with this tokenizer its --served-model-name must be one of {', '.join(names)}"
+        identity = hello.model_identity
+        if known := next((fleet for fleet in fits if fleet.has(identity)), None):
+            return known.refusal_of(identity, is_named) or known
+        if name := self._replaced.get(identity):
+            return f"serves the model {identity.hex()}, which is no longer {name} here"
+        reasons = []
+        for fleet in reversed([fleet for fleet in fits if not fleet.is_retired]):
+            if (why := fleet.refusal_of(identity, is_named)) is None:
+                return fleet
+            reasons.append(why)
+        return reasons[0] if reasons else f"serves a model that is no longer {fits[0].name} here"
 
     async def _follow_identities(self) -> None:
         """End the sessions with workers whose model is no longer listed; requests continue elsewhere."""
         while True:
             await asyncio.sleep(LOOK_S)
             if await asyncio.to_thread(self._identities.read_again):
-                for link in self.links:
-                    if link.hello is not None and not self._identities.lists(link.hello.model_identity):
+                for link, fleet in self._fleet_of.items():
+                    if link.hello and not fleet.only and not self._identities.lists(link.hello.model_identity):
                         link.hang_up()
 
     def _place(self, link: WorkerLink) -> None:
@@ -249,51 +246,27 @@ class Registry:
     def _on_link_change(self, link: WorkerLink) -> None:
         if link.hello is not None:
             self._place(link)
-        self.candidates.update(link)
+        fleet = self._fleet_of.get(link)
         if link.state in (LinkState.CONNECTING, LinkState.REFUSED):
             if worker := self._joined.pop(link, None):
                 self._index.drop(worker)
         elif link not in self._joined:
             self._joined[link] = link.worker_id
             self._index.join(link.worker_id, link.subscribe)
+        if fleet is not None:
+            self._update(fleet, link)
         self._on_change()
 
-    def known_identity(self) -> ModelIdentity:
-        """Return the identity of the model that is served. Raises Unavailable before it is known."""
-        if (identity := self.identity) is None:
-            raise Unavailable("no worker has reported yet which model it serves", _RETRY_AFTER_S, reason="NO_WORKER")
-        return identity
+    def _update(self, fleet: ModelFleet, link: WorkerLink) -> None:
+        if link in self._joined:
+            fleet.join(link)
+        else:
+            fleet.leave(link)
+        fleet.candidates.update(link)
 
-    async def await_identity(self, deadline: float) -> None:
-        """Wait until a worker has reported which model is served, as long as one may come. Raises Unavailable."""
-        most_s = self._settings.max_start_wait_s
-        until = min(deadline, now() + most_s)
-        while self.identity is None and now() < until and any(link.may_come(most_s) for link in self.links):
-            await asyncio.sleep(_POLL_S)
-        self.known_identity()
-
-    def _excuses(self, role: str) -> str:
-        """Return why no worker of this role serves."""
-        found = [f"{link.address} {link.state.value}: {link.reason}" for link in self._links[role]]
+    def _excuses(self, fleet: ModelFleet, role: str) -> str:
+        """Return why no worker of this role serves the model."""
+        found = [f"{link.address} {link.state.value}: {link.reason}" for link in fleet.links(role)]
         found += [f"{name.address}: {name.reason}" for name in self._names if name.reason and name.role == role]
         found += self.registered.excuses(role)
         return "; ".join(found) or "none is configured, and none has registered"
-
-
-def _adapters_of(hellos: Sequence[pb.Hello]) -> dict[str, bytes]:
-    """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the one
-    that most of them hold."""
-    held: dict[str, Counter[bytes]] = {}
-    for hello in hellos:
-        for adapter in hello.adapters:
-            held.setdefault(adapter.name, Counter())[adapter.identity] += 1
-    return {name: max(counts, key=lambda identity: (counts[identity], identity)) for name, counts in held.items()}
-
-
-def _wrong_adapter(adapter: pb.Adapter) -> str | None:
-    try:
-        check_model_name(adapter.name, "has an adapter named")
-    except ValueError as error:
-        return str(error)
-    size = len(adapter.identity)
-    return None if size == ADAPTER_BYTES else f"has an adapter {adapter.name} with an identity of {size} bytes"

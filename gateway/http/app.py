@@ -62,20 +62,21 @@ class HttpApi:
 
     async def chat_completions(self, call: HttpCall) -> None:
         """POST /v1/chat/completions."""
-        await self._answer(call, asked := read_chat(call.values), ChatForm(asked, *self._known))
+        await self._answer(call, asked := read_chat(call.values), ChatForm(asked, *self._known(asked)))
 
     async def completions(self, call: HttpCall) -> None:
         """POST /v1/completions."""
-        await self._answer(call, asked := read_completion(call.values), CompletionForm(asked, *self._known))
+        await self._answer(call, asked := read_completion(call.values), CompletionForm(asked, *self._known(asked)))
 
     async def responses(self, call: HttpCall) -> None:
         """POST /v1/responses."""
         asked = read_response(call.values)
-        await self._answer(call, asked, ResponseForm(asked, call.values, *self._known))
+        await self._answer(call, asked, ResponseForm(asked, call.values, *self._known(asked)))
 
     async def messages(self, call: HttpCall) -> None:
         """POST /v1/messages."""
-        await self._answer(call, asked := read_request(call.values), MessageForm(asked, self._handler.model.name))
+        asked = read_request(call.values)
+        await self._answer(call, asked, MessageForm(asked, self._known(asked)[0]))
 
     async def count_tokens(self, call: HttpCall) -> None:
         """POST /v1/messages/count_tokens."""
@@ -90,7 +91,7 @@ class HttpApi:
         for index, each in enumerate(response.embeddings):
             objects.append(embedding(index, each.values, asked.encoding))
             await asyncio.sleep(0)  # 4,096 numbers take 3 ms: nobody waits for more
-        await call.reply_json(embeddings(objects, self._handler.model.name, response.usage))
+        await call.reply_json(embeddings(objects, self._handler.model(asked.request.model).name, response.usage))
 
     async def rerank(self, call: HttpCall) -> None:
         """POST /v1/rerank."""
@@ -98,13 +99,15 @@ class HttpApi:
         call.names = asked.names
         response = await self._handler.score(asked.request, call.context)
         documents = asked.request.documents if asked.return_documents else ()
-        await call.reply(rerank(response, documents, asked.top_n, self._handler.model.name))
+        await call.reply(rerank(response, documents, asked.top_n, self._handler.model(asked.request.model).name))
 
     async def models(self, call: HttpCall) -> None:
         """GET /v1/models."""
-        info = await self._handler.model_info(pb.GetModelInfoRequest())
-        adapters = [self._described(info, name) | {"parent": info.name} for name in info.adapters]
-        await call.reply({"object": "list", "data": [self._described(info, info.name), *adapters]})
+        listed = []
+        for info in (await self._handler.models()).models:
+            listed.append(self._described(info, info.name))
+            listed += [self._described(info, name) | {"parent": info.name} for name in info.adapters]
+        await call.reply({"object": "list", "data": listed})
 
     async def model(self, call: HttpCall) -> None:
         """GET /v1/models/{model}."""
@@ -116,7 +119,7 @@ class HttpApi:
         request = read_tokenize(call.values)
         call.names = TOKENIZE_NAMES
         token_ids = list((await self._handler.tokenize(request, call.context)).token_ids)
-        context = self._handler.model.context
+        context = self._handler.model(request.model).context
         await call.reply({"count": len(token_ids), "max_model_len": context, "tokens": token_ids})
 
     async def detokenize(self, call: HttpCall) -> None:
@@ -125,9 +128,9 @@ class HttpApi:
         call.names = DETOKENIZE_NAMES
         await call.reply({"prompt": (await self._handler.detokenize(request, call.context)).text})
 
-    @property
-    def _known(self) -> tuple[str, TokenText]:
-        return self._handler.model.name, self._handler.token_text
+    def _known(self, asked: Asked) -> tuple[str, TokenText]:
+        name = asked.requests[0].model
+        return self._handler.model(name).name, self._handler.token_text(name)
 
     async def _answer(self, call: HttpCall, asked: Asked, form: Form) -> None:
         call.names = asked.names
@@ -197,7 +200,7 @@ def make_app(
         route("/v1/messages/count_tokens", api.count_tokens, "Tokenize", tell=to_error),
         route("/v1/embeddings", api.embeddings, "Embed"),
         route("/v1/rerank", api.rerank, "Score"),
-        route("/v1/models", api.models, "GetModelInfo", "GET"),
+        route("/v1/models", api.models, "ListModels", "GET"),
         route("/v1/models/{model:path}", api.model, "GetModelInfo", "GET"),
         route("/tokenize", api.tokenize, "Tokenize"),
         route("/detokenize", api.detokenize, "Detokenize"),

@@ -62,16 +62,15 @@ class WorkerLink:
         address: str,
         instance: bytes,
         *,
-        check_hello: Callable[[pb.Hello], str | None],
+        check_hello: Callable[["WorkerLink", pb.Hello], str | None],
         on_change: Callable[["WorkerLink"], None],
         on_block_events: Callable[["WorkerLink", pb.BlockEvents], None],
         max_unread_tokens: int,
         access: Access = Access(),
-        fleet_rates: WorkerRates | None = None,
         batching: TokenBatching | None = None,
     ):
         """`check_hello` returns why this worker cannot be used, or None; `on_change` is called when what others see has
-        changed. `fleet_rates`: of all workers; `batching`: of all tokens that this gateway receives."""
+        changed. `batching`: of all tokens that this gateway receives."""
         self.address = address
         self.hello: pb.Hello | None = None
         self.limits: WorkerLimits | None = None  # its reported limits; kept while it is away
@@ -82,7 +81,7 @@ class WorkerLink:
         self.num_vain = 0  # sessions in a row that ended before a Hello
         self.legs: dict[Key, WorkerLeg] = {}
         self.max_unread_tokens = max_unread_tokens
-        self.rates, self.recent = WorkerRates(fleet_rates), Recent()
+        self.rates, self.recent = WorkerRates(), Recent()  # rates: among those of its model, once that is known
         self.prefill_tokens: Counter[str] = Counter()  # of all legs, by tenant
         self.promised: Counter[float] = Counter()  # seconds a token -> legs whose class was promised that
         self.breaker = WorkerBreaker()
@@ -266,7 +265,7 @@ class WorkerLink:
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             reason = f"speaks protocol {hello.protocol_min} to {hello.protocol_max}, this gateway {PROTOCOL}"
         else:
-            reason = self._check_hello(hello)
+            reason = self._check_hello(self, hello)
         if reason and self.state is not LinkState.REFUSED:
             log.warning("worker refused %s", fields(address=self.address, reason=reason))
         if reason:

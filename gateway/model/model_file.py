@@ -1,5 +1,6 @@
 """Read a model as the gateway is given it: a folder, or a .gguf file, whose metadata say the same."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from baton.gguf import INTEGER, TEXT, TEXTS, GGUFError, GGUFHeader, is_gguf
@@ -19,14 +20,14 @@ SPECIAL = {
 }
 
 
-def read_model(path: Path) -> ModelFolder:
-    """Return what the gateway needs of the model. Raises SettingsError: one line that names the file."""
-    if not is_gguf(path):
-        return read_folder(path)
+def read_model(path: Path, name: str | None = None) -> ModelFolder:
+    """Return what the gateway needs of the model. `name`: in place of its folder's or file's. Raises SettingsError: one
+    line that names the file."""
     try:
-        return _read_gguf(GGUFHeader(path))
+        model = _read_gguf(GGUFHeader(path)) if is_gguf(path) else read_folder(path)
     except GGUFError as error:
         raise SettingsError(str(error)) from None
+    return model if name is None else replace(model, name=name)
 
 
 def _read_gguf(header: GGUFHeader) -> ModelFolder:

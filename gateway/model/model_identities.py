@@ -23,7 +23,6 @@ class ModelIdentities:
     def __init__(self, given: Sequence[str], are_workers_named: bool):
         self._path = Path(given[0][1:]) if len(given) == 1 and given[0].startswith("@") else None
         self._are_workers_named = are_workers_named
-        self._decided = b""  # by a worker that is named
         self._listed = self._read_file() if self._path else _digests(given)
         self._is_file_good = True
 
@@ -47,17 +46,15 @@ class ModelIdentities:
         self._is_file_good, before, self._listed = True, self._listed, listed
         return listed != before
 
-    def why_not(self, identity: bytes, served: bytes | None, is_named: bool) -> str | None:
+    def why_not(self, identity: bytes, served: bytes | None, is_named: bool, decided: bytes = b"") -> str | None:
         """Return why a worker of this model cannot be used, or None; `served` is the model of the workers that are
-        here."""
+        here, `decided` what a worker that is named has decided before."""
         model = f"serves the model {identity.hex()}"
         if not self.lists(identity):
             return f"{model}, which --model-identity does not list"
         if served not in (None, identity):
             return f"{model}; the workers that came first have another: config or weights differ"
-        if is_named:
-            self._decided = identity
-        elif served is None and self._are_workers_named and not self._listed and identity != self._decided:
+        if not is_named and served is None and self._are_workers_named and not self._listed and identity != decided:
             return f"{model}; which one is served is decided by workers of --prefill-workers and --decode-workers"
         return None
 

@@ -26,6 +26,7 @@ def line(record: RequestRecord, error: BaseException | None) -> dict[str, object
         "request_id": record.checked.request_id if record.checked else "-",
         "trace_id": f"{record.context.trace_id:032x}",
         "tenant": record.tenant,
+        "model": record.model or "-",
         "outcome": how,
         "reason": reason or "-",
         "phase": "-" if error is None else record.phase,

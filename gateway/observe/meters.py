@@ -33,12 +33,40 @@ _REFUSED = frozenset(
 
 
 class GatewayMeters:
-    """Count each request once, when it has ended. `page` is /metrics."""
+    """Count each request once, when it has ended, under the model that it named. `page` is /metrics."""
 
     def __init__(self, model_name: str, slo_classes: Mapping[str, Slo], readings: Iterable[Gauge | Count] = ()):
-        """`readings`: what is exposed beside the counts, read at each scrape."""
-        metrics = Metrics(model_name)
-        self.page, self.exposition = metrics.page, metrics.exposition
+        """`model_name`: of what belongs to the whole gateway; `readings`: what is exposed beside the counts, read at each
+        scrape."""
+        self._metrics, self._slo_classes = Metrics(model_name), slo_classes
+        self.page, self.exposition = self._metrics.page, self._metrics.exposition
+        self._models: dict[str, _ModelMeters] = {}  # names that were served: requests cannot add any
+        self._metrics.collect(
+            *readings,
+            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
+            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
+        )
+        self.of(model_name)
+
+    def of(self, model_name: str) -> "_ModelMeters":
+        """Return the counts of one model, empty for requests that named none that is served."""
+        if (meters := self._models.get(model_name)) is None:
+            meters = self._models[model_name] = _ModelMeters(self._metrics.of(model_name), self._slo_classes)
+        return meters
+
+    def ended(self, record: RequestRecord, error: BaseException | None) -> None:
+        """Count a request that has ended, however it did."""
+        self.of(record.model).ended(record, error)
+
+    def gap(self, record: RequestRecord, gap_s: float) -> None:
+        """Count the seconds between two messages of a choice, divided by the tokens of the later one."""
+        self.of(record.model).gap(record, gap_s)
+
+
+class _ModelMeters:
+    """The counts of one model."""
+
+    def __init__(self, metrics: Metrics, slo_classes: Mapping[str, Slo]):
         self._slo_classes = slo_classes
         self._reasons, self._tenants = _Words(_MAX_REASONS), _Words(_MAX_TENANTS)
         self._ttft = metrics.histogram(
@@ -93,11 +121,6 @@ class GatewayMeters:
             self._slo_met(name)
             for objective in _OBJECTIVES:
                 self._slo_missed(name, objective)
-        metrics.collect(
-            *readings,
-            Gauge("baton_log_lines_lost", "log lines that could not be written", logs.num_lost),
-            Gauge("baton_tasks", "tasks of the event loop", num_tasks),
-        )
 
     def ended(self, record: RequestRecord, error: BaseException | None) -> None:
         """Count a request that has ended, however it did."""

@@ -40,6 +40,11 @@ class RecentRequests:
         """Requests in the gateway."""
         return len(self._running)
 
+    @property
+    def num_running_by_model(self) -> dict[str, int]:
+        """Requests in the gateway by the model that they named; empty: none that is served, or not read yet."""
+        return dict(Counter(record.model for record in self._running.values()))
+
     def began(self, record: RequestRecord) -> None:
         """Add a request."""
         self._running[id(record)] = record
@@ -117,6 +122,7 @@ def _view(record: RequestRecord, how: tuple[str, str], ended_at: float | None) -
         output_tokens=record.num_output_tokens,
         num_attempts=record.num_attempts,
         tenant=record.tenant,
+        model=record.model,
     )
     if record.decision is not None:
         view.prefill, view.decode = record.decision.prefill or "", record.decision.decode or ""

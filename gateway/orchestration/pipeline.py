@@ -10,7 +10,7 @@ from functools import partial
 from baton.protocol import CONSTRAINTS, POOLING, PROMPT_LOGPROBS, adapter_feature
 from baton.service.clock import now
 from baton.service.errors import AlreadyExists, DeadlineExceeded, InvalidRequest
-from baton.service.observe.core_wait import LoopDelay, PathDelay
+from baton.service.observe.core_wait import EventLoopWatch, LoopDelay, PathDelay
 from baton.service.observe.telemetry import format_traceparent
 from baton.service.security.exposure import is_loopback
 from baton.service.slo import Slo
@@ -18,7 +18,7 @@ from baton.v1 import inference_pb2 as pb
 from gateway.answer.answer import Answer, Emit
 from gateway.answer.answer_reader import AnswerReader, ReaderForm
 from gateway.config.served_model import ServedModel
-from gateway.fleet.registry import Registry
+from gateway.fleet.model_fleet import ModelFleet
 from gateway.orchestration.machine import RequestMachine
 from gateway.orchestration.prompt_reading import MAX_AT_ONCE, PromptParts, PromptReading, read_all
 from gateway.orchestration.request_context import PreparedRequest, RequestContext
@@ -50,9 +50,10 @@ _OUTPUT_SHARE = 0.02  # of one answer in the mean of all
 
 @dataclass
 class Pipeline:
-    """Serve requests, with all parts that they share. Belongs to the event loop."""
+    """Serve requests for one model, with all parts that they share; `admission` and `running` are of all models. Belongs to
+    the event loop."""
 
-    registry: Registry
+    fleet: ModelFleet
     index: PrefixIndex
     names: PrefixHashes
     text: TextWork
@@ -62,8 +63,9 @@ class Pipeline:
     max_queue_wait_s: float
     on_gap: Callable[[RequestRecord, float], None]  # between two messages of a choice, seconds a token
     slo_classes: Mapping[str, Slo]
+    running: dict[str, RequestMachine]  # by key_id
+    loop_watch: EventLoopWatch
     retry_budget: RetryBudget = field(default_factory=RetryBudget)
-    running: dict[str, RequestMachine] = field(default_factory=dict)  # by key_id
     mean_output: float = 64.0  # of recent answers: tokens of the longest choice
     _num_texts: Iterator[int] = field(default_factory=itertools.count)
 
@@ -135,7 +137,7 @@ class Pipeline:
         emit: Emit,
     ) -> RequestContext:
         """Return the request with all that its way through workers needs. Raises BatonError for a poisonous prompt."""
-        await self.registry.await_identity(deadline)
+        await self.fleet.await_identity(deadline)
         traceparent = format_traceparent(record.context)
         specs = SpecBuilder(checked, prompt_ids, max_tokens, self.names, record.tenant, traceparent, deadline)
         matches = await self.index.lookup(specs.reusable_spans)
@@ -148,7 +150,7 @@ class Pipeline:
         is_resumed = bool(checked.resume_from) and not checked.asks_for_prompt_logprobs
         prepared = PreparedRequest(specs, matches, deadline, digest, is_resumed)
         return RequestContext(
-            self.registry.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
+            self.fleet.router, self.queues, self.retry_budget, answer, record, prepared, self.max_queue_wait_s
         )
 
     async def _run(self, machine: RequestMachine) -> None:
@@ -159,7 +161,7 @@ class Pipeline:
             # holds its writes.
             async with asyncio.timeout(max(0.0, request.deadline - now()) + _UNREAD_S):
                 await machine.run()
-                _note_waits(request, self.registry.loop_watch.delay)
+                _note_waits(request, self.loop_watch.delay)
                 await request.answer.finish(record.num_cached_tokens, record.measured)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the client did not read") from None
@@ -177,12 +179,12 @@ class Pipeline:
         record.routing_request = RoutingRequest(
             num_tokens, num_tokens + max_tokens, num_output, promised, num_choices, record.tenant, _features(checked)
         )
-        self.registry.check_fits(record.routing_request)
+        self.fleet.check_fits(record.routing_request)
         order = rank(record.stamps.received, promised, checked.priority)
         record.queued = QueuedRequest(
             order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant, num_choices * num_output
         )
-        self.queues.check(record.queued, self.registry.router.prefill_s(num_tokens))
+        self.queues.check(record.queued, self.fleet.router.prefill_s(num_tokens))
 
     async def read_prompts(
         self, batch: PromptBatch, model: ServedModel, deadline: float, record: RequestRecord
@@ -221,12 +223,12 @@ class Pipeline:
         num_tokens, promised = record.num_prompt_tokens, self._promised(batch.prompts[0])
         order = rank(record.stamps.received, promised, batch.prompts[0].priority)
         record.queued = QueuedRequest(order, num_tokens, promised, self.max_queue_wait_s, deadline, record.tenant)
-        alone_s = self.registry.router.prefill_s(num_tokens)
+        alone_s = self.fleet.router.prefill_s(num_tokens)
         record.queued.check_wait(self.queues.prefill.wait_s(record.queued), alone_s)
         reservation.reserve(num_tokens, now())
-        await self.registry.await_identity(deadline)
+        await self.fleet.await_identity(deadline)
         parts = PromptParts(
-            self.registry.router, self.queues, self.retry_budget, record, batch.prompts[0].key_id, deadline
+            self.fleet.router, self.queues, self.retry_budget, record, batch.prompts[0].key_id, deadline
         )
         mark, traceparent = self.names.mark(record.tenant), format_traceparent(record.context)
         return [

@@ -63,10 +63,18 @@ def check_model(asked: str, served: ServedModel) -> bytes:
     """Return the identity of the adapter that is asked for, b"" for the model itself, which empty means too. Raises
     NotFound for what is not served."""
     if (adapter := served.find(asked)) is None:
-        beside = f" and its adapters {', '.join(sorted(served.adapters))}" if served.adapters else ""
-        told = f"model {asked[:80]!r} is not served here, only {served.name}{beside[:400]}"
-        raise NotFound(told, reason="MODEL_NOT_FOUND")
+        raise not_served(asked, [served])
     return adapter
+
+
+def not_served(asked: str, models: Sequence[ServedModel]) -> NotFound:
+    """Return the error that names what is served in place of what was asked for."""
+    named = []
+    for model in models:
+        beside = f" and its adapters {', '.join(sorted(model.adapters))}" if model.adapters else ""
+        named.append(f"{model.name}{beside[:400]}")
+    told = f"model {asked[:80]!r} is not served here, only {'; '.join(named)}"
+    return NotFound(told, reason="MODEL_NOT_FOUND")
 
 
 def check_size(request, where: str = "token_ids") -> None:

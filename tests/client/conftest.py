@@ -58,6 +58,9 @@ class ScriptedGateway(inference_pb2_grpc.InferenceServicer):
     def GetModelInfo(self, request, context):
         return pb.GetModelInfoResponse(name="demo")
 
+    def ListModels(self, request, context):
+        return pb.ListModelsResponse(models=[self.GetModelInfo(request, context)])
+
 
 def answer_of(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
     """As a gateway answers: choices by turns, seed and request_id first, usage last, what is received not again."""

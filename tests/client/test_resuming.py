@@ -190,6 +190,7 @@ def test_whole_answers_and_small_calls_are_sent_again(gateways, error):
         assert client.tokenize(messages) == [0, 1]
         assert client.detokenize([4, 5]) == "4 5"
         assert client.model_info().name == "demo"
+        assert [each.name for each in client.list_models()] == ["demo"]
 
 
 async def test_asyncio_has_the_same_calls(gateways):
@@ -202,6 +203,7 @@ async def test_asyncio_has_the_same_calls(gateways):
         assert await client.tokenize("abc") == [0, 1, 2]
         assert await client.detokenize([4, 5]) == "4 5"
         assert (await client.model_info()).name == "demo"
+        assert [each.name for each in await client.list_models()] == ["demo"]
     assert gateway.metadata[-1]["authorization"] == "Bearer secret"
 
 

@@ -18,7 +18,10 @@ from baton.v1 import inference_pb2_grpc
 from gateway.api.ports import open_ports
 from gateway.app import Gateway
 from gateway.config.settings import GatewaySettings
+from gateway.fleet.model_fleet import ModelFleet
+from gateway.model.model_file import read_model
 from gateway.model.model_folder import read_folder
+from gateway.orchestration.pipeline import Pipeline
 from gateway.queue.quotas import Quotas
 from gateway.request.request_spec import SpecBuilder
 from gateway.request.validation import check
@@ -76,6 +79,16 @@ class Cluster:
     target: str
     workers: list[FakeWorker] = field(default_factory=list)
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """Of the first model."""
+        return self.gateway.catalog.versions[0].pipeline
+
+    @property
+    def fleet(self) -> ModelFleet:
+        """The workers of the first model."""
+        return self.pipeline.fleet
+
     async def idle(self) -> None:
         """Every worker has everything back, and the gateway has no leg open."""
         async with asyncio.timeout(patience(10)):
@@ -89,9 +102,8 @@ class Cluster:
 
     def park(self, request_id: str, prompt, max_tokens: int, seed: int) -> None:
         """Every decode worker has such a sequence, as if its session had been lost."""
-        registry = self.gateway.registry
         request = make_request(prompt, request_id=request_id, max_tokens=max_tokens, seed=seed)
-        checked, names = check(request, registry.model), self.gateway.names
+        checked, names = check(request, self.fleet.model), self.pipeline.names
         spec = SpecBuilder(checked, prompt, max_tokens, names, DEFAULT_TENANT, "", now() + 60).build()
         for worker in self.decode:
             worker.parked[request_id] = spec
@@ -133,7 +145,7 @@ def cluster(folder, digest):
         quotas = Quotas.read(settings.quotas)
         ports = open_ports(settings, quotas)
         port = ports.port
-        gateway = Gateway(settings, read_folder(folder), ports, quotas)
+        gateway = Gateway(settings, [read_model(path, name) for name, path in settings.models.items()], ports, quotas)
         stop = asyncio.Event()
         running = asyncio.create_task(gateway.run(port, stop))
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from baton.cli.cluster.up_settings import Resolved, UpSettings, add_up_flags, options_of, resolve
-from baton.protocol import ROLES
+from baton.protocol import ROLES, model_setting
 from baton.service.arguments import add_command
 from baton.service.settings import SettingsError, flat_values, load_settings, variable
 from baton.worker.settings import WorkerSettings
@@ -61,13 +61,13 @@ def _lines(found: Resolved, flags: Mapping[str, object]) -> Iterator[str]:
         if own := {name: each for name, each in workers[role].items() if name not in common}:
             yield f"\n[{role}_worker]"
             yield from _section(own)
-    settings = load_settings(GatewaySettings, {"model": found.model, **found.gateway})
+    settings = load_settings(GatewaySettings, {"model": model_setting(found.models), **found.gateway})
     yield "\n[gateway]"
     yield from _section(_with_sources(flat_values(settings), GatewaySettings, "gateway.", found, flags))
 
 
 def _worker_values(found: Resolved, role: str, flags: Mapping[str, object]) -> Values:
-    settings = load_settings(WorkerSettings, found.workers[role], defaults={"model": found.model})
+    settings = load_settings(WorkerSettings, found.workers[role], defaults={"model": next(iter(found.models.values()))})
     both = _with_sources(flat_values(settings), WorkerSettings, "", found, flags)
     own = _with_sources(flat_values(settings), WorkerSettings, f"{role}.", found, flags)
     values = {name: own[name] if own[name][1] != "default" else each for name, each in both.items()}

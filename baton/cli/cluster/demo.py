@@ -85,7 +85,7 @@ async def _run(model: Path, prompt: str, max_tokens: int) -> None:
     # Split, whatever the prompt: the handoff is what there is to see.
     threads = divide_cores(dict.fromkeys(ROLES, 1), dict.fromkeys(ROLES))
     workers = {role: [*quiet, *to_argv(WorkerSettings, {"threads": threads[role]})] for role in ROLES}
-    stack = Stack(StackPlan(model, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
+    stack = Stack(StackPlan({None: model}, worker_options=workers, gateway_options=[*quiet, "--split=always"]))
     try:
         print(f"starting a gateway, a prefill worker and a decode worker for {model.name}", flush=True)
         begin = time.monotonic()

@@ -90,8 +90,14 @@ def frame(target: str, workers: pb.ListWorkersResponse, requests: pb.ListRequest
     """One look, cut to the terminal's width."""
     state = f"not ready: {workers.not_ready}" if workers.not_ready else "ready"
     lines = [f"baton {target}  {state}  up {requests.uptime_s:.0f} s  {rates}", *_latencies(requests), ""]
+    if len(workers.models) > 1:
+        lines += [
+            f"{'MODEL':32}{'STATE':10}{'RUN':>5}{'WAIT':>6}  PREFILL, DECODE WORKERS",
+            *map(_model, workers.models),
+            "",
+        ]
     lines += [f"{'WORKER':32}{'STATE':10}{'RUN':>5}{'WAIT':>6}{'TOK/S':>8}  {'KV in use, cached, free':25}CLOCK"]
-    lines += [_worker(view) for view in workers.workers]
+    lines += [_worker(view, len(workers.models) > 1) for view in workers.workers]
     lines += ["", f"{'RUNNING (oldest first)':34}{'PHASE':18}{'AGE':>8}{'PROMPT':>8}{'OUTPUT':>8}"]
     lines += [
         f"{each.request_id[:32]:34}{each.phase:18}{each.age_s:7.2f}s{each.prompt_tokens:8}{each.output_tokens:8}"
@@ -119,7 +125,12 @@ def _latencies(requests: pb.ListRequestsResponse) -> list[str]:
     return lines
 
 
-def _worker(view: pb.WorkerView) -> str:
+def _model(view: pb.ModelView) -> str:
+    cells = f"{view.num_running:5}{view.num_waiting:6}  {view.num_prefill}, {view.num_decode}"
+    return f"{view.name:32}{view.state:10}{cells}{f'  {view.reason}' if view.reason else ''}"
+
+
+def _worker(view: pb.WorkerView, names_model: bool) -> str:
     load = view.load
     blocks = dict(zip(_HOLDERS, load.blocks_by_holder, strict=False))
     total = load.num_blocks_total or 1
@@ -128,7 +139,7 @@ def _worker(view: pb.WorkerView) -> str:
     why = view.reason or _breaker(view)
     name, reason = f"{view.role} {view.address}", f"  {why}" if why else ""
     load_cells = f"{load.num_running:5}{load.num_waiting:6}{load.tokens_per_s:8.0f}"
-    return f"{name:32}{view.state:10}{load_cells}  {shares:25}{_clock(view)}{reason}"
+    return f"{name:32}{view.state:10}{load_cells}  {shares:25}{_clock(view)}{f'  {view.model}' if names_model else ''}{reason}"
 
 
 def _breaker(view: pb.WorkerView) -> str:

@@ -20,6 +20,7 @@ from baton.service.settings import SettingsError
 _EXAMPLES = """
 baton up --model ./Llama-3.2-1B                       serve a folder of the Hugging Face layout
 baton up --model m.gguf --decode 2 --speculator auto
+baton up --model chat=./Qwen3-4B,code=./coder         two models behind one gateway
 baton up --certs certs --listen 0.0.0.0:50051         with TLS and keys, after `baton certs --out certs`
 baton generate "def f(x):"                            ask it, from another terminal
 baton up --launcher ray --listen 10.0.0.1:50051 --certs certs --decode 3

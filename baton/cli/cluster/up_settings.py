@@ -14,7 +14,7 @@ from baton.cli.launch.placing.keeper import StartError
 from baton.cli.launch.placing.launcher import Resources
 from baton.cli.launch.stack import SHIPPED_MODEL, StackPlan, divide_cores
 from baton.gguf import is_gguf
-from baton.protocol import ROLES
+from baton.protocol import ROLES, named_models
 from baton.service.security.access import Access
 from baton.service.security.exposure import is_loopback
 from baton.service.settings import (
@@ -56,22 +56,23 @@ LAUNCHERS = ("local", "ray")
 class UpSettings:
     """Settings of `baton up` itself; worker options come beside them."""
 
-    model: Path | None = option(
-        "model folder, .gguf file, OWNER/NAME[@REVISION][:FILE.gguf] on a hub, or s3://, gs://, https:// URL (default: the shipped one)",
+    model: str | None = option(
+        "model folder, .gguf file, OWNER/NAME[@REVISION][:FILE.gguf] on a hub, or s3://, gs://, https:// URL; several with the "
+        "names by which requests ask for them (default: the shipped one)",
         None,
-        metavar="DIR|FILE|NAME",
+        metavar="DIR|FILE|NAME|NAME=DIR,...",
     )
     listen: str = option("address for clients; port 0: the system chooses", "127.0.0.1:50051", metavar="HOST:PORT")
     http: str | None = option(
         "address of the HTTP API in OpenAI's form (default: not served)", None, metavar="HOST:PORT"
     )
-    prefill: int = option("number of prefill workers", 1, metavar="N")
-    decode: int = option("number of decode workers", 1, metavar="N")
+    prefill: int = option("number of prefill workers, of each model", 1, metavar="N")
+    decode: int = option("number of decode workers, of each model", 1, metavar="N")
     gateways: int = option(
         "number of gateways; those beyond the first at ports that the system chooses", 1, metavar="N"
     )
     served_model_name: str | None = option(
-        "name of the model for clients (default: its folder's)", None, metavar="NAME"
+        "name of a single model for clients (default: its folder's)", None, metavar="NAME"
     )
     launcher: str = option("where workers are placed: on this machine, or on a Ray cluster", "local", choices=LAUNCHERS)
     address: str | None = option(
@@ -88,7 +89,16 @@ class UpSettings:
     admin: str | None = option("address of the admin server", None, metavar="HOST:PORT")
     certs: Path | None = option("TLS and credentials of this folder, which `baton certs` wrote", None, metavar="DIR")
 
+    @property
+    def models(self) -> Mapping[str | None, Path]:
+        """Return what is to be served, by name; None: by its folder's. Raises ValueError."""
+        return {None: SHIPPED_MODEL} if self.model is None else named_models(self.model)
+
     def __post_init__(self) -> None:
+        if None not in self.models and self.served_model_name:
+            raise ValueError("--served-model-name has no effect: --model gives names")
+        if len(self.models) > 1 and self.launcher == "ray":
+            raise ValueError("--launcher ray serves one model; --model names several")
         if self.prefill < 0:
             raise ValueError(f"--prefill {self.prefill}: must not be negative")
         if self.decode < 1:
@@ -111,12 +121,12 @@ _TABLES = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """`workers`: values by role that were set, checked as the worker would; `gateway`: those of the gateway; `sources`:
+    """`models` by name, None being that of a single one; `num_workers` of each; `workers`: values by role that were set, checked as the worker would; `gateway`: those of the gateway; `sources`:
     where a value was set that is no flag's, by the flag's name; `cpu_roles` compute on the CPU; `resources`: by role, of a
     worker."""
 
     up: UpSettings
-    model: Path
+    models: Mapping[str | None, Path]
     num_workers: dict[str, int]
     workers: dict[str, dict[str, object]]
     gateway: dict[str, object]
@@ -150,15 +160,11 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
     """Check all that can be checked before a process is started, and download a model that is on a hub. Raises
     SettingsError or StartError."""
     found = resolve(args)
-    up, model = found.up, find_model(found.model)
-    wanted = model if is_gguf(model) else model / "config.json"
-    if not wanted.is_file():
-        what = "give --model DIR" if found.up.model is None else "is it a model folder?"
-        raise StartError(f"{wanted} does not exist; {what}", 1)
+    up, models = found.up, {name: _present(path, found.up) for name, path in found.models.items()}
     gateway = dict(found.gateway)
     fleet_listen = gateway.pop("fleet_listen", None)
     return StackPlan(
-        model,
+        models,
         up.listen,
         found.num_workers,
         {role: to_argv(WorkerSettings, values) for role, values in found.workers.items()},
@@ -174,16 +180,26 @@ def make_plan(args: argparse.Namespace) -> StackPlan:
     )
 
 
+def _present(given: Path, up: UpSettings) -> Path:
+    """Return the folder or file of a model, which is downloaded if it is on a hub. Raises StartError."""
+    model = find_model(given)
+    wanted = model if is_gguf(model) else model / "config.json"
+    if not wanted.is_file():
+        what = "give --model DIR" if up.model is None else "is it a model folder?"
+        raise StartError(f"{wanted} does not exist; {what}", 1)
+    return model
+
+
 def resolve(args: argparse.Namespace) -> Resolved:
     """Join file, variables and flags: file < variables < flags. Raises SettingsError."""
     from_file = _from_file(args)
     flags = {**{name: each.value for name, each in from_file.items()}, **vars(args)}
     try:
         settings = load_settings(UpSettings, flags)
-        if settings.served_model_name is None:
-            name = _SHIPPED_NAME if settings.model is None else name_on_hub(settings.model)
+        models = settings.models
+        if settings.served_model_name is None and None in models:
+            name = _SHIPPED_NAME if settings.model is None else name_on_hub(models[None])
             settings = replace(settings, served_model_name=name)
-        model = settings.model or SHIPPED_MODEL
         # One worker a role is the default, and each may die.
         gateway: dict[str, object] = {} if variable("stand_in") in os.environ else {"stand_in": True}
         gateway |= {
@@ -193,13 +209,13 @@ def resolve(args: argparse.Namespace) -> Resolved:
             gateway = {**_gateway_files(settings.certs, settings), **gateway}
         gateway |= given(GatewaySettings, flags, "gateway.")
         num_workers = {role: getattr(settings, role) for role in ROLES}
-        workers, cpu_roles, resources = _worker_values(flags, num_workers, model, settings)
+        workers, cpu_roles, resources = _worker_values(flags, num_workers, models, settings)
     except SettingsError as error:
         raise SettingsError(
             name_sources(str(error), {name.rpartition(".")[2]: each for name, each in from_file.items()})
         ) from None
     sources = {name: each.source for name, each in from_file.items() if name not in vars(args)}
-    return Resolved(settings, model, num_workers, workers, gateway, cpu_roles, resources, sources)
+    return Resolved(settings, models, num_workers, workers, gateway, cpu_roles, resources, sources)
 
 
 def _from_file(args: argparse.Namespace) -> dict[str, Sourced]:
@@ -243,7 +259,7 @@ def _tls_files(certs: Path, role: str) -> dict[str, Path]:
 
 
 def _worker_values(
-    flags: Mapping[str, object], num_workers: dict[str, int], model: Path, up: UpSettings
+    flags: Mapping[str, object], num_workers: dict[str, int], models: Mapping[str | None, Path], up: UpSettings
 ) -> tuple[dict[str, dict[str, object]], list[str], dict[str, Resources]]:
     """Return the worker options that were given, by role, with its threads, each role's checked as its worker would;
     the roles that compute on the CPU; and what a worker of each role takes. Raises SettingsError."""
@@ -259,9 +275,12 @@ def _worker_values(
     name = {"served_model_name": up.served_model_name} if up.served_model_name else {}
     files = {role: _tls_files(up.certs, role) if up.certs else {} for role in ROLES}
     values = {role: {**files[role], **name, **both, **own[role]} for role in ROLES}
-    settings = {role: load_settings(WorkerSettings, values[role], defaults={"model": model}) for role in ROLES}
+    settings: dict[str, WorkerSettings] = {}
+    for model in models.values():
+        for role in ROLES:
+            settings[role] = load_settings(WorkerSettings, values[role], defaults={"model": model})
     engines = {role: settings[role].engine for role in ROLES}
-    num_ranks = {role: num_workers[role] * engines[role].num_ranks_here for role in ROLES}
+    num_ranks = {role: len(models) * num_workers[role] * engines[role].num_ranks_here for role in ROLES}
     threads: Mapping[str, int | None] = {role: engines[role].threads for role in ROLES}
     cpu_roles = [role for role in ROLES if engines[role].device == "cpu"]
     resources = {

@@ -16,7 +16,7 @@ from baton.cli.launch.placing.keeper import Keeper, StartError
 from baton.cli.launch.placing.launcher import Resources, WorkerLauncher, WorkerProgram
 from baton.cli.launch.placing.local import LocalLauncher
 from baton.cli.launch.placing.ports import HeldPorts
-from baton.protocol import ROLES
+from baton.protocol import ROLES, model_setting
 from baton.service.net.server import AddressInUse
 from baton.service.security.access import Access
 from baton.service.security.tls import Tls
@@ -42,10 +42,10 @@ def divide_cores(num_workers: Mapping[str, int], threads: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class StackPlan:
-    """Describe a stack to run. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles`
+    """Describe a stack to run. `models` by name, None being that of a single one; each has `num_workers`. `worker_options` are flags by role, `gateway_options` flags of the gateway; `cpu_roles`
     take no GPU."""
 
-    model: Path
+    models: Mapping[str | None, Path]
     listen: str = "127.0.0.1:0"
     num_workers: Mapping[str, int] = field(default_factory=lambda: {"prefill": 1, "decode": 1})
     worker_options: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Stack:
         gateways = [fleet or listen for fleet, listen in zip(fleets, listens, strict=True)]
         launcher = self._launcher = self._make_launcher(gateways)
         for role in ROLES:
-            await launcher.start(role, plan.num_workers[role])
+            await launcher.start(role, plan.num_workers[role] * len(plan.models))
         named = {
             role: [each.address for each in await launcher.list() if each.role == role and each.address]
             for role in ROLES
@@ -133,15 +133,16 @@ class Stack:
 
     def _make_launcher(self, gateways: list[str]) -> PlacingLauncher:
         plan = self._plan
-        program = WorkerProgram(plan.model, plan.worker_options)
+        programs = [_program(name, path, plan.worker_options) for name, path in plan.models.items()]
         if plan.ray_address is None:
             num_on_gpus = sum(number for role, number in plan.num_workers.items() if role not in plan.cpu_roles)
-            return LocalLauncher(program, gateways, sum(plan.num_workers.values()), plan.cpu_roles, num_on_gpus)
+            num_first, num_on_gpus = (len(programs) * each for each in (sum(plan.num_workers.values()), num_on_gpus))
+            return LocalLauncher(programs, gateways, num_first, plan.cpu_roles, num_on_gpus)
         try:  # here: it takes a second
             from baton.cli.launch.cluster.ray_launcher import RayLauncher
         except ModuleNotFoundError:
             raise StartError("--launcher ray needs Ray: pip install 'baton-llm[ray]'", 2) from None
-        return RayLauncher(program, gateways, plan.ray_address, plan.resources, plan.access)
+        return RayLauncher(programs[0], gateways, plan.ray_address, plan.resources, plan.access)
 
     async def _serve_control(self, launcher: WorkerLauncher) -> str:
         """Return the address. Raises ListenError."""
@@ -175,7 +176,7 @@ class Stack:
     def _gateway_program(
         self, number: int, listen: str, http: str | None, fleet: str | None, named: Mapping[str, list[str]]
     ) -> tuple[str, list[str]]:
-        argv = [sys.executable, "-m", "gateway", "--model", str(self._plan.model), "--listen", listen]
+        argv = [sys.executable, "-m", "gateway", "--model", model_setting(self._plan.models), "--listen", listen]
         argv += ["--http", http] if http else []
         argv += ["--fleet-listen", fleet] if fleet else []
         for role in ROLES:
@@ -191,6 +192,11 @@ class Stack:
         """Return an address for each gateway: this one, and of its host."""
         others = [f"{address.rpartition(':')[0]}:0"] * (self._plan.num_gateways - 1)
         return [self._ports.hold(each) for each in (address, *others)]
+
+
+def _program(name: str | None, model: Path, options: Mapping[str, Sequence[str]]) -> WorkerProgram:
+    named = [] if name is None else ["--served-model-name", name]
+    return WorkerProgram(model, {role: [*options.get(role, ()), *named] for role in ROLES})
 
 
 async def _all_serve(launcher: WorkerLauncher) -> None:

@@ -61,6 +61,19 @@ def test_a_clock_that_is_not_compared_yet(workers, monkeypatch):
     assert line.endswith(" -")
 
 
+def test_several_models(workers, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "MODEL" not in frame("t", workers, pb.ListRequestsResponse(), "")
+    workers.workers[0].model = "chat"
+    workers.models.add(name="chat", state="serving", num_running=3, num_waiting=1, num_prefill=2, num_decode=4)
+    workers.models.add(name="code", state="waiting", reason="no decode worker serves: none is configured")
+    lines = frame("t", workers, pb.ListRequestsResponse(), "").splitlines()
+    chat, code = (next(line for line in lines if line.startswith(name)) for name in ("chat ", "code "))
+    assert chat.split() == ["chat", "serving", "3", "1", "2,", "4"]
+    assert code.endswith("0, 0  no decode worker serves: none is configured")
+    assert next(line for line in lines if "10.0.0.1" in line).endswith("  chat")
+
+
 def test_a_fleet_that_is_not_ready(workers):
     workers.not_ready = "no decode worker serves"
     assert "not ready: no decode worker serves" in frame("t", workers, pb.ListRequestsResponse(), "")

@@ -210,7 +210,7 @@ def test_missing_model_is_named(tmp_path):
 
 
 def test_shipped_model_is_the_default():
-    assert plan().model == ROOT / "demo" / "target"
+    assert plan().models == {None: ROOT / "demo" / "target"}
 
 
 @pytest.mark.parametrize("argv", [[], ["what"], ["up", "--no-such"], ["up", "--prefil", "1"], ["generate"]])

@@ -51,7 +51,7 @@ async def programs(monkeypatch, tmp_path, gpus: str, *cpu_roles: str) -> list[tu
     started = []
     monkeypatch.setenv(VISIBLE, gpus)
     monkeypatch.setattr(local, "Keeper", lambda name, argv, env, on_change: started.append((argv, env)))
-    launcher = local.LocalLauncher(WorkerProgram(tmp_path, {}), (), 2, cpu_roles, 2 - len(cpu_roles))
+    launcher = local.LocalLauncher([WorkerProgram(tmp_path, {})], (), 2, cpu_roles, 2 - len(cpu_roles))
     for role in ROLES:
         await launcher.start(role, 1)
     launcher._ports.release_all()

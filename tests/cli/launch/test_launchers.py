@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 @asynccontextmanager
 async def local(folder, *, num_first: int = 0, num_on_gpus: int = 0):
     program = WorkerProgram(folder / "m", {"decode": ["--threads=1"]})
-    launcher = LocalLauncher(program, ["127.0.0.1:1"], num_first, ("prefill",), num_on_gpus)
+    launcher = LocalLauncher([program], ["127.0.0.1:1"], num_first, ("prefill",), num_on_gpus)
     try:
         yield launcher
     finally:

@@ -167,4 +167,4 @@ async def test_a_worker_comes_back_in_another_role(cluster):
         await odd.start(odd.port)
         await c.until(lambda: link.serving)
         assert registry.prefill[-1] is link and link not in registry.decode
-        assert link in registry.candidates.serving("prefill") and link not in registry.candidates.serving("decode")
+        assert link in c.fleet.candidates.serving("prefill") and link not in c.fleet.candidates.serving("decode")

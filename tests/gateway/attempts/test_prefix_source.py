@@ -24,7 +24,7 @@ def test_tokens_in_place_of_an_offer():
 
 async def known(c, holder) -> None:
     """Until the index has heard what the worker holds."""
-    hashes = c.gateway.names.spans("default", PROMPT[:NUM_PREFIX]).hashes
+    hashes = c.pipeline.names.spans("default", PROMPT[:NUM_PREFIX]).hashes
     async with asyncio.timeout(10):
         while not any(worker.startswith(holder.instance) for worker in await c.gateway.index.lookup(hashes)):
             await asyncio.sleep(0.01)
@@ -35,7 +35,7 @@ async def read_elsewhere(c, before=lambda holder, reader: None):
     that the other one got, and the Offers that were made."""
     for link in c.gateway.registry.links:
         link.hello.kv_token_bytes = 1
-    c.gateway.registry.candidates._facts.clear()
+    c.fleet.candidates._facts.clear()
     first = await generate(c, max_tokens=MAX_TOKENS)
     await c.idle()
     for link in c.gateway.registry.links:
@@ -105,16 +105,16 @@ async def test_what_a_draining_worker_has_written_goes_along(cluster, monkeypatc
     async with cluster(num_decode=2) as c:
         for link in c.gateway.registry.links:
             link.hello.kv_token_bytes, link.rates = 1, WorkerRates()
-        c.gateway.registry.candidates._facts.clear()
+        c.fleet.candidates._facts.clear()
         asking = asyncio.create_task(generate(c, max_tokens=300))
-        running = c.gateway._pipeline.running
+        running = c.pipeline.running
         await c.until(lambda: any(each.request.answer.num_output_tokens >= 40 for each in running.values()))
         (left,) = (worker for worker in c.decode if worker.held)
         (taker,) = (worker for worker in c.decode if worker is not left)
         left.hold("decode")
         left.state = "draining"
         if is_there:
-            left.seal(c.gateway.names.spans("default", PROMPT, tokens_of(PROMPT, 300, 400)).hashes)
+            left.seal(c.pipeline.names.spans("default", PROMPT, tokens_of(PROMPT, 300, 400)).hashes)
         else:
             left.spans.clear()
         await c.until(lambda: any(link.state is LinkState.DRAINING for link in c.gateway.registry.decode))

@@ -27,7 +27,8 @@ def fleet(num: int, split: str = "always", transports=("tcp",)) -> Registry:
     settings = GatewaySettings(
         model=Path("/m"), split=split, prefill_workers=tuple(addresses[:num]), decode_workers=tuple(addresses[num:])
     )
-    registry = Registry(settings, FOLDER, MemoryIndex(), b"secret")
+    registry = Registry(settings, MemoryIndex(), b"secret")
+    registry.add(FOLDER)
     for i, link in enumerate(registry.links):
         serve(link, f"host{i % num}", transports, role="prefill" if i < num else "decode")
     return registry
@@ -50,9 +51,10 @@ def serve(link: WorkerLink, host: str, transports=("tcp",), role: str = "prefill
         limits=pb.Limits(max_model_len=4096, max_num_seqs=64, block_size=16),
         kv_gives=["kv"],
         kv_takes=["kv"],
-        model=pb.ModelCard(transports=transports),
+        model=pb.ModelCard(transports=transports, vocab_size=1000),
         kv_token_bytes=1000,
     )
+    assert link._check_hello(link, hello) is None
     link.note_hello(hello)
     link._become(LinkState.SERVING, "")
 
@@ -75,20 +77,20 @@ def test_the_holder_is_found_among_many():
     holder = registry.prefill[217]
     matches = held({link.worker_id: 1 for link in registry.links} | {holder.worker_id: 21})
     for _ in range(3):
-        assert registry.router.route(ASK, matches, ())[1] is holder
-        assert registry.router.route(ASK, matches, {holder.worker_id})[1] is not holder
+        assert registry.fleets[0].router.route(ASK, matches, ())[1] is holder
+        assert registry.fleets[0].router.route(ASK, matches, {holder.worker_id})[1] is not holder
     reader = next(link for link in registry.prefill if link is not holder)
-    assert registry.router.holder_for(reader, matches, ()) is holder
-    assert registry.router.holder_for(holder, matches, ()) is None
+    assert registry.fleets[0].router.holder_for(reader, matches, ()) is holder
+    assert registry.fleets[0].router.holder_for(holder, matches, ()) is None
 
 
 def test_a_request_looks_at_few(monkeypatch):
     registry, looked = fleet(300), []
-    seen = registry.candidates.seen
+    seen = registry.fleets[0].candidates.seen
     monkeypatch.setattr(
-        registry.candidates, "seen", lambda links, *rest: looked.append(len(links)) or seen(links, *rest)
+        registry.fleets[0].candidates, "seen", lambda links, *rest: looked.append(len(links)) or seen(links, *rest)
     )
-    registry.router.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
+    registry.fleets[0].router.route(ASK, held({link.worker_id: 1 for link in registry.links}), ())
     assert len(looked) == 2 and max(looked) <= NUM_HOLDERS + NUM_DRAWN
 
 
@@ -96,7 +98,7 @@ def test_the_only_partner_is_found_among_many():
     """KV goes through shared memory alone, so that each decode worker has one prefill worker."""
     registry = fleet(200, transports=("shm",))
     for _ in range(10):
-        _, source, taker = registry.router.route(ASK, Matches(), ())
+        _, source, taker = registry.fleets[0].router.route(ASK, Matches(), ())
         assert source.hello.host_id == taker.hello.host_id
 
 
@@ -106,20 +108,20 @@ def test_who_serves_no_longer_is_not_chosen():
     registry.decode[0]._become(LinkState.DRAINING, "draining")
     first._become(LinkState.CONNECTING, "gone")
     assert registry.not_ready() is None
-    _, source, taker = registry.router.route(ASK, Matches(), ())
+    _, source, taker = registry.fleets[0].router.route(ASK, Matches(), ())
     assert source is second and taker is registry.decode[1]
     second._become(LinkState.STALLED, "stalled")
     assert "no prefill worker" in registry.not_ready()
     with pytest.raises(Unavailable):
-        registry.router.route(ASK, Matches(), ())
+        registry.fleets[0].router.route(ASK, Matches(), ())
     serve(first, "host0")
-    assert registry.not_ready() is None and registry.router.route(ASK, Matches(), ())[1] is first
+    assert registry.not_ready() is None and registry.fleets[0].router.route(ASK, Matches(), ())[1] is first
 
 
 def test_work_that_was_given_is_spread():
     """A worker without measurements is not given all new requests at once."""
     registry = fleet(4)
-    chosen = [registry.router.route(ASK, Matches(), ())[1].address for _ in range(40)]
+    chosen = [registry.fleets[0].router.route(ASK, Matches(), ())[1].address for _ in range(40)]
     assert {chosen.count(link.address) for link in registry.prefill} == {10}
 
 
@@ -138,13 +140,13 @@ def test_the_few_that_can_hold_a_long_request_are_found_among_many(role):
     matches = held({link.worker_id: 1 for link in links})
     for avoid in ((), {long[0].worker_id}, {link.worker_id for link in links}):
         for _ in range(20):
-            _, source, taker = registry.router.route(ask, matches, avoid)
+            _, source, taker = registry.fleets[0].router.route(ask, matches, avoid)
             assert taker.limits.max_model_len == 8500 and (source is None or source.limits.max_model_len == 8500)
-            assert role == "decode" or registry.router.prefill_for(taker, ask, matches, avoid) in long
+            assert role == "decode" or registry.fleets[0].router.prefill_for(taker, ask, matches, avoid) in long
             if avoid == {long[0].worker_id}:
                 assert long[0] not in (source, taker)
-    assert registry.router.has_other(role, ask, {link.worker_id for link in long[1:]})
-    assert not registry.router.has_other(role, ask, {link.worker_id for link in long})
+    assert registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long[1:]})
+    assert not registry.fleets[0].router.has_other(role, ask, {link.worker_id for link in long})
 
 
 def test_prompts_of_others_wait_behind_ones_own():

@@ -199,7 +199,7 @@ async def test_calls_are_blocks_and_their_results_are_messages(saying):
         again = await client.messages.create(**{**TOOLS, "messages": answered})
         assert counted.input_tokens == again.usage.input_tokens + again.usage.cache_read_input_tokens
         asked = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
-        prompt = c.gateway.handler._pipeline.text.detokenizer.decode(asked.token_ids[: asked.num_prompt_tokens])
+        prompt = c.pipeline.text.detokenizer.decode(asked.token_ids[: asked.num_prompt_tokens])
         assert prompt.endswith('{"name": "find", "arguments": {"text": "fox"}}<|tool|>here<|tool|>thereand now?')
 
 

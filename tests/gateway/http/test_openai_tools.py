@@ -67,7 +67,7 @@ async def test_a_last_message_is_continued_and_template_variables_arrive(served)
         extra = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"a": 1}}
         await client.chat.completions.create(model="fake", messages=messages, max_tokens=2, extra_body=extra)
         spec = next(message.spec for kind, message in c.prefill[0].commands if kind == "prefill")
-        prompt = c.gateway.handler._pipeline.text.detokenizer.decode(spec.token_ids[: spec.num_prompt_tokens])
+        prompt = c.pipeline.text.detokenizer.decode(spec.token_ids[: spec.num_prompt_tokens])
         assert prompt == "a foxThe quick"
 
 

@@ -157,7 +157,7 @@ async def test_calls_are_items_and_so_are_their_outputs(saying):
         again = await client.responses.create(**{**TOOLS, "input": [user, *final.output, *outputs]})
         assert again.output_text == "One moment."
         asked = [m.spec for kind, m in c.prefill[0].commands if kind == "prefill"][-1]
-        prompt = c.gateway.handler._pipeline.text.detokenizer.decode(asked.token_ids[: asked.num_prompt_tokens])
+        prompt = c.pipeline.text.detokenizer.decode(asked.token_ids[: asked.num_prompt_tokens])
         assert prompt.endswith(
             "One moment." + '{"name": "find", "arguments": {"text": "fox"}}' * 2 + "<|tool|>here" * 2
         )

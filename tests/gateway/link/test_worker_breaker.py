@@ -170,7 +170,7 @@ async def test_what_operators_see(cluster, monkeypatch):
         link_of(c, good).note_worked(math.inf)
         for _ in range(2):
             link_of(c, bad).note_failure("nothing")
-        fleet = FleetService(c.gateway.registry, c.gateway.recent, c.gateway.queues, c.gateway.index, None)
+        fleet = FleetService(c.gateway.registry, c.gateway.catalog, c.gateway.recent, c.gateway.index, None)
         views = {view.address: view for view in fleet.workers().workers}
         assert views[good.address].breaker == "closed" and not views[good.address].breaker_retry_s
         assert views[bad.address].breaker == "open" and 0 < views[bad.address].breaker_retry_s <= 1

@@ -89,7 +89,7 @@ async def test_the_list_changes_while_everything_runs(cluster, digest, stranger,
         assert serving(c) == [good.address]
         path.write_text(f"{OTHER.hex()}\n")
         await c.until(lambda: serving(c) == [stranger.address])
-        assert c.gateway.registry.identity == OTHER
+        assert c.fleet.identity == OTHER
         await c.until(lambda: "does not list" in reason_of(c, good))
 
 

@@ -103,11 +103,36 @@ def test_attempts_after_the_first_are_migrations(meters):
 
 def test_gauges_are_read_at_the_scrape():
     recent, waiting = RecentRequests(), []
-    meters = GatewayMeters("tiny", BUILT_IN, request_gauges(recent, waiting))
+    version = SimpleNamespace(name="tiny", pipeline=SimpleNamespace(queues=waiting))
+    catalog = SimpleNamespace(versions=[version])
+    meters = GatewayMeters("tiny", BUILT_IN, request_gauges(recent, catalog))
     recent.began(record())
     waiting += [record(), record()]
     seen = samples(meters)
     assert (seen["baton_running",], seen["baton_waiting",]) == (1, 2)
+
+
+def test_each_model_has_its_own_counts():
+    """The families are one; what belongs to no model is under no name where there are several."""
+    meters = GatewayMeters("", BUILT_IN)
+    for name, num in (("a", 2), ("b", 1)):
+        for _ in range(num):
+            ended = record(**ANSWERED)
+            ended.model = name
+            meters.ended(ended, None)
+            meters.gap(ended, 0.1)
+    text = meters.exposition().body.decode()
+    found = {
+        (sample.name, sample.labels["model_name"]): sample.value
+        for family in classic(text)
+        for sample in family.samples
+        if sample.name in ("baton_requests_total", "baton_itl_seconds_count", "baton_tasks")
+    }
+    assert found == {
+        ("baton_requests_total", "a"): 2, ("baton_requests_total", "b"): 1,
+        ("baton_itl_seconds_count", ""): 0, ("baton_itl_seconds_count", "a"): 2, ("baton_itl_seconds_count", "b"): 1,
+        ("baton_tasks", ""): 0,
+    }  # fmt: skip
 
 
 def test_predictions_are_held_against_what_was(meters):

@@ -219,7 +219,7 @@ async def test_all_full_for_a_while(cluster):
             worker.refusals = ["kv_full"] * 4
         answers = await asyncio.gather(*(start(c) for _ in range(6)))
         assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 6, 400)] * 6
-        assert not c.gateway.queues.credit
+        assert not c.pipeline.queues.credit
         await c.idle()
 
 
@@ -229,7 +229,7 @@ async def test_full_prefill_workers(cluster):
             worker.refusals = ["queue_full"] * 3
         answers = await asyncio.gather(*(start(c) for _ in range(4)))
         assert [ids_of(messages) for messages in answers] == [tokens_of(PROMPT, 6, 400)] * 4
-        assert not c.gateway.queues.prefill
+        assert not c.pipeline.queues.prefill
         await c.idle()
 
 
@@ -238,7 +238,7 @@ async def test_full_for_too_long(cluster):
         c.decode[0].refusals = ["kv_full"] * 1000
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.retry_after_s
-        assert not c.gateway.queues.credit
+        assert not c.pipeline.queues.credit
         await c.idle()
 
 
@@ -246,7 +246,7 @@ async def test_a_full_line(cluster):
     async with cluster(max_queued_requests=1) as c:
         c.decode[0].refusals = ["kv_full"] * 10_000
         waiting = start(c, request_id="first")
-        await c.until(lambda: len(c.gateway.queues.credit))
+        await c.until(lambda: len(c.pipeline.queues.credit))
         said = await refused(start(c))
         assert said.code == grpc.StatusCode.RESOURCE_EXHAUSTED and said.reason == "QUEUE_FULL" and said.retry_after_s
         c.decode[0].refusals = []

@@ -155,7 +155,7 @@ async def test_a_request_that_lost_the_only_worker_waits_for_it_a_moment(cluster
         await c.decode[0].start(c.decode[0].port)
         for messages in await asyncio.gather(*running):
             assert ids_of(messages) == tokens_of(PROMPT, 6, 400)
-        assert not c.gateway.queues.credit
+        assert not c.pipeline.queues.credit
         await c.idle()
 
 
@@ -256,7 +256,7 @@ async def test_poison_is_kept_away_for_a_while(cluster, monkeypatch):
 async def test_a_failure_is_no_storm(cluster):
     """A request that fails everywhere is retried as often as the budget allows, and no more."""
     async with cluster(num_prefill=2) as c:
-        c.gateway._pipeline.retry_budget._retries = 3.0
+        c.pipeline.retry_budget._retries = 3.0
         c.decode[0].failures["fetch"] = [(14, "KV_TRANSFER_FAILED")] * 1000
         said = [await refused(generate(c, PROMPT[i:], max_tokens=6)) for i in range(4)]
         assert {each.code for each in said} == {grpc.StatusCode.UNAVAILABLE}
@@ -271,8 +271,8 @@ async def test_every_step_counts_as_progress(cluster):
         worker, num_lost = c.decode[0], failures.MAX_BARREN + 3
         worker.hold("end")
         call = c.stub.Generate(make_request(PROMPT, max_tokens=200), timeout=30)
-        await c.until(lambda: c.gateway._pipeline.running)
-        (machine,) = c.gateway._pipeline.running.values()
+        await c.until(lambda: c.pipeline.running)
+        (machine,) = c.pipeline.running.values()
         for lost in range(1, num_lost + 1):
             await c.until(lambda: machine.request.attempt.has_stepped)
             worker.hold("decode")

@@ -28,7 +28,7 @@ def of_class(c, slo_class: str, **fields):
 
 def line_up(c, wait_s: float) -> tuple:
     """Put a request in line for a prefill worker, behind which others would wait that long."""
-    queue = c.gateway.queues.prefill
+    queue = c.pipeline.queues.prefill
     queue._served_tokens, queue._served_s = 1000.0, 1.0
     return queue, queue.join(QueuedRequest(-1e9, round(1000 * wait_s)), lambda: None)
 
@@ -209,7 +209,7 @@ async def test_the_lines_are_bounded_in_tokens(cluster):
     async with cluster(max_queued_tokens=400) as c:
         c.prefill[0].refusals = ["queue_full"] * 100_000
         waiting = start(c)
-        await c.until(lambda: len(c.gateway.queues.prefill) == 1)
+        await c.until(lambda: len(c.pipeline.queues.prefill) == 1)
         assert (await refused(generate(c))).reason == "QUEUE_TOKENS"
         c.prefill[0].refusals = []
         assert await waiting
@@ -234,7 +234,7 @@ async def test_how_requests_were_routed_is_counted(cluster):
 
 async def test_workers_tell_tenants_apart_and_learn_no_names(cluster):
     async with cluster() as c:
-        names = c.gateway.names
+        names = c.pipeline.names
         marks = {names.mark(tenant) for tenant in ("acme", "bravo", "default")}
         assert len(marks) == 3 and names.mark("acme") == names.mark("acme") and names.mark("default") == b""
         assert not any(b"acme" in mark or len(mark) > 32 for mark in marks)

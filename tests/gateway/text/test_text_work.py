@@ -37,7 +37,7 @@ async def test_there_and_back(cluster):
 
 async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
     async with cluster() as c:
-        work = c.gateway._pipeline.text
+        work = c.pipeline.text
         monkeypatch.setattr(work._tokenizer, "encode_text", lambda text: pytest.fail("it was tokenized"))
         monkeypatch.setattr(work._template, "render", lambda messages, options: pytest.fail("it was rendered"))
         for content, field in (("a" * 1_000_000, "text"), (["a" * 10_000] * 100, "messages")):
@@ -48,7 +48,7 @@ async def test_a_text_that_cannot_fit_is_refused_at_once(cluster, monkeypatch):
 
 async def test_what_the_template_makes_too_long_is_not_tokenized(cluster, monkeypatch):
     async with cluster() as c:
-        work = c.gateway._pipeline.text
+        work = c.pipeline.text
         monkeypatch.setattr(work._template, "render", lambda messages, options: "a" * 1_000_000)
         monkeypatch.setattr(work._tokenizer, "encode_chat", lambda rendered: pytest.fail("it was tokenized"))
         error = await refused(tokenize(c, ["hello"]))
@@ -69,7 +69,7 @@ async def test_no_more_ids_than_the_context(cluster, monkeypatch):
     async with cluster() as c:
         assert (await detokenize(c, [300] * 1024)).text
         decoded = []
-        monkeypatch.setattr(c.gateway._pipeline.text.detokenizer, "decode", decoded.append)
+        monkeypatch.setattr(c.pipeline.text.detokenizer, "decode", decoded.append)
         error = await refused(detokenize(c, [300] * 1025))
         assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", ("token_ids",)) and not decoded
 
@@ -97,7 +97,7 @@ class Held:
 
     def __init__(self, monkeypatch, c):
         self.go, self.began, self.num = threading.Event(), threading.Event(), 0
-        tokenizer = c.gateway._pipeline.text._tokenizer
+        tokenizer = c.pipeline.text._tokenizer
         encode = tokenizer.encode_text
 
         def held(text):
@@ -119,12 +119,12 @@ async def test_calls_are_counted(cluster, tmp_path, monkeypatch):
     async with cluster(quotas=quotas(tmp_path, "[default]\nconcurrent_requests = 2\n")) as c:
         held = Held(monkeypatch, c)
         running = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(2)]
-        await c.until(lambda: len(c.gateway._pipeline.admission.request_ids) == 2)
+        await c.until(lambda: len(c.pipeline.admission.request_ids) == 2)
         for other in (tokenize(c, "x"), detokenize(c, [300]), generate(c)):
             assert (await refused(other)).reason == "TENANT_REQUESTS"
         held.go.set()
         await asyncio.gather(*running)
-        assert not c.gateway._pipeline.admission.request_ids
+        assert not c.pipeline.admission.request_ids
 
 
 async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp_path, monkeypatch):
@@ -133,13 +133,13 @@ async def test_who_hangs_up_has_no_work_done_and_pays_for_what_runs(cluster, tmp
         held = Held(monkeypatch, c)
         calls = [asyncio.ensure_future(tokenize(c, LONG)) for _ in range(3)]
         await held.until_began()
-        await c.until(lambda: len(c.gateway._pipeline.admission.request_ids) == 3)
+        await c.until(lambda: len(c.pipeline.admission.request_ids) == 3)
         for call in calls:
             call.cancel()
-        await c.until(lambda: not c.gateway._pipeline.admission.request_ids)
+        await c.until(lambda: not c.pipeline.admission.request_ids)
         assert (await refused(tokenize(c, "x"))).reason == "TENANT_TOKENS"
         held.go.set()
-        await c.until(lambda: not c.gateway._pipeline.text._threads._lines)
+        await c.until(lambda: not c.pipeline.text._threads._lines)
         assert held.num == 1, "two were gone before their thread began"
 
 
@@ -167,7 +167,7 @@ async def test_a_token_that_the_model_does_not_have(cluster, folder):
     """Tokenizers come with tokens that were added and never trained."""
     content = json.loads((folder / "config.json").read_text())
     async with cluster() as c:
-        c.gateway._pipeline.text._vocab_size = content["vocab_size"] - 130
+        c.pipeline.text._vocab_size = content["vocab_size"] - 130
         for call in (tokenize(c, "the fox"), generate(c, "the fox"), tokenize(c, ["the fox"])):
             error = await refused(call)
             assert error.code.name == "INVALID_ARGUMENT" and "the model has 270 ids" in error.message
@@ -179,7 +179,7 @@ async def test_what_the_tokenizer_gives_up_on(cluster, monkeypatch):
 
     async with cluster() as c:
         for name in ("encode_text", "encode_chat"):
-            monkeypatch.setattr(c.gateway._pipeline.text._tokenizer, name, give_up)
+            monkeypatch.setattr(c.pipeline.text._tokenizer, name, give_up)
         for content, field in (("x", "text"), (["x"], "messages")):
             error = await refused(tokenize(c, content))
             assert (error.code.name, error.fields) == ("INVALID_ARGUMENT", (field,)) and "retry-limit" in error.message

@@ -100,7 +100,7 @@ async def test_public_prefixes_are_shared_and_nothing_behind_them(tenants, ask, 
             other = (await ask(c, "globex", prompt))[-1].usage
             own = (await ask(c, "globex", prompt))[-1].usage
             assert 0 < other.cached_tokens <= own.cached_tokens < first.prompt_tokens
-            encode = partial(c.gateway._pipeline.text.encode, token_ids=None, context=1024)
+            encode = partial(c.pipeline.text.encode, token_ids=None, context=1024)
             public = await read_public_prefixes(tmp_path / "public.toml", encode)
             longest = max(len(ids) // 64 * 64 for ids in public)
             assert other.cached_tokens <= longest
@@ -172,5 +172,5 @@ def test_every_method_that_names_spans_knows_its_tenant():
     """Generate and Complete go through the same servicer, Embed and Score name no spans; a new method of
     Inference must be thought about here."""
     assert {path.rpartition("/")[2] for path in METHODS if "Inference" in path} == {
-        "Generate", "Complete", "Tokenize", "Detokenize", "Embed", "Score", "GetModelInfo",
+        "Generate", "Complete", "Tokenize", "Detokenize", "Embed", "Score", "GetModelInfo", "ListModels",
     }  # fmt: skip

@@ -120,6 +120,7 @@ INFERENCE = (
     Method("/baton.v1.Inference/Score",
            inference_pb2.ScoreRequest(query=_TEXT, documents=[_TEXT] * 8).SerializeToString()),
     Method("/baton.v1.Inference/GetModelInfo"),
+    Method("/baton.v1.Inference/ListModels"),
 )  # fmt: skip
 HEALTH = (
     Method("/grpc.health.v1.Health/Check", _HEALTH),
@@ -135,6 +136,8 @@ REFLECTION = (
 FLEET = (
     Method("/baton.v1.Fleet/ListWorkers"),
     Method("/baton.v1.Fleet/ListRequests", fleet_pb2.ListRequestsRequest(max_recent=200).SerializeToString()),
+    Method("/baton.v1.Fleet/AddModel", fleet_pb2.AddModelRequest(name="more", path="..").SerializeToString()),
+    Method("/baton.v1.Fleet/RemoveModel", fleet_pb2.RemoveModelRequest(name="more").SerializeToString()),
     Method("/baton.v1.Registration/Register",
            worker_pb2.RegisterRequest(address="127.0.0.1:9", role="decode").SerializeToString()),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -28,11 +29,13 @@ class LocalLauncher:
     keeps_roles = False
 
     def __init__(
-        self, program: WorkerProgram, gateways: Sequence[str], num_first: int, cpu_roles: Collection[str], num_on_gpus: int
+        self, programs: Sequence[WorkerProgram], gateways: Sequence[str], num_first: int, cpu_roles: Collection[str],
+        num_on_gpus: int,
     ):  # fmt: skip
-        """Of the first workers `num_on_gpus` take a GPU, if there is one; those of `cpu_roles` never do."""
+        """The workers of a role have the programs in turn. Of the first workers `num_on_gpus` take a GPU, if there is one; those of `cpu_roles` never do."""
         self.networks: Sequence[str] = ()
-        self._program, self._gateways, self._cpu_roles = program, gateways, cpu_roles
+        self._programs, self._gateways, self._cpu_roles = programs, gateways, cpu_roles
+        self._num_started = Counter[str]()  # by role
         self._num_left = num_first  # of the first
         self._board, self._ports, self.gpus = WorkerBoard(), HeldPorts(), GpuSlots(visible_gpus(), num_on_gpus)
         self._kept: dict[str, _Kept] = {}
@@ -75,7 +78,9 @@ class LocalLauncher:
             raise LaunchError(f"all {self.gpus.num_gpus} GPUs of this machine have their workers") from None
         name, address = self._board.new_name(role), self._ports.hold("127.0.0.1:0")
         own = ["--workers-per-gpu", str(share.num_workers)] if share and share.num_workers > 1 else []
-        argv = [sys.executable, *self._program.argv(role, address, () if is_first else self._gateways, own)]
+        program = self._programs[self._num_started[role] % len(self._programs)]
+        self._num_started[role] += 1
+        argv = [sys.executable, *program.argv(role, address, () if is_first else self._gateways, own)]
         self._board.add(PlacedWorker(name, role, "starting", address, "this machine"))
         keeper = Keeper(name, argv, share.env if share else {}, partial(self._note, name))
         self._kept[name] = _Kept(keeper, address, share)

@@ -1,0 +1,157 @@
+"""Find the model that a request names, among those that are served now; add, replace and remove models at run time."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from baton.protocol import check_model_name
+from baton.service.errors import FailedPrecondition, InvalidRequest, NotFound
+from baton.service.logs import fields
+from baton.service.settings import SettingsError
+from gateway.catalog.model_version import ModelVersion
+from gateway.config.served_model import ServedModel
+from gateway.request.validation import not_served
+
+MAX_MODELS = 64  # names: each is a label of every metric
+_IDENTITY = re.compile(r"[0-9a-f]{64}")
+
+log = logging.getLogger(__name__)
+
+
+class Catalog:
+    """Belongs to the event loop. A name stands for the oldest of its versions that is not retired: a newer one takes over
+    once workers serve it, and the one before is dropped with its last request."""
+
+    def __init__(
+        self,
+        make: Callable[[str, Path, bytes], Awaitable[ModelVersion]],
+        drop: Callable[[ModelVersion], None],
+        root: Path | None,
+    ):
+        """`make(name, path, identity)` reads a model's folder and begins to serve it. Raises SettingsError. `root`: below
+        which operators may name folders; None: they may not."""
+        self.versions: list[ModelVersion] = []  # the oldest first
+        self._make, self._drop, self._root = make, drop, root
+        self._turn = asyncio.Lock()
+
+    @property
+    def current(self) -> list[ModelVersion]:
+        """Return what each name stands for, in the order in which they came."""
+        found: dict[str, ModelVersion] = {}
+        for version in self.versions:
+            if not version.fleet.is_retired:
+                found.setdefault(version.name, version)
+        return list(found.values())
+
+    @property
+    def only_name(self) -> str:
+        """Return the name of the model where there is one, else nothing."""
+        names = {version.name for version in self.current}
+        return names.pop() if len(names) == 1 else ""
+
+    def find(self, asked: str, tenant: str) -> ModelVersion:
+        """Return the model that a request names: by its name, as MODEL:ADAPTER, by an adapter of its own, or not at all
+        where there is one. Raises NotFound, and InvalidRequest where it could be one of several."""
+        current = self.current
+        for version in current:
+            if version.name == asked or len(current) == 1:
+                return version  # of a single one, requests are checked for what they name
+        models = [version.seen_by(tenant) for version in current]
+        found = [version for version, model in zip(current, models, strict=True) if model.find(asked) is not None]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise not_served(asked, models)
+        raise InvalidRequest("model", _ambiguous(asked, models))
+
+    def find_or_first(self, asked: str, tenant: str) -> ModelVersion:
+        """Return the model that a request names, or any where it will end with an error for that."""
+        try:
+            return self.find(asked, tenant)
+        except (InvalidRequest, NotFound):
+            return self.current[0]
+
+    @contextmanager
+    def using(self, version: ModelVersion) -> Iterator[None]:
+        """Count a request on a version; one that was replaced is dropped with its last."""
+        with version.in_use():
+            yield
+        self.note_change()
+
+    def note_change(self) -> None:
+        """Let newer versions that can serve take over, and drop what nobody uses any more."""
+        if len(self.versions) == len({version.name for version in self.versions if not version.fleet.is_retired}):
+            return  # this runs after every report of every worker
+        newer: set[str] = set()
+        for version in reversed(self.versions):
+            if version.name in newer and not version.fleet.is_retired:
+                version.fleet.is_retired = True
+                log.info("model replaced %s", fields(model=version.name, running=version.num_running))
+            if not version.fleet.is_retired and version.fleet.not_ready() is None:
+                newer.add(version.name)
+        for version in [each for each in self.versions if each.fleet.is_retired and not each.num_running]:
+            self.versions.remove(version)
+            self._drop(version)
+            log.info("model dropped %s", fields(model=version.name, identity=version.fleet.last_identity.hex() or "-"))
+
+    # ---- what operators call ----
+
+    async def add(self, name: str, path: str, identity: str) -> None:
+        """Serve a model from a folder, now or, where its name is taken, once a worker serves it. Raises BatonError, and
+        then nothing has changed."""
+        try:
+            check_model_name(name, "name")
+        except ValueError as error:
+            raise InvalidRequest("name", str(error)) from None
+        if identity and not _IDENTITY.fullmatch(identity):
+            raise InvalidRequest("identity", "is not 64 hex digits, as a worker's ready line has them")
+        only = bytes.fromhex(identity)
+        folder = self._below_root(path)
+        async with self._turn:
+            self._check(name, only)
+            try:
+                self.versions.append(await self._make(name, folder, only))
+            except SettingsError as error:
+                raise InvalidRequest("path", str(error)) from None
+        log.info("model added %s", fields(model=name, path=folder, identity=identity or "-"))
+
+    def remove(self, name: str) -> int:
+        """Take a model from new requests; return how many of its own go on. Raises NotFound, FailedPrecondition."""
+        named = [version for version in self.versions if version.name == name and not version.fleet.is_retired]
+        if not named:
+            raise not_served(name, [version.seen_by() for version in self.current])
+        if self.only_name:
+            raise FailedPrecondition(f"{name} is the only model that is served: add another before")
+        for version in named:
+            version.fleet.is_retired = True
+        num_running = sum(version.num_running for version in named)
+        log.info("model removed %s", fields(model=name, running=num_running))
+        self.note_change()
+        return num_running
+
+    def _check(self, name: str, only: bytes) -> None:
+        if only and (taken := next((each for each in self.versions if each.fleet.has(only)), None)):
+            raise InvalidRequest("identity", f"is served already, as {taken.name}")
+        names = {version.name for version in self.versions}
+        if name not in names and len(names) >= MAX_MODELS:
+            raise FailedPrecondition(f"{MAX_MODELS} models are served already")
+        if any(name in version.fleet.model.adapters for version in self.current):
+            raise InvalidRequest("name", f"{name} is an adapter's")
+
+    def _below_root(self, path: str) -> Path:
+        if (root := self._root) is None:
+            raise FailedPrecondition("this gateway has no --model-root: it adds no model while it runs")
+        found = (root / path).resolve()
+        if not path or not found.is_relative_to(root.resolve()):
+            raise InvalidRequest("path", "is not below --model-root")
+        return found
+
+
+def _ambiguous(asked: str, models: Sequence[ServedModel]) -> str:
+    if not asked:
+        return f"is needed, one of: {', '.join(model.name for model in models)}"
+    full = ", ".join(f"{model.name}:{asked}" for model in models if asked in model.adapters)
+    return f"{asked[:80]!r} is an adapter of several models, say one of: {full}"

@@ -1,0 +1,44 @@
+"""One model behind the gateway: its text, its workers, and the requests that are on it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.service.security.guard import DEFAULT_TENANT
+from gateway.config.served_model import ServedModel
+from gateway.fleet.model_fleet import ModelFleet
+from gateway.orchestration.pipeline import Pipeline
+
+
+class ModelVersion:
+    """Belongs to the event loop. Of one name there are two while one is replaced."""
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline = pipeline
+        self.num_running = 0
+
+    @property
+    def fleet(self) -> ModelFleet:
+        """Its workers."""
+        return self.pipeline.fleet
+
+    @property
+    def name(self) -> str:
+        """The name by which requests ask for it."""
+        return self.fleet.name
+
+    def seen_by(self, tenant: str = DEFAULT_TENANT) -> ServedModel:
+        """Return what requests of a tenant are checked against."""
+        return self.fleet.model.seen_by(tenant)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a request that is on it."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+
+    def close(self) -> None:
+        """End the threads of its text."""
+        self.pipeline.text.close()

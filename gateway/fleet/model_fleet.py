@@ -1,0 +1,200 @@
+"""The workers of one model: which of them serve, what requests are checked against, and whether it is this one."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from baton.protocol import ADAPTER_BYTES, CONSTRAINTS, PROMPT_LOGPROBS, check_model_name
+from baton.service.clock import now
+from baton.service.errors import InvalidRequest, Unavailable
+from baton.v1 import worker_pb2 as pb
+from gateway.config.served_model import PRESETS, ServedModel
+from gateway.config.settings import GatewaySettings
+from gateway.fleet.candidates import Candidates
+from gateway.fleet.router import Router
+from gateway.link.worker_link import WorkerLink
+from gateway.model.model_folder import ModelFolder
+from gateway.model.model_identities import ModelIdentities
+from gateway.prefix.cluster_secret import derived_secret
+from gateway.routing.latency_model import WorkerRates
+from gateway.routing.routing import RoutingRequest, can_decode
+from kvtransfer.naming import ModelIdentity
+
+_RETRY_AFTER_S = 1.0
+_POLL_S = 0.05
+_FEATURE_FIELDS = {CONSTRAINTS: "constraint", PROMPT_LOGPROBS: "sampling.prompt_logprobs"}  # that need a feature
+
+
+class ModelFleet:
+    """Belongs to the event loop. `router` chooses among the workers that serve. One that `is_retired` is left to the
+    requests that run on it."""
+
+    def __init__(
+        self,
+        folder: ModelFolder,
+        settings: GatewaySettings,
+        links: Callable[[str], Sequence[WorkerLink]],
+        identities: ModelIdentities,
+        slo_classes: frozenset[str],
+        adapter_tenants: Mapping[str, frozenset[str]],
+        secret: bytes | None = None,
+        only: bytes = b"",
+    ):
+        """`links(role)`: its workers and those that have not said yet what they serve, whatever their state. `secret`
+        None: derived from the model, once a worker has said what it is. `only`: the one identity that its workers may
+        have; empty: `identities` decides."""
+        self.folder, self.links, self.only = folder, links, only
+        self.is_retired = False
+        self.rates = WorkerRates()  # of all its workers
+        self.candidates = Candidates(links)
+        self.router = Router(self.candidates, settings.split, self.rates, settings.max_start_wait_s, settings.stand_in)
+        self.last_identity = b""  # that its workers had, also while none is here
+        self._settings, self._identities = settings, identities
+        self._slo_classes, self._adapter_tenants = slo_classes, adapter_tenants
+        self._secret = secret
+        self._here: dict[WorkerLink, None] = {}  # in the order in which they came
+        self._decided = b""  # the identity, by a worker that the settings name
+        self._model: tuple[int, ServedModel] | None = None  # (num_changes of the candidates, what is served)
+
+    @property
+    def name(self) -> str:
+        """The name by which requests ask for it."""
+        return self.folder.name
+
+    @property
+    def identity(self) -> ModelIdentity | None:
+        """The identity of the model that is served: of the first worker that joined and is still here."""
+        return next((ModelIdentity(link.hello.model_identity) for link in self._here if link.hello), None)
+
+    def known_identity(self) -> ModelIdentity:
+        """Return the identity of the model that is served. Raises Unavailable before it is known."""
+        if (identity := self.identity) is None:
+            told = f"no worker serves {self.name}: none has said Hello, or all have gone"
+            raise Unavailable(told, _RETRY_AFTER_S, reason="NO_WORKER")
+        return identity
+
+    @property
+    def secret(self) -> bytes:
+        """The cluster secret. Raises Unavailable before it is known."""
+        return derived_secret(self.known_identity()) if self._secret is None else self._secret
+
+    async def await_identity(self, deadline: float) -> None:
+        """Wait until a worker has reported which model is served, as long as one may come. Raises Unavailable."""
+        most_s = self._settings.max_start_wait_s
+        until = min(deadline, now() + most_s)
+        while self.identity is None and now() < until and any(link.may_come(most_s) for link in self._all_links()):
+            await asyncio.sleep(_POLL_S)
+        self.known_identity()
+
+    @property
+    def card(self) -> pb.ModelCard | None:
+        """The model card of a serving worker, a decode worker if there is one, or None."""
+        return next((link.hello.model for link in self._all_links() if link.serving and link.hello), None)
+
+    @property
+    def model(self) -> ServedModel:
+        """The model that requests are checked against. Every request asks, so it is made again only when other workers
+        serve."""
+        if self._model is None or self._model[0] != self.candidates.num_changes:
+            self._model = self.candidates.num_changes, self._served_model()
+        return self._model[1]
+
+    def not_ready(self) -> str | None:
+        """Return why no request could be served now, or None."""
+        if self.router.can_serve():
+            return None
+        if not self.candidates.serving("decode"):
+            return "no decode worker serves"
+        return "no prefill worker serves that a decode worker can take KV from"
+
+    def check_fits(self, request: RoutingRequest) -> None:
+        """Raises InvalidRequest for a request that needs what no known decode worker has: a feature, or more blocks."""
+        known = {link.limits for link in self.links("decode") if link.limits}
+        for feature in sorted(request.features) if known else ():
+            if not any(feature in limits.features for limits in known):
+                raise InvalidRequest(_FEATURE_FIELDS.get(feature, "model"), "no decode worker that serves can do this")
+        if known and not any(can_decode(request, limits) for limits in known):
+            most = max(limits.num_blocks for limits in known)
+            why = f"the prompt's end needs a KV block for each choice, and the largest decode worker has {most} blocks"
+            raise InvalidRequest("sampling.n", f"{request.num_choices}: {why}")
+
+    # ---- what the registry calls ----
+
+    def misfit(self, hello: pb.Hello) -> str | None:
+        """Return why a worker is none of this model's, whatever its weights; None: it may be."""
+        folder = self.folder
+        if hello.tokenizer_digest != folder.tokenizer_digest:
+            return f"has another tokenizer.json than {folder.path}"
+        if hello.model.vocab_size != folder.vocab_size:
+            return f"has {hello.model.vocab_size} token ids, {folder.path / 'config.json'} has {folder.vocab_size}"
+        return next(filter(None, map(_wrong_adapter, hello.adapters)), None)
+
+    def has(self, identity: bytes) -> bool:
+        """Return whether this is the model of that identity: by its workers, also those that have gone, or as it was
+        added."""
+        return identity in (self.last_identity, self.only)
+
+    def refusal_of(self, identity: bytes, is_named: bool) -> str | None:
+        """Return why a worker with this model's tokenizer cannot be used, or None. `is_named`: by the settings."""
+        if self.only and identity != self.only:
+            return f"serves the model {identity.hex()}, {self.name} was added as {self.only.hex()}"
+        if not self.only and (why := self._identities.why_not(identity, self.identity, is_named, self._decided)):
+            return why
+        if is_named:
+            self._decided = identity
+        return None
+
+    def join(self, link: WorkerLink) -> None:
+        """Take a worker whose session has begun."""
+        self._here[link] = None
+        if link.hello is not None:
+            self.last_identity = link.hello.model_identity
+
+    def leave(self, link: WorkerLink) -> None:
+        """Take the end of a worker's session."""
+        self._here.pop(link, None)
+
+    def forget(self) -> None:
+        """Make what requests are checked against again: a worker will not come back."""
+        self._model = None
+
+    def _all_links(self) -> list[WorkerLink]:
+        return [*self.links("decode"), *self.links("prefill")]
+
+    def _served_model(self) -> ServedModel:
+        folder = self.folder
+        hellos = [link.hello for link in self.candidates.serving("decode") if link.hello]
+        # Of all that have been here: a request is not wrong because the worker that could hold it restarts.
+        lengths = [link.limits.max_model_len for link in self.links("decode") if link.limits]
+        return ServedModel(
+            name=folder.name,
+            context=min(folder.context, max(lengths, default=folder.context)),
+            is_bound_by_workers=max(lengths, default=folder.context) < folder.context,
+            vocab_size=folder.vocab_size,
+            eos_ids=folder.eos_ids,
+            defaults=folder.defaults,
+            slo_classes=self._slo_classes,
+            proposers=frozenset(name for hello in hellos for name in hello.model.proposers) if hellos else None,
+            limits=PRESETS[self._settings.limits],
+            adapters=_adapters_of(hellos),
+            adapter_tenants=self._adapter_tenants,
+        )
+
+
+def _adapters_of(hellos: Sequence[pb.Hello]) -> dict[str, bytes]:
+    """Return the identity that each name of an adapter stands for: where workers differ, as between two reloads, the one
+    that most of them hold."""
+    held: dict[str, Counter[bytes]] = {}
+    for hello in hellos:
+        for adapter in hello.adapters:
+            held.setdefault(adapter.name, Counter())[adapter.identity] += 1
+    return {name: max(counts, key=lambda identity: (counts[identity], identity)) for name, counts in held.items()}
+
+
+def _wrong_adapter(adapter: pb.Adapter) -> str | None:
+    try:
+        check_model_name(adapter.name, "has an adapter named")
+    except ValueError as error:
+        return str(error)
+    size = len(adapter.identity)
+    return None if size == ADAPTER_BYTES else f"has an adapter {adapter.name} with an identity of {size} bytes"
