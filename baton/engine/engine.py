@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from baton.engine.adapters.adapters import Adapter, Adapters
+from baton.engine.adapters.adapters import Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.model_errors import ModelError
 from baton.engine.core.model_spec import ModelSpec
-from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Request, RequestEnded
+from baton.engine.core.request import FirstToken, Key, LoadReport, Output, Refusal, Request, RequestEnded
 from baton.engine.execute.build import GpuMemoryFor, MemoryFor, load_parts
 from baton.engine.execute.collect import Results
 from baton.engine.execute.launcher import Launcher
@@ -82,7 +82,7 @@ class Engine:
         self.scheduler = Scheduler(config, pool.layout, self.ledger, shares, lengths, copies)
         self.lifecycle = GroupLifecycle(pool.layout, self.ledger, self.inbox, groups, self.scheduler)
         self.grammars = grammars  # None: it keeps no answer to a constraint
-        self.adapters = Adapters(lambda name, folder: model.read_adapter(name, folder))  # stand-ins of models read none
+        self.adapters = Adapters(model, config.adapter_slots)
         self.admission = Admission(config, pool.layout, self.lifecycle, shares, lengths, self.adapters, grammars)
         self.ranks = ranks  # that share the model with this process
         self.results = Results(self.scheduler, self.lifecycle, self.runner)
@@ -178,8 +178,8 @@ class Engine:
         linear = "+".join(model.weights.kernels)
         return {"attention": self.attention_name, "linear": linear, "layers": model.layers_name}
 
-    def add_adapter(self, name: str, folder: Path) -> Adapter:
-        """Read an adapter that requests may name from now on. Raises ModelError."""
+    def add_adapter(self, name: str, folder: Path) -> bytes:
+        """Read an adapter that requests may name from now on; returns its identity. Raises ModelError."""
         if name == self.model_name:
             raise ModelError(f"{folder}: an adapter cannot have the name of the model, {name}")
         return self.adapters.add(name, folder)
@@ -187,8 +187,15 @@ class Engine:
     # ---- for a program that runs the engine alone; workers ask `admission`, which offers more ----
 
     def submit(self, request: Request) -> None:
-        """Take a request to prefill and decode here; its outputs come from `step`. Raises Refusal."""
-        self.admission.submit(request)
+        """Take a request to prefill and decode here; its outputs come from `step`. Waits for its adapter to be ready.
+        Raises Refusal."""
+        try:
+            self.admission.submit(request)
+        except Refusal as refusal:
+            if refusal.reason != "adapter_loading":
+                raise
+            self.adapters.wait(request.adapter)
+            self.admission.submit(request)
 
     def cancel(self, key: Key) -> None:
         """End a key in any state, once. Idempotent."""

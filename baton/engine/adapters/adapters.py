@@ -1,12 +1,18 @@
-"""The adapters that an engine holds, by identity: a digest of weights and config, never a name."""
+"""The adapters that an engine holds, by identity: a digest of weights and config, never a name. Each has a host copy, as it
+was read; some are ready to be applied, in slots."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakValueDictionary
+from typing import Protocol
 
+from baton.engine.adapters.lora_folder import LoraFolder
 from baton.engine.adapters.low_rank import LowRank
+from baton.engine.core.request import Refusal
+
+_RETRY_S = 0.02  # after which one that is made ready is, and a slot may be free
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -22,43 +28,111 @@ class Adapter:
         return sum(pair.num_bytes for layer in self.layers for pair in layer.values())
 
 
+class AdaptedModel(Protocol):
+    """A model that may have adapters. Both raise ModelError."""
+
+    def read_adapter(self, folder: Path) -> LoraFolder:
+        """Return an adapter as it was read, whole in memory."""
+        ...
+
+    def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
+        """Return one that is ready to be applied."""
+        ...
+
+
 class Adapters:
-    """Thread-safe."""
+    """Thread-safe. At most `num_slots` are ready at once, those that requests use and the last that they used."""
 
-    def __init__(self, load: Callable[[str, Path], Adapter]):
-        """`load(name, folder)` reads one. Raises ModelError."""
-        self._load, self._lock = load, threading.Lock()
-        self._by_name: dict[str, Adapter] = {}
-        # Of those without a name, the ones that requests still hold: a leg of such a request may yet come.
-        self._held: WeakValueDictionary[bytes, Adapter] = WeakValueDictionary()
+    def __init__(self, model: AdaptedModel, num_slots: int | None = None):
+        """`num_slots` None: as many as there are."""
+        self._model, self._num_slots = model, num_slots
+        self._lock = threading.Lock()
+        self._copies: dict[str, LoraFolder] = {}  # by name
+        self._ready: dict[bytes, Adapter] = {}  # those used longest ago first
+        self._making: dict[bytes, Future[Adapter]] = {}  # each has its slot already
+        self._thread = ThreadPoolExecutor(1, "adapters")
 
-    def add(self, name: str, folder: Path) -> Adapter:
-        """Read an adapter, and give it to requests from now on: a name that is taken stands for this one. Raises ModelError,
-        and then nothing has changed."""
-        made = self._load(name, folder)
+    def add(self, name: str, folder: Path) -> bytes:
+        """Read an adapter, and give it to requests from now on: a name that is taken stands for this one. Returns its
+        identity. Raises ModelError, and then nothing has changed."""
+        copy = self._model.read_adapter(folder)
+        made = self._model.make_adapter(name, copy)  # which finds what is wrong with it
         with self._lock:
-            self._by_name[name] = self._held[made.identity] = made
-        return made
+            self._copies[name] = copy
+            if self._has_slot and not {copy.identity} & (self._ready.keys() | self._making.keys()):
+                self._ready[copy.identity] = made
+        return copy.identity
 
     def remove(self, name: str) -> bool:
         """Take an adapter from new requests; return whether there was one."""
         with self._lock:
-            return self._by_name.pop(name, None) is not None
+            return self._copies.pop(name, None) is not None
 
-    def find(self, identity: bytes) -> Adapter | None:
-        """Return the adapter of this identity, or None."""
+    def find(self, identity: bytes, in_use: Callable[[], Collection[Adapter]]) -> Adapter:
+        """Return the adapter of this identity; `in_use()` gives those that live requests hold. Raises Refusal: no_adapter;
+        adapter_loading, and it is being made ready; adapter_slots, all being in use."""
         with self._lock:
-            named = (each for each in self._by_name.values() if each.identity == identity)
-            return next(named, None) or self._held.get(identity)
+            ready, copy = self._ready.get(identity), self._copy(identity)
+            # Of one without a name a leg may yet come, as long as the request that began with it is here.
+            if ready is not None and (copy is not None or ready in in_use()):
+                self._ready[identity] = self._ready.pop(identity)
+                return ready
+            if copy is None:
+                raise Refusal("no_adapter", retry_after_s=0.0)
+            if identity not in self._making:
+                if not self._has_slot and not self._evict(in_use()):
+                    raise Refusal("adapter_slots", retry_after_s=_RETRY_S)
+                self._making[identity] = self._thread.submit(self._make_ready, identity, *copy)
+            raise Refusal("adapter_loading", retry_after_s=_RETRY_S)
+
+    def wait(self, identity: bytes) -> None:
+        """Wait until an adapter that is being made ready is."""
+        with self._lock:
+            making = self._making.get(identity)
+        if making is not None:
+            making.result()
 
     @property
     def words(self) -> str:
         """Return the words for the engine's start line."""
-        listed = self.listed()
-        mebibytes = sum(each.num_bytes for each in listed) / (1 << 20)
-        return f"; adapters {', '.join(each.name for each in listed)} ({mebibytes:.1f} MiB)" if listed else ""
-
-    def listed(self) -> tuple[Adapter, ...]:
-        """Return all that requests may name."""
         with self._lock:
-            return tuple(self._by_name.values())
+            names, mebibytes = list(self._copies), sum(each.num_bytes for each in self._ready.values()) / (1 << 20)
+        slots = "" if self._num_slots is None else f" of {self._num_slots} slots"
+        return f"; adapters {', '.join(names)} ({mebibytes:.1f} MiB{slots})" if names else ""
+
+    def listed(self) -> dict[str, bytes]:
+        """Return the identity of all that requests may name, by name."""
+        with self._lock:
+            return {name: copy.identity for name, copy in self._copies.items()}
+
+    @property
+    def ready(self) -> list[bytes]:
+        """The identities of those in slots, used longest ago first."""
+        with self._lock:
+            return list(self._ready)
+
+    def _copy(self, identity: bytes) -> tuple[str, LoraFolder] | None:
+        return next((each for each in self._copies.items() if each[1].identity == identity), None)
+
+    @property
+    def _has_slot(self) -> bool:
+        return self._num_slots is None or len(self._ready) + len(self._making) < self._num_slots
+
+    def _evict(self, in_use: Collection[Adapter]) -> bool:
+        """Empty the slot of one that nobody uses, without a name if there is such a one; return whether there was any."""
+        idle = [identity for identity, adapter in self._ready.items() if adapter not in in_use]
+        idle.sort(key=lambda identity: self._copy(identity) is not None)
+        for identity in idle[:1]:
+            del self._ready[identity]
+        return bool(idle)
+
+    def _make_ready(self, identity: bytes, name: str, copy: LoraFolder) -> Adapter:
+        """Make one ready in its slot."""
+        try:
+            made = self._model.make_adapter(name, copy)
+            with self._lock:
+                self._ready[identity] = made
+            return made
+        finally:
+            with self._lock:
+                self._making.pop(identity, None)

@@ -50,12 +50,13 @@ class LoraFolder:
             if tuple(pair[part].shape) != shape:
                 told = f"has shape {list(pair[part].shape)}, this base and rank {rank} ask for {list(shape)}"
                 raise self._wrong(f"{module}.lora_{part}", told)
-        return pair["A"], pair["B"] * self._scale(module, rank)
+        return pair["A"].float(), pair["B"].float() * self._scale(module, rank)
 
     def check_all_read(self) -> None:
-        """Raise ModelError where a module of the adapter is none that the base can add to."""
-        if self._left:
-            raise self._wrong(next(iter(self._left)), "is no linear layer of this base that adapters are served for")
+        """Raise ModelError where a module of the adapter is none that the base can add to; then all may be read again."""
+        left, self._left = self._left, dict.fromkeys(self._pairs)
+        if left:
+            raise self._wrong(next(iter(left)), "is no linear layer of this base that adapters are served for")
 
     def _check_config(self) -> None:
         config, path = self._config, self.folder / CONFIG
@@ -101,7 +102,7 @@ class LoraFolder:
             raise self._wrong(name, f"is {tensor.dtype} of {tensor.dim()} dimensions, not a matrix of floats")
         if not bool(torch.isfinite(tensor).all()):
             raise self._wrong(name, "holds values that are NaN or infinite")
-        return tensor.float()
+        return tensor
 
     def _rank(self, module: str) -> int:
         rank = self._of_pattern("rank_pattern", module, self._config["r"])

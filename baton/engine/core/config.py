@@ -98,6 +98,9 @@ class EngineConfig:
     adapter: tuple[str, ...] = _knob(
         "LoRA adapters that requests may name beside the model, folders as PEFT writes them", (), metavar="NAME=DIR,..."
     )
+    adapter_slots: int | None = _knob(
+        "adapters that are ready to be applied at once; others wait as they were read (default: all are ready)", None
+    )
     adapter_root: Path | None = _knob(
         "folder below which operators may load adapters while the worker runs (default: none may be)",
         None,
@@ -144,6 +147,10 @@ class EngineConfig:
         folders = self.adapter_folders  # checks them
         if (folders or self.adapter_root) and self.num_ranks > 1:
             raise ValueError(f"adapter: adapters are not served on several ranks; leave {self.ranks_option} at 1")
+        if self.adapter_slots is not None and self.adapter_slots < 1:
+            raise ValueError(f"adapter_slots {self.adapter_slots}: must be at least 1")
+        if self.adapter_slots is not None and not self.may_adapt:
+            raise ValueError("adapter_slots has no effect without adapter or adapter_root")
         # Decoding goes first: what is left must always hold one span, or prompts would never be read.
         least = self.max_num_seqs + SPAN_TOKENS
         if (given := self.max_num_batched_tokens) < least:

@@ -159,7 +159,8 @@ Output = Progress | PrefillDone | TokenRun | RequestEnded
 
 
 class Refusal(Exception):
-    """The ledger says no, at once. `reason`: kv_full | queue_full | draining | too_long | no_adapter."""
+    """The ledger says no, at once. `reason`: kv_full | queue_full | draining | too_long | no_adapter |
+    adapter_loading | adapter_slots."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.1):
         super().__init__(reason)

@@ -110,13 +110,16 @@ class Model:
         sums = [f"tree{self.weights.num_leaves}"] if self.weights.num_leaves > 1 else []
         return (attention, self.layers_name, linears, *sums, capability, *variants)
 
-    def read_adapter(self, name: str, folder: Path) -> Adapter:
-        """Read an adapter for this model. Raises ModelError for one that is none, or is another base's."""
+    def read_adapter(self, folder: Path) -> LoraFolder:
+        """Read an adapter for this model. Raises ModelError for one that is none, or that this model can have none."""
         if self.spec.latent is not None or self.collectives is not None or self.spec.state is not None:
             why = "latent attention" if self.spec.state is None else "layers with a state"
             why = why if self.collectives is None else "layers that ranks share"
             raise ModelError(f"{folder}: adapters are not served on {why}")
-        lora = LoraFolder(folder)
+        return LoraFolder(folder)
+
+    def make_adapter(self, name: str, lora: LoraFolder) -> Adapter:
+        """Make an adapter ready to be applied. Raises ModelError for one of another base."""
         low_ranks = LowRanks(lora, self._make, self.dtype, self.device)
         layers = tuple(read_low_ranks(self.spec, index, low_ranks) for index in range(self.spec.num_layers))
         lora.check_all_read()

@@ -8,7 +8,7 @@
 Everything here is answered at once, on any thread, under the ledger's lock. What follows is in lifecycle.py.
 """
 
-from baton.engine.adapters.adapters import Adapters
+from baton.engine.adapters.adapters import Adapter, Adapters
 from baton.engine.core.config import EngineConfig
 from baton.engine.core.request import Acceptance, FirstToken, Key, Refusal, Request
 from baton.engine.kv.ledger import Holder, Ledger
@@ -216,17 +216,21 @@ class Admission:
             self.lifecycle.inbox.post(ended)
 
     def _group(self, request: Request, holder: Holder) -> Group:
-        """Return a new group, whose grammar is being compiled where it has a constraint. Raises Refusal: no_adapter."""
+        """Return a new group, whose grammar is being compiled where it has a constraint. Raises Refusal: no_adapter,
+        adapter_loading, adapter_slots."""
         group = Group(request, holder)
-        adapter = self.adapters.find(request.adapter) if self.adapters is not None and request.adapter else None
-        if request.adapter and adapter is None:
-            raise Refusal("no_adapter", retry_after_s=0.0)
-        group.adapter = adapter
+        if request.adapter:
+            if self.adapters is None:
+                raise Refusal("no_adapter", retry_after_s=0.0)
+            group.adapter = self.adapters.find(request.adapter, self._adapters_in_use)
         if request.constraint is not None:
             if self.grammars is None:
                 raise ValueError("constraint: there are no grammars over this model's tokenizer")
             group.grammar = self.grammars.compile(request.constraint)
         return group
+
+    def _adapters_in_use(self) -> set[Adapter]:
+        return {group.adapter for group in self.groups.values() if group.adapter is not None}
 
     def _check(self, request: Request, longest: int, num_choices: int) -> None:
         """Refuses what could never run here to its end: `longest` tokens of a sequence, and behind the prompt a block

@@ -33,12 +33,12 @@ class LiveAdapters:
         folder = self._below_root(path)
         async with self._turn:
             try:
-                adapter = await asyncio.to_thread(self._engine.add_adapter, name, folder)
+                identity = await asyncio.to_thread(self._engine.add_adapter, name, folder)
             except ModelError as error:
                 raise InvalidRequest("path", str(error)) from None
             self._tell()
-        log.info("adapter loaded %s", fields(name=name, identity=adapter.identity.hex()))
-        return adapter.identity
+        log.info("adapter loaded %s", fields(name=name, identity=identity.hex()))
+        return identity
 
     def unload(self, name: str) -> None:
         """Take an adapter from new requests. Raises NotFound."""
@@ -57,6 +57,6 @@ class LiveAdapters:
 
     def _tell(self) -> None:
         del self._hello.adapters[:]
-        for adapter in self._engine.adapters.listed():
-            self._hello.adapters.add(name=adapter.name, identity=adapter.identity)
+        for name, identity in self._engine.adapters.listed().items():
+            self._hello.adapters.add(name=name, identity=identity)
         self._sessions.send_hello(self._hello)

@@ -38,7 +38,7 @@ def load(folder, *adapters, **options) -> Engine:
 
 
 def identities(engine: Engine) -> dict[str, bytes]:
-    return {adapter.name: adapter.identity for adapter in engine.adapters.listed()}
+    return engine.adapters.listed()
 
 
 def logprobs_of(engine: Engine, adapter: bytes = b"") -> torch.Tensor:

@@ -1,0 +1,186 @@
+"""Slots of adapters: bounded, least recently used first, never one that a request uses; and answers that do not depend on
+them."""
+
+import hashlib
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.engine.adapters.adapters import Adapter, Adapters
+from baton.engine.core.config import EngineConfig
+from baton.engine.core.model_errors import ModelError
+from baton.engine.core.request import Refusal
+from baton.engine.engine import Engine
+from tests.engine.adapters.test_lora import ATTENTION, MLP, PROMPT, identities, load
+from tests.support.engine.folders import make_adapter, make_folder
+from tests.support.engine.toys import make_request, run
+
+
+class Shelf:
+    """Adapters whose folder is their content, and requests that hold some."""
+
+    def __init__(self, num_slots: int | None):
+        self.made = Counter()
+        self.held: list[Adapter] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.adapters = Adapters(self, num_slots)
+
+    def read_adapter(self, folder: Path) -> Any:
+        if folder.name == "bad":
+            raise ModelError("bad")
+        return SimpleNamespace(identity=identity_of(folder.name))
+
+    def make_adapter(self, name: str, copy) -> Adapter:
+        self.gate.wait()
+        self.made[copy.identity] += 1
+        return Adapter(name, copy.identity, ())
+
+    def ask(self, identity: bytes) -> str:
+        """Hold it for a request; return why not."""
+        try:
+            self.held.append(self.adapters.find(identity, lambda: set(self.held)))
+        except Refusal as refusal:
+            return refusal.reason
+        return ""
+
+    def get(self, identity: bytes) -> str:
+        if (reason := self.ask(identity)) == "adapter_loading":
+            self.adapters.wait(identity)
+            return self.ask(identity)
+        return reason
+
+
+def identity_of(content: str) -> bytes:
+    return hashlib.sha256(content.encode()).digest()
+
+
+def add(shelf: Shelf, *names: str) -> list[bytes]:
+    return [shelf.adapters.add(name, Path(name)) for name in names]
+
+
+def test_the_least_recently_used_goes():
+    shelf = Shelf(2)
+    a, b, c = add(shelf, "a", "b", "c")
+    assert shelf.adapters.ready == [a, b], "a third is read, and has no slot"
+    assert shelf.get(a) == "" and shelf.adapters.ready == [b, a]
+    shelf.held.clear()
+    assert shelf.get(c) == "" and shelf.adapters.ready == [a, c]
+    assert shelf.held[0].identity == c
+
+
+def test_one_in_use_stays():
+    shelf = Shelf(2)
+    a, b, c = add(shelf, "a", "b", "c")
+    assert shelf.get(a) == shelf.get(b) == ""
+    assert shelf.ask(c) == "adapter_slots"
+    shelf.held.pop(0)
+    assert shelf.get(c) == "" and set(shelf.adapters.ready) == {b, c}
+
+
+def test_a_slot_is_taken_while_one_is_made_ready():
+    shelf = Shelf(1)
+    a, b, c = add(shelf, "a", "b", "c")
+    shelf.gate.clear()
+    assert shelf.ask(b) == "adapter_loading" and shelf.ask(b) == "adapter_loading"
+    assert shelf.ask(c) == "adapter_slots" and shelf.ask(a) == "adapter_slots"
+    shelf.gate.set()
+    shelf.adapters.wait(b)
+    assert shelf.ask(b) == "" and shelf.adapters.ready == [b]
+    assert shelf.made[b] == 2, "once when it was read, once for its slot"
+
+
+def test_one_without_a_name_serves_those_that_began_with_it():
+    shelf = Shelf(2)
+    (a,) = add(shelf, "a")
+    assert shelf.get(a) == "" and shelf.adapters.remove("a") and not shelf.adapters.remove("a")
+    assert shelf.ask(a) == "", "a leg of the same request"
+    shelf.held.clear()
+    assert shelf.ask(a) == "no_adapter"
+    b, c = add(shelf, "b", "c")
+    assert shelf.get(b) == shelf.get(c) == "" and set(shelf.adapters.ready) == {b, c}
+
+
+def test_two_names_of_one_and_one_name_of_two():
+    shelf = Shelf(None)
+    first = shelf.adapters.add("x", Path("one"))
+    assert shelf.adapters.add("y", Path("one")) == first and shelf.adapters.listed() == {"x": first, "y": first}
+    second = shelf.adapters.add("x", Path("two"))
+    assert shelf.adapters.listed() == {"x": second, "y": first}
+    shelf.adapters.remove("y")
+    assert shelf.ask(first) == "no_adapter" and shelf.get(second) == ""
+    with pytest.raises(ModelError):
+        shelf.adapters.add("x", Path("bad"))
+    assert shelf.adapters.listed() == {"x": second}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations(seed):
+    """Never more than there are slots, never one away that is in use, never another's."""
+    rng = random.Random(seed)
+    shelf = Shelf(3)
+    contents = [f"content-{n}" for n in range(8)]
+    for _ in range(400):
+        act = rng.random()
+        if act < 0.1:
+            shelf.adapters.add(rng.choice("abcdef"), Path(rng.choice(contents)))
+        elif act < 0.15:
+            shelf.adapters.remove(rng.choice("abcdef"))
+        elif act < 0.5 and shelf.held:
+            shelf.held.pop(rng.randrange(len(shelf.held)))
+        else:
+            asked = identity_of(rng.choice(contents))
+            known = asked in shelf.adapters.listed().values()
+            used = {adapter.identity for adapter in shelf.held}
+            reason = shelf.get(asked)
+            if reason == "no_adapter":
+                assert not known and asked not in used
+            elif reason == "adapter_slots":
+                assert len(used) == 3 and asked not in used
+            else:
+                assert reason == "" and shelf.held[-1].identity == asked and (known or asked in used)
+        assert len(shelf.adapters.ready) <= 3
+        assert {adapter.identity for adapter in shelf.held} <= set(shelf.adapters.ready)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slots")
+    model = make_folder(folder / "base", "llama3", hidden_size=64, intermediate_size=96)
+    for seed, name in enumerate("abc"):
+        make_adapter(folder / name, model, ATTENTION + MLP, rank=8, seed=seed)
+    return [folder / name for name in ("base", "a", "b", "c")]
+
+
+def test_answers_do_not_depend_on_slots(folders):
+    """One slot for three adapters: each request is the slot's next, the answers those of an engine that holds all."""
+    tight, loose = load(*folders, adapter_slots=1), load(*folders)
+    assert len(tight.adapters.ready) == 1 and len(loose.adapters.ready) == 3
+    order = "abcacb"
+    for index, name in enumerate(order):
+        request = make_request(f"r{index}", PROMPT, 8, named=False, logprobs=1, adapter=identities(loose)[name])
+        records = [run(engine, [request])[request.key] for engine in (tight, loose)]
+        assert records[0].logprobs == records[1].logprobs and records[0].answer() == records[1].answer()
+        tight.check_integrity()
+
+
+def test_all_slots_in_use(folders):
+    engine = load(*folders, adapter_slots=1)
+    known = identities(engine)
+    engine.submit(make_request("first", PROMPT, 8, adapter=known["a"]))
+    with pytest.raises(Refusal, match="adapter_slots"):
+        engine.submit(make_request("second", PROMPT, 8, adapter=known["b"]))
+    engine.check_integrity()
+    assert engine.adapters.ready == [known["a"]]
+
+
+def test_settings_that_are_refused(folders):
+    with pytest.raises(ValueError, match="adapter_slots 0: must be at least 1"):
+        Engine.load(EngineConfig(folders[0], adapter=(f"a={folders[1]}",), adapter_slots=0))
+    with pytest.raises(ValueError, match="adapter_slots has no effect"):
+        EngineConfig(folders[0], adapter_slots=1)
